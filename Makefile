@@ -1,0 +1,57 @@
+# Every verb works from a fresh clone: the environment in .venv is made, and the extension built, when something is
+# missing or older than its sources.
+PYTHON ?= python3
+# Which torch goes into .venv. The CPU build is enough for everything here: make demo TORCH='torch==2.13.0+cpu'
+TORCH ?= torch==2.13.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/*.cuh)
+NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/null))
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint format bench cuda-compile clean
+
+help: ## list these verbs
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/installed ## train a convnet and a small GPT at O0 to O5; ends with a table and a plot
+	$(BIN)/python examples/opt_levels.py
+
+test: $(VENV)/installed ## every test that is not marked slow
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/installed ## the tests marked slow, and only those: run both for everything
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/installed ## ruff, mypy and clang-format; changes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(if $(SOURCES),$(BIN)/clang-format --dry-run -Werror $(SOURCES))
+
+format: $(VENV)/installed ## rewrite the sources as lint wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(if $(SOURCES),$(BIN)/clang-format -i $(SOURCES))
+
+bench: $(VENV)/installed ## time the kernels
+	$(BIN)/python benchmarks/kernels.py
+
+cuda-compile: $(VENV)/installed ## compile the CUDA sources with nvcc; needs no GPU
+	@test -n "$(NVCC)" || { echo "make cuda-compile: there is no nvcc, neither in CUDA_HOME nor on PATH" >&2; exit 1; }
+	PYTHON=$(BIN)/python sh tests/cuda/compile.sh
+
+clean: ## remove what was built here; .venv keeps its downloads
+	rm -rf build out *.egg-info amp_patch/*.so $(VENV)/installed .pytest_cache .ruff_cache .mypy_cache
+	find amp_patch benchmarks examples tests -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# torch first and by itself: the build of the extension imports it.
+$(VENV)/tools: Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet setuptools wheel pybind11 ninja "$(TORCH)"
+	touch $@
+
+$(VENV)/installed: $(VENV)/tools setup.py pyproject.toml $(SOURCES)
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[examples,dev]"
+	touch $@

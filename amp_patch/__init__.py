@@ -1,0 +1,53 @@
+"""amp_patch: the opt-level switch for mixed-precision training. See `initialize` and `scale_loss`.
+
+`from amp_patch import amp` and `import amp_patch as amp` give the same names. Importing patches nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from amp_patch import multi_tensor
+from amp_patch.casts import (
+    autocast,
+    disable_casts,
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from amp_patch.initialize import (
+    fp32_copy,
+    initialize,
+    load_state_dict,
+    master_params,
+    restore,
+    scale_loss,
+    state_dict,
+)
+
+__version__ = "0.1.0"
+
+amp = sys.modules[__name__]
+
+__all__ = [
+    "amp",
+    "autocast",
+    "disable_casts",
+    "float_function",
+    "fp32_copy",
+    "half_function",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "multi_tensor",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "restore",
+    "scale_loss",
+    "state_dict",
+]

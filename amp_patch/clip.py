@@ -1,0 +1,70 @@
+"""torch's gradient clipping, given low-precision parameters, acts on their masters.
+
+Under O2 the gradients are the masters'. `clip_grad_norm_(model.parameters(), 1.0)` finds none on the model and, in
+Apex, silently did nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+
+from amp_patch import links
+from amp_patch.patch import Patches
+
+_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
+_patches = Patches()
+_installed = False
+
+
+def install() -> None:
+    """Redirect torch's clipping functions, also where a script imported them by name earlier; idempotent."""
+    global _installed
+    if _installed:
+        return
+    for name in _FUNCTIONS:
+        function = getattr(clip_grad, name)
+        cell = _cell_of(function)
+        if cell is not None:
+            # torch wraps both in a no_grad function: what that calls is one closure cell, which every reference shares.
+            _patches.set_cell(cell, _redirected(cell.cell_contents))
+            continue
+        redirected = _redirected(function)
+        for owner in (clip_grad, torch.nn.utils):
+            _patches.set(owner, name, redirected)
+    _installed = True
+
+
+def uninstall() -> None:
+    """Undo `install`."""
+    global _installed
+    _patches.remove()
+    _installed = False
+
+
+def _redirected(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def redirected(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(parameters, Tensor):
+            return function(_holder(parameters), *args, **kwargs)
+        return function([_holder(parameter) for parameter in parameters], *args, **kwargs)
+
+    return redirected
+
+
+def _holder(param: Tensor) -> Tensor:
+    """Whichever of a parameter and its master holds the gradient to clip."""
+    master = links.master_of(param)
+    return param if master is None or param.grad is not None else master
+
+
+def _cell_of(function: Any) -> types.CellType | None:
+    wrapped = getattr(function, "__wrapped__", None)
+    cells = getattr(function, "__closure__", None) or ()
+    return next((cell for cell in cells if cell.cell_contents is wrapped and wrapped is not None), None)

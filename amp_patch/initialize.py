@@ -1,0 +1,422 @@
+"""The public calls: initialize, scale_loss, master_params, state_dict, restore. The one file that composes the others."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch import casts, clip, links
+from amp_patch import model as model_side
+from amp_patch import optimizer as optimizer_side
+from amp_patch.optimizer import Stash
+from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy, resolve
+from amp_patch.scaler import LossScaler
+
+logger = logging.getLogger("amp_patch")
+
+
+@dataclass
+class _Training:
+    """What one call of `initialize` made. Models and optimizers are held weakly: a training keeps nothing alive."""
+
+    policy: Policy
+    scalers: list[LossScaler]
+    models: list[weakref.ref[nn.Module]]
+    optimizers: list[weakref.ref[Any]]
+
+    def alive(self) -> bool:
+        return any(ref() is not None for ref in (*self.models, *self.optimizers))
+
+
+# Oldest first. `restore` undoes all; `state_dict` without arguments speaks of the last.
+_trainings: list[_Training] = []
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | None = None,
+    patch_torch_functions: bool | str | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | str | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    *,
+    dtype: torch.dtype | None = None,
+    keep_fp32: Any = (),
+    allow_banned: bool = False,
+    process_group: Any = None,
+    methods: tuple[str, ...] = (),
+) -> Any:
+    """Prepare models and optimizers for mixed-precision training at an opt level, in place.
+
+    Call it after the model is on its device and before it is wrapped (DataParallel, DDP). It may be called any number
+    of times: each call makes a training with its own policy and loss scalers. A model given again keeps the values of
+    its masters; at another level it is cast anew, and its earlier optimizers must be given again too.
+
+    Args:
+        models: a module, or a list or tuple of them (a module and its child may both be in it). FP32.
+        optimizers: an optimizer, a list or tuple, or None (inference: no masters). Objects with `param_groups` and
+            `step` are accepted, and wrappers with an `.optim` or `.optimizer` inside. Parameters that belong to none
+            of the models are left as they are, and get masters at O2 if they are float16 or bfloat16.
+        enabled: False makes this call and every `scale_loss` of these optimizers a no-op.
+        opt_level: "O0" FP32; "O1" casts around torch's functions; "O2" low-precision model, FP32 masters; "O3"
+            low-precision model alone; "O4", "O5": O1, O2 in bfloat16.
+        cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale: override what the
+            level sets; None keeps it. Strings ("True", "dynamic", "128.0") are understood.
+        cast_model_outputs: dtype of the models' floating outputs. None: FP32 for a cast model, else untouched.
+        num_losses: how many losses have a scale of their own; `scale_loss(loss_id=...)` chooses.
+        verbosity: 0 silences the messages about overflow (logger "amp_patch"; only rank 0 speaks).
+        min_loss_scale, max_loss_scale: range of a dynamic scale. Defaults 2**-24 and 2**24.
+        dtype: torch.float16 (default; bfloat16 at O4 and O5) or torch.bfloat16, whose loss scale is 1 unless given.
+        keep_fp32: modules that stay FP32 at any level, with their children: qualified names, classes, or a predicate
+            over (name, module); one or several. Such a module is given FP32 and returns the dtype that came in.
+        allow_banned: run functions without a safe low-precision form (binary_cross_entropy) in FP32 under O1's casts
+            instead of refusing them.
+        process_group: reduce the overflow flag over this torch.distributed group, for gradients that DDP does not.
+        methods: names of methods, beside `forward`, that users call on the models directly ("encode", "generate").
+
+    Returns:
+        The same objects, in Apex's form: the model, or (model, optimizer) if optimizers were given; lists for lists.
+
+    Raises:
+        ValueError, TypeError: an argument that cannot be honoured; nothing was changed then.
+    """
+    if not isinstance(enabled, bool | int):
+        raise TypeError(
+            f"initialize: enabled is {enabled!r}; the third positional argument is `enabled`, so name the level: "
+            "opt_level='O1'"
+        )
+    model_list, optimizer_list = _as_list(models), _as_list(optimizers)
+    targets = [optimizer_side.innermost(optimizer) for optimizer in optimizer_list]
+    if not enabled:
+        for target in targets:
+            if getattr(target, "_amp_stash", None) is None:
+                target._amp_stash = Stash(OPT_LEVELS["O0"], [], enabled=False)
+        return _apex_form(models, optimizers, model_list, optimizer_list)
+
+    policy = resolve(
+        opt_level,
+        dtype=dtype,
+        cast_model_type=cast_model_type,
+        patch_torch_functions=patch_torch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
+        cast_model_outputs=cast_model_outputs,
+        min_loss_scale=min_loss_scale,
+        max_loss_scale=max_loss_scale,
+        allow_banned=allow_banned,
+    )
+    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
+        raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
+    kept = _check(model_list, targets, policy, keep_fp32, methods)
+
+    scalers = [
+        LossScaler(
+            policy.loss_scale,
+            loss_id=loss_id,
+            min_loss_scale=policy.min_loss_scale,
+            max_loss_scale=policy.max_loss_scale,
+            verbosity=int(verbosity),
+        )
+        for loss_id in range(num_losses)
+    ]
+    _leave_earlier_trainings(model_list, targets, kept, policy)
+    _trainings[:] = [training for training in _trainings if training.alive()]
+    training = _Training(policy, scalers, [weakref.ref(m) for m in model_list], [weakref.ref(t) for t in targets])
+    _trainings.append(training)
+    try:
+        _enter(training, model_list, targets, kept, tuple(methods), process_group)
+    except BaseException:
+        _leave(model_list, targets)
+        _trainings.remove(training)
+        raise
+    logger.info("amp_patch: %s", policy)
+    return _apex_form(models, optimizers, model_list, optimizer_list)
+
+
+@contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: nn.Module | None = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """Scale the loss for backward, and leave unscaled FP32 gradients for the optimizers.
+
+    ::
+
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    Inside the body the model's gradients are the raw scaled ones. On exit the masters' gradients are unscaled (FP32;
+    added to what earlier exits left), the model's low-precision ones become None, and what overflowed is recorded on
+    the device; nothing here waits for the device. `optimizer.step()` then skips on overflow, which costs one sync.
+
+    Args:
+        loss: a floating tensor, any shape.
+        optimizers: the optimizer, or a list of those, whose gradients this backward makes.
+        loss_id: which scale, below `initialize(num_losses=...)`.
+        model: unused; Apex has it.
+        delay_unscale: leave the gradients scaled where they are, for the next micro-batch to add to. The last
+            micro-batch of an iteration has it False. (A step with gradients still scaled unscales them itself.)
+        delay_overflow_check: unscale, but leave moving the scale to a later exit of this `loss_id`. The optimizer
+            skips all the same if it overflowed.
+
+    Yields:
+        The loss times the scale, FP32 (FP64 for an FP64 loss); `loss` itself where the level does not scale.
+
+    Raises:
+        RuntimeError: an optimizer that `initialize` never saw.
+        TypeError, ValueError: a loss or loss_id that cannot be. Gradients are untouched then.
+
+    An exception in the body leaves no scaled gradient behind, and the scale as it was.
+    """
+    targets = _targets(optimizers)
+    stashes = [target._amp_stash for target in targets]
+    targets = [target for target in targets if target._amp_stash.enabled]
+    if not targets:
+        yield loss
+        return
+    if not isinstance(loss, Tensor) or not loss.is_floating_point():
+        came = f"a tensor of {loss.dtype}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise TypeError(f"scale_loss: loss is {came}; wanted a floating-point tensor")
+    stash = next(stash for stash in stashes if stash.enabled)
+    scaler = _scaler(stash, loss_id).to(loss.device)
+    scaling = stash.policy.scales_loss
+
+    bystanders = _set_bystanders_aside(targets, stash) if scaling else []
+    try:
+        for target in targets:
+            optimizer_side.begin(target, scaler)
+        had_grad = {id(p) for t in targets for p, _ in t._amp_stash.masters.pairs(t.param_groups) if p.grad is not None}
+        try:
+            with casts.everywhere(stash.policy):
+                if scaling:
+                    yield scaler.scale(loss)
+                else:
+                    yield loss.float() if loss.dtype in LOW_PRECISION else loss
+        except BaseException:
+            for target in targets:
+                optimizer_side.abandon(target, scaler, had_grad)
+            raise
+        for target in targets:
+            if delay_unscale:
+                optimizer_side.delay(target, scaler)
+            else:
+                optimizer_side.unscale(target, scaler)
+    finally:
+        if bystanders:
+            optimizer_side.bring_bystanders_back(bystanders, scaler.inverse())
+    if not (delay_unscale or delay_overflow_check):
+        scaler.update()
+
+
+def master_params(optimizer: Any) -> Iterator[Tensor]:
+    """The tensors that the optimizer updates: masters where it has them, else the model's own parameters."""
+    for group in optimizer_side.innermost(optimizer).param_groups:
+        yield from group["params"]
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The loss scales of the newest `initialize`, in Apex's form. Syncs with the device.
+
+    `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`; written into `destination` if given.
+    """
+    state = {} if destination is None else destination
+    for index, scaler in enumerate(_newest_scalers()):
+        state[f"loss_scaler{index}"] = scaler.state_dict()
+    return state
+
+
+def load_state_dict(state_dict: dict[str, Any]) -> None:
+    """Load what `state_dict` gave, into the loss scalers of the newest `initialize`.
+
+    Another number of scalers is accepted, as in Apex: those that both have are loaded.
+
+    Raises:
+        RuntimeError: a key that is no loss scaler's; nothing is loaded then.
+    """
+    unexpected = [key for key in state_dict if not (key.startswith("loss_scaler") and key[11:].isdigit())]
+    if unexpected:
+        raise RuntimeError(
+            f"load_state_dict: unexpected keys {', '.join(map(repr, unexpected))}; wanted what amp.state_dict() gave: "
+            "'loss_scaler0', 'loss_scaler1', ..."
+        )
+    scalers = _newest_scalers()
+    if len(scalers) != len(state_dict):
+        logger.warning("load_state_dict: %d loss scalers in the state, %d here", len(state_dict), len(scalers))
+    chosen = [(s, state_dict[f"loss_scaler{i}"]) for i, s in enumerate(scalers) if f"loss_scaler{i}" in state_dict]
+    for _, entry in chosen:
+        if not {"loss_scale", "unskipped"} <= set(entry):
+            raise RuntimeError(f"load_state_dict: a loss scaler has {sorted(entry)}; wanted loss_scale and unskipped")
+    for scaler, entry in chosen:
+        scaler.load_state_dict(entry)
+
+
+def fp32_copy(model: nn.Module) -> nn.Module:
+    """An FP32 deep copy of `model`, without any trace of amp_patch, for EMA, export or evaluation.
+
+    Weights are the masters' exact values where there are masters, else the low-precision ones upcast.
+    """
+    links.reconcile(links.with_masters(set(model.parameters())))
+    plain = copy.deepcopy(model)
+    model_side.restore(plain)
+    with torch.no_grad():
+        for copied, param in zip(plain.parameters(), model.parameters(), strict=True):
+            master = links.master_of(param)
+            if master is not None:
+                copied.copy_(master)
+    return plain
+
+
+def restore() -> None:
+    """Undo every `initialize`: torch's namespace, the models' and optimizers' classes, hooks and parameters.
+
+    Weights are FP32 again and equal the masters; optimizers hold the models' parameters, with their state.
+    """
+    for training in reversed(_trainings):
+        models = [model for ref in training.models if (model := ref()) is not None]
+        optimizers = [optimizer for ref in training.optimizers if (optimizer := ref()) is not None]
+        _leave(models, optimizers)
+    _trainings.clear()
+    casts.set_default(None)
+    casts.uninstall()
+    clip.uninstall()
+
+
+def _check(
+    models: list[nn.Module], targets: list[Any], policy: Policy, keep_fp32: Any, methods: tuple[str, ...]
+) -> list[nn.Module]:
+    """Validate everything that can be wrong with models and optimizers; returns the modules that stay FP32."""
+    if not models:
+        raise ValueError("initialize: models is empty; wanted a torch.nn.Module or a list of them")
+    for model in models:
+        model_side.check(model)
+    for target in targets:
+        optimizer_side.check(target, policy)
+    if len({id(target) for target in targets}) < len(targets):
+        raise ValueError("initialize: an optimizer is in optimizers twice; give each once")
+    model_side.check_methods(models, methods)
+    kept = model_side.kept_modules(models, policy, keep_fp32)
+    for model in models:
+        if model_side.policy_of(model) is None:
+            model_side.check_fp32(model, policy, kept)
+    return kept
+
+
+def _leave_earlier_trainings(
+    models: list[nn.Module], targets: list[Any], kept: list[nn.Module], policy: Policy
+) -> None:
+    """Undo what earlier calls did to these objects, as far as this one wants it otherwise."""
+    again = [model for model in models if model_side.policy_of(model) is not None]
+    recast = [model for model in again if not model_side.is_cast_to(model, kept, policy.cast_model_type)]
+    if recast:
+        params = {id(p) for model in recast for p in model.parameters()}
+        earlier = [o for t in _trainings for ref in t.optimizers if (o := ref()) is not None]
+        holders = [o for o in earlier if any(id(p) in params for p, _ in o._amp_stash.masters.linked())]
+        _leave(recast, list({id(o): o for o in holders}.values()))
+    for target in targets:
+        if getattr(target, "_amp_stash", None) is not None:
+            optimizer_side.restore(target, recast_state=False)
+
+
+def _enter(
+    training: _Training,
+    models: list[nn.Module],
+    targets: list[Any],
+    kept: list[nn.Module],
+    methods: tuple[str, ...],
+    process_group: Any,
+) -> None:
+    policy = training.policy
+    params, buffers = model_side.to_cast(models, kept) if policy.cast_model_type is not None else ([], [])
+    about_to_be_cast = {id(p) for p in params}
+    for target in targets:
+        stash = Stash(
+            policy, training.scalers, siblings=training.optimizers, process_group=process_group
+        )
+        optimizer_side.name_parameters(stash, models)
+        optimizer_side.enter_training(target, stash, about_to_be_cast)
+    if policy.cast_model_type is not None:
+        model_side.cast(params, buffers, policy.cast_model_type)
+    model_side.enter_training(models, kept, policy, methods)
+    for target in targets:
+        optimizer_side.state_follows_params(target)
+        optimizer_side.warn_of_small_eps(target)
+    if policy.master_weights and targets:
+        clip.install()
+    if policy.patch_torch_functions:
+        casts.install()
+        casts.set_default(policy)
+
+
+def _leave(models: list[nn.Module], targets: list[Any]) -> None:
+    for model in models:
+        model_side.restore(model)
+    for target in targets:
+        optimizer_side.restore(target)
+
+
+def _targets(optimizers: Any) -> list[Any]:
+    """The innermost optimizers, each once."""
+    targets = {id(t): t for t in map(optimizer_side.innermost, _as_list(optimizers))}
+    if not targets:
+        raise TypeError("scale_loss: optimizers is empty; wanted the optimizer, or a list of those, of this loss")
+    for target in targets.values():
+        if getattr(target, "_amp_stash", None) is None:
+            raise RuntimeError(
+                f"scale_loss: this {type(target).__name__} never went through initialize(); call "
+                "`model, optimizer = amp.initialize(model, optimizer, opt_level=...)` first"
+            )
+    return list(targets.values())
+
+
+def _scaler(stash: Stash, loss_id: int) -> LossScaler:
+    count = len(stash.scalers)
+    if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < count:
+        raise ValueError(
+            f"scale_loss: loss_id is {loss_id!r}; initialize(num_losses={count}) made 0 to {count - 1}: raise num_losses"
+        )
+    return stash.scalers[loss_id]
+
+
+def _set_bystanders_aside(targets: list[Any], stash: Stash) -> list[tuple[Tensor, Tensor | None]]:
+    siblings = [optimizer for ref in stash.siblings if (optimizer := ref()) is not None]
+    taking_part = {id(p) for t in targets for p, _ in t._amp_stash.masters.pairs(t.param_groups)}
+    others = [o for o in siblings if not any(o is t for t in targets)]
+    return [kept for other in others for kept in optimizer_side.set_bystanders_aside(other, taking_part)]
+
+
+def _newest_scalers() -> list[LossScaler]:
+    return _trainings[-1].scalers if _trainings else []
+
+
+def _as_list(one_or_many: Any) -> list[Any]:
+    if one_or_many is None:
+        return []
+    return list(one_or_many) if isinstance(one_or_many, list | tuple) else [one_or_many]
+
+
+def _apex_form(models: Any, optimizers: Any, model_list: list[Any], optimizer_list: list[Any]) -> Any:
+    model = model_list if isinstance(models, list | tuple) else models
+    if optimizers is None:
+        return model
+    return model, optimizer_list if isinstance(optimizers, list | tuple) else optimizers

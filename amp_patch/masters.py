@@ -1,0 +1,189 @@
+"""Masters: the FP32 weights that an optimizer updates in place of a model's low-precision ones.
+
+A parameter without a master is its own master. That one rule serves every level: O0, O1 and O3 have no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch import links, multi_tensor
+from amp_patch.policy import LOW_PRECISION
+
+Groups = list[dict[str, Any]]
+FoundInf = dict[torch.device, Tensor]
+
+
+class Masters:
+    """The parameters of one optimizer as pairs (param, master), and what moves between the two.
+
+    The optimizer's groups hold the masters, in the user's order; the only state here is the way back from a master to
+    the model's parameter. Methods are handed the groups, so that nothing has to be kept in step with them.
+    """
+
+    def __init__(self) -> None:
+        self._params: dict[int, tuple[Tensor, Tensor]] = {}  # id(master) -> (param, master)
+
+    def __getstate__(self) -> list[tuple[Tensor, Tensor]]:
+        return self.linked()
+
+    def __setstate__(self, linked: list[tuple[Tensor, Tensor]]) -> None:
+        self._params = {id(master): (param, master) for param, master in linked}
+        for param, master in linked:
+            links.link(param, master)
+
+    def pairs(self, groups: Groups) -> Iterator[tuple[Tensor, Tensor]]:
+        """(param, master) for every parameter in `groups`; the same tensor twice where it is its own master."""
+        for group in groups:
+            for master in group["params"]:
+                yield self._params.get(id(master), (master, master))
+
+    def linked(self) -> list[tuple[Tensor, Tensor]]:
+        """The pairs of two different tensors."""
+        return list(self._params.values())
+
+    def attach(self, optimizer: Any, group: dict[str, Any], about_to_be_cast: Collection[int] = ()) -> None:
+        """Put masters into one of the optimizer's groups, in place.
+
+        A parameter whose id is in `about_to_be_cast` gives its FP32 storage to its master: the caller gives the
+        parameter a low-precision one next. A parameter that is float16 or bfloat16 already gets the master that it
+        has, or an FP32 copy. The optimizer's state and an existing gradient move to the master.
+        """
+        params = group["params"]
+        for index, param in enumerate(params):
+            if id(param) in about_to_be_cast:
+                master = nn.Parameter(param.data, requires_grad=param.requires_grad)
+            elif param.dtype in LOW_PRECISION:
+                master = links.master_of(param)
+                if master is None:
+                    master = nn.Parameter(param.detach().float(), requires_grad=param.requires_grad)
+            else:
+                continue
+            if links.master_of(param) is not master:
+                links.link(param, master)
+            self._params[id(master)] = (param, master)
+            _replace(optimizer, params, index, master)
+            if param.grad is not None:
+                master.grad, param.grad = param.grad.to(master.dtype), None
+
+    def detach(self, optimizer: Any) -> None:
+        """The way back: the parameters in the groups, with their state, and their gradients if they are FP32 again."""
+        for group in optimizer.param_groups:
+            params = group["params"]
+            for index, master in enumerate(params):
+                param, _ = self._params.get(id(master), (master, master))
+                if param is not master:
+                    _replace(optimizer, params, index, param)
+                    if param.dtype is master.dtype:
+                        param.grad = master.grad
+        self._params.clear()
+
+    def gather(self, groups: Groups, inverse: Tensor | None) -> FoundInf:
+        """Turn the scaled gradients of the parameters into unscaled ones of their masters; no sync.
+
+        With a master: `master.grad = param.grad * inverse [+ master.grad]` in FP32, and `param.grad` becomes None.
+        A parameter that is its own master: `param.grad *= inverse` in place. One fused pass each.
+
+        Args:
+            groups: of the optimizer.
+            inverse: FP32, shape []; None for a scale of 1 whose gradients nobody checks.
+
+        Returns:
+            Per device an FP32 tensor of one element: 1.0 if a gradient there was not finite.
+        """
+        batches: dict[torch.device, _Batch] = {}
+        sums: list[tuple[Tensor, Tensor]] = []  # (master, its earlier gradient): where one of the two is sparse
+        for param, master in self.pairs(groups):
+            grad = param.grad
+            if grad is None or (param is master and inverse is None):
+                continue
+            batch = batches.setdefault(grad.device, _Batch())
+            if param is master:
+                batch.own.append(_values(param))
+                continue
+            if master.device != grad.device:
+                raise RuntimeError(
+                    f"scale_loss: a parameter of shape {list(param.shape)} is on {grad.device}, its master on "
+                    f"{master.device}; move the model to its device before initialize()"
+                )
+            master.requires_grad_(param.requires_grad)  # it may have been frozen when initialize saw it
+            earlier = master.grad
+            if earlier is not None and not earlier.is_sparse and not grad.is_sparse:
+                batch.added.append((grad, earlier))
+            else:
+                master.grad = _fp32_like(param, batch)
+                if earlier is not None:
+                    sums.append((master, earlier))
+            param.grad = None
+        found = {device: batch.run(inverse, device) for device, batch in batches.items()}
+        for master, earlier in sums:
+            master.grad = earlier + master.grad
+        return found
+
+    def rescale(self, groups: Groups, factor: Tensor, *, own_only: bool) -> None:
+        """Multiply the gradients of the parameters (`own_only`: that are their own master) in place; no sync."""
+        grads: dict[torch.device, list[Tensor]] = {}
+        for param, master in self.pairs(groups):
+            if param.grad is not None and (param is master or not own_only):
+                grads.setdefault(param.grad.device, []).append(_values(param))
+        for device, tensors in grads.items():
+            ignored = torch.zeros((), device=device)
+            multi_tensor.multi_tensor_unscale(tensors, factor.to(device), ignored)
+
+
+class _Batch:
+    """The lists of one gather on one device."""
+
+    def __init__(self) -> None:
+        self.own: list[Tensor] = []
+        self.fresh: list[tuple[Tensor, Tensor]] = []  # (scaled, where the unscaled goes)
+        self.added: list[tuple[Tensor, Tensor]] = []  # (scaled, what the unscaled is added to)
+
+    def run(self, inverse: Tensor | None, device: torch.device) -> Tensor:
+        found_inf = torch.zeros((), device=device)
+        factor = 1.0 if inverse is None else inverse.to(device)
+        watch = None if inverse is None else found_inf
+        if self.own and inverse is not None:
+            multi_tensor.multi_tensor_unscale(self.own, factor, found_inf)
+        if self.fresh:
+            sources, results = map(list, zip(*self.fresh, strict=True))
+            multi_tensor.multi_tensor_scale(sources, results, factor, watch)
+        if self.added:
+            sources, sums = map(list, zip(*self.added, strict=True))
+            # Only the new gradients are watched: an overflow in the earlier ones was flagged when they were made.
+            multi_tensor.multi_tensor_axpby(factor, sources, 1.0, sums, sums, watch, check="x")
+        return found_inf
+
+
+def _fp32_like(param: Tensor, batch: _Batch) -> Tensor:
+    """An FP32 tensor for the unscaled gradient of `param`, sparse as that is; `batch` will fill it."""
+    values = _values(param)
+    grad = param.grad
+    assert grad is not None
+    result = torch.empty_like(values, dtype=torch.float32)
+    batch.fresh.append((values, result))
+    if not grad.is_sparse:
+        return result
+    return torch.sparse_coo_tensor(grad.indices(), result, grad.shape, check_invariants=False, is_coalesced=True)
+
+
+def _values(param: Tensor) -> Tensor:
+    """The gradient's dense values; a sparse gradient is coalesced in place of what `param.grad` held."""
+    grad = param.grad
+    assert grad is not None
+    if not grad.is_sparse:
+        return grad.detach()
+    if not grad.is_coalesced():
+        param.grad = grad = grad.coalesce()
+    return grad._values()
+
+
+def _replace(optimizer: Any, params: list[Tensor], index: int, new: Tensor) -> None:
+    old, params[index] = params[index], new
+    state = getattr(optimizer, "state", None)
+    if state is not None and old in state:
+        state[new] = state.pop(old)

@@ -1,0 +1,404 @@
+"""The model's side of a training: its cast, its forward under the training's policy, its FP32 state dict."""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch import casts, links, subclass, tree
+from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
+
+# A rule for modules that stay FP32: their qualified name, their class, or a predicate over (name, module).
+KeepFP32 = str | type[nn.Module] | Callable[[str, nn.Module], bool]
+
+_NO_CASTS = OPT_LEVELS["O0"]
+_DTYPE_ERROR = re.compile(r"same dtype|scalar type|should be the same|dtype mismatch|must have the same type", re.I)
+
+
+class _Running(threading.local):
+    """The policy of the model whose forward runs on this thread; None outside."""
+
+    policy: Policy | None = None
+
+
+_running = _Running()
+
+
+@dataclass
+class ModelState:
+    """What a model of a training knows of it: `module._amp`. A value: copies and pickles with the model."""
+
+    policy: Policy
+
+
+class AmpModel(subclass.Generated):
+    """Overrides of a model that went through `initialize`. Without `_amp` an instance behaves like its base."""
+
+    @classmethod
+    def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
+        overrides = {name: _advising(name, function) for name, function in _own_methods(base)}
+        return overrides | {name: _entering(getattr(base, name)) for name in ("forward", *key)}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """torch's, with low-precision weights given as the FP32 values of their masters (without one: upcast)."""
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        policy = _policy(self)
+        if policy is None or policy.cast_model_type is None:
+            return state
+        module: nn.Module = self  # type: ignore[assignment]
+        params = dict(module.named_parameters(prefix.removesuffix("."), remove_duplicate=False))
+        links.reconcile(links.with_masters(set(params.values())))
+        for name, value in state.items():
+            if not (name.startswith(prefix) and isinstance(value, Tensor) and value.dtype in LOW_PRECISION):
+                continue
+            master = links.master_of(params[name]) if name in params else None
+            if master is None:
+                state[name] = value.float()
+            else:
+                state[name] = master if kwargs.get("keep_vars", False) else master.detach()
+        return state
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        # load_state_dict of this model or of a wrapper (DDP) arrives here first, then at the children, which copy the
+        # same values, rounded, into the low-precision weights.
+        policy = _policy(self)
+        cast = policy is not None and policy.cast_model_type is not None
+        if cast and local_metadata.get("assign_to_params_buffers", False):
+            raise ValueError(
+                "load_state_dict: assign=True would put new tensors in place of the ones that the optimizer and the "
+                "masters hold; use assign=False (torch's default), or load before initialize()"
+            )
+        casts.drop_cache()
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
+        module: nn.Module = self  # type: ignore[assignment]
+        loaded = []
+        for name, param in module.named_parameters(remove_duplicate=False):
+            value, master = state_dict.get(prefix + name), links.master_of(param)
+            if master is not None and isinstance(value, Tensor) and value.shape == master.shape:
+                with torch.no_grad():
+                    master.copy_(value)
+                loaded.append((param, master))
+        links.publish(loaded)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """torch's, for the masters' gradients too."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        module: nn.Module = self  # type: ignore[assignment]
+        for _, master in links.with_masters(module.parameters()):
+            if set_to_none or master.grad is None:
+                master.grad = None
+            else:
+                master.grad = torch.zeros_like(master.grad)
+
+
+class KeptModule(subclass.Generated):
+    """Forward of a module that stays FP32 inside a model of lower precision: FP32 inside, outside as it came."""
+
+    @classmethod
+    def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
+        forward = base.forward  # type: ignore[attr-defined]
+
+        @functools.wraps(forward)
+        def kept(self: Any, *args: Any, **kwargs: Any) -> Any:
+            policy = _policy(self)
+            if policy is None:
+                return forward(self, *args, **kwargs)
+            came = _low_precision_of((args, kwargs)) or (policy.cast_model_type if _running.policy else None)
+            args, kwargs = tree.cast_floats((args, kwargs), torch.float32, LOW_PRECISION)
+            with casts.region(_NO_CASTS):
+                output = forward(self, *args, **kwargs)
+            return output if came is None else tree.cast_floats(output, came, (torch.float32,))
+
+        return {"forward": kept}
+
+
+def check(model: Any) -> None:
+    """Raise unless `initialize` can take `model`; the message says what to do instead."""
+    name = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"initialize: models holds a {name}; wanted a torch.nn.Module or a list of them")
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            f"initialize: the model is wrapped in {name}; pass the model itself and wrap what initialize() returns"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            f"initialize: {name} is a ScriptModule, whose class and forward cannot be extended; pass the model that it "
+            "was made from (torch.jit.trace or script the trained FP32 copy: amp.fp32_copy)"
+        )
+    if "forward" in vars(model):
+        raise ValueError(
+            f"initialize: this {name} has a `forward` of its own in its __dict__, which hides the one of its class; "
+            "define forward on the class, or call initialize() before something replaces it"
+        )
+
+
+def check_methods(models: list[nn.Module], methods: Collection[str]) -> None:
+    """Raise unless every name in `methods` is a method of at least one model."""
+    if isinstance(methods, str):
+        raise TypeError(f"initialize: methods is the string {methods!r}; wanted a tuple of names: methods=({methods!r},)")
+    for name in methods:
+        if not any(callable(getattr(model, name, None)) for model in models):
+            kinds = ", ".join(type(model).__name__ for model in models)
+            raise ValueError(f"initialize: methods names {name!r}, which {kinds} does not have")
+
+
+def check_fp32(model: nn.Module, policy: Policy, kept: list[nn.Module]) -> None:
+    """Raise unless the floating parameters of `model` are FP32 (FP64 too where they are not cast)."""
+    stays = {id(p) for module in kept for p in module.parameters()}
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"initialize: parameter {name!r} of {type(model).__name__} is lazy and has no values yet; run one "
+                "forward pass first"
+            )
+        if param.dtype in LOW_PRECISION:
+            raise ValueError(
+                f"initialize: parameter {name!r} of {type(model).__name__} is {param.dtype}; wanted a model in FP32, "
+                "which the opt level then casts: call model.float() first and leave out .half() and .bfloat16()"
+            )
+        if param.dtype is torch.float64 and policy.cast_model_type is not None and id(param) not in stays:
+            raise ValueError(
+                f"initialize: parameter {name!r} of {type(model).__name__} is torch.float64 and opt_level "
+                f"{policy.opt_level!r} casts a model in FP32: call model.float() first, or keep the module with keep_fp32"
+            )
+
+
+def kept_modules(models: list[nn.Module], policy: Policy, rules: Iterable[KeepFP32]) -> list[nn.Module]:
+    """The outermost modules that stay FP32: by `rules`, and batch norms where the policy keeps them.
+
+    Raises:
+        ValueError: a name that no model has, a class of which no model has an instance.
+        TypeError: a rule of another kind.
+    """
+    kept: dict[int, nn.Module] = {}
+    for rule in _as_rules(rules):
+        found = [m for model in models for name, m in model.named_modules() if _matches(rule, name, m)]
+        if not found and (isinstance(rule, str | type)):
+            raise ValueError(f"initialize: keep_fp32 names {rule!r}, which matches no module of the given models")
+        kept.update((id(m), m) for m in found)
+    if policy.cast_model_type is not None and policy.keep_batchnorm_fp32:
+        norms = (m for model in models for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+        kept.update((id(m), m) for m in norms)
+    inner = {id(child) for m in kept.values() for child in m.modules() if child is not m}
+    return [m for key, m in kept.items() if key not in inner]
+
+
+def to_cast(models: list[nn.Module], kept: list[nn.Module]) -> tuple[list[nn.Parameter], list[tuple[nn.Module, str]]]:
+    """What a cast changes: the FP32 parameters outside of `kept`, each once, and the FP32 buffers (module, name)."""
+    modules = {id(m): m for model in models for m in model.modules()}
+    for root in kept:
+        for module in root.modules():
+            modules.pop(id(module), None)
+    stays = {id(p) for root in kept for p in root.parameters()}
+    params = {
+        id(p): p
+        for m in modules.values()
+        for p in m._parameters.values()
+        if p is not None and p.dtype is torch.float32 and id(p) not in stays
+    }
+    buffers = [
+        (m, name)
+        for m in modules.values()
+        for name, buffer in m._buffers.items()
+        if buffer is not None and buffer.dtype is torch.float32
+    ]
+    return list(params.values()), buffers
+
+
+def is_cast_to(model: nn.Module, kept: list[nn.Module], dtype: torch.dtype | None) -> bool:
+    """Whether each parameter of `model` already has the type that a cast to `dtype` would give it."""
+    stays = {id(p) for module in kept for p in module.parameters()}
+    return all(
+        p.dtype is (torch.float32 if dtype is None or id(p) in stays else dtype)
+        for p in model.parameters()
+        if p.dtype is torch.float32 or p.dtype in LOW_PRECISION
+    )
+
+
+def cast(params: Iterable[nn.Parameter], buffers: Iterable[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
+    """Cast parameters and buffers, and the parameters' gradients, in place: a parameter stays the same object."""
+    for param in params:
+        grad, param.grad = param.grad, None
+        param.data = param.data.to(dtype)
+        if grad is not None:
+            param.grad = grad.to(dtype)
+    for module, name in buffers:
+        buffer = module._buffers[name]
+        assert buffer is not None
+        module._buffers[name] = buffer.to(dtype)
+
+
+def enter_training(
+    models: list[nn.Module], kept: list[nn.Module], policy: Policy, methods: tuple[str, ...]
+) -> None:
+    """Give the models, and the modules kept FP32 inside them, their generated classes and the policy."""
+    stay = {id(module) for module in kept}
+    for module in {id(m): m for model in models for m in model.modules()}.values():
+        if isinstance(module, KeptModule) and id(module) not in stay:
+            _take(module)  # an earlier training kept it
+    for module in kept:
+        # torch's batch norms take low-precision inputs beside FP32 weights, in one kernel; others need casts.
+        if type(module).forward is nn.modules.batchnorm._BatchNorm.forward:
+            continue
+        _give(module, KeptModule, policy)
+    for model in models:
+        _give(model, AmpModel, policy, tuple(name for name in methods if hasattr(model, name)))
+        reflatten(model)
+
+
+def reflatten(model: nn.Module) -> None:
+    """Make the weights of RNNs one block of memory again, which cuDNN wants and a cast undoes."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+
+
+def restore(model: nn.Module) -> None:
+    """Undo `cast` and `enter_training`: FP32 weights (the masters' values), FP32 buffers, the model's own class."""
+    for module in model.modules():
+        if isinstance(module, subclass.Generated):
+            _take(module)
+    links.reconcile(links.with_masters(set(model.parameters())))
+    for param in model.parameters():
+        master = links.master_of(param)
+        if master is not None:
+            param.grad = None
+            param.data = master.data
+            links.unlink(param)
+        elif param.dtype in LOW_PRECISION:
+            cast([param], [], torch.float32)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.dtype in LOW_PRECISION:
+                module._buffers[name] = buffer.float()
+    reflatten(model)
+
+
+def policy_of(model: nn.Module) -> Policy | None:
+    """The policy that `initialize` gave to `model`; None for any other module."""
+    return _policy(model) if isinstance(model, AmpModel) else None
+
+
+def _give(module: nn.Module, mixin: type[subclass.Generated], policy: Policy, key: tuple[str, ...] = ()) -> None:
+    if isinstance(module, subclass.Generated):
+        _take(module)
+    subclass.give(module, mixin, key)
+    vars(module)["_amp"] = ModelState(policy)
+
+
+def _take(module: nn.Module) -> None:
+    subclass.take(module)
+    vars(module).pop("_amp", None)
+
+
+def _policy(module: Any) -> Policy | None:
+    state = vars(module).get("_amp")
+    return None if state is None else state.policy
+
+
+def _entering(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method` of a model under its training's policy: inputs cast in, outputs cast out."""
+
+    @functools.wraps(method)
+    def entering(self: Any, *args: Any, **kwargs: Any) -> Any:
+        policy = _policy(self)
+        if policy is None or _running.policy is policy:
+            return method(self, *args, **kwargs)
+        outer, _running.policy = _running.policy, policy
+        try:
+            with casts.region(policy):
+                if policy.cast_model_type is not None:
+                    args, kwargs = tree.cast_floats((args, kwargs), policy.cast_model_type)
+                output = method(self, *args, **kwargs)
+        finally:
+            _running.policy = outer
+        return _cast_out(output, policy, outer)
+
+    return entering
+
+
+def _cast_out(output: Any, policy: Policy, outer: Policy | None) -> Any:
+    if policy.cast_model_outputs is not None:
+        return tree.cast_floats(output, policy.cast_model_outputs)
+    if policy.cast_model_type is None:
+        return output
+    # A model inside another training's model speaks that one's type.
+    dtype = torch.float32 if outer is None or outer.cast_model_type is None else outer.cast_model_type
+    return tree.cast_floats(output, dtype, LOW_PRECISION)
+
+
+def _advising(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with advice added to a dtype error, when it is called from outside of the model's forward."""
+
+    @functools.wraps(function)
+    def advising(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(self, *args, **kwargs)
+        except RuntimeError as error:
+            policy = _policy(self)
+            if policy is None or policy.cast_model_type is None or _running.policy is not None:
+                raise
+            if not _DTYPE_ERROR.search(str(error)):
+                raise
+            raise RuntimeError(
+                f"{error}\n{type(self).__name__}.{name}() was called by itself, so its inputs were not cast to "
+                f"{policy.cast_model_type} as those of forward() are; name it: initialize(..., methods=({name!r},))"
+            ) from error
+
+    return advising
+
+
+def _own_methods(base: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The plain methods that the user's classes add to torch.nn.Module's, `forward` aside."""
+    seen = set(dir(nn.Module)) | {"forward"}
+    for cls in base.__mro__:
+        if cls.__module__.startswith("torch.") or cls is object:
+            continue
+        for name, value in vars(cls).items():
+            dunder = name.startswith("__") and name.endswith("__")
+            if name not in seen and not dunder and callable(value) and hasattr(value, "__get__") and hasattr(value, "__code__"):
+                seen.add(name)
+                yield name, value
+
+
+def _as_rules(rules: Any) -> list[KeepFP32]:
+    one = isinstance(rules, str | type) or callable(rules)
+    result = [rules] if one else list(rules)
+    for rule in result:
+        if isinstance(rule, str) or (isinstance(rule, type) and issubclass(rule, nn.Module)):
+            continue
+        if isinstance(rule, type) or not callable(rule):
+            raise TypeError(
+                f"initialize: keep_fp32 holds {rule!r}; wanted module names, torch.nn.Module classes or a predicate "
+                "over (name, module)"
+            )
+    return result
+
+
+def _matches(rule: KeepFP32, name: str, module: nn.Module) -> bool:
+    if isinstance(rule, str):
+        return name == rule
+    if isinstance(rule, type):
+        return isinstance(module, rule)
+    return bool(rule(name, module))
+
+
+def _low_precision_of(value: Any) -> torch.dtype | None:
+    found: list[torch.dtype] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.dtype in LOW_PRECISION:
+            found.append(tensor.dtype)
+        return tensor
+
+    tree.map_tensors(note, value)
+    return found[0] if found else None

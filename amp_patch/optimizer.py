@@ -1,0 +1,452 @@
+"""The optimizer's side of a training: masters in its groups, gradients gathered, steps skipped on overflow.
+
+`step` is reached through torch's own hooks, because a scheduler built before `initialize` has captured the method; the
+other methods are overridden in a generated subclass.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch import links, subclass
+from amp_patch.masters import Masters
+from amp_patch.policy import LOW_PRECISION, Policy
+from amp_patch.scaler import LossScaler
+
+_TRANSIENT = ("handles", "siblings", "process_group", "names", "set_aside")
+
+
+@dataclass
+class Pending:
+    """Gradients that a delayed exit of `scale_loss` left scaled: by which scaler, and how much."""
+
+    scaler: LossScaler
+    updates: int
+    scale: Tensor
+
+
+@dataclass
+class SetAside:
+    """What a skipped step must find again afterwards."""
+
+    grads: list[tuple[Tensor, Tensor]]
+    group_values: list[dict[str, Any]]
+
+
+@dataclass
+class Stash:
+    """Everything amp_patch knows of one optimizer: `optimizer._amp_stash`.
+
+    Attributes:
+        policy: of the training that the optimizer belongs to.
+        scalers: one `LossScaler` for each `loss_id` of that training, shared by its optimizers.
+        enabled: False after `initialize(enabled=False)`: every call passes through.
+        masters: the pairs of parameters and masters.
+        pending: set while the model's gradients are still scaled (`delay_unscale=True`).
+        step_skipped: whether the last `optimizer.step()` was skipped because of an overflow.
+    """
+
+    policy: Policy
+    scalers: list[LossScaler]
+    enabled: bool = True
+    masters: Masters = field(default_factory=Masters)
+    pending: Pending | None = None
+    step_skipped: bool = False
+    # Per scaler what its backward passes found since the last step, on the device.
+    found: list[tuple[LossScaler, Tensor]] = field(default_factory=list)
+    step_depth: int = 0
+    set_aside: SetAside | None = None
+    names: dict[int, str] = field(default_factory=dict)  # id(param) -> qualified name, for messages
+    siblings: list[Any] = field(default_factory=list)  # weak references to the training's optimizers
+    process_group: Any = None
+    handles: list[Any] = field(default_factory=list)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _TRANSIENT}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(
+            state, handles=[], siblings=[], process_group=None, names={}, set_aside=None, step_depth=0
+        )
+
+    def note_found(self, scaler: LossScaler, found_inf: Tensor) -> None:
+        """Remember, on the device, that gradients of `scaler`'s loss went into the next step."""
+        for index, (known, earlier) in enumerate(self.found):
+            if known is scaler:
+                self.found[index] = (scaler, torch.maximum(earlier, found_inf.to(earlier.device)))
+                return
+        self.found.append((scaler, found_inf))
+
+
+class AmpOptimizer(subclass.Generated):
+    """Overrides of an optimizer that went through `initialize`."""
+
+    @classmethod
+    def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
+        if issubclass(base, torch.optim.Optimizer):
+            return {}
+
+        # A duck-typed optimizer has no hooks: the same two calls around its step.
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            before_step(self, (self, *args), kwargs)
+            result = base.step(self, *args, **kwargs)  # type: ignore[attr-defined]
+            after_step(self, (self, *args), kwargs)
+            return result
+
+        return {"step": step}
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """torch's, and the low-precision gradients of the model's parameters with it."""
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+        stash = _stash(self)
+        if stash is not None:
+            for param, _ in stash.masters.linked():
+                param.grad = None
+            stash.pending = None
+            stash.found.clear()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """torch's; float16 and bfloat16 parameters of the group get masters where the policy has them."""
+        stash = _stash(self)
+        if stash is not None and stash.enabled:
+            _refuse_known(self, stash, param_group)
+        super().add_param_group(param_group)  # type: ignore[misc]
+        if stash is not None and stash.enabled and stash.policy.master_weights:
+            stash.masters.attach(self, self.param_groups[-1])  # type: ignore[attr-defined]
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()  # type: ignore[misc]
+        return {**state, "_amp_stash": self._amp_stash} if _stash(self) is not None else state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        parent = getattr(super(), "__setstate__", None)
+        if parent is None:
+            vars(self).update(state)
+        else:
+            parent(state)
+        stash = _stash(self)
+        if stash is not None and not stash.handles:
+            register_hooks(self, stash)
+
+
+def check(optimizer: Any, policy: Policy) -> None:
+    """Raise unless `initialize` can take this (innermost) optimizer."""
+    name = type(optimizer).__name__
+    if not (callable(getattr(optimizer, "step", None)) and isinstance(getattr(optimizer, "param_groups", None), list)):
+        raise TypeError(
+            f"initialize: optimizers holds a {name}; wanted a torch.optim.Optimizer, or an object with a list "
+            "`param_groups` and a method `step`"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS) and (policy.scales_loss or policy.master_weights):
+        raise ValueError(
+            f"initialize: LBFGS evaluates the loss inside step(), which opt_level {policy.opt_level!r} cannot scale or "
+            "gather; use it at O0, or at O4 (bfloat16 casts, no loss scaling)"
+        )
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer inside of wrappers that keep it as `.optim` or `.optimizer` (LARC, Noam schedules)."""
+    seen: set[int] = set()
+    while not isinstance(optimizer, torch.optim.Optimizer) and id(optimizer) not in seen:
+        seen.add(id(optimizer))
+        inner = getattr(optimizer, "optim", None) or getattr(optimizer, "optimizer", None)
+        if inner is None or not callable(getattr(inner, "step", None)):
+            break
+        optimizer = inner
+    return optimizer
+
+
+def enter_training(optimizer: Any, stash: Stash, about_to_be_cast: Collection[int]) -> None:
+    """Give `optimizer` its class, stash, hooks, and the masters of its parameters."""
+    if stash.policy.master_weights:
+        for group in optimizer.param_groups:
+            stash.masters.attach(optimizer, group, about_to_be_cast)
+    optimizer._amp_stash = stash
+    subclass.give(optimizer, AmpOptimizer)
+    register_hooks(optimizer, stash)
+
+
+def register_hooks(optimizer: Any, stash: Stash) -> None:
+    """Be called around every `step`."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        stash.handles = [
+            optimizer.register_step_pre_hook(before_step),
+            optimizer.register_step_post_hook(after_step),
+        ]
+
+
+def restore(optimizer: Any, *, recast_state: bool = True) -> None:
+    """Undo `enter_training`. With `recast_state` the state takes the type that the parameters have now."""
+    stash = _stash(optimizer)
+    if stash is None:
+        return
+    for handle in stash.handles:
+        handle.remove()
+    linked = stash.masters.linked()
+    stash.masters.detach(optimizer)
+    if isinstance(optimizer, subclass.Generated):
+        subclass.take(optimizer)
+    del optimizer._amp_stash
+    if recast_state:
+        for param, _ in linked:
+            links.unlink(param)
+        state_follows_params(optimizer)
+
+
+def state_follows_params(optimizer: Any) -> None:
+    """Cast the optimizer's state to its parameters' dtypes, by torch's own rules for loading a state."""
+    if getattr(optimizer, "state", None) and any(
+        isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0 and value.dtype is not param.dtype
+        for param, state in optimizer.state.items()
+        if isinstance(param, Tensor) and isinstance(state, dict)
+        for value in state.values()
+    ):
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def warn_of_small_eps(optimizer: Any) -> None:
+    """Warn where a group's `eps` is 0 in the dtype of its low-precision parameters: Adam then divides by 0."""
+    for index, group in enumerate(optimizer.param_groups):
+        eps = group.get("eps")
+        dtypes = {p.dtype for p in group["params"] if p.dtype in LOW_PRECISION}
+        for dtype in dtypes:
+            if isinstance(eps, float) and eps > 0 and torch.tensor(eps, dtype=dtype).item() == 0:
+                warnings.warn(
+                    f"initialize: eps={eps:g} of {subclass.base_class(optimizer).__name__}'s group {index} is 0 in "
+                    f"{dtype}, the type that its parameters have without masters: a first step can give NaN. Use "
+                    "eps=1e-4, or opt_level='O2'",
+                    stacklevel=4,
+                )
+
+
+def begin(optimizer: Any, scaler: LossScaler) -> None:
+    """On entry to `scale_loss`: leave in the model's gradients only what this backward may be added to; no sync.
+
+    Gradients with masters that this optimizer's last delayed exit did not leave there come from somewhere else (a
+    GAN's generator loss fills the discriminator's) and are dropped. Gradients that an earlier exit unscaled in place
+    are scaled again, so that what backward adds has the same unit.
+    """
+    stash: Stash = optimizer._amp_stash
+    _recover(optimizer, stash)
+    groups, masters, pending = optimizer.param_groups, stash.masters, stash.pending
+    fresh = pending is None
+    if pending is None:
+        for param, master in masters.pairs(groups):
+            if param is not master:
+                param.grad = None
+            fresh = fresh and master.grad is None
+        if stash.policy.scales_loss:
+            masters.rescale(groups, scaler.scale_tensor, own_only=True)
+    elif pending.scaler is not scaler or pending.updates != scaler.updates:
+        factor = (scaler.scale_tensor.double() / pending.scale.double()).float()
+        masters.rescale(groups, factor, own_only=False)
+        stash.pending = Pending(scaler, scaler.updates, scaler.scale_tensor.clone())
+    if fresh:
+        stash.found.clear()
+
+
+def delay(optimizer: Any, scaler: LossScaler) -> None:
+    """On a delayed exit: the gradients stay where they are, scaled, and are known to be so."""
+    stash: Stash = optimizer._amp_stash
+    stash.pending = Pending(scaler, scaler.updates, scaler.scale_tensor.clone())
+
+
+def unscale(optimizer: Any, scaler: LossScaler) -> None:
+    """On a non-delayed exit: unscaled gradients in the masters, overflow recorded on the device; no sync."""
+    stash: Stash = optimizer._amp_stash
+    inverse = scaler.inverse() if stash.policy.scales_loss else None
+    found = stash.masters.gather(optimizer.param_groups, inverse)
+    stash.pending = None
+    if inverse is None:
+        return
+    overall = torch.zeros_like(inverse)
+    for found_inf in found.values():
+        overall = torch.maximum(overall, found_inf.to(overall.device))
+    if stash.process_group is not None:
+        torch.distributed.all_reduce(overall, torch.distributed.ReduceOp.MAX, group=stash.process_group)
+    # Gradients that are added up stay non-finite: only the first overflow before a step moves the scale.
+    known = [found_inf.to(overall.device) for _, found_inf in stash.found]
+    stash.note_found(scaler, overall)
+    scaler.record(overall * (1 - torch.stack(known).amax()) if known else overall)
+
+
+def abandon(optimizer: Any, scaler: LossScaler, had_grad: set[int]) -> None:
+    """After an exception in the body: no scaled gradient stays, the scale and the record of overflows are as before.
+
+    Gradients that existed on entry are unscaled again, with whatever backward added before it failed; all others are
+    dropped. `had_grad` holds the ids of the parameters that had one.
+    """
+    stash: Stash = optimizer._amp_stash
+    for param, _ in stash.masters.pairs(optimizer.param_groups):
+        if id(param) not in had_grad:
+            param.grad = None
+    if stash.pending is None and stash.policy.scales_loss:
+        stash.masters.rescale(optimizer.param_groups, scaler.inverse(), own_only=True)
+
+
+def set_bystanders_aside(optimizer: Any, taking_part: Collection[int]) -> list[tuple[Tensor, Tensor | None]]:
+    """Take gradients of this optimizer out of reach of a scaled backward that is not for it.
+
+    Those of parameters that are their own masters, and whose ids are not in `taking_part`; low-precision gradients are
+    dropped by `begin` instead.
+    """
+    stash: Stash = optimizer._amp_stash
+    kept = []
+    for param, master in stash.masters.pairs(optimizer.param_groups):
+        if param is master and id(param) not in taking_part:
+            kept.append((param, param.grad))
+            param.grad = None
+    return kept
+
+
+def bring_bystanders_back(kept: list[tuple[Tensor, Tensor | None]], inverse: Tensor) -> None:
+    """Unscale what the backward left in other optimizers' gradients, and add what was set aside."""
+    for param, earlier in kept:
+        if param.grad is not None:
+            param.grad = param.grad * inverse.to(param.grad.device, param.grad.dtype)
+            if earlier is not None:
+                param.grad += earlier
+        else:
+            param.grad = earlier
+
+
+def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Pre-hook of `step` (`args` begins with the optimizer). One sync with the device where the loss is scaled: did a gradient overflow?"""
+    stash = _stash(optimizer)
+    if stash is None or not stash.enabled:
+        return
+    stash.step_depth += 1
+    if stash.step_depth > 1:  # a subclass's step that calls super().step() fires the hooks twice
+        return
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is not None and stash.policy.scales_loss:
+        stash.step_depth = 0
+        raise RuntimeError(
+            f"{subclass.base_class(optimizer).__name__}.step: a closure computes new gradients inside step(), after the "
+            "check for overflow; under loss scaling call the closure's body first, then step() without it"
+        )
+    if stash.pending is not None:
+        scaler = stash.pending.scaler
+        unscale(optimizer, scaler)
+        scaler.update()
+    links.reconcile(stash.masters.linked())
+    _warn_of_ungathered(optimizer, stash)
+    overflowed = _read_found(stash)
+    stash.step_skipped = bool(overflowed)
+    for scaler in overflowed:
+        scaler.skipped(lambda: culprits(optimizer))
+    if stash.step_skipped:
+        # An optimizer does nothing where there is no gradient; what some count per group is put back afterwards.
+        grads = [(m, m.grad) for _, m in stash.masters.pairs(optimizer.param_groups) if m.grad is not None]
+        values = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        stash.set_aside = SetAside(grads, values)
+        for master, _ in grads:
+            master.grad = None
+
+
+def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Post-hook of `step`: publish the masters, or put back what a skipped step must not have changed."""
+    stash = _stash(optimizer)
+    if stash is None or not stash.enabled or stash.step_depth == 0:
+        return
+    stash.step_depth -= 1
+    if stash.step_depth > 0:
+        return
+    _put_back(optimizer, stash)
+    linked = stash.masters.linked()
+    if not stash.step_skipped:
+        links.publish(linked)
+    for _, master in linked:
+        master.grad = None  # consumed: scripts that clear only the model's gradients never see it
+    stash.found.clear()
+
+
+def culprits(optimizer: Any) -> str:
+    """The parameters whose gradients are not finite, by name. Syncs with the device."""
+    stash: Stash = optimizer._amp_stash
+    lines = []
+    for index, group in enumerate(optimizer.param_groups):
+        for position, master in enumerate(group["params"]):
+            if master.grad is None:
+                continue
+            grad = master.grad._values() if master.grad.is_sparse else master.grad
+            if bool(torch.isfinite(grad).all()):
+                continue
+            param = next(p for p, m in stash.masters.pairs([{"params": [master]}]))
+            name = stash.names.get(id(param), f"group {index}, parameter {position}")
+            lines.append(f"{name} ({'NaN' if bool(torch.isnan(grad).any()) else 'Inf'})")
+    shown = ", ".join(lines[:8]) or "no gradient any more"
+    return shown + (f" and {len(lines) - 8} more" if len(lines) > 8 else "")
+
+
+def _read_found(stash: Stash) -> list[LossScaler]:
+    if not stash.found:
+        return []
+    flags = torch.stack([found_inf.to(stash.found[0][1].device) for _, found_inf in stash.found]).tolist()
+    overflowed = []
+    for (scaler, _), flag in zip(stash.found, flags, strict=True):
+        if flag:
+            overflowed.append(scaler)
+        else:
+            scaler.stepped()
+    return overflowed
+
+
+def _put_back(optimizer: Any, stash: Stash) -> None:
+    if stash.set_aside is None:
+        return
+    for master, grad in stash.set_aside.grads:
+        master.grad = grad
+    for group, values in zip(optimizer.param_groups, stash.set_aside.group_values, strict=False):
+        group.update(values)
+    stash.set_aside = None
+
+
+def _recover(optimizer: Any, stash: Stash) -> None:
+    """An exception inside of the last `step` kept the post-hook from running."""
+    stash.step_depth = 0
+    _put_back(optimizer, stash)
+
+
+def _warn_of_ungathered(optimizer: Any, stash: Stash) -> None:
+    stray = False
+    for param, master in stash.masters.pairs(optimizer.param_groups):
+        if master.grad is not None:
+            return
+        stray = stray or param.grad is not None
+    if stray:
+        warnings.warn(
+            f"{subclass.base_class(optimizer).__name__}.step: the model has gradients but none was gathered for this "
+            "optimizer, so the step changes nothing; call backward() inside `with amp.scale_loss(loss, optimizer)`",
+            stacklevel=4,
+        )
+
+
+def _refuse_known(optimizer: Any, stash: Stash, param_group: Any) -> None:
+    params = param_group.get("params") if isinstance(param_group, dict) else None
+    if params is None:
+        return  # torch's own error says what is wrong
+    params = [params] if isinstance(params, Tensor) else params
+    if not isinstance(params, list | tuple):
+        return
+    known = {id(param) for param, _ in stash.masters.pairs(optimizer.param_groups)}
+    if any(isinstance(p, Tensor) and id(p) in known for p in params):
+        raise ValueError("add_param_group: some parameters appear in more than one parameter group")
+
+
+def _stash(optimizer: Any) -> Stash | None:
+    return getattr(optimizer, "_amp_stash", None)
+
+
+def name_parameters(stash: Stash, models: list[nn.Module]) -> None:
+    """Give the stash the qualified names of the models' parameters, for its messages."""
+    for index, model in enumerate(models):
+        prefix = f"models[{index}]." if len(models) > 1 else ""
+        for name, param in model.named_parameters():
+            stash.names.setdefault(id(param), prefix + name)

@@ -1,0 +1,230 @@
+"""What an opt level means: one frozen value per level, and the overrides that a caller may make."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+# A scale and its FP32 inverse must both be normal numbers: gradients are multiplied by the inverse.
+_SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
+_DEFAULT_MIN_SCALE = 2.0**-24  # the mirror of initialize()'s default cap of 2**24
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Everything that `initialize` decides for one training, as a value.
+
+    Attributes:
+        opt_level: the name that the user chose, "O0" to "O5".
+        dtype: the low-precision type, float16 or bfloat16. Unused at O0.
+        cast_model_type: dtype of the model's weights and inputs; None leaves them FP32.
+        patch_torch_functions: casts around torch's functions, by the op lists (O1, O4).
+        keep_batchnorm_fp32: whether batch norms stay FP32 in a cast model; None where the model is not cast.
+        master_weights: whether the optimizer updates FP32 copies of low-precision weights; None as above.
+        loss_scale: "dynamic", or a positive static scale.
+        cast_model_outputs: dtype for floating outputs of the model; None gives FP32 for a cast model and
+            leaves the outputs of any other alone.
+        min_loss_scale, max_loss_scale: the range in which a dynamic scale moves.
+        allow_banned: run functions that have no safe low-precision form in FP32 instead of refusing them.
+    """
+
+    opt_level: str
+    dtype: torch.dtype = torch.float16
+    cast_model_type: torch.dtype | None = None
+    patch_torch_functions: bool = False
+    keep_batchnorm_fp32: bool | None = None
+    master_weights: bool | None = None
+    loss_scale: float | str = 1.0
+    cast_model_outputs: torch.dtype | None = None
+    min_loss_scale: float = _DEFAULT_MIN_SCALE
+    max_loss_scale: float = 2.0**24
+    allow_banned: bool = False
+
+    def __str__(self) -> str:
+        fields = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
+        described = ", ".join(f"{name}={getattr(self, name)}" for name in fields)
+        return f"{self.opt_level} ({self.dtype}): {described}"
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is multiplied at all: a static scale of 1 costs nothing and checks nothing."""
+        return self.loss_scale != 1.0
+
+
+_O1 = Policy("O1", patch_torch_functions=True, loss_scale="dynamic")
+_O2 = Policy(
+    "O2", cast_model_type=torch.float16, keep_batchnorm_fp32=True, master_weights=True, loss_scale="dynamic"
+)
+OPT_LEVELS: dict[str, Policy] = {
+    "O0": Policy("O0"),
+    "O1": _O1,
+    "O2": _O2,
+    "O3": Policy("O3", cast_model_type=torch.float16, keep_batchnorm_fp32=False, master_weights=False),
+    "O4": replace(_O1, opt_level="O4", dtype=torch.bfloat16, loss_scale=1.0),
+    "O5": replace(_O2, opt_level="O5", dtype=torch.bfloat16, cast_model_type=torch.bfloat16, loss_scale=1.0),
+}
+
+
+def resolve(
+    opt_level: str = "O1",
+    *,
+    dtype: torch.dtype | None = None,
+    cast_model_type: torch.dtype | None = None,
+    patch_torch_functions: bool | str | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | str | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    allow_banned: bool = False,
+) -> Policy:
+    """The policy of a level with a caller's overrides.
+
+    None means "as the level has it". Booleans may be the strings "True" and "False", and the loss scale a number in a
+    string, because scripts pass argparse's strings through (Apex's examples do).
+
+    Raises:
+        ValueError: an unknown level or value, or overrides that contradict the level or each other.
+        TypeError: a value of the wrong kind.
+    """
+    policy = _level(opt_level)
+    low = _low_precision("dtype", dtype)
+    if low is not None:
+        if policy.opt_level in ("O4", "O5") and low is not torch.bfloat16:
+            partner = {"O4": "O1", "O5": "O2"}[policy.opt_level]
+            raise ValueError(
+                f"initialize: opt_level {opt_level!r} is {partner} with dtype=torch.bfloat16 and got dtype={low}; "
+                f"use opt_level={partner!r} with dtype={low}"
+            )
+        policy = _with_dtype(policy, low)
+
+    policy = _cast_model_type(policy, cast_model_type, explicit_dtype=low)
+    patch = _boolean("patch_torch_functions", patch_torch_functions)
+    if patch is not None and patch != policy.patch_torch_functions:
+        if patch:
+            raise ValueError(
+                f"initialize: patch_torch_functions=True contradicts opt_level {opt_level!r}, whose model runs in one "
+                "type already; choose opt_level='O1' to patch torch's functions"
+            )
+        policy = replace(policy, patch_torch_functions=False)
+
+    keep = _boolean("keep_batchnorm_fp32", keep_batchnorm_fp32)
+    masters = _boolean("master_weights", master_weights)
+    if keep is not None or masters is not None:
+        _refuse_where_weights_stay_fp32(policy, opt_level, keep, masters)
+    if keep is not None:
+        policy = replace(policy, keep_batchnorm_fp32=keep)
+    if masters is not None:
+        policy = replace(policy, master_weights=masters)
+
+    if loss_scale is not None:
+        policy = replace(policy, loss_scale=parse_loss_scale(loss_scale))
+    if cast_model_outputs is not None:
+        if not isinstance(cast_model_outputs, torch.dtype) or not cast_model_outputs.is_floating_point:
+            raise TypeError(
+                f"initialize: cast_model_outputs is {cast_model_outputs!r}, not a floating dtype such as torch.float32"
+            )
+        policy = replace(policy, cast_model_outputs=cast_model_outputs)
+
+    low_end = _DEFAULT_MIN_SCALE if min_loss_scale is None else _scale_number("min_loss_scale", min_loss_scale)
+    high_end = _scale_number("max_loss_scale", max_loss_scale)
+    if min_loss_scale is None:
+        low_end = min(low_end, high_end)
+    if low_end > high_end:
+        raise ValueError(f"initialize: min_loss_scale {low_end:g} is above max_loss_scale {high_end:g}")
+    return replace(policy, min_loss_scale=low_end, max_loss_scale=high_end, allow_banned=bool(allow_banned))
+
+
+def parse_loss_scale(loss_scale: Any) -> float | str:
+    """`"dynamic"`, or a positive number (also in a string) whose inverse FP32 can hold; ValueError otherwise."""
+    if isinstance(loss_scale, str) and loss_scale == "dynamic":
+        return loss_scale
+    return _scale_number("loss_scale", loss_scale, or_else='"dynamic" or ')
+
+
+def _scale_number(name: str, value: Any, or_else: str = "") -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not _SMALLEST_SCALE <= number <= _LARGEST_SCALE:
+        raise ValueError(
+            f"initialize: {name} is {value!r}; wanted {or_else}a number between 2**-126 and 2**126 "
+            "(the scale and its inverse must be positive and finite in FP32)"
+        )
+    return number
+
+
+def _level(opt_level: Any) -> Policy:
+    if isinstance(opt_level, str) and opt_level in OPT_LEVELS:
+        return OPT_LEVELS[opt_level]
+    raise ValueError(
+        f"initialize: opt_level {opt_level!r} is none of {', '.join(OPT_LEVELS)} "
+        "(the first character is the capital letter O, not the digit zero)"
+    )
+
+
+def _low_precision(name: str, value: Any) -> torch.dtype | None:
+    if value is not None and value not in LOW_PRECISION:
+        raise ValueError(f"initialize: {name} is {value!r}; wanted {' or '.join(map(str, LOW_PRECISION))}")
+    return value
+
+
+def _with_dtype(policy: Policy, dtype: torch.dtype) -> Policy:
+    cast = dtype if policy.cast_model_type is not None else None
+    scale = 1.0 if dtype is torch.bfloat16 else policy.loss_scale  # BF16 has FP32's range: nothing to rescue
+    return replace(policy, dtype=dtype, cast_model_type=cast, loss_scale=scale)
+
+
+def _cast_model_type(policy: Policy, wanted: Any, explicit_dtype: torch.dtype | None) -> Policy:
+    if wanted is None or wanted is False:
+        return policy
+    if wanted is torch.float32:
+        # The explicit form of "leave the weights in FP32", which then need no masters either.
+        return replace(policy, cast_model_type=None, keep_batchnorm_fp32=None, master_weights=None)
+    _low_precision("cast_model_type", wanted)
+    if policy.patch_torch_functions:
+        raise ValueError(
+            f"initialize: cast_model_type={wanted} contradicts opt_level {policy.opt_level!r}, which casts around "
+            "torch's functions and leaves the weights in FP32; use opt_level='O2' or 'O3' to cast the model"
+        )
+    if policy.cast_model_type is None:
+        raise ValueError(
+            f"initialize: cast_model_type={wanted} contradicts opt_level {policy.opt_level!r}, the FP32 baseline; "
+            "use opt_level='O2' or 'O3' to cast the model"
+        )
+    if explicit_dtype is not None and explicit_dtype is not wanted:
+        raise ValueError(f"initialize: cast_model_type={wanted} contradicts dtype={explicit_dtype}")
+    return _with_dtype(policy, wanted)
+
+
+def _refuse_where_weights_stay_fp32(policy: Policy, opt_level: str, keep: bool | None, masters: bool | None) -> None:
+    if policy.cast_model_type is not None:
+        return
+    if policy.patch_torch_functions:
+        why = {
+            "keep_batchnorm_fp32": "batch norms run in FP32 there by the op lists",
+            "master_weights": "the model's weights are FP32 there and are the masters themselves",
+        }
+    else:
+        why = dict.fromkeys(("keep_batchnorm_fp32", "master_weights"), "the whole model is FP32 there")
+    for name, value in (("keep_batchnorm_fp32", keep), ("master_weights", masters)):
+        # On an FP32 model Apex takes any value of these two but acts on none; only O1 makes them an error.
+        if value is not None and policy.patch_torch_functions:
+            raise ValueError(
+                f"initialize: {name}={value} contradicts opt_level {opt_level!r}: {why[name]}; leave {name} at None"
+            )
+
+
+def _boolean(name: str, value: Any) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value in ("True", "False", "None"):
+        return {"True": True, "False": False, "None": None}[value]
+    raise TypeError(f"initialize: {name} is {value!r}; wanted True, False, None or one of these words as a string")

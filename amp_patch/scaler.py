@@ -1,0 +1,155 @@
+"""LossScaler: multiply the loss so that small gradients survive FP16, and find the factor by trial."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch import multi_tensor
+
+logger = logging.getLogger("amp_patch")
+
+INIT_SCALE = 2.0**16
+GROWTH_FACTOR = 2.0
+BACKOFF_FACTOR = 0.5
+GROWTH_INTERVAL = 2000
+
+# When this many steps in a row were skipped, the scale alone will not mend it: name the parameters.
+_MANY_SKIPS = 10
+
+
+class LossScaler:
+    """The loss scale of one loss: three numbers on the device of the loss.
+
+    Dynamic scaling (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2; constants are Apex's)::
+
+        scale = clamp(2**16, min_loss_scale, max_loss_scale); unskipped = 0
+        after each backward:
+            if a gradient is not finite:  scale = scale / 2;  unskipped = 0;  the optimizer skips its step
+            else:                         unskipped += 1
+                                          if unskipped == 2000:  scale = scale * 2;  unskipped = 0
+            scale = clamp(scale, min_loss_scale, max_loss_scale)
+
+    A static scale never moves; its optimizer still skips steps whose gradients are not finite, unless it is 1.
+
+    Attributes:
+        dynamic: whether the scale moves.
+        updates: how many times `update` ran, on the host: tells without a sync whether the scale can have changed.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | str = "dynamic",
+        *,
+        loss_id: int = 0,
+        min_loss_scale: float,
+        max_loss_scale: float,
+        verbosity: int = 1,
+    ) -> None:
+        self.dynamic = loss_scale == "dynamic"
+        start = min(max(INIT_SCALE, min_loss_scale), max_loss_scale) if self.dynamic else float(loss_scale)
+        self.loss_id = loss_id
+        self.min_loss_scale = min_loss_scale
+        self.max_loss_scale = max_loss_scale
+        self.verbosity = verbosity
+        self.updates = 0
+        self._scale = torch.tensor(start, dtype=torch.float32)
+        self._unskipped = torch.tensor(0, dtype=torch.int32)
+        self._found_inf = torch.tensor(0.0)
+        self._skips = 0
+        self._skips_in_a_row = 0
+
+    def to(self, device: torch.device) -> LossScaler:
+        """Move the three numbers to `device`; syncs only when they were elsewhere."""
+        if self._scale.device != device:
+            self._scale, self._unskipped, self._found_inf = (
+                t.to(device) for t in (self._scale, self._unskipped, self._found_inf)
+            )
+        return self
+
+    def loss_scale(self) -> float:
+        """The scale as a number. Syncs with the device."""
+        return self._scale.item()
+
+    def unskipped(self) -> int:
+        """Clean backward passes since the scale last moved. Syncs with the device."""
+        return int(self._unskipped.item())
+
+    @property
+    def scale_tensor(self) -> Tensor:
+        """The scale on its device: FP32, shape []."""
+        return self._scale
+
+    def inverse(self) -> Tensor:
+        """1 / scale on its device: FP32, shape [], inverted in FP64; no sync."""
+        return self._scale.double().reciprocal().float()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` (any floating dtype and shape) times the scale, in FP32 or the loss's FP64; no sync."""
+        if loss.dtype is not torch.float64:
+            loss = loss.float()
+        return loss * self._scale
+
+    def record(self, found_inf: Tensor) -> None:
+        """Remember what one backward pass found (FP32, one element, 1.0 for an overflow) until `update`; no sync."""
+        self._found_inf = torch.maximum(self._found_inf, found_inf.to(self._found_inf.device))
+
+    def update(self) -> None:
+        """Move the scale by what was recorded since the last update, on the device; no sync."""
+        self.updates += 1
+        if self.dynamic:
+            multi_tensor.update_scale(
+                self._scale,
+                self._unskipped,
+                self._found_inf,
+                growth_factor=GROWTH_FACTOR,
+                backoff_factor=BACKOFF_FACTOR,
+                growth_interval=GROWTH_INTERVAL,
+                min_scale=self.min_loss_scale,
+                max_scale=self.max_loss_scale,
+            )
+        self._found_inf.zero_()
+
+    def stepped(self) -> None:
+        """An optimizer took the step that this loss's gradients were for."""
+        self._skips_in_a_row = 0
+
+    def skipped(self, culprits: Callable[[], str]) -> None:
+        """An optimizer skipped a step because this loss overflowed; says so, ever more rarely.
+
+        `culprits` describes the parameters whose gradients are not finite; called only when things look wrong.
+        """
+        self._skips += 1
+        self._skips_in_a_row += 1
+        if self.verbosity < 1 or not _is_first_rank():
+            return
+        scale = self.loss_scale()
+        powers_of_two = self._skips & (self._skips - 1) == 0
+        stuck = self._skips_in_a_row % _MANY_SKIPS == 0 or (scale < 1.0 and powers_of_two)
+        if not (stuck or powers_of_two):
+            return
+        change = f"loss scale is now {scale:g}" if self.dynamic else f"static loss scale {scale:g} stays"
+        message = f"Gradient overflow: skipped the step (skip {self._skips} of loss scaler {self.loss_id}); {change}"
+        if stuck:
+            message += f"; {self._skips_in_a_row} in a row; not finite: {culprits()}"
+        logger.warning(message)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Apex's two fields. Syncs with the device."""
+        return {"loss_scale": self.loss_scale(), "unskipped": self.unskipped()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the fields of `state_dict`; KeyError before anything is written if one is missing."""
+        scale, unskipped = float(state["loss_scale"]), int(state["unskipped"])
+        self.updates += 1
+        self._scale.fill_(scale)
+        self._unskipped.fill_(unskipped)
+
+
+def _is_first_rank() -> bool:
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0

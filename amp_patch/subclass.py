@@ -1,0 +1,86 @@
+"""Generated subclasses: behaviour added to one instance of somebody else's class, with no method rebound.
+
+An instance is given a class that inherits from its own, as torch's `fully_shard` does. `isinstance` holds, name and
+module are the base's, deepcopy and pickle work (a copy is built as the base and given the generated class again),
+DataParallel's replicas get it through `type(self)`, and `restore` is one assignment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakValueDictionary
+
+# (mixin, base, key) -> class. Values are weak: a class lives as long as an instance of it.
+_classes: WeakValueDictionary[tuple[type, type, tuple[str, ...]], type] = WeakValueDictionary()
+
+
+class Generated:
+    """Root of the mixins that `give` puts before a class; knows how such an instance is copied and pickled."""
+
+    _amp_base: type
+    _amp_mixin: type
+    _amp_key: tuple[str, ...]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(protocol)
+        if isinstance(reduced, str):
+            return reduced
+        generated = _generated(self)
+
+        def plain(value: Any) -> Any:
+            return generated._amp_base if value is generated else value
+
+        # A generated class has no importable name: build the base, then give the class again.
+        function, args, *rest = reduced
+        rebuild = (generated._amp_mixin, generated._amp_key, plain(function), tuple(map(plain, args)))
+        return (_rebuild, rebuild, *rest)
+
+    @classmethod
+    def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
+        """Methods made for this base and key, beside those that the mixin defines."""
+        return {}
+
+
+def give(instance: Any, mixin: type[Generated], key: tuple[str, ...] = ()) -> None:
+    """Give `instance` the generated subclass of its class for `mixin` and `key`, made once per class."""
+    base = type(instance)
+    generated = _classes.get((mixin, base, key))
+    if generated is None:
+        names = {
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            "_amp_base": base,
+            "_amp_mixin": mixin,
+            "_amp_key": key,
+        }
+        generated = type(base.__name__, (mixin, base), {**mixin._amp_overrides(base, key), **names})
+        _classes[mixin, base, key] = generated
+    object.__setattr__(instance, "__class__", generated)
+
+
+def take(instance: Any) -> None:
+    """Give `instance` its own class back."""
+    generated = type(instance)
+    if "_amp_base" not in vars(generated):
+        raise RuntimeError(
+            f"restore: the class of this {generated.__name__} was changed after initialize() (parametrizations and "
+            "fully_shard do so); undo that change first, then call restore()"
+        )
+    object.__setattr__(instance, "__class__", generated._amp_base)
+
+
+def base_class(instance: Any) -> type:
+    """The class of `instance` without ours."""
+    return _generated(instance)._amp_base if isinstance(instance, Generated) else type(instance)
+
+
+def _generated(instance: Any) -> Any:
+    return next(cls for cls in type(instance).__mro__ if "_amp_base" in vars(cls))
+
+
+def _rebuild(mixin: type[Generated], key: tuple[str, ...], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    instance = function(*args)
+    give(instance, mixin, key)
+    return instance

@@ -1,0 +1,323 @@
+"""What each opt level promises as a whole: bits at O0, dtypes, resume, interleaving, restore."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import training
+from conftest import DEVICES
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from training import ADAM, ADAMW, LEVELS, SGD, convnet, same, train, weights
+
+from amp_patch import amp
+
+OPTIMIZERS = [pytest.param(SGD, id="sgd"), pytest.param(ADAM, id="adam"), pytest.param(ADAMW, id="adamw")]
+
+
+def plain_run(make_optimizer, steps=20):
+    """The script as it is without amp_patch."""
+    model = convnet()
+    optimizer = make_optimizer(model.parameters())
+    for step in range(steps):
+        inputs, targets = training.images(step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
+def test_o0_is_bit_identical_to_the_script_without_amp_patch(make_optimizer):
+    expected = plain_run(make_optimizer)
+    model = convnet()
+    model, optimizer = amp.initialize(model, make_optimizer(model.parameters()), opt_level="O0")
+    train(model, optimizer, 20)
+    assert same(weights(model), expected)
+
+
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
+def test_enabled_false_makes_every_call_a_no_op(make_optimizer):
+    expected = plain_run(make_optimizer)
+    model = convnet()
+    optimizer = make_optimizer(model.parameters())
+    classes = type(model), type(optimizer)
+    assert amp.initialize(model, optimizer, enabled=False, opt_level="O2") == (model, optimizer)
+    assert (type(model), type(optimizer)) == classes
+    loss = torch.tensor(2.0)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss is loss
+    train(model, optimizer, 20)
+    assert same(weights(model), expected)
+    assert amp.initialize(model, enabled=False) is model
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_level_trains(level, device):
+    model = convnet(device=device)
+    model, optimizer = amp.initialize(model, ADAM(model.parameters()), opt_level=level)
+    losses = train(model, optimizer, 25, lambda step: training.images(0, device))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("level", "conv", "norm", "output"),
+    [
+        ("O0", torch.float32, torch.float32, torch.float32),
+        ("O1", torch.float32, torch.float32, torch.float16),
+        ("O2", torch.float16, torch.float32, torch.float32),
+        ("O3", torch.float16, torch.float16, torch.float32),
+        ("O4", torch.float32, torch.float32, torch.bfloat16),
+        ("O5", torch.bfloat16, torch.float32, torch.float32),
+    ],
+)
+def test_the_table_of_levels_holds_for_a_model(level, conv, norm, output):
+    model = convnet()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
+    assert model.body[0].weight.dtype is conv
+    assert model.body[1].weight.dtype is model.body[1].running_mean.dtype is norm
+    assert model(training.images(0)[0]).dtype is output
+    held = {p.dtype for p in amp.master_params(optimizer)}
+    assert held == ({torch.float16} if level == "O3" else {torch.float32})
+
+
+def save(model, optimizer):
+    buffer = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def load(saved, model, optimizer):
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    amp.load_state_dict(saved["amp"])
+
+
+@pytest.mark.parametrize("order", ["initialize, then load", "load, then initialize"])
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+def test_resume_is_bit_exact(level, make_optimizer, order):
+    model = convnet()
+    model, optimizer = amp.initialize(model, make_optimizer(model.parameters()), opt_level=level)
+    train(model, optimizer, 20)
+    expected = weights(model)
+
+    model = convnet()
+    model, optimizer = amp.initialize(model, make_optimizer(model.parameters()), opt_level=level)
+    train(model, optimizer, 10)
+    saved = save(model, optimizer)
+
+    model = convnet(seed=1)
+    optimizer = make_optimizer(model.parameters())
+    if order == "initialize, then load":
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+        load(saved, model, optimizer)
+    else:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+        amp.load_state_dict(saved["amp"])
+    train(model, optimizer, range(10, 20))
+    assert same(weights(model), expected)
+
+
+@pytest.mark.parametrize("target", ["O0", "O1", "O4"])
+def test_an_o2_checkpoint_continues_elsewhere_from_the_masters_exact_values(target):
+    model = convnet()
+    model, optimizer = amp.initialize(model, ADAM(model.parameters()), opt_level="O2")
+    train(model, optimizer, 10)
+    masters = [p.detach().clone() for p in amp.master_params(optimizer)]
+    assert any(not torch.equal(m, m.half().float()) for m in masters)  # precision that the model does not hold
+    saved = save(model, optimizer)
+
+    model = convnet(seed=1)
+    model, optimizer = amp.initialize(model, ADAM(model.parameters()), opt_level=target)
+    load(saved, model, optimizer)
+    assert same([p.detach() for p in model.parameters()], masters)
+    assert optimizer.state_dict()["state"][0]["exp_avg"].dtype is torch.float32
+    train(model, optimizer, 2)
+
+
+def test_an_o2_checkpoint_loads_into_the_plain_model():
+    model = convnet()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2")
+    train(model, optimizer, 3)
+    plain = convnet(seed=1)
+    assert plain.load_state_dict(model.state_dict()) == nn.Module().load_state_dict({})
+    assert same([p.detach() for p in plain.parameters()], [p.detach() for p in amp.master_params(optimizer)])
+
+
+class Checkpointed(training.ConvNet):
+    def forward(self, images):
+        features = checkpoint(self.body, images, use_reentrant=self.reentrant)
+        return self.head(features.flatten(1))
+
+
+def interleaved(levels, steps, make_model):
+    """Each level's losses, trained one step of each in turn."""
+    runs = []
+    for level in levels:
+        model = make_model()
+        runs.append((*amp.initialize(model, SGD(model.parameters()), opt_level=level), []))
+    for step in range(steps):
+        for model, optimizer, losses in runs:
+            inputs, targets = training.images(step)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs.requires_grad_()), targets)
+            training.backward(loss, optimizer)
+            optimizer.step()
+            losses.append(loss.item())
+    return [losses for _, _, losses in runs]
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["stored", "reentrant", "non-reentrant"])
+def test_interleaved_trainings_give_the_losses_that_each_gives_alone(reentrant):
+    def make_model():
+        torch.manual_seed(0)
+        model = Checkpointed() if reentrant is not None else training.ConvNet()
+        model.reentrant = reentrant
+        return model
+
+    alone = []
+    for level in LEVELS:
+        alone += interleaved([level], 6, make_model)
+        amp.restore()
+    assert len({tuple(losses) for losses in alone}) >= 4  # the levels do differ (O1 and O2 agree here, O4 and O5 too)
+    assert interleaved(LEVELS, 6, make_model) == alone
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_model_never_given_to_initialize_is_untouched_at_o2_and_o3(level):
+    bystander, inputs = convnet(seed=5).eval(), training.images(0)[0]
+    expected = bystander(inputs)
+    amp.initialize(convnet(), opt_level=level)
+    assert torch.equal(bystander(inputs), expected)
+
+
+def test_a_model_never_given_to_initialize_is_untouched_under_o1_with_disable_casts():
+    bystander, inputs = convnet(seed=5).eval(), training.images(0)[0]
+    expected = bystander(inputs)
+    amp.initialize(convnet(), opt_level="O1")
+    assert not torch.equal(bystander(inputs), expected)
+    with amp.disable_casts():
+        assert torch.equal(bystander(inputs), expected)
+
+
+def namespaces():
+    owners = (torch, torch.Tensor, nn.functional, torch._VF, torch.linalg, torch.special, torch.fft, nn.utils,
+              nn.utils.clip_grad, nn.modules.rnn, torch._C._nn)  # fmt: skip
+    return [dict(vars(owner)) for owner in owners]
+
+
+def traces(thing):
+    return {name for name in vars(thing) if "amp" in name}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_restore_leaves_nothing_of_ours(level):
+    before = namespaces()
+    torch._VF.lstm  # noqa: B018
+    model = convnet()
+    optimizer = ADAM(model.parameters())
+    params, names = list(model.parameters()), sorted(vars(model))
+    classes = [type(m) for m in model.modules()], type(optimizer)
+    amp.initialize(model, optimizer, opt_level=level, keep_fp32="head")
+    train(model, optimizer, 3)
+    masters = [p.detach().float().clone() for p in amp.master_params(optimizer)]
+
+    amp.restore()
+
+    for now, then in zip(namespaces(), before, strict=True):
+        assert now.keys() == then.keys()
+        assert [name for name in now if now[name] is not then[name] and not name.startswith("__")] == []
+    assert ([type(m) for m in model.modules()], type(optimizer)) == classes
+    assert sorted(vars(model)) == names
+    assert not any(traces(m) for m in model.modules()) and not traces(optimizer)
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+    assert [id(p) for p in model.parameters()] == [id(p) for p in params]
+    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [id(p) for p in params]
+    assert same([p.detach() for p in params], masters)
+    assert {b.dtype for b in model.buffers()} == {torch.float32, torch.int64}
+    assert all(s["exp_avg"].dtype is torch.float32 for s in optimizer.state.values())
+    assert set(optimizer.state) == set(params)
+
+    optimizer.zero_grad()
+    inputs, targets = training.images(9)
+    nn.functional.cross_entropy(model(inputs), targets).backward()  # trains on, in plain FP32
+    optimizer.step()
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_restore_midway_carries_gradients_back(level):
+    model = training.linear([[1.0, 2.0]])
+    optimizer = SGD(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0)
+    training.backward(model(torch.tensor([[3.0, 4.0]])).sum(), optimizer)
+    amp.restore()
+    assert model.weight.grad.tolist() == [[3.0, 4.0]] and model.weight.grad.dtype is torch.float32
+
+
+def through_pickle(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+def through_torch(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIES = [copy.deepcopy, through_pickle, through_torch]
+
+
+@pytest.mark.parametrize("duplicate", COPIES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_copied_model_runs_its_own_weights(level, duplicate):
+    model = convnet()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
+    train(model, optimizer, 2)
+    inputs = training.images(0)[0]
+    model.eval()
+    twin = duplicate(model)
+    expected = model(inputs)
+    assert torch.equal(twin(inputs), expected) and isinstance(twin, training.ConvNet)
+    with torch.no_grad():
+        twin.head.weight.zero_()
+        twin.head.bias.zero_()
+    assert twin(inputs).abs().sum() == 0
+    assert twin.state_dict()["head.weight"].abs().sum() == 0 and twin.state_dict()["head.weight"].dtype is not torch.half
+    assert torch.equal(model(inputs), expected)
+
+
+@pytest.mark.parametrize("duplicate", COPIES)
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_and_optimizer_copied_together_train_on_alike(level, make_optimizer, duplicate):
+    model = convnet()
+    model, optimizer = amp.initialize(model, make_optimizer(model.parameters()), opt_level=level)
+    train(model, optimizer, 3)
+    twin, twins_optimizer = duplicate((model, optimizer))
+    assert train(twin, twins_optimizer, range(3, 6)) == train(model, optimizer, range(3, 6))
+    assert same(weights(twin), weights(model))
+
+
+@pytest.mark.parametrize("first", LEVELS)
+@pytest.mark.parametrize("second", LEVELS)
+def test_a_model_can_change_its_level_in_mid_training(first, second):
+    model = convnet()
+    model, optimizer = amp.initialize(model, ADAM(model.parameters()), opt_level=first)
+    train(model, optimizer, 3)
+    values = [p.detach().float().clone() for p in amp.master_params(optimizer)]
+    model, optimizer = amp.initialize(model, optimizer, opt_level=second)
+    if second != "O3":
+        assert same([p.detach() for p in amp.master_params(optimizer)], values)
+    losses = train(model, optimizer, 20, lambda step: training.images(0))
+    assert losses[-1] < losses[0]

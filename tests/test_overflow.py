@@ -1,0 +1,264 @@
+"""Skipped steps: what causes one, what it must not change, how it can be read."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+
+import pytest
+import torch
+import training
+from conftest import DEVICES
+from training import backward, linear
+
+from amp_patch import amp
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, eps=1e-4),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, eps=1e-4, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, eps=1e-4, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-4),
+}
+
+
+def snapshot(model, optimizer):
+    state = [
+        {k: v.clone() if isinstance(v, torch.Tensor) else copy.deepcopy(v) for k, v in optimizer.state[p].items()}
+        for p in amp.master_params(optimizer)
+    ]
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return [p.detach().clone() for p in (*model.parameters(), *amp.master_params(optimizer))], state, groups
+
+
+def assert_unchanged(before, after):
+    assert training.same(before[0], after[0])
+    for then, now in zip(before[1], after[1], strict=True):
+        assert then.keys() == now.keys()
+        assert all(torch.equal(then[k], now[k]) if torch.is_tensor(then[k]) else then[k] == now[k] for k in then)
+    assert before[2] == after[2]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_skipped_step_changes_nothing_at_all(name, level, device):
+    model = linear([[1.0, 2.0], [3.0, 4.0]], device)
+    model, optimizer = amp.initialize(model, OPTIMIZERS[name](model.parameters()), opt_level=level)
+    good, bad = torch.full((1, 2), 0.25, device=device), torch.tensor([[math.inf, 1.0]], device=device)
+    backward(model(good).sum() / 4, optimizer)
+    optimizer.step()
+    assert not optimizer._amp_stash.step_skipped
+    optimizer.zero_grad()
+    before = snapshot(model, optimizer)
+
+    backward(model(bad).sum(), optimizer)
+    optimizer.step()
+
+    assert optimizer._amp_stash.step_skipped
+    assert_unchanged(before, snapshot(model, optimizer))
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 32768.0, "unskipped": 0}
+
+    optimizer.zero_grad()
+    backward(model(good).sum() / 4, optimizer)
+    optimizer.step()
+    assert not optimizer._amp_stash.step_skipped
+    assert not training.same(before[0], snapshot(model, optimizer)[0])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_scaled_gradient_that_fp16_cannot_hold_is_found(level):
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(
+        model, training.SGD(model.parameters()), opt_level=level, loss_scale=2.0**15, verbosity=0
+    )
+    backward(model(torch.tensor([[1.0]])).sum(), optimizer)  # gradient 2**15: fits
+    optimizer.step()
+    assert not optimizer._amp_stash.step_skipped
+    optimizer.zero_grad()
+    backward(model(torch.tensor([[4.0]])).sum(), optimizer)  # 2**17 does not
+    optimizer.step()
+    assert optimizer._amp_stash.step_skipped
+
+
+@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
+def test_a_scale_of_1_checks_nothing_and_lets_nan_through_as_plain_training_does(level):
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(model, training.SGD(model.parameters()), opt_level=level)
+    backward(model(torch.tensor([[math.nan]])).sum(), optimizer)
+    optimizer.step()
+    assert not optimizer._amp_stash.step_skipped
+    assert model.weight.isnan().all()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_scheduler_built_before_or_after_initialize_works_and_does_not_warn(level, when):
+    model = linear([[1.0]])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if when == "before":
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if when == "after":
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    for value, skipped, rate in ((math.inf, True, 0.5), (1.0, False, 0.25)):  # a warning would be an error here
+        optimizer.zero_grad()
+        backward(model(torch.tensor([[value]])).sum() / 2, optimizer)
+        optimizer.step()
+        scheduler.step()
+        assert optimizer._amp_stash.step_skipped is skipped
+        assert optimizer.param_groups[0]["lr"] == rate
+    assert model.weight.item() == 0.75  # one step, at rate 0.5, of gradient 0.5
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_master_gradients_keep_their_non_finite_values_until_the_step(level):
+    model = linear([[1.0, 1.0]])
+    model, optimizer = amp.initialize(model, training.SGD(model.parameters()), opt_level=level, verbosity=0)
+    backward(model(torch.tensor([[math.nan, 1.0]])).sum(), optimizer)
+    assert math.isnan(torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0))  # tacotron2's test
+    optimizer.step()
+    assert optimizer._amp_stash.step_skipped
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_step_after_a_discarded_overflow_is_taken(level):
+    for discard in ("optimizer", "model", "none"):
+        model = linear([[1.0]])
+        model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, verbosity=0)
+        backward(model(torch.tensor([[math.inf]])).sum(), optimizer)
+        if discard == "optimizer":
+            optimizer.zero_grad()
+        elif discard == "model":
+            model.zero_grad()
+        else:
+            for p in amp.master_params(optimizer):
+                p.grad = None
+        backward(model(torch.tensor([[0.5]])).sum(), optimizer)
+        optimizer.step()
+        assert not optimizer._amp_stash.step_skipped and model.weight.item() == 0.5
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_one_bad_micro_batch_skips_the_whole_step(level):
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(model, training.SGD(model.parameters()), opt_level=level, verbosity=0)
+    for value in (0.5, math.inf, 0.5):
+        backward(model(torch.tensor([[value]])).sum() / 4, optimizer)
+    optimizer.step()
+    assert optimizer._amp_stash.step_skipped and model.weight.item() == 1.0
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 32768.0, "unskipped": 1}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_exception_in_the_body_leaves_gradients_casts_and_scale_consistent(level):
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, loss_scale=64.0)
+    with pytest.raises(KeyError):
+        with amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            raise KeyError
+    assert model.weight.grad is None and all(p.grad is None for p in amp.master_params(optimizer))
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 64.0, "unskipped": 0}
+    assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is (torch.float16 if level == "O1" else torch.float32)
+    backward(model(torch.ones(1, 1)).sum(), optimizer)
+    optimizer.step()
+    assert model.weight.item() == 0.0
+
+
+def test_an_exception_in_the_body_leaves_an_earlier_micro_batch_unscaled():
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level="O1", loss_scale=64.0)
+    backward(model(torch.full((1, 1), 3.0)).sum(), optimizer)
+    with pytest.raises(KeyError), amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer):
+        raise KeyError
+    assert model.weight.grad.item() == 3.0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_exception_inside_step_does_not_disable_the_next(level):
+    class Fragile(torch.optim.SGD):
+        fails = True
+
+        def step(self, closure=None):
+            if self.fails:
+                raise OSError("out of luck")
+            return super().step(closure)
+
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(model, Fragile(model.parameters(), lr=1.0), opt_level=level, loss_scale=64.0)
+    backward(model(torch.ones(1, 1)).sum(), optimizer)
+    with pytest.raises(OSError, match="out of luck"):
+        optimizer.step()
+    optimizer.fails = False
+    optimizer.zero_grad()
+    backward(model(torch.full((1, 1), 0.5)).sum(), optimizer)
+    optimizer.step()  # fires the hooks twice: Fragile.step calls super().step
+    assert model.weight.item() == 0.5
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_counters_that_an_optimizer_keeps_in_its_groups_are_put_back(level):
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["step"] = group.get("step", 0) + 1
+            return super().step(closure)
+
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(model, Counting(model.parameters(), lr=1.0), opt_level=level, verbosity=0)
+    for value, steps in ((0.5, 1), (math.inf, 1), (0.5, 2)):
+        optimizer.zero_grad()
+        backward(model(torch.full((1, 1), value)).sum() / 4, optimizer)
+        optimizer.step()
+        assert optimizer.param_groups[0]["step"] == steps
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_closures_are_refused_under_loss_scaling_and_work_without(level):
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, loss_scale=64.0)
+    with pytest.raises(RuntimeError, match=r"SGD\.step: a closure"):
+        optimizer.step(lambda: None)
+    backward(model(torch.ones(1, 1)).sum(), optimizer)
+    optimizer.step()
+    assert model.weight.item() == 0.0
+
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level="O0")
+
+    def closure():
+        loss = model(torch.ones(1, 1)).sum()
+        backward(loss, optimizer)
+        return loss
+
+    assert optimizer.step(closure).item() == 1.0 and model.weight.item() == 0.0
+
+
+def test_the_message_names_the_parameters_when_many_steps_in_a_row_are_skipped(caplog):
+    model = training.convnet()
+    model, optimizer = amp.initialize(model, training.SGD(model.parameters()), opt_level="O2")
+    inputs, targets = training.images(0)
+    with caplog.at_level(logging.WARNING, "amp_patch"):
+        for _ in range(10):
+            optimizer.zero_grad()
+            backward(torch.nn.functional.cross_entropy(model(inputs * math.inf), targets), optimizer)
+            optimizer.step()
+    assert "10 in a row" in caplog.text and "head.weight (NaN)" in caplog.text
+    assert len(caplog.records) == 5  # skips 1, 2, 4, 8 and 10
+
+
+def test_found_inf_stays_on_the_device_until_the_step(monkeypatch):
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(model, training.SGD(model.parameters()), opt_level="O2")
+    reads = []
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu"):
+        original = getattr(torch.Tensor, name)
+        counted = lambda self, *a, original=original, name=name: (reads.append(name), original(self, *a))[1]  # noqa: E731
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    for _ in range(2):
+        backward(model(torch.ones(1, 1)).sum() / 4, optimizer)
+    assert reads == []
+    optimizer.step()
+    assert len(reads) == 1

@@ -1,0 +1,396 @@
+"""Gradients through scale_loss: units, accumulation, several losses, models and optimizers, edits by the user."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import training
+from conftest import DEVICES
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from training import backward, linear
+
+from amp_patch import amp
+
+SCALED = ["O1", "O2"]
+EVERY = ["O0", "O1", "O2", "O3", "O4", "O5"]
+
+
+def sgd(model, lr=1.0, **kwargs):
+    return torch.optim.SGD(model.parameters(), lr=lr, **kwargs)
+
+
+def setup(level, weight=((1.0, 2.0),), device="cpu", **kwargs):
+    """A linear layer whose gradient is its input, at a static scale that leaves small numbers exact in FP16."""
+    kwargs.setdefault("loss_scale", 64.0 if level in SCALED else None)
+    model = linear([list(row) for row in weight], device)
+    return amp.initialize(model, sgd(model), opt_level=level, **kwargs)
+
+
+def quarter(model, *values):
+    """A loss small enough for the first dynamic scale: 2**16 itself is no FP16 number."""
+    return model(x(*values)).sum() / 4
+
+
+def master_grads(optimizer):
+    return [None if p.grad is None else p.grad.tolist() for p in amp.master_params(optimizer)]
+
+
+def x(*values, device="cpu"):
+    return torch.tensor([values], device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", SCALED)
+@pytest.mark.parametrize("loss_scale", ["dynamic", "128.0", 3, 2.0**-10])
+def test_gradients_in_the_body_are_scaled_and_after_it_are_not(level, loss_scale, device):
+    model, optimizer = setup(level, device=device, loss_scale=loss_scale)
+    scale = 65536.0 if loss_scale == "dynamic" else float(loss_scale)
+    with amp.scale_loss(model(x(1.0, 2.0, device=device)).sum() / 4, optimizer) as scaled_loss:
+        assert scaled_loss.item() == 1.25 * scale and scaled_loss.dtype is torch.float32
+        scaled_loss.backward()
+        assert model.weight.grad.tolist() == [[0.25 * scale, 0.5 * scale]]
+    assert master_grads(optimizer) == [[[0.25, 0.5]]]
+    assert all(p.grad.dtype is torch.float32 for p in amp.master_params(optimizer))
+    if level == "O2":
+        assert model.weight.grad is None  # freed as it was gathered
+    optimizer.step()
+    assert model.weight.tolist() == [[0.75, 1.5]]
+
+
+@pytest.mark.parametrize("level", EVERY)
+@pytest.mark.parametrize("delay", [False, True])
+def test_micro_batches_accumulate_with_and_without_delay_unscale(level, delay):
+    model, optimizer = setup(level, loss_scale=64.0)
+    for step in range(2):
+        for micro in range(3):
+            backward(model(x(0.25, 0.5)).sum(), optimizer, delay_unscale=delay and micro < 2)
+        assert master_grads(optimizer) == [[[0.75, 1.5]]]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert model.weight.tolist() == [[1.0 - 0.75 * (step + 1), 2.0 - 1.5 * (step + 1)]]
+
+
+def test_delayed_gradients_add_up_in_the_model_s_type():
+    model, optimizer = setup("O2", loss_scale=64.0)
+    backward(model(x(1.0, 2.0)).sum(), optimizer, delay_unscale=True)
+    assert model.weight.grad.tolist() == [[64.0, 128.0]] and model.weight.grad.dtype is torch.float16
+    assert master_grads(optimizer) == [None]
+    backward(model(x(1.0, 2.0)).sum(), optimizer)
+    assert master_grads(optimizer) == [[[2.0, 4.0]]]
+
+
+def test_accumulation_without_delay_adds_in_fp32():
+    model, optimizer = setup("O2", loss_scale=1.0)
+    backward(model(x(2048.0, 2048.0)).sum(), optimizer)
+    backward(model(x(1.0, 1.0)).sum(), optimizer)  # 2049 is no FP16 number
+    assert master_grads(optimizer) == [[[2049.0, 2049.0]]]
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_the_scale_may_move_between_delayed_micro_batches(level):
+    model, optimizer = setup(level, num_losses=2, verbosity=0, loss_scale="dynamic")
+    backward(quarter(model, 0.25, 0.5), optimizer, delay_unscale=True)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 0}})
+    backward(quarter(model, 0.25, 0.5), optimizer, delay_unscale=True)
+    backward(quarter(model, 0.25, 0.5), optimizer, loss_id=1)
+    assert master_grads(optimizer) == [[[0.1875, 0.375]]]
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_a_step_with_gradients_still_scaled_unscales_them(level):
+    model, optimizer = setup(level)
+    backward(model(x(0.25, 0.5)).sum(), optimizer, delay_unscale=True)
+    optimizer.step()
+    assert model.weight.tolist() == [[0.75, 1.5]]
+
+
+def test_delay_overflow_check_skips_the_step_but_moves_the_scale_later():
+    model, optimizer = setup("O2", verbosity=0, loss_scale="dynamic")
+    backward(model(x(math.inf, 0.5)).sum(), optimizer, delay_overflow_check=True)
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 65536.0
+    optimizer.step()
+    assert optimizer._amp_stash.step_skipped
+    optimizer.zero_grad()
+    backward(quarter(model, 1.0, 2.0), optimizer)
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 32768.0
+    optimizer.step()
+    assert not optimizer._amp_stash.step_skipped
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_each_loss_has_a_scale_of_its_own_and_any_overflow_skips_the_step(level):
+    model, optimizer = setup(level, num_losses=3, verbosity=0, loss_scale="dynamic")
+    backward(quarter(model, 1.0, 2.0), optimizer, loss_id=0)
+    backward(quarter(model, math.inf, 2.0), optimizer, loss_id=2)
+    optimizer.step()
+    assert optimizer._amp_stash.step_skipped
+    assert [s["loss_scale"] for s in amp.state_dict().values()] == [65536.0, 65536.0, 32768.0]
+    assert [s["unskipped"] for s in amp.state_dict().values()] == [1, 0, 0]
+    optimizer.zero_grad()
+    backward(quarter(model, 1.0, 2.0), optimizer, loss_id=2)  # at its own scale
+    assert master_grads(optimizer) == [[[0.25, 0.5]]]
+
+
+@pytest.mark.parametrize("level", EVERY)
+def test_one_loss_for_several_optimizers(level):
+    first, second = linear([[1.0]]), linear([[2.0]])
+    models, optimizers = amp.initialize([first, second], [sgd(first), sgd(second)], opt_level=level, loss_scale=64.0)
+    loss = models[1](models[0](x(1.0))).sum()  # d/d first = second's weight, and the reverse
+    with amp.scale_loss(loss, optimizers) as scaled_loss:
+        scaled_loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert (first.weight.item(), second.weight.item()) == (-1.0, 1.0)
+
+
+@pytest.mark.parametrize("level", EVERY)
+def test_two_losses_for_one_optimizer_with_a_retained_graph(level):
+    model, optimizer = setup(level, num_losses=2, loss_scale=64.0)
+    out = model(x(1.0, 2.0))
+    with amp.scale_loss(out.sum(), optimizer, loss_id=0) as scaled_loss:
+        scaled_loss.backward(retain_graph=True)
+    with amp.scale_loss(2 * out.sum(), optimizer, loss_id=1) as scaled_loss:
+        scaled_loss.backward()
+    assert master_grads(optimizer) == [[[3.0, 6.0]]]
+
+
+@pytest.mark.parametrize("level", EVERY)
+def test_two_optimizers_over_one_model_share_its_masters(level):
+    model = linear([[1.0]])
+    model, first = amp.initialize(model, sgd(model), opt_level=level, loss_scale=64.0)
+    model, second = amp.initialize(model, sgd(model), opt_level=level, loss_scale=64.0)
+    for optimizer in (first, second):
+        backward(model(x(1.0)).sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.weight.item() == -1.0
+    assert [p.item() for p in amp.master_params(first)] == [-1.0]
+
+
+class Gan(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+
+def gan_losses(level, zero_at, steps=12, plant=lambda optimizer: None):
+    """A GAN whose generator's loss also fills the discriminator's gradients; each optimizer clears only its own."""
+    netd, netg = Gan(1), Gan(2)
+    models, optimizers = [netd, netg], [sgd(netd, 0.02, momentum=0.9), sgd(netg, 0.02, momentum=0.9)]
+    (netd, netg), (optd, optg) = amp.initialize(models, optimizers, opt_level=level, num_losses=3)
+    generator, losses = torch.Generator().manual_seed(0), []
+    for _ in range(steps):
+        real, noise = torch.randn(2, 16, 4, generator=generator)
+        plant(optd)
+        if zero_at == "before backward":
+            optd.zero_grad()
+        loss_real = netd(real).pow(2).mean()
+        backward(loss_real, optd, loss_id=0)
+        fake = netg(noise)
+        loss_fake = (netd(fake.detach()) - 1).pow(2).mean()
+        backward(loss_fake, optd, loss_id=1)
+        optd.step()
+        optd.zero_grad()
+        optg.zero_grad()
+        loss_g = netd(fake).pow(2).mean()
+        backward(loss_g, optg, loss_id=2)
+        optg.step()
+        losses.append((loss_real.item(), loss_fake.item(), loss_g.item()))
+    return torch.tensor(losses)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_no_stale_scaled_gradient_enters_a_gan_s_step(level):
+    expected = gan_losses("O0", "before backward")
+    assert torch.allclose(gan_losses(level, "before backward"), expected, atol=0.02)
+    # Clearing right after the step leaves the generator's gradients in the discriminator until its next backward.
+    assert gan_losses(level, "after step").isfinite().all()
+
+
+def test_a_stale_scaled_gradient_planted_as_known_is_caught_by_the_gan_test():
+    from amp_patch.optimizer import Pending
+
+    def plant(optimizer):
+        scaler = optimizer._amp_stash.scalers[0]  # as if the optimizer's own delayed exit had left the gradients
+        optimizer.zero_grad = lambda: None
+        optimizer._amp_stash.pending = Pending(scaler, scaler.updates, torch.tensor(1.0))
+
+    losses = gan_losses("O2", "after step", plant=plant)
+    assert not torch.allclose(losses, gan_losses("O0", "before backward"), atol=0.02)
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_other_optimizers_of_the_training_see_unscaled_gradients(level):
+    first, second = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    models, (opta, _) = amp.initialize([first, second], [sgd(first), sgd(second)], opt_level=level, loss_scale=1024.0)
+    inputs = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+    backward(first(second(inputs)).sum(), opta)
+    for p in second.parameters():
+        assert p.grad.abs().max() < 16  # not 65536 times too large
+    backward(first(second(inputs)).sum(), opta)
+    assert second.bias.grad.abs().max() < 16
+
+
+@pytest.mark.parametrize("level", EVERY)
+@pytest.mark.parametrize("clip", [clip_grad_norm_, torch.nn.utils.clip_grad_norm_], ids=["imported early", "attribute"])
+@pytest.mark.parametrize("whose", ["masters", "model"])
+def test_clipping_the_norm_acts_on_the_gradients_of_the_step(level, clip, whose):
+    model, optimizer = setup(level)
+    backward(model(x(3.0, 4.0)).sum(), optimizer)
+    params = amp.master_params(optimizer) if whose == "masters" else model.parameters()
+    assert clip(params, 1.0).item() == 5.0
+    optimizer.step()
+    assert model.weight[0].tolist() == pytest.approx([1 - 0.6, 2 - 0.8], abs=1e-2)
+
+
+@pytest.mark.parametrize("level", EVERY)
+def test_clipping_by_value_acts_on_the_gradients_of_the_step(level):
+    model, optimizer = setup(level)
+    backward(model(x(3.0, 0.25)).sum(), optimizer)
+    clip_grad_value_(model.parameters(), 0.5)
+    optimizer.step()
+    assert model.weight.tolist() == [[0.5, 1.75]]
+
+
+@pytest.mark.parametrize("edit", ["in place", "data", "copy"])
+@pytest.mark.parametrize("level", EVERY)
+def test_an_edited_weight_is_what_training_goes_on_from(level, edit):
+    model, optimizer = setup(level, weight=((1.0, 2.0), (3.0, 4.0)))
+    if edit == "in place":
+        with torch.no_grad():
+            model.weight.clamp_(-1.5, 1.5)
+    elif edit == "data":
+        model.weight.data.clamp_(-1.5, 1.5)  # WGAN's form, which no version counter tells
+    else:
+        model.weight.data.copy_(torch.tensor([[1.0, 1.5], [1.5, 1.5]]))
+    assert model.state_dict()["weight"].tolist() == [[1.0, 1.5], [1.5, 1.5]]
+    backward(model(x(0.5, 0.25)).sum(), optimizer)
+    optimizer.step()
+    assert model.weight.tolist() == [[0.5, 1.25], [1.0, 1.25]]
+
+
+def test_an_edit_leaves_the_other_elements_their_precision():
+    model, optimizer = setup("O2", weight=((1.0001, 2.0),))
+    model.weight.data[0, 1] = 5.0
+    assert model.state_dict()["weight"].tolist() == torch.tensor([[1.0001, 5.0]]).tolist()
+
+
+@pytest.mark.parametrize("level", EVERY)
+def test_an_edited_master_is_published(level):
+    model, optimizer = setup(level)
+    with torch.no_grad():
+        for master in amp.master_params(optimizer):
+            master.add_(1.0)
+    optimizer.step()
+    assert model.weight.tolist() == [[2.0, 3.0]]
+
+
+@pytest.mark.parametrize("level", EVERY)
+def test_a_gradient_that_exists_at_initialize_is_carried_over(level):
+    model = linear([[1.0, 2.0]])
+    model(x(0.5, 0.25)).sum().backward()
+    model, optimizer = amp.initialize(model, sgd(model), opt_level=level, loss_scale=64.0)
+    backward(model(x(0.5, 0.25)).sum(), optimizer)
+    assert master_grads(optimizer) == [[[1.0, 0.5]]]
+
+
+@pytest.mark.parametrize("level", EVERY)
+def test_gradients_edited_through_master_params_are_honoured(level):
+    model, optimizer = setup(level)
+    backward(model(x(0.5, 1.0)).sum(), optimizer)
+    for master in amp.master_params(optimizer):
+        master.grad.mul_(2)
+    optimizer.step()
+    assert model.weight.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("level", EVERY)
+def test_sparse_gradients_are_unscaled_and_checked(level):
+    model = nn.Embedding(4, 2, sparse=True)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    model, optimizer = amp.initialize(model, sgd(model), opt_level=level, loss_scale=64.0, verbosity=0)
+    ids = torch.tensor([1, 1, 3])
+    for _ in range(1 if level == "O3" else 2):  # torch cannot add sparse FP16 gradients on a CPU
+        backward(model(ids).float().sum() / (2 if level == "O3" else 4), optimizer)
+    optimizer.step()
+    assert model.weight.tolist() == [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0], [0.5, 0.5]]
+    optimizer.zero_grad()
+    backward(model(ids).float().sum() * 2.0**14, optimizer)  # 2 * 2**14 * 64 is no FP16 number
+    optimizer.step()
+    if level in ("O2", "O3"):
+        assert optimizer._amp_stash.step_skipped
+
+
+@pytest.mark.parametrize("level", EVERY)
+def test_a_parameter_without_gradient_and_a_step_without_any_are_legal(level):
+    model = nn.ModuleDict({"used": linear([[1.0]]), "unused": linear([[1.0]])})
+    used = model["used"]
+    _, optimizer = amp.initialize([used, model["unused"]], sgd(model), opt_level=level, loss_scale=64.0)
+    optimizer.zero_grad()
+    optimizer.step()
+    backward(used(x(1.0)).sum(), optimizer)
+    optimizer.step()
+    assert (used.weight.item(), model["unused"].weight.item()) == (0.0, 1.0)
+
+
+def test_a_backward_outside_of_scale_loss_is_warned_about():
+    model, optimizer = setup("O2")
+    model(x(1.0, 1.0)).sum().backward()
+    with pytest.warns(UserWarning, match="none was gathered"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "words"),
+    [
+        (1.5, TypeError, "loss is a float"),
+        (torch.tensor(3), TypeError, "loss is a tensor of torch.int64"),
+        (None, TypeError, "loss is a NoneType"),
+    ],
+)
+def test_a_loss_that_cannot_be_is_refused(loss, error, words):
+    _, optimizer = setup("O2")
+    with pytest.raises(error, match=words), amp.scale_loss(loss, optimizer):
+        pass
+
+
+@pytest.mark.parametrize("loss_id", [1, -1, "0", True, None])
+def test_a_loss_id_out_of_range_is_refused(loss_id):
+    model, optimizer = setup("O2")
+    with pytest.raises(ValueError, match="loss_id is"), amp.scale_loss(model(x(1.0, 1.0)).sum(), optimizer, loss_id):
+        pass
+    backward(model(x(1.0, 1.0)).sum(), optimizer)  # nothing was left behind
+
+
+def test_an_optimizer_that_was_never_initialized_is_named():
+    model = linear([[1.0]])
+    with pytest.raises(RuntimeError, match=r"this SGD never went through initialize\(\)"):
+        backward(model(x(1.0)).sum(), sgd(model))
+    with pytest.raises(TypeError, match="optimizers is empty"):
+        backward(model(x(1.0)).sum(), [])
+
+
+def test_an_fp64_loss_stays_fp64():
+    model, optimizer = setup("O2", loss_scale=8.0)
+    with amp.scale_loss(model(x(1.0, 1.0)).double().sum(), optimizer) as scaled_loss:
+        assert scaled_loss.dtype is torch.float64 and scaled_loss.item() == 24.0
+
+
+def test_state_dict_is_written_into_a_destination_and_unknown_keys_are_refused():
+    setup("O2", num_losses=2)
+    destination = {}
+    assert amp.state_dict(destination) is destination and list(destination) == ["loss_scaler0", "loss_scaler1"]
+    with pytest.raises(RuntimeError, match="unexpected keys 'model'"):
+        amp.load_state_dict({**destination, "model": {}})
+    amp.load_state_dict({"loss_scaler1": {"loss_scale": 4.0, "unskipped": 7}})
+    assert amp.state_dict()["loss_scaler1"] == {"loss_scale": 4.0, "unskipped": 7}
+    with pytest.raises(TypeError):
+        amp.load_state_dict(destination, strict=False)

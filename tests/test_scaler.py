@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from conftest import DEVICES
+
+from amp_patch.scaler import GROWTH_INTERVAL, LossScaler
+
+
+def scaler(loss_scale="dynamic", *, minimum=2.0**-24, maximum=2.0**24, **kwargs):
+    return LossScaler(loss_scale, min_loss_scale=minimum, max_loss_scale=maximum, **kwargs)
+
+
+def after(subject, overflow):
+    subject.record(torch.tensor(float(overflow), device=subject.scale_tensor.device))
+    subject.update()
+    return subject.loss_scale(), subject.unskipped()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_story_of_a_dynamic_scale(device):
+    subject = scaler().to(torch.device(device))
+    assert subject.loss_scale() == 65536.0
+    assert after(subject, False) == (65536.0, 1)
+    assert after(subject, False) == (65536.0, 2)
+    assert after(subject, True) == (32768.0, 0)
+    assert after(subject, True) == (16384.0, 0)
+    for clean in range(1, GROWTH_INTERVAL):
+        assert after(subject, False) == (16384.0, clean)
+    assert after(subject, False) == (32768.0, 0)
+    assert after(subject, False) == (32768.0, 1)
+
+
+def test_the_scale_stays_in_its_range():
+    subject = scaler(minimum=2.0**15, maximum=2.0**16)
+    assert after(subject, True) == (2.0**15, 0)
+    assert after(subject, True) == (2.0**15, 0)
+    subject.load_state_dict({"loss_scale": 2.0**16, "unskipped": GROWTH_INTERVAL - 1})
+    assert after(subject, False) == (2.0**16, 0)
+
+
+@pytest.mark.parametrize(("low", "high", "start"), [(1.0, 2.0**24, 65536.0), (1.0, 512.0, 512.0), (2e5, 2e6, 2e5)])
+def test_the_start_lies_in_the_range(low, high, start):
+    assert scaler(minimum=low, maximum=high).loss_scale() == start
+
+
+def test_a_static_scale_never_moves():
+    subject = scaler(128.0)
+    assert after(subject, True)[0] == 128.0
+    for _ in range(3):
+        assert after(subject, False)[0] == 128.0
+
+
+def test_an_overflow_is_forgotten_once_the_scale_moved():
+    subject = scaler()
+    subject.record(torch.tensor(1.0))
+    subject.record(torch.tensor(0.0))
+    subject.update()
+    assert subject.loss_scale() == 32768.0
+    subject.update()
+    assert subject.loss_scale() == 32768.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_loss_is_scaled_in_fp32_or_its_fp64(dtype):
+    scaled = scaler(1024.0).scale(torch.tensor(3.0, dtype=dtype))
+    assert scaled.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+    assert scaled.item() == 3072.0
+
+
+@pytest.mark.parametrize("value", [3.0, 7.3, 2.0**-24, 2.0**24])
+def test_the_inverse_is_rounded_once(value):
+    subject = scaler(value)
+    assert subject.inverse().item() == torch.tensor(1.0 / subject.loss_scale(), dtype=torch.float32).item()
+
+
+def test_every_field_survives_a_round_trip():
+    subject = scaler(minimum=4.0, maximum=2.0**20, loss_id=3, verbosity=0)
+    after(subject, True)
+    after(subject, False)
+    subject.record(torch.tensor(1.0))
+    for twin in (copy.deepcopy(subject), pickle.loads(pickle.dumps(subject))):
+        ours = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in vars(subject).items()}
+        assert {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in vars(twin).items()} == ours
+        twin.update()
+        assert twin.loss_scale() == 16384.0
+        assert subject.loss_scale() == 32768.0
+
+
+def test_state_dict_has_apex_s_form_and_loads():
+    subject, other = scaler(), scaler()
+    after(subject, True)
+    after(subject, False)
+    assert subject.state_dict() == {"loss_scale": 32768.0, "unskipped": 1}
+    other.load_state_dict(subject.state_dict())
+    assert other.state_dict() == subject.state_dict()
+    with pytest.raises(KeyError):
+        other.load_state_dict({"loss_scale": 1.0})
+    assert other.state_dict() == subject.state_dict()
+
+
+def test_messages_are_rate_limited_and_name_the_scaler(caplog):
+    subject = scaler(2.0**20, loss_id=7)
+    with caplog.at_level(logging.WARNING, "amp_patch"):
+        for _ in range(9):
+            subject.skipped(lambda: pytest.fail("nothing looks wrong yet"))
+            subject.stepped()
+    assert [record.getMessage().split("(")[1].split(")")[0] for record in caplog.records] == [
+        f"skip {n} of loss scaler 7" for n in (1, 2, 4, 8)
+    ]
+
+
+def test_many_skips_in_a_row_name_the_parameters(caplog):
+    subject = scaler(2.0**20)
+    with caplog.at_level(logging.WARNING, "amp_patch"):
+        for _ in range(10):
+            subject.skipped(lambda: "head.weight (NaN)")
+    assert "10 in a row; not finite: head.weight (NaN)" in caplog.records[-1].getMessage()
+
+
+def test_a_scale_below_one_names_the_parameters(caplog):
+    with caplog.at_level(logging.WARNING, "amp_patch"):
+        scaler(0.5).skipped(lambda: "head.weight (Inf)")
+    assert "head.weight (Inf)" in caplog.text
+
+
+def test_verbosity_0_is_silent(caplog):
+    with caplog.at_level(logging.WARNING, "amp_patch"):
+        scaler(verbosity=0).skipped(lambda: "x")
+    assert caplog.text == ""

@@ -1,0 +1,93 @@
+"""Small models and loops that the tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch import amp
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+SGD = lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)  # noqa: E731
+ADAM = lambda params: torch.optim.Adam(params, lr=1e-2, eps=1e-4)  # noqa: E731  eps that FP16 can hold, for O3
+ADAMW = lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4, weight_decay=0.1)  # noqa: E731
+
+
+class ConvNet(nn.Module):
+    """Two convolutions with a batch norm, and a linear head: each kind of layer that a level treats differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, stride=2), nn.ReLU()
+        )
+        self.head = nn.Linear(36, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.body(images).flatten(1))
+
+    def encode(self, images: Tensor) -> Tensor:
+        return self.body(images).flatten(1)
+
+
+def convnet(seed: int = 0, device: str = "cpu") -> ConvNet:
+    torch.manual_seed(seed)
+    return ConvNet().to(device)
+
+
+def images(step: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """The batch of a step: eight 8x8 images and their classes."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return (
+        torch.randn(8, 1, 8, 8, generator=generator).to(device),
+        torch.randint(5, (8,), generator=generator).to(device),
+    )
+
+
+def linear(weight: list[list[float]], device: str = "cpu") -> nn.Linear:
+    """A linear layer without bias whose weight is written out, so that a test can know every gradient."""
+    value = torch.tensor(weight)
+    layer = nn.Linear(value.shape[1], value.shape[0], bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(value)
+    return layer.to(device)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int | range,
+    batch: Callable[[int], tuple[Tensor, Tensor]] = images,
+) -> list[float]:
+    """The loop of the README; the loss of each step."""
+    losses = []
+    for step in range(steps) if isinstance(steps, int) else steps:
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    """Copies of a model's parameters and buffers."""
+    return [tensor.detach().clone() for tensor in model.state_dict(keep_vars=False).values()]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    """Bit-identical, dtypes included."""
+    return len(left) == len(right) and all(
+        a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(left, right, strict=True)
+    )
+
+
+def backward(loss: Tensor, optimizer: torch.optim.Optimizer, **kwargs: object) -> None:
+    """scale_loss with the ordinary body."""
+    with amp.scale_loss(loss, optimizer, **kwargs) as scaled_loss:  # type: ignore[arg-type]
+        scaled_loss.backward()
