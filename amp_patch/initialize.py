@@ -1,4 +1,4 @@
-"""The public calls: initialize, scale_loss, master_params, state_dict, restore. The one file that composes the others."""
+"""The public calls: initialize, scale_loss, master_params, state_dict, restore. This file composes the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import casts, clip, links
+from amp_patch import casts, clip, links, regions
 from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
 from amp_patch.optimizer import Stash
@@ -208,7 +208,7 @@ def scale_loss(
             optimizer_side.begin(target, scaler)
         had_grad = {id(p) for t in targets for p, _ in t._amp_stash.masters.pairs(t.param_groups) if p.grad is not None}
         try:
-            with casts.everywhere(stash.policy):
+            with regions.everywhere(stash.policy):
                 if scaling:
                     yield scaler.scale(loss)
                 else:
@@ -297,7 +297,7 @@ def restore() -> None:
         optimizers = [optimizer for ref in training.optimizers if (optimizer := ref()) is not None]
         _leave(models, optimizers)
     _trainings.clear()
-    casts.set_default(None)
+    regions.set_default(None)
     casts.uninstall()
     clip.uninstall()
 
@@ -350,9 +350,7 @@ def _enter(
     params, buffers = model_side.to_cast(models, kept) if policy.cast_model_type is not None else ([], [])
     about_to_be_cast = {id(p) for p in params}
     for target in targets:
-        stash = Stash(
-            policy, training.scalers, siblings=training.optimizers, process_group=process_group
-        )
+        stash = Stash(policy, training.scalers, siblings=training.optimizers, process_group=process_group)
         optimizer_side.name_parameters(stash, models)
         optimizer_side.enter_training(target, stash, about_to_be_cast)
     if policy.cast_model_type is not None:
@@ -365,7 +363,7 @@ def _enter(
         clip.install()
     if policy.patch_torch_functions:
         casts.install()
-        casts.set_default(policy)
+        regions.set_default(policy)
 
 
 def _leave(models: list[nn.Module], targets: list[Any]) -> None:
@@ -393,7 +391,7 @@ def _scaler(stash: Stash, loss_id: int) -> LossScaler:
     count = len(stash.scalers)
     if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < count:
         raise ValueError(
-            f"scale_loss: loss_id is {loss_id!r}; initialize(num_losses={count}) made 0 to {count - 1}: raise num_losses"
+            f"scale_loss: loss_id is {loss_id!r}; initialize(num_losses={count}) made 0 to {count - 1}, so raise it"
         )
     return stash.scalers[loss_id]
 

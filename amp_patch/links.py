@@ -6,7 +6,7 @@ written into every pickle of it. A parameter that two optimizers update has one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -47,14 +47,14 @@ def with_masters(params: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
     return [(param, master) for param in params if (master := master_of(param)) is not None]
 
 
-def publish(pairs: list[tuple[Tensor, Tensor]]) -> None:
+def publish(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Round every master into its parameter, in place, on the device; no sync."""
     for params, masters in _by_device(pairs):
         multi_tensor.multi_tensor_scale(masters, params, 1.0)
     _mark_published(pairs)
 
 
-def reconcile(pairs: list[tuple[Tensor, Tensor]]) -> None:
+def reconcile(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Bring masters and parameters in step after edits by the user, in place, on the device; no sync.
 
     A master that was written since it was published is published. Elsewhere each element of a parameter that is no
@@ -70,12 +70,12 @@ def reconcile(pairs: list[tuple[Tensor, Tensor]]) -> None:
     _mark_published(rest)
 
 
-def _mark_published(pairs: list[tuple[Tensor, Tensor]]) -> None:
+def _mark_published(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for param, master in pairs:
         _links[param].version = master._version
 
 
-def _by_device(pairs: list[tuple[Tensor, Tensor]]) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+def _by_device(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
     groups: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     for param, master in pairs:
         params, masters = groups.setdefault(param.device, ([], []))

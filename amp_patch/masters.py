@@ -55,6 +55,7 @@ class Masters:
         """
         params = group["params"]
         for index, param in enumerate(params):
+            master: Tensor | None
             if id(param) in about_to_be_cast:
                 master = nn.Parameter(param.data, requires_grad=param.requires_grad)
             elif param.dtype in LOW_PRECISION:
@@ -111,7 +112,7 @@ class Masters:
                     f"{master.device}; move the model to its device before initialize()"
                 )
             master.requires_grad_(param.requires_grad)  # it may have been frozen when initialize saw it
-            earlier = master.grad
+            earlier: Tensor | None = master.grad
             if earlier is not None and not earlier.is_sparse and not grad.is_sparse:
                 batch.added.append((grad, earlier))
             else:
@@ -121,6 +122,7 @@ class Masters:
             param.grad = None
         found = {device: batch.run(inverse, device) for device, batch in batches.items()}
         for master, earlier in sums:
+            assert master.grad is not None
             master.grad = earlier + master.grad
         return found
 

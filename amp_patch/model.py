@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import casts, links, subclass, tree
+from amp_patch import links, regions, subclass, tree
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
 
 # A rule for modules that stay FP32: their qualified name, their class, or a predicate over (name, module).
@@ -76,7 +76,7 @@ class AmpModel(subclass.Generated):
                 "load_state_dict: assign=True would put new tensors in place of the ones that the optimizer and the "
                 "masters hold; use assign=False (torch's default), or load before initialize()"
             )
-        casts.drop_cache()
+        regions.drop_cache()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
         module: nn.Module = self  # type: ignore[assignment]
         loaded = []
@@ -113,7 +113,7 @@ class KeptModule(subclass.Generated):
                 return forward(self, *args, **kwargs)
             came = _low_precision_of((args, kwargs)) or (policy.cast_model_type if _running.policy else None)
             args, kwargs = tree.cast_floats((args, kwargs), torch.float32, LOW_PRECISION)
-            with casts.region(_NO_CASTS):
+            with regions.region(_NO_CASTS):
                 output = forward(self, *args, **kwargs)
             return output if came is None else tree.cast_floats(output, came, (torch.float32,))
 
@@ -144,7 +144,9 @@ def check(model: Any) -> None:
 def check_methods(models: list[nn.Module], methods: Collection[str]) -> None:
     """Raise unless every name in `methods` is a method of at least one model."""
     if isinstance(methods, str):
-        raise TypeError(f"initialize: methods is the string {methods!r}; wanted a tuple of names: methods=({methods!r},)")
+        raise TypeError(
+            f"initialize: methods is the string {methods!r}; wanted a tuple of names: methods=({methods!r},)"
+        )
     for name in methods:
         if not any(callable(getattr(model, name, None)) for model in models):
             kinds = ", ".join(type(model).__name__ for model in models)
@@ -168,7 +170,7 @@ def check_fp32(model: nn.Module, policy: Policy, kept: list[nn.Module]) -> None:
         if param.dtype is torch.float64 and policy.cast_model_type is not None and id(param) not in stays:
             raise ValueError(
                 f"initialize: parameter {name!r} of {type(model).__name__} is torch.float64 and opt_level "
-                f"{policy.opt_level!r} casts a model in FP32: call model.float() first, or keep the module with keep_fp32"
+                f"{policy.opt_level!r} casts FP32 models: call model.float() first, or name its module in keep_fp32"
             )
 
 
@@ -237,9 +239,7 @@ def cast(params: Iterable[nn.Parameter], buffers: Iterable[tuple[nn.Module, str]
         module._buffers[name] = buffer.to(dtype)
 
 
-def enter_training(
-    models: list[nn.Module], kept: list[nn.Module], policy: Policy, methods: tuple[str, ...]
-) -> None:
+def enter_training(models: list[nn.Module], kept: list[nn.Module], policy: Policy, methods: tuple[str, ...]) -> None:
     """Give the models, and the modules kept FP32 inside them, their generated classes and the policy."""
     stay = {id(module) for module in kept}
     for module in {id(m): m for model in models for m in model.modules()}.values():
@@ -315,7 +315,7 @@ def _entering(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         outer, _running.policy = _running.policy, policy
         try:
-            with casts.region(policy):
+            with regions.region(policy):
                 if policy.cast_model_type is not None:
                     args, kwargs = tree.cast_floats((args, kwargs), policy.cast_model_type)
                 output = method(self, *args, **kwargs)
@@ -365,7 +365,13 @@ def _own_methods(base: type) -> Iterator[tuple[str, Callable[..., Any]]]:
             continue
         for name, value in vars(cls).items():
             dunder = name.startswith("__") and name.endswith("__")
-            if name not in seen and not dunder and callable(value) and hasattr(value, "__get__") and hasattr(value, "__code__"):
+            if (
+                name not in seen
+                and not dunder
+                and callable(value)
+                and hasattr(value, "__get__")
+                and hasattr(value, "__code__")
+            ):
                 seen.add(name)
                 yield name, value
 

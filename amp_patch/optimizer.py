@@ -71,9 +71,7 @@ class Stash:
         return {name: value for name, value in vars(self).items() if name not in _TRANSIENT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(
-            state, handles=[], siblings=[], process_group=None, names={}, set_aside=None, step_depth=0
-        )
+        vars(self).update(state, handles=[], siblings=[], process_group=None, names={}, set_aside=None, step_depth=0)
 
     def note_found(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Remember, on the device, that gradients of `scaler`'s loss went into the next step."""
@@ -121,8 +119,10 @@ class AmpOptimizer(subclass.Generated):
             stash.masters.attach(self, self.param_groups[-1])  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()  # type: ignore[misc]
-        return {**state, "_amp_stash": self._amp_stash} if _stash(self) is not None else state
+        parent = getattr(super(), "__getstate__", None)  # object has one since Python 3.11
+        state = dict(vars(self)) if parent is None else parent()
+        stash = _stash(self)
+        return state if stash is None else {**state, "_amp_stash": stash}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         parent = getattr(super(), "__setstate__", None)
@@ -317,7 +317,10 @@ def bring_bystanders_back(kept: list[tuple[Tensor, Tensor | None]], inverse: Ten
 
 
 def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Pre-hook of `step` (`args` begins with the optimizer). One sync with the device where the loss is scaled: did a gradient overflow?"""
+    """Pre-hook of `step`; `args` begins with the optimizer.
+
+    Where the loss is scaled, one sync with the device: did a gradient overflow?
+    """
     stash = _stash(optimizer)
     if stash is None or not stash.enabled:
         return
@@ -328,8 +331,8 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if closure is not None and stash.policy.scales_loss:
         stash.step_depth = 0
         raise RuntimeError(
-            f"{subclass.base_class(optimizer).__name__}.step: a closure computes new gradients inside step(), after the "
-            "check for overflow; under loss scaling call the closure's body first, then step() without it"
+            f"{subclass.base_class(optimizer).__name__}.step: a closure computes new gradients inside step(), after "
+            "the check for overflow; under loss scaling call the closure's body first, then step() without it"
         )
     if stash.pending is not None:
         scaler = stash.pending.scaler

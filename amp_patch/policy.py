@@ -57,9 +57,7 @@ class Policy:
 
 
 _O1 = Policy("O1", patch_torch_functions=True, loss_scale="dynamic")
-_O2 = Policy(
-    "O2", cast_model_type=torch.float16, keep_batchnorm_fp32=True, master_weights=True, loss_scale="dynamic"
-)
+_O2 = Policy("O2", cast_model_type=torch.float16, keep_batchnorm_fp32=True, master_weights=True, loss_scale="dynamic")
 OPT_LEVELS: dict[str, Policy] = {
     "O0": Policy("O0"),
     "O1": _O1,

@@ -293,7 +293,9 @@ def test_a_copied_model_runs_its_own_weights(level, duplicate):
         twin.head.weight.zero_()
         twin.head.bias.zero_()
     assert twin(inputs).abs().sum() == 0
-    assert twin.state_dict()["head.weight"].abs().sum() == 0 and twin.state_dict()["head.weight"].dtype is not torch.half
+    assert (
+        twin.state_dict()["head.weight"].abs().sum() == 0 and twin.state_dict()["head.weight"].dtype is not torch.half
+    )
     assert torch.equal(model(inputs), expected)
 
 

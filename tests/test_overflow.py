@@ -126,7 +126,9 @@ def test_master_gradients_keep_their_non_finite_values_until_the_step(level):
 def test_the_step_after_a_discarded_overflow_is_taken(level):
     for discard in ("optimizer", "model", "none"):
         model = linear([[1.0]])
-        model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, verbosity=0)
+        model, optimizer = amp.initialize(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, verbosity=0
+        )
         backward(model(torch.tensor([[math.inf]])).sum(), optimizer)
         if discard == "optimizer":
             optimizer.zero_grad()
@@ -154,11 +156,12 @@ def test_one_bad_micro_batch_skips_the_whole_step(level):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_exception_in_the_body_leaves_gradients_casts_and_scale_consistent(level):
     model = linear([[1.0]])
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, loss_scale=64.0)
-    with pytest.raises(KeyError):
-        with amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-            raise KeyError
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, loss_scale=64.0
+    )
+    with pytest.raises(KeyError), amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        raise KeyError
     assert model.weight.grad is None and all(p.grad is None for p in amp.master_params(optimizer))
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 64.0, "unskipped": 0}
     assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is (torch.float16 if level == "O1" else torch.float32)
@@ -169,7 +172,9 @@ def test_an_exception_in_the_body_leaves_gradients_casts_and_scale_consistent(le
 
 def test_an_exception_in_the_body_leaves_an_earlier_micro_batch_unscaled():
     model = linear([[1.0]])
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level="O1", loss_scale=64.0)
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level="O1", loss_scale=64.0
+    )
     backward(model(torch.full((1, 1), 3.0)).sum(), optimizer)
     with pytest.raises(KeyError), amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer):
         raise KeyError
@@ -218,7 +223,9 @@ def test_counters_that_an_optimizer_keeps_in_its_groups_are_put_back(level):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_closures_are_refused_under_loss_scaling_and_work_without(level):
     model = linear([[1.0]])
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, loss_scale=64.0)
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, loss_scale=64.0
+    )
     with pytest.raises(RuntimeError, match=r"SGD\.step: a closure"):
         optimizer.step(lambda: None)
     backward(model(torch.ones(1, 1)).sum(), optimizer)

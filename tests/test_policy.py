@@ -126,7 +126,7 @@ def test_the_scale_range_has_a_floor_that_mirrors_its_cap():
 
 def test_outputs_can_only_be_cast_to_floating_types():
     assert resolve("O2", cast_model_outputs=HALF).cast_model_outputs is HALF
-    with pytest.raises(TypeError, match="cast_model_outputs is torch.int64"):
+    with pytest.raises(TypeError, match=r"cast_model_outputs is torch\.int64"):
         resolve("O2", cast_model_outputs=torch.int64)
 
 

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-import training
 from conftest import DEVICES
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -229,7 +228,7 @@ def test_a_stale_scaled_gradient_planted_as_known_is_caught_by_the_gan_test():
 @pytest.mark.parametrize("level", SCALED)
 def test_other_optimizers_of_the_training_see_unscaled_gradients(level):
     first, second = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
-    models, (opta, _) = amp.initialize([first, second], [sgd(first), sgd(second)], opt_level=level, loss_scale=1024.0)
+    _, (opta, _) = amp.initialize([first, second], [sgd(first), sgd(second)], opt_level=level, loss_scale=1024.0)
     inputs = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
     backward(first(second(inputs)).sum(), opta)
     for p in second.parameters():
@@ -277,7 +276,7 @@ def test_an_edited_weight_is_what_training_goes_on_from(level, edit):
 
 
 def test_an_edit_leaves_the_other_elements_their_precision():
-    model, optimizer = setup("O2", weight=((1.0001, 2.0),))
+    model, _ = setup("O2", weight=((1.0001, 2.0),))
     model.weight.data[0, 1] = 5.0
     assert model.state_dict()["weight"].tolist() == torch.tensor([[1.0001, 5.0]]).tolist()
 

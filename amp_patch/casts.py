@@ -1,0 +1,329 @@
+"""The casts of O1 as they are used: wrappers in place of torch's functions, regions, decorators, a registry."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import pkgutil
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from amp_patch.oplists import OPLISTS
+from amp_patch.patch import Patches
+from amp_patch.policy import LOW_PRECISION, Policy
+from amp_patch.regions import current, drop_cache, entered, everywhere, region, set_default
+from amp_patch.rules import RULES
+
+__all__ = [
+    "autocast",
+    "current",
+    "disable_casts",
+    "drop_cache",
+    "entered",
+    "everywhere",
+    "float_function",
+    "half_function",
+    "install",
+    "installed",
+    "promote_function",
+    "region",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "set_default",
+    "uninstall",
+]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Wrappers.
+
+
+class _Function(staticmethod):  # type: ignore[type-arg]
+    """A wrapper that does not bind as a method, like the builtin that it wraps: `class A: act = torch.exp` works.
+
+    A staticmethod because that is callable at C speed. Copies are the object itself. A pickle holds the address, or
+    for a decorated function the decorator and the original, and finds whatever is there when it is loaded.
+    """
+
+    def __init__(self, call: Callable[..., Any], original: Callable[..., Any], reduced: tuple[Any, ...]) -> None:
+        super().__init__(call)
+        vars(self).update(_original=original, _reduced=reduced)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return vars(self)["_original"]  # type: ignore[no-any-return]
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self
+
+    def __copy__(self) -> _Function:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> _Function:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return vars(self)["_reduced"]  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return f"<casts of {self.__wrapped__!r}>"
+
+
+def _wrap(original: Any, rule: str, reduced: tuple[Any, ...]) -> Any:
+    """`original` with its arguments cast by `rule` while casts act; it binds as a method exactly if `original` does."""
+    apply = RULES[rule]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        policy = current()
+        if policy is None or (kwargs and kwargs.get("out") is not None):
+            return original(*args, **kwargs)
+        return apply(original, args, kwargs, policy)
+
+    for name in functools.WRAPPER_ASSIGNMENTS:
+        if isinstance(value := getattr(original, name, None), (str, dict)):
+            setattr(call, name, value)
+    if isinstance(original, types.FunctionType) or (
+        hasattr(type(original), "__get__") and not isinstance(original, (types.MethodType, _Function))
+    ):
+        vars(call).update(getattr(original, "__dict__", {}), __wrapped__=original)
+        # torch.jit compiles the source of what it meets, and that of `call` is not in its language.
+        vars(call)["__prepare_scriptable__"] = lambda: original
+        return call
+    return _Function(call, original, reduced)
+
+
+def _register_with_jit(wrapper: Any, original: Any) -> None:
+    """Let torch.jit.script see the operator behind a wrapped builtin (it runs there without casts)."""
+    builtins = importlib.import_module("torch.jit._builtins")
+    if (operator := builtins._find_builtin(original)) is not None:
+        builtins._register_builtin(wrapper, operator)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Installation. The one process-wide state besides the default policy, because torch's namespace is process-wide.
+
+_lock = threading.RLock()
+_patches: Patches | None = None
+_originals: dict[tuple[int, str], Any] = {}  # (id of the owner, name) -> what a wrapper replaced, while installed
+_wrappers: dict[tuple[int, str], tuple[Any, Any]] = {}  # (id of the original, rule) -> both; made once a process
+_registered: dict[tuple[int, str], tuple[Any, str, str]] = {}  # the user's: (owner, name, rule)
+
+
+def install() -> None:
+    """Replace the functions on the op lists, and the user's registered ones, by their wrappers. Idempotent.
+
+    Without a policy (`region`, `set_default`) the wrappers call straight through. If anything fails, nothing is
+    replaced. A name that this torch does not have is left out.
+    """
+    global _patches
+    if _patches is not None:
+        return
+    with _lock:
+        if _patches is not None:
+            return
+        patches = Patches()
+        try:
+            for address, rules in OPLISTS.items():
+                owner = _resolve(address)
+                for rule, names in rules.items():
+                    for name in names:
+                        if hasattr(owner, name) and (id(owner), name) not in _registered:
+                            _replace(patches, owner, name, rule)
+            for owner, name, rule in _registered.values():
+                _replace(patches, owner, name, rule)
+        except BaseException:
+            patches.remove()
+            _originals.clear()
+            raise
+        _patches = patches
+
+
+def uninstall() -> None:
+    """Put back every attribute that `install` replaced: the very objects, inherited ones inherited again."""
+    global _patches
+    with _lock:
+        if _patches is not None:
+            try:
+                _patches.remove()
+            finally:
+                _patches = None
+                _originals.clear()
+
+
+def installed() -> bool:
+    """Whether torch's functions are replaced by wrappers now."""
+    return _patches is not None
+
+
+def _resolve(address: str) -> Any:
+    module, _, rest = address.partition(".")
+    owner: Any = importlib.import_module(module)
+    for name in rest.split(".") if rest else ():
+        owner = getattr(owner, name)
+    return owner
+
+
+def _replace(patches: Patches, owner: Any, name: str, rule: str) -> None:
+    found = inspect.getattr_static(owner, name, None) if isinstance(owner, type) else getattr(owner, name)
+    original = _originals.setdefault((id(owner), name), found)
+    key = (id(original), rule)
+    if key not in _wrappers:
+        _wrappers[key] = (original, _wrapper_at(owner, name, original, rule))
+    patches.set(owner, name, _wrappers[key][1])
+
+
+def _wrapper_at(owner: Any, name: str, original: Any, rule: str) -> Any:
+    if isinstance(owner, type):
+        module, path = owner.__module__, f"{owner.__qualname__}.{name}"
+    else:
+        module, path = owner.__name__, name
+    reduced = (pkgutil.resolve_name, (f"{module}:{path}",))
+    if isinstance(original, (staticmethod, classmethod)) and not isinstance(original, _Function):
+        return type(original)(_wrap(original.__func__, rule, reduced))
+    wrapper = _wrap(original, rule, reduced)
+    if isinstance(wrapper, types.FunctionType) and getattr(original, "__module__", None) is None:
+        # A method that torch.Tensor inherits from its C base: give it an address where it can be found, for pickle.
+        wrapper.__module__, wrapper.__qualname__ = module, path
+    elif isinstance(original, types.BuiltinFunctionType):
+        _register_with_jit(wrapper, original)
+    return wrapper
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Functions of the user's.
+
+
+def half_function(function: Any) -> Any:
+    """A decorator: the function's floating arguments are cast to the low-precision type of the acting policy.
+
+    Takes what is called: plain functions, builtins and functions of compiled modules, bound methods, `staticmethod` and
+    `classmethod` objects, `torch.autograd.Function.apply`. Tensors are found in all containers of the call; float64 and
+    integer tensors are left alone, and so is a call with `out=`. While no casts act the function is called as it is.
+    Inside the function torch's own functions keep to the op lists. Gradients arrive in the types of the arguments.
+
+    Source: Apex's `amp.half_function`.
+
+    Raises:
+        TypeError: `function` cannot be called.
+    """
+    return _decorate(function, "user_lower", half_function)
+
+
+def float_function(function: Any) -> Any:
+    """As `half_function`, but FP16 and BF16 arguments are cast to FP32."""
+    return _decorate(function, "user_fp32", float_function)
+
+
+def promote_function(function: Any) -> Any:
+    """As `half_function`, but floating arguments are cast to the widest floating type among them."""
+    return _decorate(function, "user_widest", promote_function)
+
+
+def _decorate(function: Any, rule: str, decorator: Callable[[Any], Any]) -> Any:
+    if isinstance(function, (staticmethod, classmethod)) and not isinstance(function, _Function):
+        return type(function)(_decorate(function.__func__, rule, decorator))
+    if not callable(function):
+        raise TypeError(f"{decorator.__name__}: wanted a function, got {function!r} of type {type(function).__name__}")
+    return _wrap(function, rule, (decorator, (function,)))
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """From now on `module.name` casts its arguments as `half_function` does, wherever it is called through `module`.
+
+    `module` is a module or a class. The rule takes the place of the op lists' rule for the same name, and of an earlier
+    registration. Callable before `initialize` (it acts from then on) and after; it outlives `uninstall`. A caller that
+    has imported the function itself (`from module import name`) does not see it.
+
+    Source: Apex's `amp.register_half_function`.
+
+    Raises:
+        ValueError: `module` has no such name.
+        TypeError: what is there cannot be called.
+    """
+    _register(module, name, "user_lower", "register_half_function")
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """As `register_half_function`, with the rule of `float_function`."""
+    _register(module, name, "user_fp32", "register_float_function")
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """As `register_half_function`, with the rule of `promote_function`."""
+    _register(module, name, "user_widest", "register_promote_function")
+
+
+def _register(module: Any, name: str, rule: str, caller: str) -> None:
+    where = getattr(module, "__name__", repr(module))
+    if not hasattr(module, name):
+        raise ValueError(f"{caller}: {where} has no function named {name!r}")
+    if not callable(getattr(module, name)):
+        raise TypeError(f"{caller}: {where}.{name} is not a function, it is {getattr(module, name)!r}")
+    with _lock:
+        if _patches is not None:
+            _replace(_patches, module, name, rule)
+        _registered[id(module), name] = (module, name, rule)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Regions of the user's.
+
+
+def disable_casts() -> region:
+    """A region of this thread without casts: a context manager, and a decorator. Source: Apex's `disable_casts`."""
+    return region(None)
+
+
+class autocast(region):
+    """The casts of O1 as a region of this thread: a context manager, and a decorator of functions and methods.
+
+    The arguments are `torch.autocast`'s. `device_type` chooses no device: the casts act on tensors everywhere; it names
+    the device whose default `dtype` is taken where that is None (`torch.get_autocast_dtype`: FP16 for "cuda", BF16 for
+    "cpu"). None is "cuda" where there is one, else "cpu". `enabled=False` is a region without casts; `cache_enabled=
+    False` casts a weight at every use. The first entry installs the casts. Regions nest, and one object may be entered
+    again, also by other threads.
+
+    Raises:
+        ValueError: a device type that torch does not know, or a dtype other than float16 and bfloat16.
+        TypeError: a device type that is not a string.
+    """
+
+    def __init__(
+        self,
+        device_type: str | None = None,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool = True,
+    ) -> None:
+        if device_type is not None:
+            default = _autocast_dtype(device_type)
+        elif dtype is None:
+            default = _autocast_dtype("cuda" if torch.cuda.is_available() else "cpu")
+        if dtype is not None and dtype not in LOW_PRECISION:
+            raise ValueError(f"autocast: dtype is {dtype!r}; wanted {' or '.join(map(str, LOW_PRECISION))}, or None")
+        low = default if dtype is None else dtype
+        super().__init__(Policy("O1", dtype=low, patch_torch_functions=True) if enabled else None)
+        self.caches = bool(cache_enabled)
+
+    def __enter__(self) -> autocast:
+        if self.acting is not None:
+            install()
+        super().__enter__()
+        return self
+
+
+def _autocast_dtype(device_type: Any) -> torch.dtype:
+    if not isinstance(device_type, str):
+        raise TypeError(f"autocast: device_type is {device_type!r}; wanted a string such as 'cuda' or 'cpu'")
+    try:
+        return torch.get_autocast_dtype(device_type)
+    except RuntimeError:
+        raise ValueError(
+            f"autocast: device_type is {device_type!r}, which torch does not know; wanted the type of a device, such as "
+            "'cuda' or 'cpu'"
+        ) from None

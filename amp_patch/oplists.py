@@ -1,0 +1,320 @@
+"""The op lists: owner -> rule -> names. Data only.
+
+After today's torch: the CUDA lists of its autocast op reference, on every device. Apex's lists are the ancestor, and
+add what torch's reference leaves to other mechanisms. The rules:
+
+    lower       FP32 (and the other half type) tensors become `policy.dtype`.
+    rnn         the same for fused recurrent networks, whose weights form one buffer.
+    fp32        FP16 and BF16 tensors become FP32.
+    batch_norm  fp32, unless its weights or statistics are low precision: it updates the statistics in place.
+    widest      all floating tensors become the widest floating type among them.
+    match_self  in place: the other floating tensors take the type of the first argument.
+    banned      no safe low-precision form: low-precision tensors are refused (`policy.allow_banned`: run as fp32).
+    rnn_input   a check of the input's type against the weights', which the casts make moot.
+    disabled    a switch that reads as False: the fused path behind it would bypass the lists.
+
+What promotes by itself (arithmetic, comparisons, `cat`, `stack`, `where`, most two-tensor math) is not listed: what
+needs no cast costs nothing. `tests/test_oplists.py` calls every name here.
+"""
+
+from __future__ import annotations
+
+_LOSSES = (
+    "binary_cross_entropy_with_logits",
+    "cosine_embedding_loss",
+    "cross_entropy",
+    "ctc_loss",
+    "gaussian_nll_loss",
+    "hinge_embedding_loss",
+    "huber_loss",
+    "kl_div",
+    "l1_loss",
+    "margin_ranking_loss",
+    "mse_loss",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    "multilabel_soft_margin_loss",
+    "nll_loss",
+    "poisson_nll_loss",
+    "smooth_l1_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+    "triplet_margin_with_distance_loss",
+)
+
+_CONVOLUTIONS = (
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_tbc",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+)
+
+# Functions and methods of the same name.
+_GEMMS = ("addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "matmul", "mm", "mv")
+
+_EXP_LOG_POW = (
+    "acos",
+    "arccos",
+    "arcsin",
+    "asin",
+    "cosh",
+    "erfinv",
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "logcumsumexp",
+    "logsumexp",
+    "pow",
+    "reciprocal",
+    "rsqrt",
+    "sinh",
+    "tan",
+)
+
+# `mean` is not here (nor in torch's or today's Apex's list): its result lies in the range of its input. `std` and
+# `var` are Apex's: a variance does not. `nansum` goes with `sum`.
+_REDUCTIONS = ("cumprod", "cumsum", "dist", "nansum", "norm", "prod", "renorm", "std", "sum", "var")
+
+# These have no half kernels at all (quantile, linear algebra, FFT: some, on some devices).
+_NO_HALF_KERNEL = (
+    "cholesky_inverse",
+    "cholesky_solve",
+    "det",
+    "inverse",
+    "logdet",
+    "matrix_exp",
+    "nanquantile",
+    "pinverse",
+    "quantile",
+    "slogdet",
+    "stft",
+)
+
+# Their tensors must agree in type: measured on torch 2.13, save addcdiv, addcmul and atan2, which torch lists.
+_WIDEST = (
+    "addcdiv",
+    "addcmul",
+    "allclose",
+    "arctan2",
+    "atan2",
+    "cross",
+    "dot",
+    "heaviside",
+    "index_add",
+    "index_copy",
+    "index_put",
+    "index_reduce",
+    "inner",
+    "isclose",
+    "lerp",
+    "masked_scatter",
+    "put",
+    "scatter",
+    "scatter_add",
+    "scatter_reduce",
+    "vdot",
+)
+
+OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "torch": {
+        "lower": (
+            *_GEMMS,
+            *_CONVOLUTIONS,
+            "_convolution",
+            "chain_matmul",
+            "convolution",
+            "einsum",
+            "gru_cell",
+            "lstm_cell",
+            "prelu",
+            "rnn_relu_cell",
+            "rnn_tanh_cell",
+        ),
+        "rnn": ("gru", "lstm", "rnn_relu", "rnn_tanh"),
+        "fp32": (
+            *_EXP_LOG_POW,
+            *_REDUCTIONS,
+            *_NO_HALF_KERNEL,
+            "binary_cross_entropy_with_logits",
+            "cdist",
+            "cosine_embedding_loss",
+            "cosine_similarity",
+            "ctc_loss",
+            "frobenius_norm",
+            "group_norm",
+            "hinge_embedding_loss",
+            "kl_div",
+            "layer_norm",
+            "log_softmax",
+            "margin_ranking_loss",
+            "native_layer_norm",
+            "nuclear_norm",
+            "pairwise_distance",
+            "pdist",
+            "poisson_nll_loss",
+            "rms_norm",
+            "softmax",
+            "std_mean",
+            "triplet_margin_loss",
+            "var_mean",
+        ),
+        "batch_norm": ("batch_norm", "instance_norm"),
+        "widest": (
+            *_WIDEST,
+            "bilinear",
+            "cartesian_prod",
+            "complex",
+            "embedding_bag",
+            "grid_sampler",
+            "meshgrid",
+            "polar",
+            "tensordot",
+        ),
+    },
+    # The same functions as in torch, for callers who import them from here.
+    "torch.functional": {
+        "lower": ("chain_matmul", "einsum"),
+        "fp32": ("cdist", "norm", "stft"),
+        "widest": ("cartesian_prod", "meshgrid", "tensordot"),
+    },
+    # What torch.nn's recurrent modules call.
+    "torch._VF": {
+        "lower": ("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"),
+        "rnn": ("gru", "lstm", "rnn_relu", "rnn_tanh"),
+    },
+    "torch.nn.RNNBase": {"rnn_input": ("check_input",)},
+    "torch.backends.mha": {"disabled": ("get_fastpath_enabled",)},
+    "torch.nn.functional": {
+        "lower": (*_CONVOLUTIONS, "linear", "prelu", "scaled_dot_product_attention"),
+        "fp32": (
+            *_LOSSES,
+            "cosine_similarity",
+            "group_norm",
+            "gumbel_softmax",
+            "interpolate",
+            "layer_norm",
+            "local_response_norm",
+            "log_softmax",
+            "normalize",
+            "pairwise_distance",
+            "pdist",
+            "rms_norm",
+            "softmax",
+            "softmin",
+            "softplus",
+        ),
+        "batch_norm": ("batch_norm", "instance_norm"),
+        "widest": ("bilinear", "embedding_bag", "grid_sample"),
+        "banned": ("binary_cross_entropy",),
+    },
+    "torch.Tensor": {
+        "lower": (*_GEMMS, "__matmul__", "__rmatmul__", "prelu"),
+        "fp32": (
+            *_EXP_LOG_POW,
+            *_REDUCTIONS,
+            *_NO_HALF_KERNEL,
+            "__pow__",
+            "__rdiv__",
+            "__rpow__",
+            "__rtruediv__",
+            "log_softmax",
+            "softmax",
+        ),
+        "widest": _WIDEST,
+        "match_self": (
+            "__setitem__",
+            "addbmm_",
+            "addmm_",
+            "addmv_",
+            "baddbmm_",
+            "heaviside_",
+            "index_add_",
+            "index_copy_",
+            "index_put_",
+            "index_reduce_",
+            "lerp_",
+            "masked_scatter_",
+            "put_",
+            "scatter_",
+            "scatter_add_",
+            "scatter_reduce_",
+        ),
+    },
+    "torch.linalg": {
+        "lower": ("matmul", "multi_dot", "vecdot"),
+        "fp32": (
+            "cholesky",
+            "cholesky_ex",
+            "cond",
+            "det",
+            "eig",
+            "eigh",
+            "eigvals",
+            "eigvalsh",
+            "inv",
+            "inv_ex",
+            "lstsq",
+            "lu",
+            "lu_factor",
+            "lu_factor_ex",
+            "lu_solve",
+            "matrix_exp",
+            "matrix_norm",
+            "matrix_rank",
+            "norm",
+            "pinv",
+            "qr",
+            "slogdet",
+            "solve",
+            "solve_ex",
+            "solve_triangular",
+            "svd",
+            "svdvals",
+            "tensorinv",
+            "tensorsolve",
+            "vector_norm",
+        ),
+        "widest": ("cross",),
+    },
+    "torch.special": {
+        "fp32": ("erfinv", "exp2", "expm1", "log1p", "log_softmax", "logsumexp", "softmax"),
+    },
+    "torch.fft": {
+        "fp32": (
+            "fft",
+            "fft2",
+            "fftn",
+            "hfft",
+            "hfft2",
+            "hfftn",
+            "ifft",
+            "ifft2",
+            "ifftn",
+            "ihfft",
+            "ihfft2",
+            "ihfftn",
+            "irfft",
+            "irfft2",
+            "irfftn",
+            "rfft",
+            "rfft2",
+            "rfftn",
+        ),
+    },
+}
+
+# Names of the lists ("owner.name") that not every torch since 2.6 has.
+OPTIONAL: frozenset[str] = frozenset(
+    {
+        "torch.Tensor.__rdiv__",  # a Python 2 operator that torch may drop any day
+        "torch.linalg.solve_ex",
+        "torch.pairwise_distance",
+    }
+)

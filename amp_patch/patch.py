@@ -1,0 +1,95 @@
+"""Replace attributes and put back exactly what was there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import CellType
+from typing import Any
+
+_MISSING = object()
+
+
+class Patches:
+    """An undo stack of replaced attributes.
+
+    `set` and `set_cell` replace something and remember how to undo it; `remove` undoes everything, last first, so that
+    two replacements of one name come apart in the right order. The object holds whatever it replaced until then. Not
+    thread-safe: its owner serialises the calls.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def __len__(self) -> int:
+        """How many replacements are in force."""
+        return len(self._undo)
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Make `owner.name` be `value` until `remove`.
+
+        `owner` is a class, a module or any object that takes attributes. The slot is read from the owner's own
+        `__dict__`: a name that the owner only inherits, or answers through `__getattr__`, is deleted again by
+        `remove`, not shadowed by a copy. A name that does not exist yet is deleted too.
+
+        Raises:
+            AttributeError, TypeError: the owner does not take the attribute; nothing has changed then.
+        """
+        found = _own_slot(owner, name)
+
+        def undo() -> None:
+            if found is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, found)
+
+        self._apply(lambda: setattr(owner, name, value), undo)
+
+    def set_cell(self, cell: CellType, value: Any) -> None:
+        """Make a closure's cell hold `value` until `remove`: redirects what a function captured from around it."""
+        try:
+            found = cell.cell_contents
+        except ValueError:  # an empty cell
+            found = _MISSING
+
+        def fill(content: Any) -> None:
+            if content is _MISSING:
+                del cell.cell_contents
+            else:
+                cell.cell_contents = content
+
+        self._apply(lambda: fill(value), lambda: fill(found))
+
+    def remove(self) -> None:
+        """Undo everything, last first.
+
+        An undo that fails (somebody deleted the attribute meanwhile) does not keep the others from running; the first
+        failure is raised at the end. The stack is empty afterwards in any case.
+        """
+        failure: BaseException | None = None
+        while self._undo:
+            try:
+                self._undo.pop()()
+            except BaseException as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _apply(self, change: Callable[[], None], undo: Callable[[], None]) -> None:
+        # The undo goes in first: an interrupt between the two lines must not leave a change that nobody can undo.
+        self._undo.append(undo)
+        try:
+            change()
+        except BaseException:
+            self._undo.pop()
+            raise
+
+
+def _own_slot(owner: Any, name: str) -> Any:
+    try:
+        slots = vars(owner)
+    except TypeError:  # no __dict__: slots of an instance, where getattr is the only way to look
+        return getattr(owner, name, _MISSING)
+    if name not in slots and not isinstance(owner, type) and hasattr(getattr(type(owner), name, None), "__set__"):
+        # A property or a slot of an instance: set and restored through its descriptor.
+        return getattr(owner, name, _MISSING)
+    return slots.get(name, _MISSING)

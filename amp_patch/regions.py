@@ -1,0 +1,234 @@
+"""Whose casts act here and now: the policy of a thread's regions, the process default, and the cast weights."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Generator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from amp_patch.policy import Policy
+
+_OUTSIDE: Any = object()  # what `_Thread.acting` is while the thread is in no region
+
+
+class _Thread(threading.local):
+    """The regions of one thread, innermost last, and the weights that it has cast in them."""
+
+    def __init__(self) -> None:
+        self.stack: list[region] = []
+        self.acting: Policy | None = _OUTSIDE
+        self.casts: dict[Any, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+
+
+_thread = _Thread()
+
+# The process default is what the casts follow outside regions. `everywhere` overrides it for a while; overlapping
+# overrides (threads) may end in any order, so each takes out its own entry.
+_lock = threading.Lock()
+_base: Policy | None = None
+_overrides: list[everywhere] = []
+_default: Policy | None = None
+
+
+def current() -> Policy | None:
+    """The policy whose casts act on this thread now, None if none do.
+
+    In a region it is the region's, or None if that policy does not patch; elsewhere it is the process default.
+    """
+    acting = _thread.acting
+    return _default if acting is _OUTSIDE else acting
+
+
+def entered() -> Policy | None:
+    """The policy of this thread's innermost region, patching or not; None outside. `disable_casts` is transparent."""
+    for inner in reversed(_thread.stack):
+        if inner.policy is not None:
+            return inner.policy
+    return None
+
+
+def set_default(policy: Policy | None) -> None:
+    """Make `policy` the process default: what the casts follow outside regions. One that does not patch is None."""
+    global _base
+    with _lock:
+        _base = _acting(policy)
+        _refresh_default()
+
+
+def drop_cache() -> None:
+    """Forget the weights that this thread has cast."""
+    _thread.casts.clear()
+
+
+class region:
+    """A region of this thread in which `policy` holds; its casts act there if it patches torch's functions.
+
+    A context manager and a decorator. Costs about a microsecond. One object may be entered again while it is entered,
+    and by several threads: what is restored on exit lives in the thread. Regions may end in any order (a generator that
+    is suspended inside one, say): each takes only itself away, exceptions or not. When the thread leaves its outermost
+    region it forgets the weights it has cast.
+    """
+
+    def __init__(self, policy: Policy | None) -> None:
+        self.policy = policy
+        self.acting = _acting(policy)
+        self.caches = True
+
+    def __enter__(self) -> Any:
+        thread = _thread
+        thread.stack.append(self)
+        thread.acting = self.acting
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        thread = _thread
+        stack = thread.stack
+        if stack and stack[-1] is self:
+            stack.pop()
+        else:
+            _remove_last(stack, self)
+        if stack:
+            thread.acting = stack[-1].acting
+        else:
+            thread.acting = _OUTSIDE
+            thread.casts.clear()
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` with its body in the region; of a generator function, every step of the body."""
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"{type(self).__name__}: {function.__qualname__} is async: other tasks of its thread would run in the "
+                "region while it waits; enter the region around the code between two awaits"
+            )
+        if inspect.isgeneratorfunction(function):
+
+            @functools.wraps(function)
+            def steps(*args: Any, **kwargs: Any) -> Any:
+                return (yield from _inside(self, function(*args, **kwargs)))
+
+            return steps
+
+        @functools.wraps(function)
+        def body(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return body
+
+
+class everywhere(region):
+    """A region that is also the process default while it lasts.
+
+    Autograd's own threads recompute checkpointed activations on CUDA devices, and no region of ours is entered there.
+    Two of these that overlap in time on different threads share those autograd threads; there the later one holds. On
+    exit the thread forgets the weights that it has cast, nested or not.
+    """
+
+    def __enter__(self) -> Any:
+        with _lock:
+            _overrides.append(self)
+            _refresh_default()
+        return super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, traceback)
+        drop_cache()
+        with _lock:
+            _remove_last(_overrides, self)
+            _refresh_default()
+
+
+def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """`weight.to(dtype)`, remembered within the thread's outermost region if `weight` is an FP32 leaf parameter.
+
+    A remembered cast serves only calls that would make the same one: the same tensor with the same version counter,
+    and the same grad mode (a cast made under `no_grad` has no path back to the weight, pytorch#65766; one made under
+    `inference_mode` cannot be saved for backward). An edit through `.data` does not move the version counter: call
+    `drop_cache` after one in the middle of a region.
+
+    The tensor is held weakly and its entry goes when it goes. (A cast that autograd can differentiate holds its weight
+    itself, until the region ends.)
+    """
+    stack = _thread.stack
+    if not stack or not stack[-1].caches or not _may_remember(weight):
+        return weight.to(dtype)
+    casts = _thread.casts
+    wants_grad = weight.requires_grad and torch.is_grad_enabled()
+    key = (id(weight), dtype, wants_grad, torch.is_inference_mode_enabled())
+    entry = casts.get(key)
+    if entry is not None and entry[0]() is weight and entry[1] == weight._version:
+        return entry[2]
+    cast = weight.to(dtype)
+    casts[key] = (weakref.ref(weight, functools.partial(_forget, casts, key)), weight._version, cast)
+    return cast
+
+
+def _may_remember(weight: Tensor) -> bool:
+    if weight.dtype is not torch.float32 or not weight.is_leaf or weight.is_inference():
+        return False
+    if not weight.requires_grad and not issubclass(type(weight), torch.nn.Parameter):
+        return False
+    # Under a function transform, a dispatch mode or a trace the result is a stand-in that is dead or wrong afterwards.
+    return (
+        torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._get_tracing_state() is None
+    )
+
+
+def _forget(casts: dict[Any, Any], key: Any, reference: Any) -> None:
+    # The id may have been reused, and the entry with it, before this call came.
+    entry = casts.get(key)
+    if entry is not None and entry[0] is reference:
+        del casts[key]
+
+
+def _acting(policy: Policy | None) -> Policy | None:
+    return policy if policy is not None and policy.patch_torch_functions else None
+
+
+def _refresh_default() -> None:
+    global _default
+    _default = _overrides[-1].acting if _overrides else _base
+
+
+def _remove_last(stack: list[Any], item: Any) -> None:
+    for index in range(len(stack) - 1, -1, -1):
+        if stack[index] is item:
+            del stack[index]
+            return
+
+
+def _inside(entered_region: region, steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """`steps`, each of them inside the region, and nothing of the consumer's between two of them."""
+    advance: Callable[[], Any] = functools.partial(next, steps)
+    try:
+        while True:
+            try:
+                with entered_region:
+                    item = advance()
+            except StopIteration as stop:
+                return stop.value
+            try:
+                sent = yield item
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                advance = functools.partial(steps.throw, error)
+            else:
+                advance = functools.partial(steps.send, sent)
+    finally:
+        with entered_region:
+            steps.close()

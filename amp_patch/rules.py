@@ -1,0 +1,230 @@
+"""The cast rules: what each rule of the op lists does to one call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from amp_patch.regions import cast_weight
+from amp_patch.tree import map_tensors
+
+if TYPE_CHECKING:
+    from amp_patch.policy import Policy
+
+    Args = tuple[Any, ...]
+    Kwargs = dict[str, Any]
+    Rule = Callable[[Callable[..., Any], Args, Kwargs, Policy], Any]
+    CastOne = Callable[[Tensor, torch.dtype], Tensor]
+
+_FLOAT16, _BFLOAT16, _FLOAT32 = torch.float16, torch.bfloat16, torch.float32
+_WIDTH = {_FLOAT16: 1, _BFLOAT16: 1, _FLOAT32: 2, torch.float64: 3}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One tensor. float64, integer, complex and 8-bit tensors are never touched.
+
+
+def _lowered(tensor: Tensor, low: torch.dtype) -> Tensor:
+    found = tensor.dtype
+    if found is low:
+        return tensor
+    if found is _FLOAT32:
+        return cast_weight(tensor, low)
+    return tensor.to(low) if found is _FLOAT16 or found is _BFLOAT16 else tensor
+
+
+def _raised(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    found = tensor.dtype
+    return tensor.to(dtype) if found is _FLOAT16 or found is _BFLOAT16 else tensor
+
+
+def _matched(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    found = tensor.dtype
+    return tensor.to(dtype) if found is not dtype and _WIDTH.get(found, 3) < 3 else tensor
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The arguments of one call. Each returns the very object it got when nothing was to be cast.
+
+
+def _cast_args(args: Args, one: CastOne, dtype: torch.dtype) -> Args:
+    """`args` with `one` applied to tensors, also inside lists and tuples: all that torch's own functions take."""
+    out: list[Any] | None = None
+    for index, value in enumerate(args):
+        if isinstance(value, Tensor):
+            new: Any = one(value, dtype)
+        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], (Tensor, list, tuple)):
+            new = _cast_args(value, one, dtype)  # type: ignore[arg-type]
+        else:
+            continue
+        if new is not value:
+            if out is None:
+                out = list(args)
+            out[index] = new
+    if out is None:
+        return args
+    return out if isinstance(args, list) else tuple(out)
+
+
+def _cast_kwargs(kwargs: Kwargs, one: CastOne, dtype: torch.dtype) -> Kwargs:
+    if not kwargs:
+        return kwargs
+    values = tuple(kwargs.values())
+    new = _cast_args(values, one, dtype)
+    return kwargs if new is values else dict(zip(kwargs, new, strict=True))
+
+
+def _cast_trees(values: Args, one: CastOne, dtype: torch.dtype) -> Args:
+    """As `_cast_args`, in every container that `tree` knows: what functions of the user's take."""
+    mapped: Args = map_tensors(lambda tensor: one(tensor, dtype), values)
+    return mapped
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
+
+
+def _is_low(tensor: Tensor) -> bool:
+    return tensor.dtype is _FLOAT16 or tensor.dtype is _BFLOAT16
+
+
+def _widest(args: Args, kwargs: Kwargs) -> torch.dtype | None:
+    """The type to cast to, None if the floating tensors agree already. FP16 with BF16 gives FP32, as torch promotes.
+
+    A tensor without dimensions decides only where there is no other, as in torch's own promotion.
+    """
+    first: torch.dtype | None = None
+    mixed = False
+    for tensor in _tensors(args) if not kwargs else _tensors((args, kwargs)):
+        found = tensor.dtype
+        if found is not first and found in _WIDTH:
+            if first is None:
+                first = found
+            else:
+                mixed = True
+    if not mixed:
+        return None
+    floating = [tensor for tensor in _tensors((args, kwargs)) if tensor.dtype in _WIDTH]
+    voters = [tensor.dtype for tensor in floating if tensor.dim() > 0] or [tensor.dtype for tensor in floating]
+    return functools.reduce(torch.promote_types, voters)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rules: (function, args, kwargs, policy) -> the function's result. They run only while casts act.
+
+
+def _lower(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    low = policy.dtype
+    return function(*_cast_args(args, _lowered, low), **_cast_kwargs(kwargs, _lowered, low))
+
+
+def _rnn(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    first = args[0] if args else None
+    if isinstance(first, Tensor) and first.is_cuda and first.dtype in (_FLOAT16, _BFLOAT16, _FLOAT32):
+        # cuDNN wants the weights in one buffer. Cast one by one they are not, which costs a copy and a warning a call;
+        # torch's autocast casts them into a buffer.
+        with torch.autocast("cuda", dtype=policy.dtype):
+            return function(*args, **kwargs)
+    return _lower(function, args, kwargs, policy)
+
+
+def _fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    if kwargs:
+        if kwargs.get("dtype") is not None:  # an explicit type is the user's word, as in torch's autocast
+            return function(*args, **kwargs)
+        kwargs = _cast_kwargs(kwargs, _raised, _FLOAT32)
+    return function(*_cast_args(args, _raised, _FLOAT32), **kwargs)
+
+
+def _batch_norm(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    # A cast copy of the running statistics would swallow their update. A norm whose own tensors are low precision was
+    # cast as a module and runs as it is.
+    if any(_is_low(tensor) for tensor in _tensors((args[1:], kwargs)) if tensor is not kwargs.get("input")):
+        return function(*args, **kwargs)
+    return _fp32(function, args, kwargs, policy)
+
+
+def _promote(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    widest = _widest(args, kwargs)
+    if widest is None:
+        return function(*args, **kwargs)
+    return function(*_cast_args(args, _matched, widest), **_cast_kwargs(kwargs, _matched, widest))
+
+
+def _match_self(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    own = args[0].dtype
+    if own not in _WIDTH:
+        return function(*args, **kwargs)
+    return function(*_cast_args(args, _matched, own), **_cast_kwargs(kwargs, _matched, own))
+
+
+def _banned(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    if not policy.allow_banned:
+        for tensor in _tensors((args, kwargs)):
+            if _is_low(tensor):
+                # Apex raises NotImplementedError here, torch RuntimeError; the first is a subclass of the second.
+                raise NotImplementedError(
+                    f"{function.__name__}: got a {tensor.dtype} tensor; the logarithms of low-precision probabilities "
+                    "overflow. Drop the sigmoid before it and use binary_cross_entropy_with_logits "
+                    "(torch.nn.BCEWithLogitsLoss), or cast the inputs with .float(), or pass allow_banned=True to "
+                    "initialize() to run it in FP32"
+                )
+    return _fp32(function, args, kwargs, policy)
+
+
+def _rnn_input(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    if len(args) > 1 and isinstance(args[1], Tensor):
+        module, given = args[0], args[1]
+        wanted = module._flat_weights[0].dtype
+        if given.dtype is not wanted and given.dtype in _WIDTH and wanted in _WIDTH:
+            # The method looks at type and shape only: hand it a stand-in of one element, not a cast copy.
+            args = (module, given.new_empty((), dtype=wanted).expand(given.shape), *args[2:])
+    return function(*args, **kwargs)
+
+
+def _disabled(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    return False
+
+
+def _user_lower(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    args, kwargs = _cast_trees((args, kwargs), _lowered, policy.dtype)
+    return function(*args, **kwargs)
+
+
+def _user_fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    args, kwargs = _cast_trees((args, kwargs), _raised, _FLOAT32)
+    return function(*args, **kwargs)
+
+
+def _user_promote(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    seen: list[Tensor] = []
+    map_tensors(lambda tensor: seen.append(tensor) or tensor, (args, kwargs))  # type: ignore[func-returns-value]
+    widest = _widest(tuple(seen), {})
+    if widest is not None:
+        args, kwargs = _cast_trees((args, kwargs), _matched, widest)
+    return function(*args, **kwargs)
+
+
+RULES: dict[str, Rule] = {
+    "lower": _lower,
+    "rnn": _rnn,
+    "fp32": _fp32,
+    "batch_norm": _batch_norm,
+    "widest": _promote,
+    "match_self": _match_self,
+    "banned": _banned,
+    "rnn_input": _rnn_input,
+    "disabled": _disabled,
+    "user_lower": _user_lower,
+    "user_fp32": _user_fp32,
+    "user_widest": _user_promote,
+}

@@ -1,0 +1,146 @@
+"""Walk nested containers of tensors; every container keeps its type, and its identity where nothing changed."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+TensorFn = Callable[[Tensor], Any]
+ObjectFn = Callable[[Any], Any]
+
+
+def map_tensors(fn: TensorFn, value: Any) -> Any:
+    """Apply `fn` to every tensor in `value` and return a structure of the same types.
+
+    Walks tuples (named ones, `torch.return_types` and `PackedSequence` too), lists, dicts, `collections.UserDict`,
+    dataclasses and subclasses of all of these, at any depth. A rebuilt container is a copy that skips the class's
+    constructor where the class allows it. A container in which `fn` returned every tensor unchanged (`is`) is returned
+    itself, so that a callee's edits of it reach the caller. Of a `PackedSequence` only `data` is a tensor in this
+    sense; the rest is its index and lives on the CPU. Everything else, modules included, is returned as it is.
+    """
+    return _map(value, fn, lambda other: other)
+
+
+def cast_floats(value: Any, dtype: torch.dtype, only: Iterable[torch.dtype] | None = None) -> Any:
+    """Cast the floating tensors in `value` to `dtype`, through autograd; see `map_tensors` for what is walked.
+
+    Integer, boolean and complex tensors are left alone, and so are floating ones outside `only` where that is given.
+    A tensor that occurs twice is cast once: two references to one tensor stay two references to one. An object that is
+    no container, tensor or module but has a method `.to` (a batch class of the user's) is replaced by
+    `object.to(dtype)`, as in Apex; where that raises TypeError the object is left as it is.
+    """
+    wanted = None if only is None else frozenset(only)
+    done: dict[int, Tensor] = {}  # keyed by id: `value` keeps the tensors alive meanwhile
+
+    def cast(tensor: Tensor) -> Tensor:
+        found = tensor.dtype
+        if found is dtype or not found.is_floating_point or (wanted is not None and found not in wanted):
+            return tensor
+        if id(tensor) not in done:
+            done[id(tensor)] = tensor.to(dtype)
+        return done[id(tensor)]
+
+    def convert(other: Any) -> Any:
+        if isinstance(other, (nn.Module, type)) or not callable(getattr(other, "to", None)):
+            return other
+        try:
+            return other.to(dtype)
+        except TypeError:  # its `.to` means something else, for instance a device only
+            return other
+
+    return _map(value, cast, convert)
+
+
+def _map(value: Any, fn: TensorFn, other: ObjectFn) -> Any:
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, tuple):
+        return _tuple(value, fn, other)
+    if isinstance(value, list):
+        items = [_map(item, fn, other) for item in value]
+        if _same(items, value):
+            return value
+        if type(value) is list:
+            return items
+        clone = copy.copy(value)
+        clone[:] = items
+        return clone
+    if isinstance(value, dict):
+        return _dict(value, fn, other)
+    if isinstance(value, UserDict):
+        data = _map(value.data, fn, other)
+        if data is value.data:
+            return value
+        clone = copy.copy(value)
+        clone.data = data
+        return clone
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module)):
+        return _fields(value, value, fn, other)
+    return other(value)
+
+
+def _same(items: Iterable[Any], originals: Iterable[Any]) -> bool:
+    return all(item is original for item, original in zip(items, originals, strict=True))
+
+
+def _tuple(value: Any, fn: TensorFn, other: ObjectFn) -> Any:
+    cls: Any = type(value)
+    if isinstance(value, PackedSequence):
+        data = _map(value.data, fn, other)
+        return value if data is value.data else value._replace(data=data)
+    items = [_map(item, fn, other) for item in value]
+    if _same(items, value):
+        return value
+    if cls is tuple:
+        return tuple(items)
+    if hasattr(cls, "n_sequence_fields"):  # torch.return_types: built by their own constructor only
+        return cls(items)
+    clone = tuple.__new__(cls, items)  # the constructor of a subclass may take anything
+    if hasattr(value, "__dict__"):
+        vars(clone).update(vars(value))
+    return clone
+
+
+def _dict(value: Any, fn: TensorFn, other: ObjectFn) -> Any:
+    changed = {}
+    for key, item in value.items():
+        new = _map(item, fn, other)
+        if new is not item:
+            changed[key] = new
+    if type(value) is dict:
+        return {**value, **changed} if changed else value
+    result = value
+    if changed:
+        result = copy.copy(value)
+        for key, new in changed.items():
+            result[key] = new
+    if dataclasses.is_dataclass(value):
+        # A dict that is a dataclass too (the output classes of transformers) holds each value twice, as item and as
+        # field; most keep the two equal by themselves.
+        aliases = {id(item): result[key] for key, item in value.items()}
+        for field in dataclasses.fields(value):
+            item = getattr(value, field.name, None)
+            if id(item) in aliases and getattr(result, field.name) is not aliases[id(item)]:
+                object.__setattr__(result, field.name, aliases[id(item)])
+    return result
+
+
+def _fields(value: Any, result: Any, fn: TensorFn, other: ObjectFn) -> Any:
+    for field in dataclasses.fields(value):
+        try:
+            item = getattr(value, field.name)
+        except AttributeError:  # init=False and not set yet
+            continue
+        new = _map(item, fn, other)
+        if new is not item:
+            if result is value:
+                result = copy.copy(value)
+            object.__setattr__(result, field.name, new)  # frozen ones too
+    return result

@@ -1,0 +1,61 @@
+// amp_patch._C: the table of kernels. amp_patch/multi_tensor.py documents them, tensor by tensor.
+#include <torch/extension.h>
+
+#include "ops.h"
+#include "plan.h"
+
+namespace amp_patch {
+
+struct CpuLoop;
+extern template struct Ops<CpuLoop>;
+#ifdef WITH_CUDA
+struct CudaLoop;
+extern template struct Ops<CudaLoop>;
+#define ON_CUDA(op) &Ops<CudaLoop>::op
+#define DEVICES "cpu", "cuda"
+#else
+#define ON_CUDA(op) decltype (&Ops<CpuLoop>::op)(nullptr)
+#define DEVICES "cpu"
+#endif
+
+inline bool is_cuda(const at::Tensor& t) { return t.is_cuda(); }
+inline bool is_cuda(const Tensors& list) { return !list.empty() && list[0].is_cuda(); }
+
+// One function for both devices; the first argument tells which.
+template <class Return, class First, class... Rest>
+auto on_device(Return (*cpu)(First, Rest...), Return (*cuda)(First, Rest...)) {
+  return [cpu, cuda](First first, Rest... rest) -> Return {
+    return (cuda != nullptr && is_cuda(first) ? cuda : cpu)(first, rest...);
+  };
+}
+
+#define OP(op) #op, on_device(&Ops<CpuLoop>::op, ON_CUDA(op)), py::call_guard<py::gil_scoped_release>()
+
+std::vector<std::pair<std::vector<int64_t>, std::vector<std::pair<int64_t, int64_t>>>> plan_as_lists(
+    const std::vector<int64_t>& sizes, int64_t chunk, int64_t max_tensors, int64_t max_chunks) {
+  std::vector<std::pair<std::vector<int64_t>, std::vector<std::pair<int64_t, int64_t>>>> launches;
+  for (const Launch& launch : plan(sizes, chunk, max_tensors, max_chunks)) {
+    launches.emplace_back(launch.tensors, std::vector<std::pair<int64_t, int64_t>>());
+    for (const Chunk& c : launch.chunks) launches.back().second.emplace_back(c.slot, c.index);
+  }
+  return launches;
+}
+
+}  // namespace amp_patch
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using namespace amp_patch;
+  py::register_exception<Refused>(m, "Refused", PyExc_ValueError);
+  m.attr("devices") = py::make_tuple(DEVICES);
+
+  m.def(OP(scale));           // src, dst, factor, found_inf
+  m.def(OP(unscale));         // grads, inv_scale, found_inf
+  m.def(OP(axpby));           // x, y, out, a, b, found_inf, watch_x, watch_y
+  m.def(OP(check_finite));    // tensors, found_inf
+  m.def(OP(l2norm));          // tensors -> [total, norms]
+  m.def(OP(unscale_l2norm));  // grads, inv_scale, found_inf -> [total, norms]
+  m.def(OP(adopt));           // params, masters
+  m.def(OP(update_scale));    // scale, growth_tracker, found_inf, growth_factor, ..., hysteresis_tracker
+
+  m.def("plan", &plan_as_lists);  // sizes, chunk, max_tensors, max_chunks -> [(tensors, [(slot, index)])]
+}

@@ -1,0 +1,186 @@
+// What each op does to one element, on the host and on the device. T is float, or double for float64 tensors.
+//
+// A loop (cpu.cpp, cuda.cu) copies the functor, calls prepare() once per tensor, then for each element
+//   value = f(x...)       computed in T; the loop rounds it to the output's dtype, once
+//   f.bad(value, x...)    whether found_inf is raised, where F::watches
+//   f.term(stored)        what is summed up, where F::reduces; stored is the value after rounding
+// F::writes says whether there is an output at all.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+#include <c10/macros/Macros.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <limits>
+
+namespace amp_patch {
+
+// x - x is 0 unless x is infinite or NaN. Unlike isfinite it becomes plain vector code on every compiler.
+template <class T>
+C10_HOST_DEVICE inline bool is_finite(T x) {
+  return x - x == T(0);
+}
+
+// Whether x, rounded to a dtype with this overflow_limit, is finite. False for NaN.
+template <class T>
+C10_HOST_DEVICE inline bool is_within(T x, T limit) {
+  return (x < limit) & (-x < limit);
+}
+
+// The smallest magnitude that rounds to infinity: the largest finite value plus half a unit in its last place.
+template <class T>
+C10_HOST_DEVICE inline T overflow_limit(c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::ScalarType::Half:
+      return T(65520);
+    case c10::ScalarType::BFloat16:
+      return T(0x1.FFp127);
+    default:
+      return std::numeric_limits<T>::infinity();
+  }
+}
+
+template <class T>
+C10_HOST_DEVICE inline T round_to(c10::ScalarType dtype, T x) {
+  switch (dtype) {
+    case c10::ScalarType::Half:
+      return static_cast<T>(static_cast<float>(c10::Half(static_cast<float>(x))));
+    case c10::ScalarType::BFloat16:
+      return static_cast<T>(static_cast<float>(c10::BFloat16(static_cast<float>(x))));
+    default:
+      return x;
+  }
+}
+
+// A factor: a number of the host, or one in the memory of the device, read there so that nobody waits for it.
+template <class T>
+struct Scalar {
+  T value;
+  const float* f32;
+  const double* f64;
+  C10_HOST_DEVICE void load() {
+    if (f32 != nullptr) value = static_cast<T>(*f32);
+    if (f64 != nullptr) value = static_cast<T>(*f64);
+  }
+};
+
+// out = factor * x. A non-finite x makes a non-finite product, so the product alone is watched.
+template <class T>
+struct Scale {
+  static constexpr bool writes = true, watches = true, reduces = false;
+  Scalar<T> factor;
+  T limit;
+  C10_HOST_DEVICE void prepare(c10::ScalarType, c10::ScalarType out) {
+    factor.load();
+    limit = overflow_limit<T>(out);
+  }
+  C10_HOST_DEVICE T operator()(T x) const { return x * factor.value; }
+  C10_HOST_DEVICE bool bad(T value, T) const { return !is_within(value, limit); }
+};
+
+// out = a * x + b * y, each product rounded. A non-finite result is bad unless it comes from a side that is not
+// watched: y may be an earlier gradient, checked when it was made.
+template <class T>
+struct Axpby {
+  static constexpr bool writes = true, watches = true, reduces = false;
+  Scalar<T> a, b;
+  bool watch_x, watch_y;
+  T limit;
+  C10_HOST_DEVICE void prepare(c10::ScalarType, c10::ScalarType out) {
+    a.load();
+    b.load();
+    limit = overflow_limit<T>(out);
+  }
+  C10_HOST_DEVICE T operator()(T x, T y) const {
+#ifdef __CUDA_ARCH__
+    return add(multiply(a.value, x), multiply(b.value, y));  // never one fused multiply-add, whatever the flags
+#else
+    return a.value * x + b.value * y;  // setup.py: -ffp-contract=off
+#endif
+  }
+  C10_HOST_DEVICE bool bad(T value, T x, T y) const {
+    const bool x_finite = is_finite(x), y_finite = is_finite(y);
+    const bool raised = (watch_x & !x_finite) | (watch_y & !y_finite);
+    const bool excused = (!watch_x & !x_finite) | (!watch_y & !y_finite);
+    return (raised | !excused) & (is_within(value, limit) ? false : true);
+  }
+#ifdef __CUDACC__
+ private:
+  static __device__ float multiply(float p, float q) { return __fmul_rn(p, q); }
+  static __device__ double multiply(double p, double q) { return __dmul_rn(p, q); }
+  static __device__ float add(float p, float q) { return __fadd_rn(p, q); }
+  static __device__ double add(double p, double q) { return __dadd_rn(p, q); }
+#endif
+};
+
+// Reads, and writes nothing.
+template <class T>
+struct CheckFinite {
+  static constexpr bool writes = false, watches = true, reduces = false;
+  C10_HOST_DEVICE void prepare(c10::ScalarType, c10::ScalarType) {}
+  C10_HOST_DEVICE T operator()(T x) const { return x; }
+  C10_HOST_DEVICE bool bad(T value, T) const { return !is_finite(value); }
+};
+
+// The sum of squares.
+template <class T>
+struct Norm {
+  static constexpr bool writes = false, watches = false, reduces = true;
+  C10_HOST_DEVICE void prepare(c10::ScalarType, c10::ScalarType) {}
+  C10_HOST_DEVICE T operator()(T x) const { return x; }
+  C10_HOST_DEVICE bool bad(T, T) const { return false; }
+  C10_HOST_DEVICE T term(T stored) const { return stored * stored; }
+};
+
+// Scale and Norm of what it stored, in one pass.
+template <class T>
+struct ScaleNorm : Scale<T> {
+  static constexpr bool reduces = true;
+  C10_HOST_DEVICE T term(T stored) const { return stored * stored; }
+};
+
+// out = master, or param where a user changed it: where the master no longer rounds to it. NaN differs from everything.
+template <class T>
+struct Adopt {
+  static constexpr bool writes = true, watches = false, reduces = false;
+  c10::ScalarType low;
+  C10_HOST_DEVICE void prepare(c10::ScalarType param, c10::ScalarType) { low = param; }
+  C10_HOST_DEVICE T operator()(T param, T master) const { return round_to(low, master) == param ? master : param; }
+  C10_HOST_DEVICE bool bad(T, T, T) const { return false; }
+};
+
+// The loss scale after a step; runs once, not per element. Products in FP64, rounded once.
+struct UpdateScale {
+  float* scale;
+  int* growth_tracker;
+  int* hysteresis_tracker;  // null: no patience, every overflow backs off
+  const float* found_inf;
+  double growth_factor, backoff_factor;
+  int growth_interval, hysteresis;
+  float min_scale, max_scale;
+
+  C10_HOST_DEVICE void operator()() const {
+    const bool overflow = *found_inf != 0.0f;  // true for NaN
+    int patience = 0;
+    if (hysteresis_tracker != nullptr) {
+      patience = overflow ? *hysteresis_tracker - 1 : hysteresis;
+      *hysteresis_tracker = patience;
+    }
+    float next = *scale;
+    int clean_steps = overflow ? 0 : *growth_tracker + 1;
+    if (overflow) {
+      const float lower = static_cast<float>(next * backoff_factor);
+      if (patience <= 0 && lower > 0.0f) next = lower;
+    } else if (clean_steps >= growth_interval) {
+      const float higher = static_cast<float>(next * growth_factor);
+      if (is_finite(higher)) next = higher;
+      clean_steps = 0;
+    }
+    *growth_tracker = clean_steps;
+    next = next < min_scale ? min_scale : next;
+    *scale = next > max_scale ? max_scale : next;
+  }
+};
+
+}  // namespace amp_patch

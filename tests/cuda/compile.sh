@@ -1,0 +1,26 @@
+#!/bin/sh
+# Proves with nvcc, and no GPU, that csrc's device code compiles: warnings are errors, nothing is linked or run.
+# PYTHON is the interpreter whose torch gives the headers (default python3), ARCHS the architectures.
+set -eu
+cd "$(dirname "$0")/../.."
+PYTHON=${PYTHON:-python3}
+NVCC=${NVCC:-nvcc}
+command -v "$NVCC" >/dev/null || { echo "compile.sh: no $NVCC here: install CUDA's compiler or set NVCC" >&2; exit 1; }
+
+paths=$("$PYTHON" -c 'import sysconfig
+from torch.utils.cpp_extension import include_paths
+print(*("-isystem " + path for path in [*include_paths(), sysconfig.get_path("include")]))')
+flags=""
+for arch in ${ARCHS:-80 90}; do flags="$flags -gencode arch=compute_$arch,code=sm_$arch"; done
+out=$(mktemp -d)
+trap 'rm -rf "$out"' EXIT
+
+for source in tests/cuda/*.cu csrc/*.cu; do
+    [ -e "$source" ] || continue
+    # C10_CUDA_NO_CMAKE_CONFIGURE_FILE: a CPU wheel of torch does not ship that header.
+    # shellcheck disable=SC2086
+    "$NVCC" -c "$source" -o "$out/object.o" -std=c++20 --fmad=false --expt-relaxed-constexpr $flags $paths \
+        -DWITH_CUDA -DC10_CUDA_NO_CMAKE_CONFIGURE_FILE -DTORCH_EXTENSION_NAME=_C \
+        -Xcompiler -Wall,-Werror,-fPIC --Werror all-warnings
+    echo "$source compiles"
+done

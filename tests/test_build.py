@@ -1,0 +1,150 @@
+"""setup.py: with a compiler, without one, and without the extension; each in a copy of the sources."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """setup.py over a package of one file and an extension that compiles in a second."""
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    (tmp_path / "amp_patch").mkdir()
+    (tmp_path / "amp_patch" / "__init__.py").touch()
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "small.cpp").write_text(
+        "#include <Python.h>\n"
+        'static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr};\n'
+        "PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&definition); }\n"
+    )
+    return tmp_path
+
+
+def build(folder, *arguments, **environment):
+    switches = ("AMP_PATCH_NO_EXT", "AMP_PATCH_REQUIRE_EXT", "FORCE_CUDA")
+    inherited = {name: value for name, value in os.environ.items() if name not in switches}
+    return subprocess.run(
+        [sys.executable, "setup.py", *(arguments or ("build_ext", "--inplace"))],
+        cwd=folder,
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def extensions(folder):
+    return list((folder / "amp_patch").glob("_C*"))
+
+
+def reason(folder):
+    values: dict[str, str] = {}
+    exec((folder / "amp_patch" / "_build.py").read_text(), values)
+    return values["REASON"]
+
+
+def test_no_ext_leaves_the_reason(sources):
+    # -S hides site-packages' .pth files but not torch; a stub that fails proves that torch is not asked for.
+    (sources / "torch.py").write_text("raise ImportError('torch was imported')\n")
+    result = build(sources, AMP_PATCH_NO_EXT="1", PYTHONPATH=str(sources))
+    assert result.returncode == 0, result.stderr
+    assert extensions(sources) == []
+    assert reason(sources) == "it was installed with AMP_PATCH_NO_EXT=1"
+
+
+def test_no_ext_removes_an_older_extension(sources):
+    import sysconfig
+
+    stale = sources / "amp_patch" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    stale.touch()
+    assert build(sources, AMP_PATCH_NO_EXT="1").returncode == 0
+    assert not stale.exists()
+
+
+def test_without_torch_the_message_says_what_to_do(sources):
+    (sources / "torch.py").write_text("raise ImportError(\"No module named 'torch'\")\n")
+    result = build(sources, PYTHONPATH=str(sources))
+    assert result.returncode != 0
+    assert "install torch first, then `pip install --no-build-isolation .`" in result.stderr
+
+
+def test_contradicting_switches_are_refused(sources):
+    result = build(sources, AMP_PATCH_NO_EXT="1", AMP_PATCH_REQUIRE_EXT="1")
+    assert result.returncode != 0
+    assert "contradict each other" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_failed_build_degrades_with_its_reason_and_a_good_one_forgets_it(sources):
+    source = sources / "csrc" / "small.cpp"
+    good = source.read_text()
+    source.write_text("this is not C++\n")
+    result = build(sources)
+    assert result.returncode == 0, result.stderr
+    assert extensions(sources) == []
+    assert reason(sources).startswith("its build failed: ")
+    assert "\n" not in reason(sources)
+
+    source.write_text(good)
+    result = build(sources)
+    assert result.returncode == 0, result.stderr
+    assert len(extensions(sources)) == 1
+    assert not (sources / "amp_patch" / "_build.py").exists()
+
+    source.write_text("this is not C++\n")  # and what was built before must not be loaded instead
+    assert build(sources).returncode == 0
+    assert extensions(sources) == []
+
+
+@pytest.mark.slow
+def test_require_ext_makes_a_failed_build_an_error(sources):
+    (sources / "csrc" / "small.cpp").write_text("this is not C++\n")
+    result = build(sources, AMP_PATCH_REQUIRE_EXT="1")
+    assert result.returncode != 0
+    assert not (sources / "amp_patch" / "_build.py").exists()
+
+
+@pytest.mark.slow
+def test_cuda_sources_wait_for_a_cuda_torch(sources):
+    (sources / "csrc" / "device.cu").write_text("#error compiled\n")
+    import torch
+
+    if torch.version.cuda is None:
+        assert build(sources).returncode == 0
+        assert len(extensions(sources)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("content", ["good", "bad", "none"])
+def test_a_wheel_holds_the_extension_or_the_reason(sources, content):
+    if content == "bad":
+        (sources / "csrc" / "small.cpp").write_text("this is not C++\n")
+    (sources / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
+        '[project]\nname = "amp_patch"\nversion = "0"\n[tool.setuptools]\npackages = ["amp_patch"]\n'
+    )
+    environment = {**os.environ, "AMP_PATCH_NO_EXT": str(int(content == "none"))}
+    target = sources / "installed"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-build-isolation",
+        "--no-deps",
+        "--target",
+        str(target),
+        ".",
+    ]
+    result = subprocess.run(command, cwd=sources, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert len(extensions(target)) == (content == "good")
+    assert (target / "amp_patch" / "_build.py").exists() == (content != "good")
+    assert not (sources / "amp_patch" / "_build.py").exists()

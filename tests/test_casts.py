@@ -1,0 +1,999 @@
+"""casts.py, regions.py and rules.py: installation, regions, the weight cache, decorators, registration."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import inspect
+import pickle
+import subprocess
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import DEVICES, DTYPES
+from torch import Tensor, nn
+
+from amp_patch import casts, regions, rules
+from amp_patch.oplists import OPLISTS
+from amp_patch.policy import Policy
+
+LOW = [dtype for dtype in DTYPES if dtype in (torch.float16, torch.bfloat16)]
+HALF, FULL = torch.float16, torch.float32
+
+
+def o1(dtype: torch.dtype = HALF, **options: Any) -> Policy:
+    return Policy("O1", dtype=dtype, patch_torch_functions=True, **options)
+
+
+OFF = Policy("O2", cast_model_type=HALF)
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    registered = dict(casts._registered)
+    try:
+        yield
+    finally:
+        casts.uninstall()
+        casts.set_default(None)
+        casts.drop_cache()
+        casts._registered.clear()
+        casts._registered.update(registered)
+    assert casts.current() is None and casts.entered() is None, "a test left a region behind"
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    casts.install()
+    yield
+
+
+needs_install = pytest.mark.usefixtures("installed")
+
+
+def namespaces() -> dict[str, dict[str, Any]]:
+    owners: list[Any] = [
+        torch, torch.Tensor, torch.nn.functional, torch._VF, torch.linalg, torch.special, torch.fft, torch.functional,
+        nn.RNNBase, torch.backends.mha,
+    ]  # fmt: skip
+    return {repr(owner): dict(vars(owner)) for owner in owners}
+
+
+def differences(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> list[str]:
+    missing = object()
+    return [
+        f"{owner}.{name}"
+        for owner in before
+        for name in {*before[owner], *after[owner]}
+        if before[owner].get(name, missing) is not after[owner].get(name, missing)
+    ]
+
+
+def run_in_thread(function: Callable[[], Any]) -> Any:
+    box: list[Any] = []
+    thread = threading.Thread(target=lambda: box.append(function()))
+    thread.start()
+    thread.join()
+    return box[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Installation
+
+
+def test_importing_patches_nothing_and_touches_no_cuda() -> None:
+    code = (
+        "import torch; before = torch.exp, torch.Tensor.__pow__, dict(vars(torch.nn.functional))\n"
+        "from amp_patch import casts\n"
+        "assert before == (torch.exp, torch.Tensor.__pow__, dict(vars(torch.nn.functional)))\n"
+        "assert not casts.installed() and not torch.cuda.is_initialized()\n"
+        "casts.install(); casts.autocast().__enter__()\n"
+        "assert not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+def test_undo_is_exact() -> None:
+    before = namespaces()
+    x = torch.ones(2, 2)
+    for _ in range(2):
+        casts.install()
+        assert casts.installed() and differences(before, namespaces())
+        casts.install()  # idempotent: no second layer
+        assert not hasattr(torch.exp.__wrapped__, "__wrapped__")
+        with casts.region(o1()):
+            assert (x @ x).dtype is HALF
+        casts.uninstall()
+        casts.uninstall()
+        assert not casts.installed()
+        assert differences(before, namespaces()) == []
+    with casts.region(o1()):
+        assert (x @ x).dtype is FULL
+
+
+def test_a_failing_install_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = namespaces()
+    monkeypatch.setitem(OPLISTS, "torch.nothing_of_this_name", {"lower": ("mm",)})
+    with pytest.raises(AttributeError, match="nothing_of_this_name"):
+        casts.install()
+    assert not casts.installed() and differences(before, namespaces()) == []
+
+
+def test_a_name_that_this_torch_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPLISTS, "torch.fft", {"fp32": ("fft", "fft_of_tomorrow")})
+    casts.install()
+    assert hasattr(torch.fft.fft, "__wrapped__") and not hasattr(torch.fft, "fft_of_tomorrow")
+
+
+def test_wrappers_are_made_once() -> None:
+    casts.install()
+    first = torch.exp, torch.Tensor.exp, F.softmax
+    casts.uninstall()
+    casts.install()
+    assert (torch.exp, torch.Tensor.exp, F.softmax) == first
+    assert torch.conv2d is F.conv2d and torch.einsum is torch.functional.einsum, "one original, one wrapper"
+
+
+@pytest.mark.parametrize("path", ["exp", "einsum", "Tensor.exp", "Tensor.__matmul__", "nn.functional.softmax"])
+def test_wrappers_look_like_their_originals(path: str) -> None:
+    def find() -> Any:
+        owner, _, name = path.rpartition(".")
+        return getattr(casts._resolve(f"torch.{owner}" if owner else "torch"), name)
+
+    original = find()
+    casts.install()
+    wrapper = find()
+    assert wrapper is not original and wrapper.__wrapped__ is original
+    assert (wrapper.__name__, wrapper.__doc__) == (original.__name__, original.__doc__)
+    if inspect.isfunction(original):
+        assert inspect.signature(wrapper) == inspect.signature(original)
+        assert (wrapper.__module__, wrapper.__qualname__) == (original.__module__, original.__qualname__)
+
+
+@needs_install
+def test_wrapped_builtins_do_not_bind_as_methods() -> None:
+    class Module:
+        act = torch.exp
+        project = F.linear
+        method = torch.Tensor.exp
+
+    x = torch.ones(2, 2, dtype=HALF)
+    with casts.region(o1()):
+        assert Module().act(x).dtype is FULL and Module.act(x).dtype is FULL
+        assert Module().project(x, x).dtype is HALF
+        assert x.exp().dtype is FULL and torch.Tensor.exp(x).dtype is FULL
+
+
+def test_binding_is_the_originals(installed: None) -> None:
+    class Module:
+        def half(self) -> Tensor:
+            return torch.ones(2, dtype=HALF)
+
+    module = Module()
+    module.half = types.MethodType(torch.Tensor.exp, torch.ones(2, dtype=HALF))  # type: ignore[method-assign]
+    with casts.region(o1()):
+        assert module.half().dtype is FULL
+
+
+@pytest.mark.parametrize(
+    "path", ["torch:exp", "torch:einsum", "torch:Tensor.exp", "torch.nn.functional:linear", "torch._VF:lstm"]
+)
+def test_copies_and_pickles(path: str) -> None:
+    module, _, name = path.partition(":")
+
+    def find() -> Any:
+        found = casts._resolve(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+        return found
+
+    original = find()
+    casts.install()
+    wrapper = find()
+    assert copy.deepcopy(wrapper) is wrapper and copy.copy(wrapper) is wrapper
+    assert copy.deepcopy({"f": wrapper})["f"] is wrapper
+    data = pickle.dumps(wrapper)
+    assert b"amp_patch" not in data, "the pickle would need amp_patch where it is loaded"
+    assert pickle.loads(data) is wrapper
+    casts.uninstall()
+    assert pickle.loads(data) is original or pickle.loads(data) == original
+
+
+@needs_install
+def test_module_holding_a_wrapper_is_picklable_after_uninstall() -> None:
+    module = nn.Linear(2, 2)
+    module.act = torch.exp
+    casts.uninstall()
+    assert pickle.loads(pickle.dumps(module)).act is torch.exp
+    assert copy.deepcopy(module).act(torch.zeros(1)).item() == 1.0
+
+
+@needs_install
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torch_jit_script_compiles_through_the_wrappers() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Softmax(dim=-1))
+    x = torch.randn(2, 4)
+    expected = module(x)
+    torch.testing.assert_close(torch.jit.script(module)(x), expected, rtol=0, atol=0)
+    assert torch.jit.script(_exponential)(x).dtype is FULL
+
+
+def _exponential(x: Tensor) -> Tensor:
+    return torch.exp(x) + F.softmax(x, dim=-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rules in a call
+
+
+@needs_install
+@pytest.mark.parametrize("dtype", LOW)
+def test_what_is_never_cast(dtype: torch.dtype) -> None:
+    wide, whole = torch.ones(2, 2, dtype=torch.float64), torch.ones(2, 2, dtype=torch.int64)
+    with casts.region(o1(dtype)):
+        assert torch.mm(wide, wide).dtype is torch.float64 and (wide**2).dtype is torch.float64
+        assert torch.mm(whole, whole).dtype is torch.int64 and (whole**2).dtype is torch.int64
+        assert torch.sum(whole).dtype is torch.int64
+        out = torch.empty(2, 2)
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2), out=out) is out and out.tolist() == [[2.0, 2.0]] * 2
+        low = torch.ones(2, dtype=dtype)
+        assert torch.sum(low, dtype=dtype).dtype is dtype, "an explicit type is the user's word"
+        assert F.softmax(low, dim=0, dtype=torch.float64).dtype is torch.float64
+
+
+@needs_install
+def test_arguments_that_need_no_cast_arrive_as_they_are() -> None:
+    seen: list[Any] = []
+
+    def function(*args: Any, **kwargs: Any) -> None:
+        seen.append((args, kwargs))
+
+    x, items = torch.ones(2, dtype=HALF), [torch.ones(2, dtype=HALF)]
+    for rule in ("lower", "widest", "match_self"):
+        rules.RULES[rule](function, (x, items), {"y": items}, o1())
+        args, kwargs = seen.pop()
+        assert args[0] is x and args[1] is items and kwargs["y"] is items
+
+
+@needs_install
+@pytest.mark.parametrize("dtype", LOW)
+def test_arguments_in_sequences_and_keywords(dtype: torch.dtype) -> None:
+    a = torch.ones(2, 2)
+    with casts.region(o1(dtype)):
+        assert torch.linalg.multi_dot([a, a, a]).dtype is dtype
+        assert torch.einsum("ij,jk->ik", [a, a]).dtype is dtype
+        assert F.linear(input=a, weight=a, bias=None).dtype is dtype
+        assert torch.dot(input=a[0], tensor=a[0].to(dtype)).dtype is FULL
+
+
+@needs_install
+def test_tensors_without_dimensions_do_not_widen() -> None:
+    x, scalar = torch.ones(3, dtype=HALF), torch.tensor(2.0)
+    with casts.region(o1()):
+        assert torch.addcmul(x, x, scalar).dtype is HALF
+        assert torch.lerp(x, x, scalar).dtype is HALF
+        assert torch.isclose(scalar, scalar.half())
+
+
+@needs_install
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", LOW)
+def test_batch_norm(dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, 4, 4).to(device=device, dtype=dtype)
+    norm, reference = nn.BatchNorm2d(3).to(device), nn.BatchNorm2d(3).to(device)
+    expected = reference(x.float())
+    with casts.region(o1(dtype)):
+        result = norm(x)
+    assert result.dtype is FULL
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    torch.testing.assert_close(norm.running_mean, reference.running_mean, rtol=0, atol=0)
+
+    low = nn.BatchNorm2d(3).to(device=device, dtype=dtype)  # cast as a module, as at O3
+    with casts.region(o1(dtype)):
+        low(x)
+    assert low.running_mean.abs().sum() > 0, "the update of the statistics went to a copy"
+
+
+@needs_install
+def test_subclasses_and_torch_function_objects() -> None:
+    class Logged(Tensor):
+        calls: list[Any] = []  # noqa: RUF012
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            cls.calls.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    class Duck:
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func
+
+    x = torch.ones(2, 2).as_subclass(Logged)
+    with casts.region(o1()):
+        result = torch.mm(x, x)
+        assert torch.exp(Duck()) is torch.exp.__wrapped__
+    assert type(result) is Logged and result.dtype is HALF
+    assert torch.mm.__wrapped__ in Logged.calls
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Regions
+
+
+@needs_install
+def test_regions_and_the_default() -> None:
+    outer, inner = o1(HALF), o1(torch.bfloat16)
+    assert casts.current() is None and casts.entered() is None
+    casts.set_default(outer)
+    assert casts.current() is outer and casts.entered() is None
+    with casts.region(inner):
+        assert casts.current() is inner and casts.entered() is inner
+        with casts.region(OFF):
+            assert casts.current() is None and casts.entered() is OFF
+            assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype is FULL
+        with casts.disable_casts():
+            assert casts.current() is None and casts.entered() is inner, "disable_casts is transparent"
+        assert casts.current() is inner
+    assert casts.current() is outer
+    casts.set_default(OFF)
+    assert casts.current() is None
+
+
+@pytest.mark.parametrize("make", [lambda: casts.region(o1()), casts.disable_casts, lambda: casts.everywhere(o1())])
+def test_an_exception_restores(make: Callable[[], Any]) -> None:
+    outer = o1(torch.bfloat16)
+    casts.set_default(outer)
+    with pytest.raises(KeyError), make():
+        raise KeyError
+    assert casts.current() is outer and run_in_thread(casts.current) is outer
+
+
+def test_one_object_nested_and_in_threads() -> None:
+    shared = casts.region(o1())
+    with shared, shared:
+        assert casts.current() is shared.policy
+    assert casts.current() is None
+    with shared:
+        assert run_in_thread(casts.current) is None, "regions are the thread's"
+        barrier = threading.Barrier(4)
+
+        def work() -> bool:
+            for _ in range(200):
+                with shared:
+                    if casts.current() is not shared.policy:
+                        return False
+                if casts.current() is not None:
+                    return False
+            barrier.wait()
+            return True
+
+        results: list[bool] = []
+        threads = [threading.Thread(target=lambda: results.append(work())) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert results == [True] * 4
+        assert casts.current() is shared.policy
+
+
+def test_regions_that_end_out_of_order() -> None:
+    first, second = o1(HALF), o1(torch.bfloat16)
+
+    def generator() -> Iterator[None]:
+        with casts.region(first):
+            yield
+
+    suspended = generator()
+    next(suspended)
+    with casts.region(second):
+        suspended.close()
+        assert casts.current() is second
+    assert casts.current() is None
+
+
+def test_everywhere_is_the_default_of_other_threads() -> None:
+    policy, base = o1(), o1(torch.bfloat16)
+    with casts.everywhere(policy):
+        assert casts.current() is policy and casts.entered() is policy
+        assert run_in_thread(casts.current) is policy
+        with casts.everywhere(OFF):
+            assert run_in_thread(casts.current) is None and casts.entered() is OFF
+        assert run_in_thread(casts.current) is policy
+        casts.set_default(base)  # initialize() in the body: holds from the end of it on
+        assert run_in_thread(casts.current) is policy
+    assert casts.current() is base and run_in_thread(casts.current) is base
+
+
+def test_everywhere_may_end_in_any_order() -> None:
+    first, second = casts.everywhere(o1(HALF)), casts.everywhere(o1(torch.bfloat16))
+    run_in_thread(first.__enter__)
+    run_in_thread(second.__enter__)
+    first.__exit__(None, None, None)
+    assert casts.current() is second.policy
+    second.__exit__(None, None, None)
+    assert casts.current() is None
+
+
+@needs_install
+def test_region_as_decorator() -> None:
+    a = torch.ones(2, 2)
+
+    class Model:
+        @casts.autocast(dtype=torch.bfloat16)
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ x
+
+        @casts.autocast(dtype=torch.bfloat16)
+        def steps(self, x: Tensor) -> Iterator[Any]:
+            try:
+                received = yield x @ x
+            except KeyError:
+                received = "caught"
+            yield received, (x @ x).dtype
+
+    assert Model().forward(a).dtype is torch.bfloat16
+    assert Model.forward.__name__ == "forward"
+    steps = Model().steps(a)
+    assert next(steps).dtype is torch.bfloat16
+    assert casts.current() is None, "the region leaked out of the suspended generator"
+    assert steps.send("sent") == ("sent", torch.bfloat16)
+    steps = Model().steps(a)
+    next(steps)
+    assert steps.throw(KeyError) == ("caught", torch.bfloat16)
+    steps.close()
+
+    async def coroutine() -> None: ...
+
+    with pytest.raises(TypeError, match=r"autocast: .*coroutine is async"):
+        casts.autocast()(coroutine)
+
+
+def test_autocast_arguments() -> None:
+    assert casts.autocast("cpu").policy.dtype is torch.get_autocast_dtype("cpu")
+    assert casts.autocast("cuda").policy.dtype is torch.get_autocast_dtype("cuda")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    assert casts.autocast().policy.dtype is torch.get_autocast_dtype(default)
+    assert casts.autocast("cpu", HALF, True, False).policy.dtype is HALF
+    with pytest.raises(ValueError, match="autocast: device_type is 'gpu'"):
+        casts.autocast("gpu")
+    with pytest.raises(TypeError, match="autocast: device_type is 3"):
+        casts.autocast(3)  # type: ignore[arg-type]
+    for wrong in (FULL, torch.int8, "half"):
+        with pytest.raises(ValueError, match=r"autocast: dtype is .*; wanted torch.float16 or torch.bfloat16"):
+            casts.autocast(dtype=wrong)  # type: ignore[arg-type]
+
+
+def test_autocast_installs_and_nests() -> None:
+    a = torch.ones(2, 2)
+    with casts.autocast(enabled=False):
+        assert not casts.installed()
+    with casts.autocast(dtype=HALF):
+        assert casts.installed() and (a @ a).dtype is HALF
+        with casts.autocast(enabled=False):
+            assert (a @ a).dtype is FULL
+            with casts.autocast(dtype=torch.bfloat16):
+                assert (a @ a).dtype is torch.bfloat16
+        assert (a @ a).dtype is HALF
+    assert (a @ a).dtype is FULL
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The weight cache
+
+
+def cached() -> int:
+    return len(regions._thread.casts)
+
+
+@needs_install
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_weight_is_cast_once_a_region(dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    plain = torch.ones(2, 2)
+    with casts.region(o1(dtype)):
+        assert casts.region and regions.cast_weight(weight, dtype) is regions.cast_weight(weight, dtype)
+        assert regions.cast_weight(frozen, dtype) is regions.cast_weight(frozen, dtype)
+        assert regions.cast_weight(plain, dtype) is not regions.cast_weight(plain, dtype), "activations are not kept"
+        with casts.region(OFF), casts.region(o1(dtype)):
+            pass
+        assert cached() == 2, "an inner region's end dropped the outer one's casts"
+        casts.drop_cache()
+        assert cached() == 0
+        regions.cast_weight(weight, dtype)
+    assert cached() == 0, "the outermost region's end keeps casts"
+    regions.cast_weight(weight, dtype)
+    assert cached() == 0, "outside regions nothing says when to forget"
+    with casts.region(o1(dtype)):
+        regions.cast_weight(weight, dtype)
+        with casts.everywhere(o1(dtype)):
+            pass
+        assert cached() == 0
+    with casts.autocast(dtype=dtype, cache_enabled=False):
+        assert regions.cast_weight(weight, dtype) is not regions.cast_weight(weight, dtype)
+
+
+@needs_install
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_gradients_exist_after_a_forward_without(guard: Any, dtype: torch.dtype, device: str) -> None:
+    """pytorch#65766."""
+    layer = nn.Linear(3, 3, device=device)
+    x = torch.ones(2, 3, device=device)
+    with casts.region(o1(dtype)):
+        with guard():
+            layer(x)
+        loss = layer(x).sum()
+        with guard():
+            assert not layer(x).requires_grad
+        loss.backward()
+    assert layer.weight.grad is not None and layer.weight.grad.abs().sum() > 0
+    assert layer.weight.grad.dtype is FULL
+
+
+@needs_install
+def test_thawed_and_frozen_weights() -> None:
+    layer = nn.Linear(2, 2)
+    x = torch.ones(1, 2)
+    with casts.region(o1()):
+        layer.requires_grad_(False)
+        assert not layer(x).requires_grad
+        layer.requires_grad_(True)
+        assert layer(x).requires_grad
+        layer.requires_grad_(False)
+        assert not layer(x).requires_grad
+
+
+@needs_install
+def test_edited_weights_are_cast_again() -> None:
+    weight = nn.Parameter(torch.ones(1, 1))
+    x = torch.ones(1, 1)
+    with casts.region(o1()):
+        assert (x @ weight).item() == 1.0
+        with torch.no_grad():
+            weight.fill_(2.0)
+        assert (x @ weight).item() == 2.0
+        layer = nn.Linear(1, 1, bias=False)
+        layer(x)
+        layer.load_state_dict({"weight": torch.full((1, 1), 3.0)})
+        assert layer(x).item() == 3.0
+
+
+@needs_install
+def test_entries_die_with_their_tensors() -> None:
+    with casts.region(o1()), torch.no_grad():
+        weight = nn.Parameter(torch.ones(2, 2))
+        cast = weakref.ref(regions.cast_weight(weight, HALF))
+        assert cached() == 1 and cast() is not None
+        del weight
+        gc.collect()
+        assert cached() == 0 and cast() is None
+
+
+@needs_install
+def test_nothing_grows_over_evaluations() -> None:
+    layer = nn.Linear(4, 4)
+    x = torch.ones(2, 4)
+    with casts.region(o1()), torch.no_grad():
+        layer(x)
+        before = cached()
+        for _ in range(100):
+            layer(x)
+            nn.Linear(4, 4)(x)  # a new model each time
+        gc.collect()
+        assert cached() == before == 2
+
+
+@needs_install
+def test_stand_ins_are_not_kept() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    x = torch.ones(2, 2)
+    with casts.region(o1()):
+        torch.func.grad(lambda y: (y @ weight).sum().float())(x)
+        torch.func.vmap(lambda y: y @ weight)(x)
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            mode.from_tensor(x) @ weight
+        assert cached() == 0
+        (x @ weight).sum().backward()
+    assert weight.grad is not None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules, gradients, threads
+
+
+def reference_and_casts(module: nn.Module, dtype: torch.dtype, *inputs: Any) -> tuple[Any, Any]:
+    expected = module(*inputs)
+    with casts.region(o1(dtype)):
+        return expected, module(*inputs)
+
+
+def close(result: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """A few roundings to `dtype` of numbers of the size of 1: eps is 2**-10 for FP16, 2**-7 for BF16; we allow 8."""
+    torch.testing.assert_close(result.float(), expected, rtol=0, atol=8 * torch.finfo(dtype).eps)
+
+
+@needs_install
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("given", ["float32", "low", "packed"])
+def test_recurrent_networks(kind: Any, given: str, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    network = kind(4, 5, num_layers=2, bidirectional=True).to(device)
+    x = torch.randn(6, 3, 4, device=device)
+    expected = network(x)[0]
+    with casts.region(o1(dtype)):
+        if given == "packed":
+            packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([6, 6, 6]))
+            result = nn.utils.rnn.pad_packed_sequence(network(packed)[0])[0]
+        else:
+            result = network(x.to(dtype) if given == "low" else x)[0]
+    assert result.dtype is dtype
+    close(result, expected, dtype)
+    result.float().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype is FULL for p in network.parameters())
+
+
+@needs_install
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("kind", [nn.RNNCell, nn.LSTMCell, nn.GRUCell])
+def test_recurrent_cells(kind: Any, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    cell = kind(4, 5).to(device)
+    x = torch.randn(3, 4, device=device)
+    expected, result = reference_and_casts(cell, dtype, x)
+    expected, result = (out[0] if isinstance(out, tuple) else out for out in (expected, result))
+    assert result.dtype is dtype
+    close(result, expected, dtype)
+
+
+@needs_install
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("training", [True, False])
+def test_attention(training: bool, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 8, device=device)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True, device=device).train(training)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, device=device)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
+    products: list[torch.dtype] = []
+    lower = rules.RULES["lower"]
+
+    def spy(function: Any, args: Any, kwargs: Any, policy: Policy) -> Any:
+        result = lower(function, args, kwargs, policy)
+        products.append(result.dtype)
+        return result
+
+    monkeypatch.setitem(rules.RULES, "lower", spy)
+    monkeypatch.setattr(casts, "_wrappers", {})
+    casts.uninstall()
+    casts.install()
+    with torch.set_grad_enabled(training):
+        expected, result = reference_and_casts(attention, dtype, x, x, x)
+        close(result[0], expected[0], dtype)
+        assert result[0].dtype is dtype
+        assert len(products) >= 2, "the fast path went round the lists"
+        expected, result = reference_and_casts(encoder, dtype, x)
+        close(result, expected, dtype)
+        assert result.dtype is FULL, "a layer norm comes last"
+    assert set(products) == {dtype} and len(products) >= 10
+
+
+@needs_install
+@pytest.mark.parametrize("dtype", LOW)
+def test_double_backward(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 4), nn.LayerNorm(4))
+    x = torch.randn(4, 2, 4, 4, requires_grad=True)
+
+    def penalty() -> Tensor:
+        (gradient,) = torch.autograd.grad(model(x).exp().sum(), x, create_graph=True)
+        model.zero_grad()
+        (gradient.norm() - 1).square().backward()
+        return model[0].weight.grad.clone()
+
+    expected = penalty()
+    with casts.region(o1(dtype)):
+        result = penalty()
+    assert result.dtype is FULL and result.abs().sum() > 0
+    torch.testing.assert_close(result, expected, rtol=0.2, atol=0.05 * float(expected.abs().max()))
+
+
+@needs_install
+def test_threads_have_their_own_policies_and_caches() -> None:
+    layer = nn.Linear(4, 4)
+    x = torch.ones(2, 4)
+    failures: list[str] = []
+
+    def work(dtype: torch.dtype) -> None:
+        for _ in range(50):
+            with casts.region(o1(dtype)):
+                if layer(x).dtype is not dtype or layer(x).dtype is not dtype:
+                    failures.append(f"not {dtype}")
+                if cached() != 2:
+                    failures.append(f"{cached()} casts")
+            if layer(x).dtype is not FULL:
+                failures.append("casts outside")
+
+    threads = [threading.Thread(target=work, args=(dtype,)) for dtype in (HALF, torch.bfloat16) * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+@needs_install
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_recomputes_the_same(reentrant: bool) -> None:
+    layer = nn.Linear(4, 4)
+    x = torch.ones(2, 4, requires_grad=True)
+
+    def gradient(use: bool) -> Tensor:
+        layer.zero_grad()
+        with casts.region(o1()):
+            out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant) if use else layer(x)
+        with casts.everywhere(o1()):
+            out.float().sum().backward()
+        return layer.weight.grad.clone()
+
+    torch.testing.assert_close(gradient(True), gradient(False), rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decorators and registration
+
+DECORATORS = [
+    (casts.half_function, HALF),
+    (casts.float_function, FULL),
+    (casts.promote_function, FULL),
+]
+
+
+def types_of(*args: Any) -> list[torch.dtype]:
+    return [arg.dtype for arg in args]
+
+
+@pytest.mark.parametrize(("decorator", "expected"), DECORATORS)
+def test_decorators_act_while_casts_are_on(decorator: Any, expected: torch.dtype) -> None:
+    function = decorator(types_of)
+    args = torch.ones(1), torch.ones(1, dtype=HALF), torch.ones(1, dtype=torch.int64)
+    assert function(*args) == types_of(*args)
+    with casts.region(o1()):
+        assert function(*args) == [expected, expected, torch.int64]
+        with casts.disable_casts():
+            assert function(*args) == types_of(*args)
+    assert function.__name__ == "types_of" and function.__wrapped__ is types_of
+    assert inspect.signature(function) == inspect.signature(types_of)
+
+
+class Callables:
+    @casts.half_function
+    def method(self, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    @casts.half_function
+    def static(x: Tensor) -> Tensor:
+        return x
+
+    @casts.half_function
+    @staticmethod
+    def static_inside(x: Tensor) -> Tensor:
+        return x
+
+    @casts.half_function
+    @classmethod
+    def of_class(cls, x: Tensor) -> Tensor:
+        assert cls is Callables
+        return x
+
+    def plain(self, x: Tensor) -> Tensor:
+        return x
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    @casts.half_function
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.seen = x.dtype
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        assert gradient.dtype is ctx.seen
+        return gradient * 2
+
+
+class Plain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        Callables().method,
+        Callables.static,
+        Callables.static_inside,
+        Callables().static_inside,
+        Callables.of_class,
+        casts.half_function(Callables().plain),
+        casts.half_function(Callables()),
+        casts.half_function(Plain.apply),
+        casts.half_function(torch._C._nn.gelu),
+        casts.half_function(torch.Tensor.relu),
+        casts.half_function(casts.half_function(torch.relu)),
+    ],
+)
+def test_kinds_of_callables(function: Callable[[Tensor], Tensor]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert function(x).dtype is FULL
+    with casts.region(o1()):
+        result = function(x)
+    assert result.dtype is HALF
+    result.sum().backward()
+    assert x.grad is not None and x.grad.dtype is FULL
+
+
+def test_decorated_callables_keep_their_way_of_binding() -> None:
+    class Module:
+        builtin = casts.float_function(torch._C._nn.gelu)
+        bound = casts.float_function(Callables().plain)
+
+        @casts.float_function
+        def method(self, x: Tensor) -> Tensor:
+            assert isinstance(self, Module)
+            return x
+
+    x = torch.ones(2, dtype=HALF)
+    with casts.region(o1()):
+        assert Module().builtin(x).dtype is Module().bound(x).dtype is Module().method(x).dtype is FULL
+
+
+def test_decorated_builtins_copy_and_pickle() -> None:
+    gelu = casts.float_function(torch._C._nn.gelu)
+    assert copy.deepcopy(gelu) is gelu
+    loaded = pickle.loads(pickle.dumps(gelu))
+    with casts.region(o1()):
+        assert loaded(torch.ones(1, dtype=HALF)).dtype is FULL
+
+
+def test_autograd_function_gradients_arrive_in_the_types_of_the_inputs() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with casts.region(o1()):
+        y = Doubled.apply(x)
+        assert y.dtype is HALF
+        y.sum().backward()
+    assert x.grad.dtype is FULL and x.grad.tolist() == [2.0, 2.0]
+
+
+def test_decorators_look_into_containers() -> None:
+    seen: dict[str, Any] = {}
+
+    @casts.half_function
+    def function(batch: dict[str, Any], *, extra: Any) -> None:
+        seen.update(batch=batch, extra=extra)
+
+    with casts.region(o1()):
+        function({"x": (torch.ones(1), 3)}, extra=[torch.ones(1)])
+    assert seen["batch"]["x"][0].dtype is HALF and seen["batch"]["x"][1] == 3 and seen["extra"][0].dtype is HALF
+
+
+def test_decorators_refuse_what_is_no_function() -> None:
+    for decorator, _ in DECORATORS:
+        with pytest.raises(TypeError, match=f"{decorator.__name__}: wanted a function, got 3"):
+            decorator(3)
+
+
+@contextlib.contextmanager
+def temporary_module() -> Iterator[Any]:
+    module = types.ModuleType("temporary_module")
+    module.function = types_of
+    yield module
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_registration_before_and_after_install(before: bool) -> None:
+    x = torch.ones(1, dtype=HALF)
+    with temporary_module() as module:
+        if not before:
+            casts.install()
+        casts.register_float_function(module, "function")
+        if before:
+            assert module.function is types_of
+            casts.install()
+        with casts.region(o1()):
+            assert module.function(x) == [FULL]
+        casts.uninstall()
+        assert module.function is types_of
+        casts.install()
+        with casts.region(o1()):
+            assert module.function(x) == [FULL], "registration ended with uninstall"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_registration_overrides_the_lists(when: str) -> None:
+    before = namespaces()
+    if when == "after":
+        casts.install()
+    casts.register_float_function(torch, "einsum")
+    casts.register_half_function(torch, "sigmoid")
+    casts.register_promote_function(torch, "mm")
+    casts.register_half_function(torch, "mm")  # a later word holds
+    casts.register_promote_function(torch, "mm")
+    casts.install()
+    a = torch.ones(2, 2)
+    with casts.region(o1()):
+        assert torch.einsum("ij,jk->ik", a.half(), a.half()).dtype is FULL
+        assert torch.sigmoid(a).dtype is HALF
+        assert torch.mm(a, a.half()).dtype is FULL
+        assert (a @ a).dtype is HALF
+    casts.uninstall()
+    assert differences(before, namespaces()) == []
+
+
+def test_registration_on_classes() -> None:
+    class Base:
+        def method(self, x: Tensor) -> Tensor:
+            return x
+
+        @staticmethod
+        def static(x: Tensor) -> Tensor:
+            return x
+
+        @classmethod
+        def of_class(cls, x: Tensor) -> Tensor:
+            assert cls is Derived
+            return x
+
+    class Derived(Base):
+        pass
+
+    for name in ("method", "static", "of_class"):
+        casts.register_half_function(Derived, name)
+    casts.install()
+    with casts.region(o1()):
+        x = torch.ones(1)
+        assert {getattr(Derived(), name)(x).dtype for name in ("method", "static", "of_class")} == {HALF}
+        assert Base().method(x).dtype is FULL
+    casts.uninstall()
+    assert not {"method", "static", "of_class"} & set(vars(Derived))
+
+
+def test_registration_errors() -> None:
+    register = {
+        "register_half_function": casts.register_half_function,
+        "register_float_function": casts.register_float_function,
+        "register_promote_function": casts.register_promote_function,
+    }
+    for name, function in register.items():
+        with pytest.raises(ValueError, match=f"{name}: torch has no function named 'nothing'"):
+            function(torch, "nothing")
+        with pytest.raises(TypeError, match=f"{name}: torch.float16 is not a function"):
+            function(torch, "float16")

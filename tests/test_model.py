@@ -1,0 +1,353 @@
+"""The model's side: what is cast on the way in and out, what stays FP32, state dicts, methods, copies."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import inspect
+import threading
+
+import pytest
+import torch
+import training
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+from training import LEVELS, SGD, backward, convnet, linear
+
+from amp_patch import amp
+
+CAST = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
+
+
+class Probe(nn.Module):
+    """Keeps what forward was given, and gives it back."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, *args, **kwargs):
+        self.seen = (args, kwargs)
+        return args[0] if args else kwargs
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass
+class Batch:
+    images: torch.Tensor
+    labels: torch.Tensor
+
+
+class Movable:
+    def __init__(self, value):
+        self.value = value
+
+    def to(self, dtype):
+        return Movable(self.value.to(dtype))
+
+
+def floats():
+    return torch.ones(2)
+
+
+CONTAINERS = {
+    "tensor": (floats(), lambda v: v),
+    "tuple": ((floats(), 3), lambda v: v[0]),
+    "list": ([floats(), None], lambda v: v[0]),
+    "dict": ({"a": floats()}, lambda v: v["a"]),
+    "OrderedDict": (collections.OrderedDict(a=floats()), lambda v: v["a"]),
+    "namedtuple": (Point(floats(), "y"), lambda v: v.x),
+    "dataclass": (Batch(floats(), torch.tensor(1)), lambda v: v.images),
+    "nested": ({"a": [(floats(),)]}, lambda v: v["a"][0][0]),
+    "object with .to": (Movable(floats()), lambda v: v.value),
+    "packed": (pack_sequence([floats()]), lambda v: v.data),
+    "float64": (floats().double(), lambda v: v),
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+@pytest.mark.parametrize("level", CAST)
+def test_inputs_are_cast_and_outputs_cast_back_through(level, kind):
+    value, leaf = CONTAINERS[kind]
+    model = amp.initialize(Probe(), opt_level=level)
+    for result in (model(value), model.forward(value), model(key=value)["key"]):
+        assert type(result) is type(value)
+        assert leaf(result).dtype is torch.float32
+    (args, kwargs) = model.seen
+    assert leaf(kwargs["key"]).dtype is CAST[level] and args == ()
+    assert leaf(value).dtype.is_floating_point and leaf(value).dtype is not CAST[level]  # the caller's own is untouched
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_integers_and_unknown_objects_pass_through_as_they_are(level):
+    model = amp.initialize(Probe(), opt_level=level)
+    ids, thing, batch = torch.tensor([1]), object(), {"ids": torch.tensor([1])}
+    for value in (ids, thing, batch, None, "text"):
+        assert model(value) is value
+        assert model.seen[0][0] is value
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_levels_that_do_not_cast_the_model_leave_inputs_alone(level):
+    model, value = amp.initialize(Probe(), opt_level=level), {"a": floats()}
+    assert model(value) is value and model.seen[0][0] is value
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16, torch.float64])
+def test_cast_model_outputs_decides_the_outputs(level, dtype):
+    model = amp.initialize(linear([[1.0]]), opt_level=level, cast_model_outputs=dtype)
+    assert model(torch.ones(1, 1)).dtype is dtype
+
+
+def test_the_gradient_reaches_an_fp32_input():
+    model = amp.initialize(linear([[2.0]]), opt_level="O2")
+    inputs = torch.ones(1, 1, requires_grad=True)
+    model(inputs).sum().backward()
+    assert inputs.grad.item() == 2.0 and inputs.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_signature_name_and_isinstance_stay(level):
+    plain = convnet()
+    model = amp.initialize(convnet(), opt_level=level)
+    assert isinstance(model, training.ConvNet) and type(model).__name__ == "ConvNet"
+    assert type(model).__module__ == training.ConvNet.__module__
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+    assert repr(model) == repr(plain)
+
+
+def test_the_class_is_made_once_and_instances_of_it_behave_like_the_base():
+    first, second = amp.initialize([convnet(), convnet()], opt_level="O2")
+    assert type(first) is type(second)
+    fresh = type(first)()
+    assert (
+        fresh(training.images(0)[0]).dtype is torch.float32 and fresh.state_dict().keys() == first.state_dict().keys()
+    )
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_a_named_method_is_cast_like_forward(level):
+    model = amp.initialize(convnet(), opt_level=level, methods=("encode",))
+    assert model.encode(training.images(0)[0]).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_a_dtype_error_in_an_unnamed_method_is_re_raised_with_the_advice(level):
+    model = amp.initialize(convnet(), opt_level=level)
+    with pytest.raises(RuntimeError, match=r"methods=\('encode',\)") as error:
+        model.encode(training.images(0)[0])
+    assert isinstance(error.value.__cause__, RuntimeError)
+    with pytest.raises(RuntimeError) as error:  # another error keeps its own words
+        model.encode(torch.ones(1, 3, 8, 8, dtype=CAST[level]))
+    assert "methods=" not in str(error.value)
+
+
+@pytest.mark.parametrize("rule", ["body.0", nn.Conv2d, lambda name, module: name == "body.0", ["body.0", "body.3"]])
+@pytest.mark.parametrize("level", LEVELS)
+def test_kept_modules_stay_fp32_inside_and_fit_outside(level, rule):
+    seen = []
+    model = convnet()
+    model.body[0].register_forward_hook(lambda m, args, out: seen.append((args[0].dtype, out.dtype)))
+    optimizer = SGD(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, keep_fp32=rule)
+    assert model.body[0].weight.dtype is torch.float32
+    training.train(model, optimizer, 3)
+    inside = []
+    original = nn.functional.conv2d
+    try:
+        nn.functional.conv2d = lambda *a, **k: (inside.append(a[0].dtype), original(*a, **k))[1]
+        model(training.images(0)[0])
+    finally:
+        nn.functional.conv2d = original
+    assert inside[0] is torch.float32
+    assert "weight" in dict(model.body[0].named_parameters()) and all(out is cast for cast, out in seen)
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_a_custom_norm_can_be_kept(level):
+    class ScaleNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(4))
+
+        def forward(self, inputs):
+            assert inputs.dtype is torch.float32
+            return inputs * self.gain / (inputs * inputs).sum().sqrt()
+
+    model = nn.Sequential(nn.Linear(4, 4), ScaleNorm(), nn.Linear(4, 4))
+    model = amp.initialize(model, opt_level=level, keep_fp32=ScaleNorm)
+    assert model(torch.full((1, 4), 300.0)).isfinite().all()
+
+
+def test_a_batch_norm_with_a_forward_of_its_own_is_given_fp32():
+    class MyNorm(nn.BatchNorm1d):
+        def forward(self, inputs):
+            return super().forward(inputs - self.running_mean)
+
+    model = nn.Sequential(nn.Linear(4, 4), MyNorm(4), nn.Linear(4, 4))
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2")
+    backward(model(torch.randn(3, 4)).sum() / 64, optimizer)
+
+
+def test_keep_batchnorm_fp32_false_casts_batch_norms():
+    model = amp.initialize(convnet(), opt_level="O2", keep_batchnorm_fp32="False")
+    assert model.body[1].weight.dtype is torch.float16
+
+
+@pytest.mark.parametrize("cell", [nn.RNN, nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("level", LEVELS)
+def test_rnns_train_at_every_level(level, cell):
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.out = cell(3, 4, batch_first=True, bidirectional=True), nn.Linear(8, 2)
+
+        def forward(self, inputs):
+            return self.out(self.rnn(inputs)[0][:, -1])
+
+    torch.manual_seed(0)
+    model = Tagger()
+    model, optimizer = amp.initialize(model, training.ADAM(model.parameters()), opt_level=level)
+    batch = torch.randn(4, 5, 3), torch.tensor([0, 1, 0, 1])
+    losses = training.train(model, optimizer, 12, lambda step: batch)
+    assert losses[-1] < losses[0]
+    assert all(a is b for a, b in zip(model.rnn._flat_weights, model.rnn.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_rnns_take_packed_sequences(level):
+    model = amp.initialize(nn.LSTM(3, 4), opt_level=level)
+    output, (hidden, _) = model(pack_sequence([torch.randn(4, 3), torch.randn(2, 3)]))
+    assert output.data.dtype is hidden.dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_state_dict_gives_the_masters_and_load_state_dict_sets_both(level):
+    model = convnet()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
+    training.train(model, optimizer, 2)
+    state = model.state_dict()
+    masters = dict(zip(dict(model.named_parameters()), amp.master_params(optimizer), strict=True))
+    assert {v.dtype for v in state.values()} == {torch.float32, torch.int64}
+    assert all(torch.equal(state[name], master) for name, master in masters.items())
+    assert model.state_dict(prefix="net.").keys() == {f"net.{name}" for name in state}
+    assert torch.equal(nn.ModuleDict({"net": model}).state_dict()["net.head.weight"], masters["head.weight"])
+
+    saved = {name: value + 0.001 if value.is_floating_point() else value for name, value in state.items()}
+    saved = {name: value.clone() for name, value in saved.items()}
+    nn.ModuleDict({"module": model}).load_state_dict({f"module.{k}": v for k, v in saved.items()})  # as DDP does
+    for name, param in model.named_parameters():
+        assert torch.equal(masters[name], saved[name])
+        assert torch.equal(param, saved[name].to(param.dtype))
+    assert all(torch.equal(v, saved[name]) for name, v in model.state_dict().items())
+
+
+def test_load_state_dict_with_assign_is_refused_by_name():
+    model, optimizer = amp.initialize(convnet(), None, opt_level="O2"), None
+    state = {k: v.clone() + 1 for k, v in model.state_dict().items()}
+    before = training.weights(model)
+    with pytest.raises(ValueError, match="assign=True"):
+        model.load_state_dict(state, assign=True)
+    assert training.same(training.weights(model), before) and optimizer is None
+
+
+def test_a_partial_or_wrong_state_dict_behaves_as_in_torch():
+    model = convnet()
+    model, _ = amp.initialize(model, SGD(model.parameters()), opt_level="O2")
+    head = {"head.bias": torch.full((5,), 0.1)}
+    assert "head.weight" in model.load_state_dict(head, strict=False).missing_keys
+    assert torch.equal(model.state_dict()["head.bias"], head["head.bias"])
+    with pytest.raises(RuntimeError, match=r"size mismatch for head\.bias"):
+        model.load_state_dict({"head.bias": torch.ones(3)}, strict=False)
+    assert torch.equal(model.state_dict()["head.bias"], head["head.bias"])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_fp32_copy_is_a_plain_model_with_the_masters_values(level):
+    model = convnet()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, keep_fp32="head")
+    training.train(model, optimizer, 2)
+    plain = amp.fp32_copy(model)
+    assert [type(m) for m in plain.modules()] == [type(m) for m in convnet().modules()]
+    assert training.same(
+        [p.detach() for p in plain.parameters()], [p.detach().float() for p in amp.master_params(optimizer)]
+    )
+    assert not any("_amp" in vars(m) for m in plain.modules())
+    assert isinstance(model, training.ConvNet) and "_amp" in vars(model)
+    with torch.no_grad():
+        plain.head.weight.zero_()
+    assert model.state_dict()["head.weight"].any()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_data_parallel_s_replicas_run_their_own_weights_on_their_threads(level):
+    model = linear([[2.0]])
+    model = amp.initialize(model, opt_level=level)
+    replicas = [model._replicate_for_data_parallel() for _ in range(2)]
+    for index, replica in enumerate(replicas):
+        replica._parameters = {}
+        replica.weight = torch.full((1, 1), 10.0 * (index + 1), dtype=model.weight.dtype)
+        replica.bias = None
+    results = [None, None]
+
+    def run(index):
+        results[index] = replicas[index](torch.ones(1, 1))
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [r.item() for r in results] == [10.0, 20.0]
+    assert {r.dtype for r in results} == {model(torch.ones(1, 1)).dtype}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_parent_and_its_child_in_one_list(level):
+    class Translator(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.generator = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.last = nn.Linear(2, 2)
+
+        def forward(self, inputs):
+            return self.last(self.generator(self.encoder(inputs)))
+
+    model = Translator()
+    models, optimizer = amp.initialize([model, model.generator], SGD(model.parameters()), opt_level=level)
+    backward(model(torch.ones(1, 2)).sum() / 8 + model.generator(torch.ones(1, 2)).sum() / 8, optimizer)
+    optimizer.step()
+    assert models[1] is model.generator
+    assert len(list(amp.master_params(optimizer))) == 6
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_shared_weights_stay_shared(level):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.out = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+            self.out.weight = self.embed.weight
+
+        def forward(self, ids):
+            return self.out(self.embed(ids))
+
+    model = Tied()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
+    assert model.out.weight is model.embed.weight and len(list(amp.master_params(optimizer))) == 1
+    training.train(model, optimizer, 2, lambda step: (torch.tensor([0, 1]), torch.tensor([1, 2])))
+    twin = Tied()
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(twin.embed.weight, model.state_dict()["out.weight"])
+
+
+def test_hooks_on_the_model_fire_and_are_kept():
+    model, calls = convnet(), []
+    model.register_forward_hook(lambda *a: calls.append("forward"))
+    model.register_full_backward_hook(lambda *a: calls.append("backward"))
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2")
+    training.train(model, optimizer, 1, lambda step: (training.images(0)[0].requires_grad_(), training.images(0)[1]))
+    assert calls == ["forward", "backward"]

@@ -1,0 +1,819 @@
+"""The kernels against the one-liners of reference.py, on both backends, every device and every mix of dtypes."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+import reference
+import torch
+from conftest import DEVICES, DTYPES
+
+from amp_patch import multi_tensor as mt
+
+INF, NAN = math.inf, math.nan
+SIZES = [0, 1, 7, 8, 511, 512, 513, 16384, 16385, 0]  # around the blocks and chunks of cpu.cpp; an empty one last
+ALL_DTYPES = [*DTYPES, torch.float64]
+
+
+@pytest.fixture(params=[b for b in mt.BACKENDS if b == "torch" or mt.backend() == "cpp"], autouse=True)
+def backend(request):
+    with mt.use_backend(request.param):
+        yield request.param
+
+
+device = pytest.mark.parametrize("device", DEVICES)
+
+
+def exact(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def draw(sizes, dtype, device, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [size if isinstance(size, tuple) else (size,) for size in sizes]
+    return [(torch.randn(shape, generator=generator) * 100).to(device, dtype) for shape in shapes]
+
+
+def flag(device="cpu"):
+    return torch.zeros((), device=device)
+
+
+def versions(tensors):
+    return [t._version for t in tensors]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# scale
+
+
+@device
+@pytest.mark.parametrize("factor", [1.0, 1 / 3, 7.3, 2.0**-16])
+@pytest.mark.parametrize("source, target", [*itertools.product(DTYPES, DTYPES)])
+def test_scale_is_torch_s_product_and_rounding(device, source, target, factor):
+    src = draw(SIZES, source, device)
+    dst = [torch.full_like(t, NAN, dtype=target) for t in src]
+    found = flag(device)
+    mt.multi_tensor_scale(src, dst, factor, found)
+    expected = [reference.scale(t, target, factor) for t in src]
+    for d, e in zip(dst, expected, strict=True):
+        exact(d, e)
+    assert found == reference.is_bad(*expected)
+
+
+def test_scale_by_hand():
+    src = [torch.tensor([1.0, -2.0, 65504.0]), torch.tensor([[4.0]], dtype=torch.bfloat16)]
+    dst = [torch.zeros(3, dtype=torch.float16), torch.zeros(1, 1)]
+    mt.multi_tensor_scale(src, dst, 0.5)
+    exact(dst[0], torch.tensor([0.5, -1.0, 32752.0], dtype=torch.float16))
+    exact(dst[1], torch.tensor([[2.0]]))
+
+
+def test_every_half_survives_a_round_trip():
+    bits = torch.arange(2**16).to(torch.int32).to(torch.uint16)
+    for dtype in (torch.float16, torch.bfloat16):
+        low = [bits.view(dtype)]
+        wide = [torch.empty(2**16)]
+        mt.multi_tensor_scale(low, wide, 1.0)
+        exact(wide[0], low[0].float())
+        back = [torch.empty(2**16, dtype=dtype)]
+        mt.multi_tensor_scale(wide, back, 1.0)
+        exact(back[0], low[0])
+
+
+def test_ties_go_to_even():
+    # Halfway between neighbours of FP16 (step 2 at 2048) and of BF16 (step 2 at 256).
+    src = [torch.tensor([2049.0, 2051.0] * 8), torch.tensor([257.0, 259.0] * 8)]
+    dst = [torch.empty(16, dtype=torch.float16), torch.empty(16, dtype=torch.bfloat16)]
+    mt.multi_tensor_scale(src, dst, 1.0)
+    assert dst[0].tolist() == [2048.0, 2052.0] * 8
+    assert dst[1].tolist() == [256.0, 260.0] * 8
+
+
+@device
+def test_the_factor_may_live_on_the_device(device):
+    src = draw([5, 600], torch.float16, device)
+    expected = [t.float() / 3 for t in src]
+    third = torch.tensor(1 / 3)
+    for factor in (third, third.reshape(1), third.double()):
+        dst = [torch.empty_like(t, dtype=torch.float32) for t in src]
+        mt.multi_tensor_scale(src, dst, factor.to(device))
+        for d, t in zip(dst, src, strict=True):
+            exact(d, t.float() * torch.tensor(1 / 3, device=device))
+    del expected
+
+
+@device
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize("value", [INF, -INF, NAN])
+@pytest.mark.parametrize("place", [0, 6, 511, 599])
+def test_scale_flags_a_non_finite_source(device, dtype, value, place):
+    src = draw([3, 600, 0], dtype, device)
+    src[1][place] = value
+    for factor in (1.0, 0.0):
+        found = flag(device)
+        mt.multi_tensor_scale(src, [torch.empty_like(t) for t in src], factor, found)
+        assert found == 1.0
+
+
+@device
+@pytest.mark.parametrize(
+    "target, largest, overflows",
+    [
+        (torch.float16, 65519.0, 65520.0),
+        (torch.bfloat16, float.fromhex("0x1.fefffep127"), float.fromhex("0x1.ffp127")),
+    ],
+)
+def test_scale_flags_an_overflow_on_the_cast(device, target, largest, overflows):
+    for value, expected in [(largest, 0.0), (-largest, 0.0), (overflows, 1.0), (-overflows, 1.0)]:
+        found, dst = flag(device), [torch.zeros(9, dtype=target, device=device)]
+        mt.multi_tensor_scale([torch.full((9,), value, device=device)], dst, 1.0, found)
+        assert (found == expected) and dst[0].isinf().all() == bool(expected)
+
+
+def test_scale_flags_an_overflow_in_fp32():
+    found = flag()
+    mt.multi_tensor_scale([torch.tensor([3e38])], [torch.zeros(1)], 2.0, found)
+    assert found == 1.0
+
+
+def test_a_large_finite_sum_is_no_overflow():
+    found = flag()  # Apex's CPU path summed, and called this an overflow
+    mt.multi_tensor_unscale([torch.full((100,), 3e38)], 1.0, found)
+    assert found == 0.0
+
+
+@device
+def test_float64_stays_float64(device):
+    src = draw([700, 0, 1], torch.float64, device)
+    mixed = [*src, torch.ones(2, device=device, dtype=torch.float16)]
+    dst = [torch.empty_like(t) for t in src] + [torch.empty(2, device=device)]
+    mt.multi_tensor_scale(mixed, dst, 1 / 3)
+    for d, t in zip(dst, mixed, strict=True):
+        exact(d, reference.scale(t, d.dtype, 1 / 3))
+    assert not torch.equal(dst[0], (src[0].float() / 3).double())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lists of any shape
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_no_tensors(dtype):
+    found = flag()
+    mt.multi_tensor_scale([], [], 2.0, found)
+    mt.multi_tensor_unscale([], 2.0, found)
+    mt.multi_tensor_axpby(1.0, [], 1.0, [], [], found)
+    mt.multi_tensor_check_finite([], found)
+    mt.multi_tensor_adopt([], [])
+    total, norms = mt.multi_tensor_l2norm([], per_tensor=True)
+    assert total == 0.0 and total.shape == () and norms.shape == (0,)
+    assert mt.multi_tensor_unscale_l2norm([], 2.0, found) == 0.0
+    empty = [torch.empty(0, dtype=dtype), torch.empty(3, 0, dtype=dtype)]
+    mt.multi_tensor_scale(empty, empty, 2.0, found)
+    assert mt.multi_tensor_unscale_l2norm(empty, 2.0, found, per_tensor=True)[1].tolist() == [0.0, 0.0]
+    assert found == 0.0
+
+
+@device
+def test_four_thousand_tiny_tensors(device):
+    src = [torch.full((i % 5,), float(i), device=device) for i in range(4000)]  # i is exact in FP16 up to 2048
+    dst = [torch.empty_like(t, dtype=torch.float16 if i <= 2048 else torch.float32) for i, t in enumerate(src)]
+    found = flag(device)
+    mt.multi_tensor_scale(tuple(src), tuple(dst), 0.5, found)
+    assert all(d.tolist() == [i / 2] * (i % 5) for i, d in enumerate(dst))
+    assert found == 0.0
+    src[3999][3] = NAN
+    mt.multi_tensor_check_finite(src, found)
+    assert found == 1.0
+
+
+def layouts(dtype, seed=0):
+    """Views of all kinds, none of them a plain row of elements."""
+    base = [
+        t.to(dtype)
+        for t in draw([(6, 20, 33), (4, 3, 5, 7), (64, 9), (1100,), (3, 1, 1, 5)], torch.float32, "cpu", seed)
+    ]
+    return [
+        base[0].transpose(0, 2),
+        base[0][1:5, ::2, 3:],
+        base[1].to(memory_format=torch.channels_last),
+        base[2].t(),
+        base[2][:, 4],
+        base[3][::2],
+        base[3][99],  # zero-dim
+        base[4].to(memory_format=torch.channels_last),
+        base[0].permute(1, 0, 2)[:, 2],
+    ]
+
+
+@device
+@pytest.mark.parametrize("source, target", [*itertools.product(DTYPES, DTYPES), (torch.float64, torch.float64)])
+def test_any_strides(device, source, target):
+    for same in (True, False):
+        src = [t.to(device) for t in layouts(source)]
+        if same:
+            dst = [t.to(device) for t in layouts(target, seed=1)]
+        else:
+            dst = [torch.empty(t.shape, dtype=target, device=device) for t in src]
+        mt.multi_tensor_scale(src, dst, 1 / 3)
+        for s, d in zip(src, dst, strict=True):
+            exact(d, reference.scale(s, target, 1 / 3))
+        mt.multi_tensor_scale(dst, src, 1 / 3)  # and the other way round
+        for s, d in zip(src, dst, strict=True):
+            exact(s, reference.scale(d, source, 1 / 3))
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_writing_a_view_leaves_its_neighbours(dtype):
+    base = torch.zeros(40, 40, dtype=dtype)
+    mt.multi_tensor_scale([torch.ones(13, 20, dtype=dtype)], [base[1::3, ::2]], 2.0)
+    expected = torch.zeros(40, 40, dtype=dtype)
+    expected[1::3, ::2] = 2.0
+    exact(base, expected)
+
+
+def test_strided_lists_in_every_kernel():
+    x, y, out = layouts(torch.float16), layouts(torch.float32, seed=1), layouts(torch.bfloat16, seed=2)
+    mt.multi_tensor_axpby(0.5, x, 3.0, y, out)
+    for p, q, z in zip(x, y, out, strict=True):
+        exact(z, reference.axpby(0.5, p, 3.0, q, torch.bfloat16))
+    norms = mt.multi_tensor_l2norm(x, per_tensor=True)[1]
+    torch.testing.assert_close(norms, torch.stack([reference.l2norm([t]) for t in x]).float(), rtol=1e-6, atol=0)
+    masters = [t.float().contiguous() for t in x]
+    x[1].add_(1)
+    mt.multi_tensor_adopt(x, masters)
+    for p, m in zip(x, masters, strict=True):
+        exact(m, p.float())
+    found = flag()
+    x[0][-1, -1, -1] = INF
+    mt.multi_tensor_check_finite(x, found)
+    assert found == 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# unscale, axpby, check_finite
+
+
+@device
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_unscale_is_in_place_scale(device, dtype):
+    grads = draw(SIZES, dtype, device)
+    expected = [reference.scale(t, dtype, 2.0**-3) for t in grads]
+    found = flag(device)
+    mt.multi_tensor_unscale(grads, torch.full((1,), 2.0**-3, device=device), found)
+    for g, e in zip(grads, expected, strict=True):
+        exact(g, e)
+    assert found == 0.0
+    grads[4][300] = NAN
+    mt.multi_tensor_unscale(grads, 1.0, found)
+    assert found == 1.0
+
+
+@device
+@pytest.mark.parametrize("a, b", [(1.0, 1.0), (1 / 3, 7.3), (2.0**-16, 1.0)])
+@pytest.mark.parametrize("dtypes", [*itertools.product(DTYPES, DTYPES, DTYPES), (torch.float64,) * 3])
+def test_axpby_rounds_both_products_and_the_sum(device, dtypes, a, b):
+    x, y = draw(SIZES, dtypes[0], device), draw(SIZES, dtypes[1], device, seed=1)
+    out = [torch.empty_like(t, dtype=dtypes[2]) for t in x]
+    mt.multi_tensor_axpby(a, x, b, y, out)
+    for p, q, z in zip(x, y, out, strict=True):
+        exact(z, reference.axpby(a, p, b, q, dtypes[2]))
+
+
+def test_axpby_is_not_fused():
+    # (1 + 2**-12)**2 = 1 + 2**-11 + 2**-24: the last term is lost in the product, but not in a fused multiply-add.
+    x, one = torch.full((40,), 1 + 2.0**-12), torch.full((40,), -1.0)
+    out = [torch.empty(40)]
+    mt.multi_tensor_axpby(1 + 2.0**-12, [x], 1.0, [one], out)
+    assert out[0].tolist() == [2.0**-11] * 40
+
+
+def test_axpby_may_write_into_an_input():
+    x, y = draw([700], torch.float16, "cpu"), draw([700], torch.float32, "cpu", seed=1)
+    expected = reference.axpby(0.5, x[0], 1.0, y[0], torch.float32)
+    mt.multi_tensor_axpby(torch.tensor(0.5), x, torch.tensor([1.0]), y, y)
+    exact(y[0], expected)
+
+
+@pytest.mark.parametrize(
+    "x, y, flagged_by",
+    [
+        (1.0, 1.0, set()),
+        (INF, 1.0, {"x", "both"}),
+        (1.0, NAN, {"y", "both"}),
+        (INF, NAN, {"x", "y", "both"}),
+        (INF, -INF, {"x", "y", "both"}),
+        (60000.0, 60000.0, {"x", "y", "both"}),  # the sum overflows FP16, neither list did
+    ],
+)
+@pytest.mark.parametrize("check", ["x", "y", "both"])
+def test_axpby_flags_the_lists_that_check_names(x, y, flagged_by, check):
+    out, found = [torch.empty(600, dtype=torch.float16)], flag()
+    xs, ys = [torch.ones(600)], [torch.ones(600)]
+    xs[0][77], ys[0][77] = x, y
+    mt.multi_tensor_axpby(1.0, xs, 1.0, ys, out, found, check=check)
+    assert found == float(check in flagged_by)
+
+
+def test_axpby_refuses_another_check():
+    with pytest.raises(ValueError, match=re.escape("multi_tensor_axpby: check='z' is none of 'both', 'x', 'y'")):
+        mt.multi_tensor_axpby(1.0, [], 1.0, [], [], check="z")
+
+
+@device
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_check_finite_writes_the_flag_alone(device, dtype):
+    tensors = draw([*SIZES, 40000], dtype, device)
+    before, counters, found = [t.clone() for t in tensors], versions(tensors), flag(device)
+    mt.multi_tensor_check_finite(tensors, found)
+    assert found == 0.0
+    tensors[-1][39999] = -INF
+    mt.multi_tensor_check_finite(tensors, found)
+    assert found == 1.0
+    for t, b in zip(tensors[:-1], before, strict=False):
+        exact(t, b)
+    assert versions(tensors)[:-1] == counters[:-1]
+
+
+@device
+def test_found_inf_is_never_reset(device):
+    found, clean, out = torch.ones(1, device=device), draw([9], torch.float32, device), draw([9], torch.float32, device)
+    mt.multi_tensor_scale(clean, out, 1.0, found)
+    mt.multi_tensor_unscale(clean, 1.0, found)
+    mt.multi_tensor_axpby(1.0, clean, 1.0, clean, out, found)
+    mt.multi_tensor_check_finite(clean, found)
+    mt.multi_tensor_unscale_l2norm(clean, 1.0, found)
+    assert found.tolist() == [1.0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Norms
+
+
+@device
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_l2norm_by_hand(device, dtype):
+    tensors = [torch.tensor([3.0, 4.0]), torch.empty(0), torch.full((144,), 1.0), torch.tensor(0.0)]
+    total, norms = mt.multi_tensor_l2norm([t.to(device, dtype) for t in tensors], per_tensor=True)
+    assert norms.tolist() == [5.0, 0.0, 12.0, 0.0]
+    assert total.item() == 13.0 and total.shape == () and total.device.type == device
+    assert total.dtype == norms.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@device
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_l2norm_is_near_the_fp64_norm(device, dtype):
+    tensors = draw([*SIZES, 200_000], dtype, device)
+    # 1e-6 is 8 units in the last place of FP32: a block's rounding, not that of 200,000 terms in a row, as in torch.
+    fp32 = 1e-6 if mt.backend() == "cpp" else 2e-5
+    rtol = 1e-13 if dtype == torch.float64 else fp32
+    total, norms = mt.multi_tensor_l2norm(tensors, per_tensor=True)
+    torch.testing.assert_close(total.double(), reference.l2norm(tensors), rtol=rtol, atol=0)
+    for norm, t in zip(norms, tensors, strict=True):
+        torch.testing.assert_close(norm.double(), reference.l2norm([t]), rtol=rtol, atol=0)
+    exact(mt.multi_tensor_l2norm(tensors), total)
+
+
+def test_one_float64_tensor_makes_the_norms_float64():
+    total = mt.multi_tensor_l2norm([torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.float64)])
+    assert total.dtype == torch.float64 and total == 2.0
+
+
+@pytest.mark.parametrize("value", [INF, NAN])
+def test_l2norm_shows_a_non_finite_element(value):
+    total, norms = mt.multi_tensor_l2norm([torch.ones(4), torch.tensor([1.0, value])], per_tensor=True)
+    assert not total.isfinite() and norms[0] == 2.0 and not norms[1].isfinite()
+
+
+@device
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_unscale_l2norm_is_the_two_calls(device, dtype):
+    one, two = draw(SIZES, dtype, device), draw(SIZES, dtype, device)
+    found_one, found_two = flag(device), flag(device)
+    total, norms = mt.multi_tensor_unscale_l2norm(one, 1 / 3, found_one, per_tensor=True)
+    mt.multi_tensor_unscale(two, 1 / 3, found_two)
+    for a, b in zip(one, two, strict=True):
+        exact(a, b)
+    expected_total, expected_norms = mt.multi_tensor_l2norm(two, per_tensor=True)
+    exact(total, expected_total)  # of the stored values, after rounding
+    exact(norms, expected_norms)
+    assert found_one == found_two == 0.0
+    one[3][0] = INF
+    assert mt.multi_tensor_unscale_l2norm(one, 1.0, found_one) == INF and found_one == 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# adopt
+
+
+@device
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adopt_takes_edits_and_keeps_precision(device, dtype):
+    masters = draw([600], torch.float32, device)
+    published = [masters[0].to(dtype)]
+    mt.multi_tensor_adopt(published, masters)
+    exact(masters, draw([600], torch.float32, device))  # nothing was edited
+    published[0].clamp_(-10, 10)
+    published[0][5] = NAN
+    expected = [reference.adopt(published[0], masters[0])]
+    mt.multi_tensor_adopt(published, masters)
+    exact(masters, expected)
+    assert masters[0][5].isnan() and masters[0].nan_to_num().abs().max() <= 10
+
+
+def test_adopt_by_hand():
+    master = torch.tensor([1 + 2.0**-20, 1 + 2.0**-20, 5.0])
+    mt.multi_tensor_adopt([torch.tensor([1.0, 2.0, 5.0], dtype=torch.float16)], [master])
+    assert master.tolist() == [1 + 2.0**-20, 2.0, 5.0]
+
+
+def test_adopt_wants_float32_masters():
+    half = [torch.ones(1, dtype=torch.float16)]
+    message = "multi_tensor_adopt: tensor 0 of masters is torch.float16, float32 is wanted"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        mt.multi_tensor_adopt(half, half)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# update_scale
+
+
+def scaler(scale, device="cpu", tracker=0):
+    return torch.tensor([scale], device=device), torch.tensor([tracker], dtype=torch.int32, device=device)
+
+
+@device
+def test_update_scale_tells_a_story(device):
+    scale, tracker = scaler(8.0, device)
+    story = [(0, 8.0, 1), (0, 16.0, 0), (0, 16.0, 1), (1, 8.0, 0), (1, 4.0, 0), (0, 4.0, 1), (0, 8.0, 0)]
+    for overflow, expected_scale, expected_tracker in story:
+        found = torch.tensor(float(overflow), device=device)
+        mt.update_scale(scale, tracker, found, growth_interval=2)
+        assert (scale.item(), tracker.item()) == (expected_scale, expected_tracker)
+        assert found == overflow  # the caller's to zero
+
+
+@device
+def test_update_scale_is_torch_s(device):
+    ours, theirs = scaler(3.0, device), scaler(3.0, device)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        found = (torch.rand(1, generator=generator) < 0.2).float().to(device)
+        mt.update_scale(*ours, found, growth_factor=1.7, backoff_factor=0.3, growth_interval=3)
+        torch._amp_update_scale_(*theirs, found, 1.7, 0.3, 3)
+        exact(ours, theirs)
+
+
+@pytest.mark.parametrize("found", [1.0, 2.0, -1.0, INF, NAN])
+def test_any_non_zero_found_inf_is_an_overflow(found):
+    scale, tracker = scaler(8.0, tracker=5)
+    mt.update_scale(scale, tracker, torch.tensor(found))
+    assert (scale.item(), tracker.item()) == (4.0, 0)
+
+
+def test_the_scale_stays_finite_positive_and_between_its_bounds():
+    clean, overflow = torch.tensor(0.0), torch.tensor(1.0)
+    scale, tracker = scaler(3e38)
+    mt.update_scale(scale, tracker, clean, growth_interval=1)
+    assert scale.tolist() == torch.tensor([3e38]).tolist() and tracker == 0
+    scale, tracker = scaler(2.0**-149)
+    mt.update_scale(scale, tracker, overflow)
+    assert scale.item() == 2.0**-149
+    scale, tracker = scaler(8.0)
+    mt.update_scale(scale, tracker, clean, growth_interval=1, max_scale=10.0)
+    assert scale.item() == 10.0
+    mt.update_scale(scale, tracker, overflow, min_scale=6.0)
+    assert scale.item() == 6.0
+    mt.update_scale(scale, tracker, clean, min_scale=7.0)  # bounds hold at every call
+    assert scale.item() == 7.0
+
+
+def test_a_tracker_past_the_interval_grows():
+    scale, tracker = scaler(8.0, tracker=50)  # the interval was lowered, or a checkpoint says so
+    mt.update_scale(scale, tracker, torch.tensor(0.0), growth_interval=10)
+    assert (scale.item(), tracker.item()) == (16.0, 0)
+
+
+@device
+def test_hysteresis_tells_a_story(device):
+    scale, tracker = scaler(64.0, device)
+    patience = torch.tensor([3], dtype=torch.int32, device=device)
+    story = [  # found, scale, growth tracker, patience
+        (0, 64.0, 1, 3),
+        (1, 64.0, 0, 2),
+        (1, 64.0, 0, 1),
+        (1, 32.0, 0, 0),
+        (1, 16.0, 0, -1),
+        (0, 16.0, 1, 3),
+        (1, 16.0, 0, 2),
+        (0, 16.0, 1, 3),
+        (0, 32.0, 0, 3),
+    ]
+    for overflow, *expected in story:
+        found = torch.full((1,), float(overflow), device=device)
+        mt.update_scale(scale, tracker, found, growth_interval=2, hysteresis=3, hysteresis_tracker=patience)
+        assert [scale.item(), tracker.item(), patience.item()] == expected
+
+
+def test_update_scale_names_what_is_wrong():
+    scale, tracker = scaler(8.0)
+    found = torch.tensor(0.0)
+    for arguments, options, error, message in [
+        (
+            (tracker, tracker, found),
+            {},
+            ValueError,
+            "update_scale: scale is a torch.int32 tensor of shape [1] on cpu, ",
+        ),
+        ((scale, scale, found), {}, ValueError, "update_scale: growth_tracker is a torch.float32 tensor"),
+        (
+            (scale, tracker, torch.zeros(2)),
+            {},
+            ValueError,
+            "update_scale: found_inf is a torch.float32 tensor of shape [2]",
+        ),
+        ((scale, tracker, 0.0), {}, TypeError, "update_scale: found_inf is a float, a float32 tensor of one element"),
+        ((8.0, tracker, found), {}, TypeError, "update_scale: scale is a float"),
+        (
+            (scale, tracker, found),
+            {"hysteresis": 2},
+            ValueError,
+            "update_scale: hysteresis=2 needs a hysteresis_tracker",
+        ),
+        ((scale, tracker, found), {"hysteresis": 0}, ValueError, "update_scale: hysteresis is 0, at least 1 is wanted"),
+        (
+            (scale, tracker, found),
+            {"min_scale": 4.0, "max_scale": 2.0},
+            ValueError,
+            "update_scale: min_scale=4.0 is above",
+        ),
+    ]:
+        with pytest.raises(error, match=re.escape(message)):
+            mt.update_scale(*arguments, **options)
+    assert (scale.item(), tracker.item(), scale._version, tracker._version) == (8.0, 0, 0, 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Autograd, versions, threads
+
+
+@device
+def test_writes_bump_the_version_counter_and_reads_do_not(device):
+    x, y, out = (draw([4, 0, 700], torch.float32, device) for _ in range(3))
+    for call, written, read in [
+        (lambda: mt.multi_tensor_scale(x, out, 2.0), out, x),
+        (lambda: mt.multi_tensor_unscale(out, 2.0, flag(device)), out, []),
+        (lambda: mt.multi_tensor_axpby(1.0, x, 1.0, y, out), out, x + y),
+        (lambda: mt.multi_tensor_unscale_l2norm(out, 2.0, flag(device)), out, []),
+        (lambda: mt.multi_tensor_adopt(x, out), out, x),
+        (lambda: mt.multi_tensor_l2norm(out), [], out),
+    ]:
+        before, before_read = versions(written), versions(read)
+        call()
+        assert all(now > then for now, then in zip(versions(written), before, strict=True))
+        assert versions(read) == before_read
+
+
+def test_autograd_notices_a_write():
+    weight = torch.ones(3, requires_grad=True)
+    hidden = weight * 2
+    loss = (hidden * hidden).sum()
+    mt.multi_tensor_unscale([hidden], 0.5, flag())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_leaves_that_require_grad_are_written_and_nothing_is_recorded():
+    master = torch.nn.Parameter(torch.ones(3))
+    param = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+    mt.multi_tensor_scale([master], [param], 3.0)
+    mt.multi_tensor_adopt([param], [master])
+    mt.multi_tensor_axpby(1.0, [param], 1.0, [master], [master])
+    assert master.tolist() == [6.0] * 3 and param.tolist() == [3.0] * 3
+    assert master.is_leaf and param.is_leaf and master.grad_fn is None
+    assert not mt.multi_tensor_l2norm([master]).requires_grad
+
+
+def test_inference_tensors():
+    with torch.inference_mode():
+        tensors = [torch.ones(3)]
+        mt.multi_tensor_unscale(tensors, 2.0, flag())
+    assert tensors[0].tolist() == [2.0] * 3
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    def everything():
+        x, y = (
+            draw([300_000, 5, 40_001, 0], torch.float16, "cpu"),
+            draw([300_000, 5, 40_001, 0], torch.float32, "cpu", 1),
+        )
+        found = flag()
+        mt.multi_tensor_axpby(0.3, x, 0.7, y, y)
+        total, norms = mt.multi_tensor_unscale_l2norm(y, 1 / 3, found, per_tensor=True)
+        return [*y, total, norms, found]
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = everything()
+        for threads in (2, 3, 7):
+            torch.set_num_threads(threads)
+            if mt.backend() == "cpp":
+                exact(everything(), one)
+            else:  # torch's own norm splits its sum among the threads
+                torch.testing.assert_close(everything(), one, rtol=1e-6, atol=0)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_flag_is_found_wherever_it_hides():
+    for place in range(0, 200_000, 9_973):
+        tensor, found = torch.zeros(200_000, dtype=torch.bfloat16), flag()
+        tensor[place] = NAN
+        mt.multi_tensor_check_finite([torch.zeros(3), tensor], found)
+        assert found == 1.0
+
+
+def test_no_reference_is_kept():
+    import weakref
+
+    tensor = torch.ones(3)
+    alive = weakref.ref(tensor)
+    mt.multi_tensor_unscale([tensor], 1.0, flag())
+    with pytest.raises(ValueError):
+        mt.multi_tensor_scale([tensor], [], 1.0)
+    del tensor
+    gc.collect()
+    assert alive() is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors: what came, what was wanted, and nothing written
+
+
+F32, F16 = torch.ones(3), torch.ones(3, dtype=torch.float16)
+BAD_CALLS = [
+    (([F32], [F32, F32]), ValueError, "multi_tensor_scale: dst has 2 tensors, src has 1"),
+    (
+        ([F32] * 4, [F32, F32, F32, torch.ones(2)]),
+        ValueError,
+        "multi_tensor_scale: tensor 3 of dst has shape [2], src has [3]",
+    ),
+    ((F32, [F32]), TypeError, "multi_tensor_scale: src is a Tensor, a list or tuple of tensors is wanted"),
+    (([F32], F32), TypeError, "multi_tensor_scale: dst is a Tensor, a list or tuple of tensors is wanted"),
+    (([F32, None], [F32, F32]), TypeError, "multi_tensor_scale: tensor 1 of src is a NoneType, a tensor is wanted"),
+    (
+        ([F32.int()], [F32]),
+        TypeError,
+        "multi_tensor_scale: tensor 0 of src is torch.int32, one of float32, float16, bfloat16, float64 is wanted: ",
+    ),
+    (([F32], [F32.cfloat()]), TypeError, "multi_tensor_scale: tensor 0 of dst is torch.complex64, one of float32"),
+    (
+        ([F32.to_sparse()], [F32]),
+        TypeError,
+        "multi_tensor_scale: tensor 0 of src is sparse (torch.sparse_coo), a dense one is wanted: hand over its "
+        "coalesced values (`t.coalesce().values()`)",
+    ),
+    (
+        ([F32, F32.double()], [F32, F32]),
+        TypeError,
+        "multi_tensor_scale: tensor 1 of dst is torch.float32, src has torch.float64: float64 stays float64",
+    ),
+    (
+        ([F32, F32.to("meta")], [F32, F32]),
+        ValueError,
+        "multi_tensor_scale: tensor 1 of src is on meta, tensor 0 of src on cpu: one call takes one device",
+    ),
+    (
+        ([F32.expand(2, 3)], [F16.expand(2, 3)]),
+        ValueError,
+        "multi_tensor_scale: tensor 0 of dst overlaps itself (an expanded tensor, strides [0, 1])",
+    ),
+    (
+        ([torch.ones(2, dtype=torch.cfloat).conj().imag], [torch.ones(2)]),
+        ValueError,
+        "multi_tensor_scale: tensor 0 of src is a lazily negated view, call `.resolve_neg()` on it first",
+    ),
+]
+
+
+@pytest.mark.parametrize("lists, error, message", BAD_CALLS, ids=lambda value: value if isinstance(value, str) else "")
+def test_errors_name_the_list_and_the_index_and_change_nothing(lists, error, message):
+    tensors = [t for ts in lists for t in (ts if isinstance(ts, list) else [ts]) if isinstance(t, torch.Tensor)]
+    before, found = versions(tensors), flag()
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        mt.multi_tensor_scale(*lists, 2.0, found)
+    assert versions(tensors) == before
+    assert found == 0.0 and F32.tolist() == [1.0] * 3 and F16.tolist() == [1.0] * 3
+
+
+def test_overlapping_lists_are_refused():
+    base = torch.arange(10.0)
+    message = "multi_tensor_scale: tensor 0 of dst overlaps tensor 0 of src in memory"
+    with pytest.raises(ValueError, match=message):
+        mt.multi_tensor_scale([base[:8]], [base[1:9]], 2.0)
+    with pytest.raises(ValueError, match=message):
+        mt.multi_tensor_scale([base[:9].view(3, 3)], [base[:9].view(3, 3).t()], 2.0)
+    assert base.tolist() == list(range(10))
+    mt.multi_tensor_scale([base[:5]], [base[5:]], 2.0)  # neighbours in one buffer are apart
+    assert base.tolist() == [0, 1, 2, 3, 4, 0, 2, 4, 6, 8]
+
+
+@pytest.mark.parametrize(
+    "found, error",
+    [
+        (torch.zeros(2), ValueError),
+        (torch.zeros((), dtype=torch.int32), ValueError),
+        (torch.zeros((), device="meta"), ValueError),
+        (0.0, TypeError),
+    ],
+)
+def test_found_inf_is_checked(found, error):
+    tensors = [torch.ones(3)]
+    for call in (
+        lambda: mt.multi_tensor_unscale(tensors, 2.0, found),
+        lambda: mt.multi_tensor_check_finite(tensors, found),
+        lambda: mt.multi_tensor_unscale_l2norm(tensors, 2.0, found),
+        lambda: mt.multi_tensor_axpby(2.0, tensors, 2.0, tensors, tensors, found),
+    ):
+        with pytest.raises(
+            error, match=r"^multi_tensor_\w+: found_inf is a .*, a float32 tensor of one element on cpu"
+        ):
+            call()
+    assert tensors[0].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    "factor, error",
+    [
+        (torch.ones(2), ValueError),
+        (torch.ones((), dtype=torch.float16), ValueError),
+        (torch.ones((), device="meta"), ValueError),
+        ("2", TypeError),
+        (None, TypeError),
+    ],
+)
+def test_factors_are_checked(factor, error):
+    tensors = [torch.ones(3)]
+    with pytest.raises(error, match=r"^multi_tensor_scale: factor is a "):
+        mt.multi_tensor_scale(tensors, tensors, factor)
+    with pytest.raises(error, match=r"^multi_tensor_axpby: b is a "):
+        mt.multi_tensor_axpby(1.0, tensors, factor, tensors, tensors)
+    assert tensors[0].tolist() == [1.0] * 3
+
+
+def test_a_subclass_without_memory_of_its_own_is_refused():
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls):
+            return torch.Tensor._make_wrapper_subclass(cls, (3,), dtype=torch.float32)
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError("nothing may be computed")
+
+    with pytest.raises(
+        TypeError, match=r"^multi_tensor_unscale: tensor 1 of grads is a Wrapper, a plain tensor is wanted"
+    ):
+        mt.multi_tensor_unscale([torch.ones(3), Wrapper()], 2.0, flag())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Backends
+
+
+def test_the_backend_says_what_and_why(backend):
+    assert mt.backend() == backend
+    assert "\n" not in mt.backend_reason() and mt.backend_reason()
+    with (
+        pytest.raises(ValueError, match=re.escape("use_backend: 'cuda' is none of cpp, torch")),
+        mt.use_backend("cuda"),
+    ):
+        pass
+    assert mt.backend() == backend
+
+
+def test_the_environment_forces_torch_and_the_import_touches_no_cuda():
+    program = (
+        "import torch; from amp_patch import multi_tensor as mt;"
+        "print(mt.backend(), torch.cuda.is_initialized(), mt.backend_reason())"
+    )
+
+    def run(**environment):
+        import os
+
+        return subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+            capture_output=True,
+            text=True,
+        )
+
+    assert run(AMP_PATCH_BACKEND="torch").stdout.startswith("torch False ")
+    assert "AMP_PATCH_BACKEND='nonsense' is none of cpp, torch" in run(AMP_PATCH_BACKEND="nonsense").stderr

@@ -1,0 +1,163 @@
+"""patch.py: replaced attributes come back exactly, in any kind of owner and after failures."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from amp_patch.patch import Patches
+
+
+class Base:
+    def inherited(self) -> str:
+        return "base"
+
+
+class Derived(Base):
+    own = "own"
+
+    @staticmethod
+    def static() -> str:
+        return "static"
+
+    @property
+    def prop(self) -> str:
+        return self.__dict__.get("_prop", "unset")
+
+    @prop.setter
+    def prop(self, value: str) -> None:
+        self.__dict__["_prop"] = value
+
+
+class Slotted:
+    __slots__ = ("field",)
+
+
+def test_own_slot_of_a_class_is_the_very_object_again() -> None:
+    before = dict(vars(Derived))
+    patches = Patches()
+    patches.set(Derived, "own", 1)
+    patches.set(Derived, "static", lambda: "patched")
+    assert Derived.own == 1
+    patches.remove()
+    assert {name: value for name, value in vars(Derived).items() if before.get(name) is not value} == {}
+    assert isinstance(vars(Derived)["static"], staticmethod), "the slot was read through getattr"
+
+
+def test_inherited_slot_is_deleted_not_shadowed() -> None:
+    patches = Patches()
+    patches.set(Derived, "inherited", lambda self: "patched")
+    assert Derived().inherited() == "patched"
+    patches.remove()
+    assert "inherited" not in vars(Derived)
+    assert Derived().inherited() == "base"
+
+
+def test_torch_tensor_method_and_operator_are_inherited_again() -> None:
+    x = torch.tensor([2.0])
+    patches = Patches()
+    patches.set(torch.Tensor, "exp", lambda self: "exp")
+    patches.set(torch.Tensor, "__matmul__", lambda self, other: "matmul")
+    assert (x.exp(), x @ x) == ("exp", "matmul")
+    patches.remove()
+    assert "exp" not in vars(torch.Tensor) and "__matmul__" not in vars(torch.Tensor)
+    assert (x @ x).item() == 4.0
+
+
+def test_module_that_answers_through_getattr() -> None:
+    assert "lstm" not in vars(torch._VF)
+    original = torch._VF.lstm
+    patches = Patches()
+    patches.set(torch._VF, "lstm", len)
+    assert torch._VF.lstm is len
+    patches.remove()
+    assert "lstm" not in vars(torch._VF)
+    assert torch._VF.lstm is original
+
+
+def test_one_name_twice_comes_apart_in_order() -> None:
+    module = types.ModuleType("module")
+    module.value = "original"
+    patches = Patches()
+    for value in ("first", "second"):
+        patches.set(module, "value", value)
+    assert module.value == "second" and len(patches) == 2
+    patches.remove()
+    assert module.value == "original" and len(patches) == 0
+    patches.remove()  # nothing left: nothing happens
+    assert module.value == "original"
+
+
+def test_new_name_goes_away() -> None:
+    module = types.ModuleType("module")
+    patches = Patches()
+    patches.set(module, "fresh", 1)
+    patches.remove()
+    assert not hasattr(module, "fresh")
+
+
+def test_instance_with_property_or_slots() -> None:
+    derived, slotted, empty = Derived(), Slotted(), Slotted()
+    derived.prop, slotted.field = "set", "filled"
+    patches = Patches()
+    patches.set(derived, "prop", "patched")
+    patches.set(slotted, "field", "patched")
+    patches.set(empty, "field", "patched")
+    assert (derived.prop, slotted.field, empty.field) == ("patched", "patched", "patched")
+    patches.remove()
+    assert (derived.prop, slotted.field) == ("set", "filled")
+    assert not hasattr(empty, "field")
+
+
+def test_instance_attribute_that_the_class_has_too() -> None:
+    derived = Derived()
+    patches = Patches()
+    patches.set(derived, "own", "patched")
+    patches.remove()
+    assert "own" not in vars(derived) and derived.own == "own"
+
+
+def test_closure_cell() -> None:
+    captured = "original"
+
+    def reader() -> str:
+        return captured
+
+    (cell,) = reader.__closure__
+    patches = Patches()
+    patches.set_cell(cell, "patched")
+    assert reader() == "patched"
+    patches.remove()
+    assert reader() == "original"
+
+
+def test_empty_closure_cell_is_empty_again() -> None:
+    cell = types.CellType()
+    patches = Patches()
+    patches.set_cell(cell, 1)
+    assert cell.cell_contents == 1
+    patches.remove()
+    with pytest.raises(ValueError):
+        _ = cell.cell_contents
+
+
+def test_refused_change_leaves_nothing_on_the_stack() -> None:
+    patches = Patches()
+    with pytest.raises((AttributeError, TypeError)):
+        patches.set(int, "bit_length", None)  # a builtin type takes no attributes
+    assert len(patches) == 0
+    patches.remove()
+
+
+def test_one_failing_undo_does_not_keep_the_others_from_running() -> None:
+    module = types.ModuleType("module")
+    module.kept = "original"
+    patches = Patches()
+    patches.set(module, "kept", "patched")
+    patches.set(module, "fresh", 1)
+    del module.fresh  # somebody else cleaned up: our delattr will fail
+    with pytest.raises(AttributeError, match="fresh"):
+        patches.remove()
+    assert module.kept == "original" and len(patches) == 0

@@ -1,0 +1,89 @@
+"""csrc/plan.h, the host code that splits lists into launches; it needs the extension and no device."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from amp_patch import multi_tensor
+
+# Without the extension there is no plan.h to test: the whole file is skipped, with the reason of the build.
+_C = pytest.importorskip("amp_patch._C", reason=multi_tensor.backend_reason())
+
+
+def plan(sizes, chunk=8, max_tensors=4, max_chunks=6):
+    return _C.plan(sizes, chunk, max_tensors, max_chunks)
+
+
+def covered(launches, chunk):
+    """The (tensor, chunk index) pairs of a plan, in order."""
+    return [(tensors[slot], index) for tensors, chunks in launches for slot, index in chunks]
+
+
+def expected(sizes, chunk):
+    return [(tensor, index) for tensor, size in enumerate(sizes) for index in range(-(-size // chunk))]
+
+
+def check(sizes, chunk=8, max_tensors=4, max_chunks=6):
+    launches = plan(sizes, chunk, max_tensors, max_chunks)
+    assert covered(launches, chunk) == expected(sizes, chunk)  # every element once, in order
+    for tensors, chunks in launches:
+        assert 0 < len(tensors) <= max_tensors
+        assert 0 < len(chunks) <= max_chunks
+        assert len(set(tensors)) == len(tensors)
+        assert {slot for slot, _ in chunks} == set(range(len(tensors)))  # no slot without work
+    return launches
+
+
+def test_nothing_and_only_empties_launch_nothing():
+    assert plan([]) == []
+    assert plan([0]) == []
+    assert plan([0] * 200) == []  # more empties than slots: Apex wrote slot 199 of a 110-slot array
+
+
+def test_by_hand():
+    assert plan([8, 17, 0, 3]) == [([0, 1, 3], [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0)])]
+
+
+def test_a_trailing_empty_tensor_loses_nothing():
+    # Apex decided to launch inside its loop over chunks, which a last empty tensor never enters.
+    assert plan([8, 8, 0]) == plan([8, 8]) == [([0, 1], [(0, 0), (1, 0)])]
+
+
+@pytest.mark.parametrize("sizes", [[0, 8], [8, 0], [8, 0, 0, 8], [0, 0, 1], [7], [8], [9], [16], [17]])
+def test_empties_and_chunk_edges(sizes):
+    check(sizes)
+
+
+def test_more_tensors_than_slots():
+    assert [len(tensors) for tensors, _ in check([1] * 9)] == [4, 4, 1]
+
+
+def test_a_tensor_that_spans_launches_takes_a_slot_in_each():
+    assert plan([8 * 13], max_chunks=6) == [
+        ([0], [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (0, 5)]),
+        ([0], [(0, 6), (0, 7), (0, 8), (0, 9), (0, 10), (0, 11)]),
+        ([0], [(0, 12)]),
+    ]
+
+
+def test_sizes_past_31_bits():
+    chunk = 2**30
+    launches = check([2**31 + 1, 3, 2**33], chunk)
+    assert covered(launches, chunk)[:4] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    assert len(covered(launches, chunk)) == 3 + 1 + 8
+    assert len(covered(plan([2**62], 2**55), 2**55)) == 128
+
+
+def test_fuzz():
+    draw = random.Random(0)
+    for _ in range(2000):
+        sizes = [draw.choice([0, 0, 1, 7, 8, 9, 16, 40, draw.randrange(200)]) for _ in range(draw.randrange(30))]
+        check(sizes, draw.choice([1, 8, 64]), draw.randint(1, 6), draw.randint(1, 9))
+
+
+@pytest.mark.parametrize("arguments", [([1], 0, 1, 1), ([1], 1, 0, 1), ([1], 1, 1, 0), ([-1], 1, 1, 1)])
+def test_nonsense_is_refused(arguments):
+    with pytest.raises(ValueError, match=r"^plan: "):
+        _C.plan(*arguments)

@@ -1,0 +1,396 @@
+"""What users of Apex's and torch's AMP asked for; each test is named after what it promises.
+
+Numbers in comments are issues of NVIDIA/apex unless a project is named. Promises with a file of their own (overflow,
+resume, copies, casts) are tested there.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import training
+from torch import nn
+from training import LEVELS, SGD, backward, convnet, linear
+
+from amp_patch import amp
+
+
+def step(model, optimizer, number=0):
+    inputs, targets = training.images(number)
+    loss = nn.functional.cross_entropy(model(inputs), targets) / 8
+    backward(loss, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+# --- state, scope and order of calls ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_initialize_can_be_called_once_for_each_batch(level):  # 815, 626
+    model = convnet()
+    optimizer = SGD(model.parameters())
+    losses = []
+    for _ in range(6):
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0)
+        losses.append(step(model, optimizer))
+    assert losses[-1] < losses[0] and math.isfinite(losses[-1])
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_state_is_found_from_the_optimizer_wherever_scale_loss_is_called(level):  # 1408
+    first, second = linear([[1.0]]), linear([[1.0]])
+    first, opt1 = amp.initialize(first, SGD(first.parameters()), opt_level=level, loss_scale=8.0)
+    second, _ = amp.initialize(second, SGD(second.parameters()), opt_level="O1", loss_scale=4.0)
+    with amp.scale_loss(torch.ones(()), opt1) as scaled:
+        assert scaled.item() == 8.0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_zero_grad_step_state_dict_and_add_param_group_are_legal_before_any_backward(level):  # 341, 332, UNITER
+    model = convnet()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
+    before = training.weights(model)
+    optimizer.zero_grad()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.5})
+    amp.load_state_dict(amp.state_dict())
+    list(amp.master_params(optimizer))
+    optimizer.step()
+    assert training.same(training.weights(model), before)
+    step(model, optimizer)
+    assert not training.same(training.weights(model), before)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_growing_net_adds_a_param_group_before_or_after_the_first_backward(level, when):  # 292, PR 310
+    model = nn.Sequential(linear([[1.0]]))
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, loss_scale=64.0
+    )
+    if when == "after":
+        backward(model(torch.zeros(1, 1)).sum(), optimizer)
+        optimizer.step()
+    layer = linear([[1.0]]).to(model[0].weight.dtype)
+    model.append(layer)
+    group = {"params": layer.weight, "lr": 0.5}
+    optimizer.add_param_group(group)
+    assert optimizer.param_groups[1] is group
+    added = list(amp.master_params(optimizer))[1]
+    assert (added is layer.weight) == (level not in ("O2", "O5"))
+    optimizer.zero_grad()
+    backward(model(torch.ones(1, 1)).sum(), optimizer)
+    optimizer.step()
+    assert (model[0].weight.item(), layer.weight.item()) == (0.0, 0.5)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [layer.weight]})
+    assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_parameters_can_be_frozen_and_thawed_in_mid_run(level):  # 643
+    model = convnet()
+    model.head.requires_grad_(False)
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
+    head = training.weights(model.head)
+    step(model, optimizer)
+    assert training.same(training.weights(model.head), head)
+    model.head.requires_grad_(True)
+    model.body.requires_grad_(False)
+    step(model, optimizer)
+    assert not training.same(training.weights(model.head), head)
+    assert all(p.requires_grad for p in amp.master_params(optimizer) if p.grad is not None)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_new_optimizer_over_a_trained_model_keeps_the_masters_precision(level):  # 643
+    model = convnet()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
+    step(model, optimizer)
+    values = training.weights(model)
+    model, optimizer = amp.initialize(model, training.ADAM(model.parameters()), opt_level=level)
+    assert training.same(training.weights(model), values)
+    step(model, optimizer)
+    assert not training.same(training.weights(model), values)
+
+
+class Larc:
+    """A wrapper like Apex's LARC: no Optimizer, holds one as `.optim`, changes gradients before its step."""
+
+    def __init__(self, optim):
+        self.optim, self.param_groups = optim, optim.param_groups
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+        self.optim.step()
+
+    def zero_grad(self):
+        self.optim.zero_grad()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_wrappers_like_larc_are_accepted(level):  # 978, 1617
+    model = linear([[1.0]])
+    wrapper = Larc(torch.optim.SGD(model.parameters(), lr=1.0))
+    model, returned = amp.initialize(model, wrapper, opt_level=level, loss_scale=64.0)
+    assert returned is wrapper
+    backward(model(torch.ones(1, 1)).sum(), wrapper)
+    assert [p.dtype for p in amp.master_params(wrapper)] == [torch.float16 if level == "O3" else torch.float32]
+    wrapper.step()
+    assert model.weight.item() == 0.5
+
+
+class Homemade:
+    """No torch Optimizer at all, only its shape."""
+
+    def __init__(self, params):
+        self.param_groups = [{"params": list(params)}]
+
+    def step(self):
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p -= p.grad
+
+    def zero_grad(self):
+        for p in self.param_groups[0]["params"]:
+            p.grad = None
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_optimizers_by_shape_alone_are_accepted(level):
+    model = linear([[1.0]])
+    optimizer = Homemade(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    for value, expected in ((0.5, 0.5), (math.inf, 0.5), (0.25, 0.25)):
+        if level in ("O0", "O3", "O4", "O5") and math.isinf(value):
+            assert not optimizer._amp_stash.step_skipped
+        backward(model(torch.full((1, 1), value)).sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert model.weight.item() == expected
+    amp.restore()
+    assert type(optimizer) is Homemade and vars(optimizer).keys() == {"param_groups"}
+
+
+def test_extra_attributes_and_methods_of_an_optimizer_stay():  # horovod 1089
+    class Distributed(torch.optim.SGD):
+        def synchronize(self):
+            return self.tag
+
+    model = linear([[1.0]])
+    optimizer = Distributed(model.parameters(), lr=1.0)
+    optimizer.tag = "here"
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=64.0)
+    with amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        assert optimizer.synchronize() == "here"
+        assert model.weight.grad.item() == 64.0  # the raw scaled gradient: Horovod reduces it here
+        model.weight.grad.mul_(0.5)
+    assert next(amp.master_params(optimizer)).grad.item() == 0.5
+
+
+# --- the forms that public scripts use -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("clear", ["model.zero_grad", "grad = None"])
+def test_a_script_that_clears_only_the_model_s_gradients_never_accumulates(level, clear):  # tacotron2, dcgan
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, loss_scale=64.0
+    )
+    for expected in (0.75, 0.5, 0.25):
+        if clear == "model.zero_grad":
+            model.zero_grad()
+        else:
+            for p in model.parameters():
+                p.grad = None
+        backward(model(torch.full((1, 1), 0.25)).sum(), optimizer)
+        optimizer.step()
+        assert model.weight.item() == expected
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_script_may_go_on_with_its_own_name_for_the_model(level):  # UNet3plus
+    net = convnet()
+    optimizer = SGD(net.parameters())
+    amp.initialize(net, optimizer, opt_level=level)
+    before = training.weights(net)
+    step(net, optimizer)
+    assert not training.same(training.weights(net), before)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_masters_can_be_saved_and_restored_through_master_params(level):  # NVIDIA's BERT
+    model = convnet()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
+    step(model, optimizer)
+    saved = {"model": {k: v.clone() for k, v in model.state_dict().items()}}
+    saved["masters"] = [p.detach().clone() for p in amp.master_params(optimizer)]
+    step(model, optimizer, 1)
+    model.load_state_dict(saved["model"])
+    for p, s in zip(amp.master_params(optimizer), saved["masters"], strict=True):
+        p.data.copy_(s.data)
+    assert training.same([p.detach() for p in amp.master_params(optimizer)], saved["masters"])
+    optimizer.step()  # no gradients: publishes, changes nothing
+    assert training.same([p.detach() for p in amp.master_params(optimizer)], saved["masters"])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_some_losses_may_be_skipped_in_an_iteration(level):  # progan
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, num_losses=3)
+    for loss_id in (0, 2, 1):
+        backward(model(torch.full((1, 1), 0.25)).sum() / 4, optimizer, loss_id=loss_id)
+    optimizer.step()
+    assert model.weight.item() == 1 - 3 / 16
+
+
+def test_an_ema_of_state_dicts_does_not_stall_in_half():  # CMC
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=1e-4), opt_level="O2", loss_scale=64.0
+    )
+    average = amp.fp32_copy(model)
+    for _ in range(3):
+        backward(model(torch.ones(1, 1)).sum(), optimizer)
+        optimizer.step()
+        for name, value in model.state_dict().items():
+            average.state_dict()[name].mul_(0.9).add_(value, alpha=0.1)
+    assert 0.9997 < average.weight.item() < 1.0  # an FP16 average cannot move from 1.0 in such steps
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_retain_graph_and_gradient_penalty_work_with_batch_norm(level):  # 215, 654
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, loss_scale=16.0)
+    inputs = torch.randn(5, 4, requires_grad=True)
+    out = model(inputs).float()
+    (grad,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+    penalty = (grad.float().norm(2, dim=1) - 1).pow(2).mean()
+    backward(penalty, optimizer)
+    reference = [p.grad.float().clone() for p in amp.master_params(optimizer) if p.grad is not None]
+    assert reference and all(g.isfinite().all() for g in reference)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_inference_needs_no_optimizer_and_makes_no_masters(level):  # 199, 750, 809
+    from amp_patch import links
+
+    model = amp.initialize(convnet().eval(), opt_level=level)
+    with torch.no_grad():
+        out = model(training.images(0)[0])
+    assert out.shape == (8, 5) and out.isfinite().all()
+    assert all(links.master_of(p) is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_evaluate_load_evaluate_sees_the_new_weights(level):  # 796
+    model, inputs = amp.initialize(convnet().eval(), opt_level=level), training.images(0)[0]
+    with torch.no_grad():
+        old = model(inputs)
+        model.load_state_dict(convnet(seed=9).state_dict())
+        new = model(inputs)
+        model.load_state_dict(convnet().state_dict())
+        assert torch.equal(model(inputs), old) and not torch.equal(new, old)
+        for p in model.parameters():
+            p.data.copy_(torch.zeros_like(p))  # an edit that no version counter tells
+        assert model(inputs).abs().sum() == 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_training_after_an_evaluation_under_no_grad_has_gradients(level):  # pytorch 65766
+    model = convnet()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
+    with torch.no_grad():
+        model(training.images(0)[0])
+    with torch.inference_mode():
+        model(training.images(0)[0])
+    before = training.weights(model)
+    step(model, optimizer)
+    after = training.weights(model)
+    assert not torch.equal(before[0], after[0])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_loss_scale_may_be_below_1_only_when_asked(level):  # 452, 654
+    model = linear([[1.0]])
+    _, optimizer = amp.initialize(
+        model, SGD(model.parameters()), opt_level=level, loss_scale="dynamic", min_loss_scale=1.0, verbosity=0
+    )
+    for _ in range(20):
+        backward(model(torch.full((1, 1), math.inf)).sum().float(), optimizer)
+        optimizer.step()
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 1.0
+
+
+def test_the_scale_never_reaches_zero():  # 834, 777: 4e-313, then ZeroDivisionError
+    model = linear([[1.0]])
+    _, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2", verbosity=0)
+    for _ in range(60):
+        backward(model(torch.full((1, 1), math.nan)).sum(), optimizer)
+        optimizer.step()
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**-24
+    assert torch.isfinite(optimizer._amp_stash.scalers[0].inverse())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_cap_of_the_scale_is_honoured(level):  # RNN-T, DeepPrivacy
+    model = linear([[1.0]])
+    amp.initialize(model, SGD(model.parameters()), opt_level=level, max_loss_scale=512.0)
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 512.0
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_binary_cross_entropy_on_half_is_refused_with_the_way_out_and_can_be_allowed(level):  # 504, 1017
+    probabilities = torch.full((2,), 0.5, dtype=torch.bfloat16 if level == "O4" else torch.float16)
+    amp.initialize(linear([[1.0]]), opt_level=level)
+    with pytest.raises(RuntimeError, match="binary_cross_entropy_with_logits"):
+        nn.functional.binary_cross_entropy(probabilities, torch.ones(2))
+    amp.initialize(linear([[1.0]]), opt_level=level, allow_banned=True)
+    assert nn.functional.binary_cross_entropy(probabilities, torch.ones(2)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_training_with_a_loss_module_and_a_metric_outside_of_forward(level):
+    model, criterion = convnet(), nn.CrossEntropyLoss()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
+    inputs, targets = training.images(0)
+    loss = criterion(model(inputs), targets) / 8
+    assert loss.dtype is torch.float32
+    backward(loss, optimizer)
+    optimizer.step()
+
+
+def _reduce_on_two_ranks(rank, folder):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        model = linear([[1.0]])
+        model, optimizer = amp.initialize(
+            model, SGD(model.parameters()), opt_level="O2", process_group=dist.group.WORLD, verbosity=0
+        )
+        value = math.inf if rank == 1 else 0.25
+        backward(model(torch.full((1, 1), value)).sum() / 4, optimizer)
+        optimizer.step()
+        assert optimizer._amp_stash.step_skipped
+        assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 32768.0
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_an_overflow_on_one_rank_skips_on_all_with_a_process_group(tmp_path):  # 237, 1135
+    torch.multiprocessing.spawn(_reduce_on_two_ranks, (str(tmp_path),), nprocs=2)
