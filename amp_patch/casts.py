@@ -43,7 +43,7 @@ __all__ = [
 # Wrappers.
 
 
-class _Function(staticmethod):  # type: ignore[type-arg]
+class _Function(staticmethod):
     """A wrapper that does not bind as a method, like the builtin that it wraps: `class A: act = torch.exp` works.
 
     A staticmethod because that is callable at C speed. Copies are the object itself. A pickle holds the address, or
@@ -56,7 +56,7 @@ class _Function(staticmethod):  # type: ignore[type-arg]
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        return vars(self)["_original"]  # type: ignore[no-any-return]
+        return vars(self)["_original"]
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self
@@ -68,7 +68,7 @@ class _Function(staticmethod):  # type: ignore[type-arg]
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return vars(self)["_reduced"]  # type: ignore[no-any-return]
+        return vars(self)["_reduced"]
 
     def __repr__(self) -> str:
         return f"<casts of {self.__wrapped__!r}>"
@@ -132,9 +132,9 @@ def install() -> None:
                 owner = _resolve(address)
                 for rule, names in rules.items():
                     for name in names:
-                        if hasattr(owner, name) and (id(owner), name) not in _registered:
+                        if hasattr(owner, name):
                             _replace(patches, owner, name, rule)
-            for owner, name, rule in _registered.values():
+            for owner, name, rule in _registered.values():  # after the lists: the user's rule takes their place
                 _replace(patches, owner, name, rule)
         except BaseException:
             patches.remove()
@@ -324,6 +324,6 @@ def _autocast_dtype(device_type: Any) -> torch.dtype:
         return torch.get_autocast_dtype(device_type)
     except RuntimeError:
         raise ValueError(
-            f"autocast: device_type is {device_type!r}, which torch does not know; wanted the type of a device, such as "
-            "'cuda' or 'cpu'"
+            f"autocast: device_type is {device_type!r}, which torch does not know; wanted the type of a device, "
+            "such as 'cuda' or 'cpu'"
         ) from None

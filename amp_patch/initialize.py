@@ -276,7 +276,7 @@ def fp32_copy(model: nn.Module) -> nn.Module:
 
     Weights are the masters' exact values where there are masters, else the low-precision ones upcast.
     """
-    links.reconcile(links.with_masters(set(model.parameters())))
+    links.reconcile(links.linked(set(model.parameters())))
     plain = copy.deepcopy(model)
     model_side.restore(plain)
     with torch.no_grad():

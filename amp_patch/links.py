@@ -15,70 +15,90 @@ from torch.utils.weak import WeakIdKeyDictionary
 from amp_patch import multi_tensor
 
 
-class _Link:
+class Link:
+    """The master of a parameter; it does not hold the parameter.
+
+    Attributes:
+        master: FP32, the parameter's shape.
+        version: the master's version counter when its value was last published to the parameter.
+    """
+
     __slots__ = ("master", "version")
 
     def __init__(self, master: Tensor) -> None:
         self.master = master
-        self.version = master._version  # of the master when its value was last published to the parameter
+        self.version = master._version
 
+
+# A parameter with the link to its master.
+Linked = tuple[Tensor, Link]
 
 _links: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+def link_of(param: Tensor) -> Link | None:
+    """The link of `param` to its master, or None where it has none."""
+    found: Link | None = _links.get(param)
+    return found
+
+
 def master_of(param: Tensor) -> Tensor | None:
     """The FP32 master of `param`, or None where `param` is its own."""
-    link = _links.get(param)
+    link = link_of(param)
     return None if link is None else link.master
 
 
-def link(param: Tensor, master: Tensor) -> None:
+def connect(param: Tensor, master: Tensor) -> Link:
     """Make `master` (FP32, the shape of `param`) the master of `param`."""
-    _links[param] = _Link(master)
+    link = link_of(param)
+    if link is None or link.master is not master:
+        _links[param] = link = Link(master)
+    return link
 
 
-def unlink(param: Tensor) -> None:
+def disconnect(param: Tensor) -> None:
     """Forget the master of `param`, if it has one."""
     _links.pop(param, None)
 
 
-def with_masters(params: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """The pairs (param, master) of those `params` that have one."""
-    return [(param, master) for param in params if (master := master_of(param)) is not None]
+def linked(params: Iterable[Tensor]) -> list[Linked]:
+    """Those `params` that have a master, with their links."""
+    return [(param, link) for param in params if (link := link_of(param)) is not None]
 
 
-def publish(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+def publish(pairs: Sequence[Linked]) -> None:
     """Round every master into its parameter, in place, on the device; no sync."""
     for params, masters in _by_device(pairs):
         multi_tensor.multi_tensor_scale(masters, params, 1.0)
     _mark_published(pairs)
 
 
-def reconcile(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+def reconcile(pairs: Sequence[Linked]) -> None:
     """Bring masters and parameters in step after edits by the user, in place, on the device; no sync.
 
     A master that was written since it was published is published. Elsewhere each element of a parameter that is no
     longer its master's rounded value was edited (weights clamped, initialized by hand), also through `.data`, which no
     version counter tells: the master adopts it. All other elements keep the master's precision.
     """
-    written = [pair for pair in pairs if pair[1]._version != _links[pair[0]].version]
-    publish(written)
-    published = {id(param) for param, _ in written}
-    rest = [pair for pair in pairs if id(pair[0]) not in published]
-    for params, masters in _by_device(rest):
+    written = [pair for pair in pairs if pair[1].master._version != pair[1].version]
+    if written:
+        publish(written)
+        published = {id(link) for _, link in written}
+        pairs = [pair for pair in pairs if id(pair[1]) not in published]
+    for params, masters in _by_device(pairs):
         multi_tensor.multi_tensor_adopt(params, masters)
-    _mark_published(rest)
+    _mark_published(pairs)
 
 
-def _mark_published(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for param, master in pairs:
-        _links[param].version = master._version
+def _mark_published(pairs: Sequence[Linked]) -> None:
+    for _, link in pairs:
+        link.version = link.master._version
 
 
-def _by_device(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+def _by_device(pairs: Sequence[Linked]) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
     groups: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-    for param, master in pairs:
+    for param, link in pairs:
         params, masters = groups.setdefault(param.device, ([], []))
         params.append(param)
-        masters.append(master)
+        masters.append(link.master)
     return groups.values()

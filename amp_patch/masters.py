@@ -26,24 +26,22 @@ class Masters:
     """
 
     def __init__(self) -> None:
-        self._params: dict[int, tuple[Tensor, Tensor]] = {}  # id(master) -> (param, master)
+        self._params: dict[int, links.Linked] = {}  # id(master) -> the parameter and its link to this master
 
     def __getstate__(self) -> list[tuple[Tensor, Tensor]]:
-        return self.linked()
+        return [(param, link.master) for param, link in self._params.values()]
 
-    def __setstate__(self, linked: list[tuple[Tensor, Tensor]]) -> None:
-        self._params = {id(master): (param, master) for param, master in linked}
-        for param, master in linked:
-            links.link(param, master)
+    def __setstate__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        self._params = {id(master): (param, links.connect(param, master)) for param, master in pairs}
 
     def pairs(self, groups: Groups) -> Iterator[tuple[Tensor, Tensor]]:
         """(param, master) for every parameter in `groups`; the same tensor twice where it is its own master."""
         for group in groups:
             for master in group["params"]:
-                yield self._params.get(id(master), (master, master))
+                yield self._param_of(master), master
 
-    def linked(self) -> list[tuple[Tensor, Tensor]]:
-        """The pairs of two different tensors."""
+    def linked(self) -> list[links.Linked]:
+        """The parameters that have a master, with their links."""
         return list(self._params.values())
 
     def attach(self, optimizer: Any, group: dict[str, Any], about_to_be_cast: Collection[int] = ()) -> None:
@@ -64,9 +62,7 @@ class Masters:
                     master = nn.Parameter(param.detach().float(), requires_grad=param.requires_grad)
             else:
                 continue
-            if links.master_of(param) is not master:
-                links.link(param, master)
-            self._params[id(master)] = (param, master)
+            self._params[id(master)] = (param, links.connect(param, master))
             _replace(optimizer, params, index, master)
             if param.grad is not None:
                 master.grad, param.grad = param.grad.to(master.dtype), None
@@ -76,12 +72,16 @@ class Masters:
         for group in optimizer.param_groups:
             params = group["params"]
             for index, master in enumerate(params):
-                param, _ = self._params.get(id(master), (master, master))
+                param = self._param_of(master)
                 if param is not master:
                     _replace(optimizer, params, index, param)
                     if param.dtype is master.dtype:
                         param.grad = master.grad
         self._params.clear()
+
+    def _param_of(self, master: Tensor) -> Tensor:
+        known = self._params.get(id(master))
+        return master if known is None else known[0]
 
     def gather(self, groups: Groups, inverse: Tensor | None) -> FoundInf:
         """Turn the scaled gradients of the parameters into unscaled ones of their masters; no sync.

@@ -55,7 +55,7 @@ class AmpModel(subclass.Generated):
             return state
         module: nn.Module = self  # type: ignore[assignment]
         params = dict(module.named_parameters(prefix.removesuffix("."), remove_duplicate=False))
-        links.reconcile(links.with_masters(set(params.values())))
+        links.reconcile(links.linked(set(params.values())))
         for name, value in state.items():
             if not (name.startswith(prefix) and isinstance(value, Tensor) and value.dtype in LOW_PRECISION):
                 continue
@@ -79,20 +79,21 @@ class AmpModel(subclass.Generated):
         regions.drop_cache()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
         module: nn.Module = self  # type: ignore[assignment]
-        loaded = []
+        loaded: list[links.Linked] = []
         for name, param in module.named_parameters(remove_duplicate=False):
-            value, master = state_dict.get(prefix + name), links.master_of(param)
-            if master is not None and isinstance(value, Tensor) and value.shape == master.shape:
+            value, link = state_dict.get(prefix + name), links.link_of(param)
+            if link is not None and isinstance(value, Tensor) and value.shape == param.shape:
                 with torch.no_grad():
-                    master.copy_(value)
-                loaded.append((param, master))
+                    link.master.copy_(value)
+                loaded.append((param, link))
         links.publish(loaded)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """torch's, for the masters' gradients too."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         module: nn.Module = self  # type: ignore[assignment]
-        for _, master in links.with_masters(module.parameters()):
+        for _, link in links.linked(module.parameters()):
+            master = link.master
             if set_to_none or master.grad is None:
                 master.grad = None
             else:
@@ -267,13 +268,13 @@ def restore(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, subclass.Generated):
             _take(module)
-    links.reconcile(links.with_masters(set(model.parameters())))
+    links.reconcile(links.linked(set(model.parameters())))
     for param in model.parameters():
         master = links.master_of(param)
         if master is not None:
             param.grad = None
             param.data = master.data
-            links.unlink(param)
+            links.disconnect(param)
         elif param.dtype in LOW_PRECISION:
             cast([param], [], torch.float32)
     for module in model.modules():

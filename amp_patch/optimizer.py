@@ -195,7 +195,7 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     del optimizer._amp_stash
     if recast_state:
         for param, _ in linked:
-            links.unlink(param)
+            links.disconnect(param)
         state_follows_params(optimizer)
 
 
@@ -365,8 +365,8 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     linked = stash.masters.linked()
     if not stash.step_skipped:
         links.publish(linked)
-    for _, master in linked:
-        master.grad = None  # consumed: scripts that clear only the model's gradients never see it
+    for _, link in linked:
+        link.master.grad = None  # consumed: scripts that clear only the model's gradients never see it
     stash.found.clear()
 
 

@@ -78,9 +78,9 @@ def _map(value: Any, fn: TensorFn, other: ObjectFn) -> Any:
         data = _map(value.data, fn, other)
         if data is value.data:
             return value
-        clone = copy.copy(value)
-        clone.data = data
-        return clone
+        result = copy.copy(value)
+        result.data = data
+        return result
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module)):
         return _fields(value, value, fn, other)
     return other(value)
@@ -108,7 +108,7 @@ def _tuple(value: Any, fn: TensorFn, other: ObjectFn) -> Any:
     return clone
 
 
-def _dict(value: Any, fn: TensorFn, other: ObjectFn) -> Any:
+def _dict(value: dict[Any, Any], fn: TensorFn, other: ObjectFn) -> Any:
     changed = {}
     for key, item in value.items():
         new = _map(item, fn, other)
@@ -116,7 +116,7 @@ def _dict(value: Any, fn: TensorFn, other: ObjectFn) -> Any:
             changed[key] = new
     if type(value) is dict:
         return {**value, **changed} if changed else value
-    result = value
+    result, items = value, value.items()
     if changed:
         result = copy.copy(value)
         for key, new in changed.items():
@@ -124,7 +124,7 @@ def _dict(value: Any, fn: TensorFn, other: ObjectFn) -> Any:
     if dataclasses.is_dataclass(value):
         # A dict that is a dataclass too (the output classes of transformers) holds each value twice, as item and as
         # field; most keep the two equal by themselves.
-        aliases = {id(item): result[key] for key, item in value.items()}
+        aliases = {id(item): result[key] for key, item in items}
         for field in dataclasses.fields(value):
             item = getattr(value, field.name, None)
             if id(item) in aliases and getattr(result, field.name) is not aliases[id(item)]:

