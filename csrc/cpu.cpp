@@ -241,17 +241,17 @@ bool apply(const Functor& functor, const std::array<const T*, N>& in, T* out, in
 template <class T, class Functor>
 double reduce(const Functor& functor, const T* stored, int64_t n) {
   constexpr int64_t kLanes = 16;
-  T lanes[kLanes] = {};
+  double sum = 0;
   vectorized([&] {
     const Functor f = functor;
+    T lanes[kLanes] = {};
     const int64_t whole = n / kLanes * kLanes;
     for (int64_t i = 0; i < whole; i += kLanes) {
       for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += f.term(stored[i + lane]);
     }
     for (int64_t i = whole; i < n; ++i) lanes[i - whole] += f.term(stored[i]);
+    for (const T lane : lanes) sum += lane;
   });
-  double sum = 0;
-  for (const T lane : lanes) sum += lane;
   return sum;
 }
 
@@ -269,6 +269,13 @@ Result run_chunk(Functor f, const std::array<View, Views>& views, int64_t begin,
   alignas(64) T buffers[N + 1][kBlock];
   for (int64_t lo = begin; lo < end; lo += kBlock) {
     const int64_t n = std::min(kBlock, end - lo);
+    if constexpr (std::is_same_v<Functor, Copy<T>>) {  // no arithmetic: load and store are all there is to do
+      T* target = direct<T>(out, lo);
+      const T* x = load(views[0], lo, n, target != nullptr ? target : buffers[0]);
+      if (target == nullptr) store(out, lo, n, x);
+      if (target != nullptr && target != x) std::copy(x, x + n, target);
+      continue;
+    }
     std::array<const T*, N> in;
     for (size_t k = 0; k < N; ++k) in[k] = load(views[k], lo, n, buffers[k]);
     T* target = Functor::writes ? direct<T>(out, lo) : nullptr;

@@ -79,6 +79,15 @@ struct Scale {
   C10_HOST_DEVICE bool bad(T value, T) const { return !is_within(value, limit); }
 };
 
+// out = x: the cast, and the copy.
+template <class T>
+struct Copy {
+  static constexpr bool writes = true, watches = false, reduces = false;
+  C10_HOST_DEVICE void prepare(c10::ScalarType, c10::ScalarType) {}
+  C10_HOST_DEVICE T operator()(T x) const { return x; }
+  C10_HOST_DEVICE bool bad(T, T) const { return false; }
+};
+
 // out = a * x + b * y, each product rounded. A non-finite result is bad unless it comes from a side that is not
 // watched: y may be an earlier gradient, checked when it was made.
 template <class T>

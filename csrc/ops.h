@@ -185,6 +185,10 @@ inline at::Tensor make_squares(const Tensors& tensors, c10::Device device) {
 template <class Loop>
 void Ops<Loop>::scale(const Tensors& src, const Tensors& dst, const Number& factor, const MaybeTensor& found_inf) {
   check_lists(Loop::device, {&src, &dst}, true, found_inf, {&factor});
+  const double* number = std::get_if<double>(&factor);
+  if (number != nullptr && *number == 1.0 && !found_inf.has_value()) {
+    return launch<Loop, 1>({&src}, &dst, found_inf, nullptr, [](auto zero) { return Copy<decltype(zero)>{}; });
+  }
   launch<Loop, 1>({&src}, &dst, found_inf, nullptr, [&](auto zero) {
     using T = decltype(zero);
     return Scale<T>{scalar<T>(factor), T(0)};

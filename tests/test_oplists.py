@@ -225,7 +225,7 @@ def result_types(value: Any) -> set[torch.dtype]:
 NOT_FLOATING = {"matrix_rank", "isclose", "allclose"}
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
     casts.install()
     try:
