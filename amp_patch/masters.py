@@ -174,14 +174,16 @@ def _fp32_like(param: Tensor, batch: _Batch) -> Tensor:
 
 
 def _values(param: Tensor) -> Tensor:
-    """The gradient's dense values; a sparse gradient is coalesced in place of what `param.grad` held."""
+    """The gradient as dense real values, to be written in place: of a sparse one its values, coalesced first."""
     grad = param.grad
     assert grad is not None
-    if not grad.is_sparse:
-        return grad.detach()
-    if not grad.is_coalesced():
-        param.grad = grad = grad.coalesce()
-    return grad._values()
+    if grad.is_sparse:
+        if not grad.is_coalesced():
+            param.grad = grad = grad.coalesce()
+        grad = grad._values()
+    elif grad.is_conj() or grad.is_neg():
+        param.grad = grad = grad.resolve_conj().resolve_neg()
+    return torch.view_as_real(grad.detach()) if grad.is_complex() else grad.detach()
 
 
 def _replace(optimizer: Any, params: list[Tensor], index: int, new: Tensor) -> None:

@@ -329,6 +329,34 @@ def test_sparse_gradients_are_unscaled_and_checked(level):
 
 
 @pytest.mark.parametrize("level", EVERY)
+def test_complex_parameters_are_trained_as_they_are(level):
+    phase = nn.Parameter(torch.tensor([1.0 + 2.0j]))
+    optimizer = torch.optim.SGD([phase], lr=1.0)
+    _, optimizer = amp.initialize(linear([[1.0]]), optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    for _ in range(2):
+        backward((phase * (3.0 - 4.0j)).real.sum() / 2, optimizer)
+    optimizer.step()
+    assert phase.tolist() == [-2.0 - 2.0j]
+    backward((phase * math.inf).real.sum(), optimizer)
+    optimizer.step()
+    assert optimizer._amp_stash.step_skipped and phase.tolist() == [-2.0 - 2.0j]
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_sparse_and_complex_gradients_of_other_optimizers_are_unscaled_too(level):
+    model, table, phase = linear([[1.0]]), nn.Embedding(3, 1, sparse=True), nn.Parameter(torch.tensor([1.0 + 0.0j]))
+    with torch.no_grad():
+        table.weight.fill_(1.0)
+    optimizers = [sgd(model), torch.optim.SGD([*table.parameters(), phase], lr=1.0)]
+    models, (first, _) = amp.initialize([model], optimizers, opt_level=level, loss_scale=64.0)
+    for _ in range(2):
+        loss = models[0](table(torch.tensor([1]))).float().sum() + (phase * 2).real.sum()
+        backward(loss, first)
+    assert table.weight.grad.to_dense().flatten().tolist() == [0.0, 2.0, 0.0]
+    assert phase.grad.tolist() == [4.0 + 0.0j]
+
+
+@pytest.mark.parametrize("level", EVERY)
 def test_a_parameter_without_gradient_and_a_step_without_any_are_legal(level):
     model = nn.ModuleDict({"used": linear([[1.0]]), "unused": linear([[1.0]])})
     used = model["used"]
