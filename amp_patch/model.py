@@ -315,16 +315,39 @@ def _entering(method: Callable[..., Any]) -> Callable[..., Any]:
         if policy is None or _running.policy is policy:
             return method(self, *args, **kwargs)
         outer, _running.policy = _running.policy, policy
+        given = args, kwargs
         try:
             with regions.region(policy):
                 if policy.cast_model_type is not None:
-                    args, kwargs = tree.cast_floats((args, kwargs), policy.cast_model_type)
+                    args, kwargs = tree.cast_floats(given, policy.cast_model_type)
+                edits = _Edits((*given[0], *given[1].values()), (*args, *kwargs.values()))
+                del given  # the uncast inputs may go while forward runs
                 output = method(self, *args, **kwargs)
         finally:
             _running.policy = outer
+        edits.give_back(lambda value: _cast_out(value, policy, outer))
         return _cast_out(output, policy, outer)
 
     return entering
+
+
+class _Edits:
+    """What forward does to a dict that it was passed: the caller's own must see it, though forward got a cast copy."""
+
+    def __init__(self, given: tuple[Any, ...], passed: tuple[Any, ...]) -> None:
+        self.copies = [
+            (mine, copy, dict(copy))
+            for mine, copy in zip(given, passed, strict=True)
+            if copy is not mine and isinstance(copy, dict)
+        ]
+
+    def give_back(self, cast_out: Callable[[Any], Any]) -> None:
+        for mine, copy, before in self.copies:
+            for key in before.keys() - copy.keys():
+                mine.pop(key, None)
+            for key, value in copy.items():
+                if key not in before or value is not before[key]:
+                    mine[key] = cast_out(value)
 
 
 def _cast_out(output: Any, policy: Policy, outer: Policy | None) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import pkgutil
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import ADAM, ADAMW, LEVELS, SGD, convnet, same, train, weights
 
-from amp_patch import amp
+from amp_patch import amp, oplists
 
 OPTIMIZERS = [pytest.param(SGD, id="sgd"), pytest.param(ADAM, id="adam"), pytest.param(ADAMW, id="adamw")]
 
@@ -210,9 +211,12 @@ def test_a_model_never_given_to_initialize_is_untouched_under_o1_with_disable_ca
 
 
 def namespaces():
-    owners = (torch, torch.Tensor, nn.functional, torch._VF, torch.linalg, torch.special, torch.fft, nn.utils,
-              nn.utils.clip_grad, nn.modules.rnn, torch._C._nn)  # fmt: skip
-    return [dict(vars(owner)) for owner in owners]
+    listed = [pkgutil.resolve_name(address) for address in oplists.OPLISTS]
+    owners = (*listed, torch, torch.Tensor, nn.functional, torch._VF, nn.utils, nn.utils.clip_grad, nn.modules.rnn)
+    cells = {
+        name: getattr(nn.utils, name).__closure__[0].cell_contents for name in ("clip_grad_norm_", "clip_grad_value_")
+    }
+    return [*(dict(vars(owner)) for owner in owners), cells]
 
 
 def traces(thing):

@@ -89,6 +89,26 @@ def test_integers_and_unknown_objects_pass_through_as_they_are(level):
         assert model.seen[0][0] is value
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_edits_of_a_passed_dict_reach_the_caller(level):
+    class Scorer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, batch, extra):
+            batch["score"] = self.layer(batch.pop("image"))
+            extra["seen"] = True
+
+    model = amp.initialize(Scorer(), opt_level=level)
+    label = torch.ones(1)
+    batch, extra = {"image": torch.ones(1, 2), "label": label}, {"weight": torch.ones(1)}
+    model(batch, extra=extra)
+    assert batch.keys() == {"score", "label"} and batch["label"] is label
+    assert extra["seen"] and extra["weight"].dtype is torch.float32
+    assert level not in CAST or batch["score"].dtype is torch.float32
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 def test_levels_that_do_not_cast_the_model_leave_inputs_alone(level):
     model, value = amp.initialize(Probe(), opt_level=level), {"a": floats()}

@@ -373,8 +373,9 @@ def test_training_with_a_loss_module_and_a_metric_outside_of_forward(level):
     optimizer.step()
 
 
-def _reduce_on_two_ranks(rank, folder):
+def _two_ranks(rank, folder):
     import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     try:
@@ -387,10 +388,24 @@ def _reduce_on_two_ranks(rank, folder):
         optimizer.step()
         assert optimizer._amp_stash.step_skipped
         assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 32768.0
+
+        with pytest.raises(ValueError, match="wrapped in DistributedDataParallel"):
+            amp.initialize(DistributedDataParallel(linear([[1.0]])), opt_level="O2")
+        for level in LEVELS:
+            model = convnet()
+            model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
+            wrapped = DistributedDataParallel(model)
+            for number in range(3):
+                step(wrapped, optimizer, 2 * number + rank)
+            mine = torch.cat([p.detach().float().flatten() for p in amp.master_params(optimizer)])
+            both = [torch.empty_like(mine), torch.empty_like(mine)]
+            dist.all_gather(both, mine)
+            assert torch.equal(*both)
+            wrapped.load_state_dict(wrapped.state_dict())
     finally:
         dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_an_overflow_on_one_rank_skips_on_all_with_a_process_group(tmp_path):  # 237, 1135
-    torch.multiprocessing.spawn(_reduce_on_two_ranks, (str(tmp_path),), nprocs=2)
+def test_ranks_skip_together_with_a_process_group_and_ddp_wraps_what_initialize_returns(tmp_path):  # 237, 1135
+    torch.multiprocessing.spawn(_two_ranks, (str(tmp_path),), nprocs=2)
