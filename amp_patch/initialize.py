@@ -84,7 +84,8 @@ def initialize(
         min_loss_scale, max_loss_scale: range of a dynamic scale. Defaults 2**-24 and 2**24.
         dtype: torch.float16 (default; bfloat16 at O4 and O5) or torch.bfloat16, whose loss scale is 1 unless given.
         keep_fp32: modules that stay FP32 at any level, with their children: qualified names, classes, or a predicate
-            over (name, module); one or several. Such a module is given FP32 and returns the dtype that came in.
+            over (name, module); one or several. Such a module is given FP32; in a cast model (O2, O3) it returns the
+            dtype that came in.
         allow_banned: run functions without a safe low-precision form (binary_cross_entropy) in FP32 under O1's casts
             instead of refusing them.
         process_group: reduce the overflow flag over this torch.distributed group, for gradients that DDP does not.

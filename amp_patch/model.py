@@ -76,7 +76,6 @@ class AmpModel(subclass.Generated):
                 "load_state_dict: assign=True would put new tensors in place of the ones that the optimizer and the "
                 "masters hold; use assign=False (torch's default), or load before initialize()"
             )
-        regions.drop_cache()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
         module: nn.Module = self  # type: ignore[assignment]
         loaded: list[links.Linked] = []
@@ -101,7 +100,7 @@ class AmpModel(subclass.Generated):
 
 
 class KeptModule(subclass.Generated):
-    """Forward of a module that stays FP32 inside a model of lower precision: FP32 inside, outside as it came."""
+    """Forward of a module that stays FP32: FP32 inside; in a cast model its outputs have the type that came in."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
@@ -112,7 +111,9 @@ class KeptModule(subclass.Generated):
             policy = _policy(self)
             if policy is None:
                 return forward(self, *args, **kwargs)
-            came = _low_precision_of((args, kwargs)) or (policy.cast_model_type if _running.policy else None)
+            came = None
+            if policy.cast_model_type is not None:  # the layers around take one type; O1's take any
+                came = _low_precision_of((args, kwargs)) or (policy.cast_model_type if _running.policy else None)
             args, kwargs = tree.cast_floats((args, kwargs), torch.float32, LOW_PRECISION)
             with regions.region(_NO_CASTS):
                 output = forward(self, *args, **kwargs)
@@ -191,6 +192,12 @@ def kept_modules(models: list[nn.Module], policy: Policy, rules: Iterable[KeepFP
     if policy.cast_model_type is not None and policy.keep_batchnorm_fp32:
         norms = (m for model in models for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
         kept.update((id(m), m) for m in norms)
+    # Whatever shares a weight with them works in that weight's type.
+    stays = {id(p) for m in kept.values() for p in m.parameters()}
+    for model in models:
+        for module in model.modules():
+            if any(id(p) in stays for p in module._parameters.values()):
+                kept.setdefault(id(module), module)
     inner = {id(child) for m in kept.values() for child in m.modules() if child is not m}
     return [m for key, m in kept.items() if key not in inner]
 

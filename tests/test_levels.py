@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import ADAM, ADAMW, LEVELS, SGD, convnet, same, train, weights
 
-from amp_patch import amp, oplists
+from amp_patch import amp, links, oplists
 
 OPTIMIZERS = [pytest.param(SGD, id="sgd"), pytest.param(ADAM, id="adam"), pytest.param(ADAMW, id="adamw")]
 
@@ -240,6 +240,8 @@ def test_restore_leaves_nothing_of_ours(level):
     for now, then in zip(namespaces(), before, strict=True):
         assert now.keys() == then.keys()
         assert [name for name in now if now[name] is not then[name] and not name.startswith("__")] == []
+    for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+        assert clip.__closure__[0].cell_contents is clip.__wrapped__
     assert ([type(m) for m in model.modules()], type(optimizer)) == classes
     assert sorted(vars(model)) == names
     assert not any(traces(m) for m in model.modules()) and not traces(optimizer)
@@ -266,6 +268,17 @@ def test_restore_midway_carries_gradients_back(level):
     training.backward(model(torch.tensor([[3.0, 4.0]])).sum(), optimizer)
     amp.restore()
     assert model.weight.grad.tolist() == [[3.0, 4.0]] and model.weight.grad.dtype is torch.float32
+
+
+def test_restore_works_on_a_model_whose_optimizer_is_gone():
+    model = convnet()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2")
+    train(model, optimizer, 2)
+    masters = [p.detach().clone() for p in amp.master_params(optimizer)]
+    del optimizer
+    amp.restore()
+    assert same([p.detach() for p in model.parameters()], masters)
+    assert all(links.master_of(p) is None for p in model.parameters())
 
 
 def through_pickle(value):

@@ -364,6 +364,58 @@ def test_shared_weights_stay_shared(level):
     assert torch.equal(twin.embed.weight, model.state_dict()["out.weight"])
 
 
+@pytest.mark.parametrize("kept", ["embed", "out"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_kept_module_s_weight_may_be_shared(level, kept):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.mid, self.out = nn.Embedding(4, 3), nn.Linear(3, 3), nn.Linear(3, 4, bias=False)
+            self.out.weight = self.embed.weight
+
+        def forward(self, ids):
+            return self.out(self.mid(self.embed(ids)))
+
+    model = Tied()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, keep_fp32=kept)
+    assert model.out.weight is model.embed.weight and model.out.weight.dtype is torch.float32
+    training.train(model, optimizer, 2, lambda step: (torch.tensor([0, 1]), torch.tensor([1, 2])))
+
+
+def test_a_module_is_no_longer_kept_when_a_later_call_does_not_name_it():
+    model = amp.initialize(convnet(), opt_level="O1", keep_fp32="head")
+    assert model(training.images(0)[0]).dtype is torch.float32
+    model = amp.initialize(model, opt_level="O1")
+    assert model(training.images(0)[0]).dtype is torch.float16 and type(model.head) is nn.Linear
+
+
+def test_a_child_of_the_same_training_keeps_its_own_types_inside_its_parent():
+    class Head(nn.Module):
+        def forward(self, inputs):
+            return inputs.float()
+
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.Linear(2, 2), Head()
+
+        def forward(self, inputs):
+            out = self.head(self.layer(inputs))
+            assert out.dtype is torch.float32
+            return out
+
+    model = Parent()
+    models = amp.initialize([model, model.head], opt_level="O2")
+    assert models[0](torch.ones(1, 2)).dtype is torch.float32
+
+
+def test_rnn_weights_are_flattened_again_after_the_cast(monkeypatch):
+    calls = []
+    monkeypatch.setattr(nn.LSTM, "flatten_parameters", lambda self: calls.append({p.dtype for p in self.parameters()}))
+    amp.initialize(nn.Sequential(nn.LSTM(2, 2)), opt_level="O2")
+    assert {torch.float16} in calls
+
+
 def test_hooks_on_the_model_fire_and_are_kept():
     model, calls = convnet(), []
     model.register_forward_hook(lambda *a: calls.append("forward"))

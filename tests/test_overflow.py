@@ -226,9 +226,9 @@ def test_closures_are_refused_under_loss_scaling_and_work_without(level):
     model, optimizer = amp.initialize(
         model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, loss_scale=64.0
     )
+    backward(model(torch.ones(1, 1)).sum(), optimizer)
     with pytest.raises(RuntimeError, match=r"SGD\.step: a closure"):
         optimizer.step(lambda: None)
-    backward(model(torch.ones(1, 1)).sum(), optimizer)
     optimizer.step()
     assert model.weight.item() == 0.0
 
@@ -254,6 +254,28 @@ def test_the_message_names_the_parameters_when_many_steps_in_a_row_are_skipped(c
             optimizer.step()
     assert "10 in a row" in caplog.text and "head.weight (NaN)" in caplog.text
     assert len(caplog.records) == 5  # skips 1, 2, 4, 8 and 10
+
+
+def test_a_skipped_step_leaves_fp32_gradients_where_the_script_will_clear_them():
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(model, training.SGD(model.parameters()), opt_level="O1", verbosity=0)
+    backward(model(torch.full((1, 1), math.inf)).sum(), optimizer)
+    grad = model.weight.grad
+    optimizer.step()
+    assert model.weight.grad is grad
+    for p in model.parameters():
+        p.grad.zero_()
+
+
+def test_a_step_taken_ends_the_row_of_skips(caplog):
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(model, training.SGD(model.parameters()), opt_level="O2")
+    with caplog.at_level(logging.WARNING, "amp_patch"):
+        for number in range(11):
+            optimizer.zero_grad()
+            backward(model(torch.full((1, 1), 0.0 if number == 9 else math.inf)).sum() * 1e-4, optimizer)
+            optimizer.step()
+    assert "in a row" not in caplog.text and "skip 8" in caplog.text
 
 
 def test_found_inf_stays_on_the_device_until_the_step(monkeypatch):

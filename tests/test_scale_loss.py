@@ -100,10 +100,21 @@ def test_the_scale_may_move_between_delayed_micro_batches(level):
 
 @pytest.mark.parametrize("level", SCALED)
 def test_a_step_with_gradients_still_scaled_unscales_them(level):
-    model, optimizer = setup(level)
-    backward(model(x(0.25, 0.5)).sum(), optimizer, delay_unscale=True)
+    model, optimizer = setup(level, loss_scale="dynamic")
+    backward(quarter(model, 1.0, 2.0), optimizer, delay_unscale=True)
     optimizer.step()
     assert model.weight.tolist() == [[0.75, 1.5]]
+    assert amp.state_dict()["loss_scaler0"]["unskipped"] == (1 if optimizer._amp_stash.scalers[0].dynamic else 0)
+
+
+def test_a_discarded_delayed_gradient_takes_its_overflow_with_it():
+    model, optimizer = setup("O2", verbosity=0)
+    backward(model(x(math.inf, 1.0)).sum(), optimizer)
+    backward(model(x(1.0, 1.0)).sum(), optimizer, delay_unscale=True)
+    optimizer.zero_grad()
+    backward(model(x(0.25, 0.5)).sum(), optimizer)
+    optimizer.step()
+    assert not optimizer._amp_stash.step_skipped and model.weight.tolist() == [[0.75, 1.5]]
 
 
 def test_delay_overflow_check_skips_the_step_but_moves_the_scale_later():
@@ -213,6 +224,15 @@ def test_no_stale_scaled_gradient_enters_a_gan_s_step(level):
     assert gan_losses(level, "after step").isfinite().all()
 
 
+def test_gradients_that_another_loss_left_are_no_part_of_the_next_backward():
+    netd, netg = linear([[1.0]]), linear([[2.0]])
+    (netd, netg), (optd, optg) = amp.initialize([netd, netg], [sgd(netd), sgd(netg)], opt_level="O2", loss_scale=64.0)
+    backward(netd(netg(x(1.0))).sum(), optg)
+    assert netd.weight.grad.item() == 128.0  # scaled, and nobody's
+    backward(netd(x(3.0)).sum(), optd)
+    assert master_grads(optd) == [[[3.0]]]
+
+
 def test_a_stale_scaled_gradient_planted_as_known_is_caught_by_the_gan_test():
     from amp_patch.optimizer import Pending
 
@@ -269,10 +289,19 @@ def test_an_edited_weight_is_what_training_goes_on_from(level, edit):
         model.weight.data.clamp_(-1.5, 1.5)  # WGAN's form, which no version counter tells
     else:
         model.weight.data.copy_(torch.tensor([[1.0, 1.5], [1.5, 1.5]]))
-    assert model.state_dict()["weight"].tolist() == [[1.0, 1.5], [1.5, 1.5]]
     backward(model(x(0.5, 0.25)).sum(), optimizer)
     optimizer.step()
     assert model.weight.tolist() == [[0.5, 1.25], [1.0, 1.25]]
+
+
+@pytest.mark.parametrize("level", EVERY)
+def test_an_edited_weight_is_in_the_state_dict(level):
+    model, _ = setup(level)
+    model.weight.data.clamp_(-1.5, 1.5)
+    assert model.state_dict()["weight"].tolist() == [[1.0, 1.5]]
+    model.load_state_dict({"weight": torch.tensor([[3.0, 4.0]])})
+    model.weight.data.clamp_(-3.5, 3.5)
+    assert model.state_dict()["weight"].tolist() == [[3.0, 3.5]]
 
 
 def test_an_edit_leaves_the_other_elements_their_precision():
@@ -287,6 +316,7 @@ def test_an_edited_master_is_published(level):
     with torch.no_grad():
         for master in amp.master_params(optimizer):
             master.add_(1.0)
+    assert model.state_dict()["weight"].tolist() == model.weight.tolist() == [[2.0, 3.0]]
     optimizer.step()
     assert model.weight.tolist() == [[2.0, 3.0]]
 
