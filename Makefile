@@ -1,7 +1,7 @@
 # Every verb works from a fresh clone: the environment in .venv is made, and the extension built, when something is
 # missing or older than its sources.
 PYTHON ?= python3
-# Which torch goes into .venv. The CPU build is enough for everything here: make demo TORCH='torch==2.13.0+cpu'
+# Which torch goes into .venv: make demo TORCH='torch>=2.6' takes the newest.
 TORCH ?= torch==2.13.0
 
 VENV := .venv
@@ -40,10 +40,10 @@ bench: $(VENV)/installed ## time the kernels
 
 cuda-compile: $(VENV)/installed ## compile the CUDA sources with nvcc; needs no GPU
 	@test -n "$(NVCC)" || { echo "make cuda-compile: there is no nvcc, neither in CUDA_HOME nor on PATH" >&2; exit 1; }
-	PYTHON=$(BIN)/python sh tests/cuda/compile.sh
+	PYTHON=$(BIN)/python NVCC="$(NVCC)" sh tests/cuda/compile.sh
 
 clean: ## remove what was built here; .venv keeps its downloads
-	rm -rf build out *.egg-info amp_patch/*.so $(VENV)/installed .pytest_cache .ruff_cache .mypy_cache
+	rm -rf build out *.egg-info amp_patch/*.so amp_patch/_build.py $(VENV)/installed .pytest_cache .ruff_cache .mypy_cache
 	find amp_patch benchmarks examples tests -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # torch first and by itself: the build of the extension imports it.

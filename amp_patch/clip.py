@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad
 from amp_patch import links
 from amp_patch.patch import Patches
 
-_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
+_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
 _patches = Patches()
 _installed = False
 
@@ -61,7 +61,7 @@ def _redirected(function: Callable[..., Any]) -> Callable[..., Any]:
 def _holder(param: Tensor) -> Tensor:
     """Whichever of a parameter and its master holds the gradient to clip."""
     master = links.master_of(param)
-    return param if master is None or param.grad is not None else master
+    return param if master is None or master.grad is None else master
 
 
 def _cell_of(function: Any) -> types.CellType | None:

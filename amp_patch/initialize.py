@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from amp_patch import casts, clip, links, regions
 from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
+from amp_patch.backward import ScaledBackward
 from amp_patch.optimizer import Stash
-from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy, resolve
+from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy, resolve, scale_number
 from amp_patch.scaler import LossScaler
 
 logger = logging.getLogger("amp_patch")
@@ -203,11 +204,9 @@ def scale_loss(
     scaler = _scaler(stash, loss_id).to(loss.device)
     scaling = stash.policy.scales_loss
 
-    bystanders = _set_bystanders_aside(targets, stash) if scaling else []
+    backward = ScaledBackward(targets, scaler, scaling)
     try:
-        for target in targets:
-            optimizer_side.begin(target, scaler)
-        had_grad = {id(p) for t in targets for p, _ in t._amp_stash.masters.pairs(t.param_groups) if p.grad is not None}
+        backward.begin()
         try:
             with regions.everywhere(stash.policy):
                 if scaling:
@@ -215,17 +214,14 @@ def scale_loss(
                 else:
                     yield loss.float() if loss.dtype in LOW_PRECISION else loss
         except BaseException:
-            for target in targets:
-                optimizer_side.abandon(target, scaler, had_grad)
+            backward.abandon()
             raise
-        for target in targets:
-            if delay_unscale:
-                optimizer_side.delay(target, scaler)
-            else:
-                optimizer_side.unscale(target, scaler)
+        if delay_unscale:
+            backward.delay()
+        else:
+            backward.finish()
     finally:
-        if bystanders:
-            optimizer_side.bring_bystanders_back(bystanders, scaler.inverse())
+        backward.close()
     if not (delay_unscale or delay_overflow_check):
         scaler.update()
 
@@ -253,7 +249,7 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
     Another number of scalers is accepted, as in Apex: those that both have are loaded.
 
     Raises:
-        RuntimeError: a key that is no loss scaler's; nothing is loaded then.
+        RuntimeError: a key that is no loss scaler's; ValueError: a scale that cannot be. Nothing is loaded then.
     """
     unexpected = [key for key in state_dict if not (key.startswith("loss_scaler") and key[11:].isdigit())]
     if unexpected:
@@ -268,6 +264,7 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
     for _, entry in chosen:
         if not {"loss_scale", "unskipped"} <= set(entry):
             raise RuntimeError(f"load_state_dict: a loss scaler has {sorted(entry)}; wanted loss_scale and unskipped")
+        scale_number("load_state_dict: loss_scale", entry["loss_scale"])
     for scaler, entry in chosen:
         scaler.load_state_dict(entry)
 
@@ -291,16 +288,27 @@ def fp32_copy(model: nn.Module) -> nn.Module:
 def restore() -> None:
     """Undo every `initialize`: torch's namespace, the models' and optimizers' classes, hooks and parameters.
 
-    Weights are FP32 again and equal the masters; optimizers hold the models' parameters, with their state.
+    Weights are FP32 again and equal the masters; optimizers hold the models' parameters, with their state. Gradients
+    that were still scaled (`delay_unscale`) are unscaled.
+
+    Raises:
+        RuntimeError: a model whose class something else changed meanwhile; all others are restored.
     """
+    errors = []
     for training in reversed(_trainings):
         models = [model for ref in training.models if (model := ref()) is not None]
         optimizers = [optimizer for ref in training.optimizers if (optimizer := ref()) is not None]
-        _leave(models, optimizers)
+        try:
+            _leave(models, optimizers)
+        except RuntimeError as error:
+            errors.append(error)  # one model that cannot be restored keeps no other from it
     _trainings.clear()
     regions.set_default(None)
     casts.uninstall()
     clip.uninstall()
+    model_side.allow_fast_path()
+    if errors:
+        raise errors[0]
 
 
 def _check(
@@ -332,7 +340,8 @@ def _leave_earlier_trainings(
     if recast:
         params = {id(p) for model in recast for p in model.parameters()}
         earlier = [o for t in _trainings for ref in t.optimizers if (o := ref()) is not None]
-        holders = [o for o in earlier if any(id(p) in params for p, _ in o._amp_stash.masters.linked())]
+        initialized = (o for o in earlier if getattr(o, "_amp_stash", None) is not None)
+        holders = [o for o in initialized if any(id(p) in params for p, _ in o._amp_stash.masters.linked())]
         _leave(recast, list({id(o): o for o in holders}.values()))
     for target in targets:
         if getattr(target, "_amp_stash", None) is not None:
@@ -354,9 +363,11 @@ def _enter(
         stash = Stash(policy, training.scalers, siblings=training.optimizers, process_group=process_group)
         optimizer_side.name_parameters(stash, models)
         optimizer_side.enter_training(target, stash, about_to_be_cast)
+    model_side.enter_training(models, kept, policy, methods, on_demand=not targets)
     if policy.cast_model_type is not None:
         model_side.cast(params, buffers, policy.cast_model_type)
-    model_side.enter_training(models, kept, policy, methods)
+    for model in models:
+        model_side.reflatten(model)
     for target in targets:
         optimizer_side.state_follows_params(target)
         optimizer_side.warn_of_small_eps(target)
@@ -368,6 +379,8 @@ def _enter(
 
 
 def _leave(models: list[nn.Module], targets: list[Any]) -> None:
+    for target in targets:
+        optimizer_side.settle(target)
     for model in models:
         model_side.restore(model)
     for target in targets:
@@ -395,13 +408,6 @@ def _scaler(stash: Stash, loss_id: int) -> LossScaler:
             f"scale_loss: loss_id is {loss_id!r}; initialize(num_losses={count}) made 0 to {count - 1}, so raise it"
         )
     return stash.scalers[loss_id]
-
-
-def _set_bystanders_aside(targets: list[Any], stash: Stash) -> list[tuple[Tensor, Tensor | None]]:
-    siblings = [optimizer for ref in stash.siblings if (optimizer := ref()) is not None]
-    taking_part = {id(p) for t in targets for p, _ in t._amp_stash.masters.pairs(t.param_groups)}
-    others = [o for o in siblings if not any(o is t for t in targets)]
-    return [kept for other in others for kept in optimizer_side.set_bystanders_aside(other, taking_part)]
 
 
 def _newest_scalers() -> list[LossScaler]:

@@ -73,6 +73,14 @@ def publish(pairs: Sequence[Linked]) -> None:
     _mark_published(pairs)
 
 
+def publish_written(pairs: Sequence[Linked]) -> list[Linked]:
+    """Publish those masters that were written since they last were, and return them; no sync."""
+    written = [pair for pair in pairs if pair[1].master._version != pair[1].version]
+    if written:
+        publish(written)
+    return written
+
+
 def reconcile(pairs: Sequence[Linked]) -> None:
     """Bring masters and parameters in step after edits by the user, in place, on the device; no sync.
 
@@ -80,9 +88,8 @@ def reconcile(pairs: Sequence[Linked]) -> None:
     longer its master's rounded value was edited (weights clamped, initialized by hand), also through `.data`, which no
     version counter tells: the master adopts it. All other elements keep the master's precision.
     """
-    written = [pair for pair in pairs if pair[1].master._version != pair[1].version]
+    written = publish_written(pairs)
     if written:
-        publish(written)
         published = {id(link) for _, link in written}
         pairs = [pair for pair in pairs if id(pair[1]) not in published]
     for params, masters in _by_device(pairs):

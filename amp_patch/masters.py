@@ -5,7 +5,7 @@ A parameter without a master is its own master. That one rule serves every level
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -53,15 +53,12 @@ class Masters:
         """
         params = group["params"]
         for index, param in enumerate(params):
-            master: Tensor | None
-            if id(param) in about_to_be_cast:
-                master = nn.Parameter(param.data, requires_grad=param.requires_grad)
-            elif param.dtype in LOW_PRECISION:
-                master = links.master_of(param)
-                if master is None:
-                    master = nn.Parameter(param.detach().float(), requires_grad=param.requires_grad)
-            else:
+            if id(param) not in about_to_be_cast and param.dtype not in LOW_PRECISION:
                 continue
+            master = links.master_of(param)  # another optimizer's, maybe
+            if master is None:
+                # `.data`, since a detached tensor would share the parameter's version counter too
+                master = nn.Parameter(param.data.float(), requires_grad=param.requires_grad)
             self._params[id(master)] = (param, links.connect(param, master))
             _replace(optimizer, params, index, master)
             if param.grad is not None:
@@ -83,58 +80,60 @@ class Masters:
         known = self._params.get(id(master))
         return master if known is None else known[0]
 
-    def gather(self, groups: Groups, inverse: Tensor | None) -> FoundInf:
-        """Turn the scaled gradients of the parameters into unscaled ones of their masters; no sync.
 
-        With a master: `master.grad = param.grad * inverse [+ master.grad]` in FP32, and `param.grad` becomes None.
-        A parameter that is its own master: `param.grad *= inverse` in place. One fused pass each.
+def gather(pairs: Iterable[tuple[Tensor, Tensor]], inverse: Tensor | None) -> FoundInf:
+    """Turn the scaled gradients of the parameters into unscaled ones of their masters; no sync.
 
-        Args:
-            groups: of the optimizer.
-            inverse: FP32, shape []; None for a scale of 1 whose gradients nobody checks.
+    With a master: `master.grad = param.grad * inverse [+ master.grad]` in FP32, and `param.grad` becomes None.
+    A parameter that is its own master: `param.grad *= inverse` in place. One fused pass each.
 
-        Returns:
-            Per device an FP32 tensor of one element: 1.0 if a gradient there was not finite.
-        """
-        batches: dict[torch.device, _Batch] = {}
-        sums: list[tuple[Tensor, Tensor]] = []  # (master, its earlier gradient): where one of the two is sparse
-        for param, master in self.pairs(groups):
-            grad = param.grad
-            if grad is None or (param is master and inverse is None):
-                continue
-            batch = batches.setdefault(grad.device, _Batch())
-            if param is master:
-                batch.own.append(_values(param))
-                continue
-            if master.device != grad.device:
-                raise RuntimeError(
-                    f"scale_loss: a parameter of shape {list(param.shape)} is on {grad.device}, its master on "
-                    f"{master.device}; move the model to its device before initialize()"
-                )
-            master.requires_grad_(param.requires_grad)  # it may have been frozen when initialize saw it
-            earlier: Tensor | None = master.grad
-            if earlier is not None and not earlier.is_sparse and not grad.is_sparse:
-                batch.added.append((grad, earlier))
-            else:
-                master.grad = _fp32_like(param, batch)
-                if earlier is not None:
-                    sums.append((master, earlier))
-            param.grad = None
-        found = {device: batch.run(inverse, device) for device, batch in batches.items()}
-        for master, earlier in sums:
-            assert master.grad is not None
-            master.grad = earlier + master.grad
-        return found
+    Args:
+        pairs: (param, master), each parameter once.
+        inverse: FP32, shape []; None for a scale of 1 whose gradients nobody checks.
 
-    def rescale(self, groups: Groups, factor: Tensor, *, own_only: bool) -> None:
-        """Multiply the gradients of the parameters (`own_only`: that are their own master) in place; no sync."""
-        grads: dict[torch.device, list[Tensor]] = {}
-        for param, master in self.pairs(groups):
-            if param.grad is not None and (param is master or not own_only):
-                grads.setdefault(param.grad.device, []).append(_values(param))
-        for device, tensors in grads.items():
-            ignored = torch.zeros((), device=device)
-            multi_tensor.multi_tensor_unscale(tensors, factor.to(device), ignored)
+    Returns:
+        Per device an FP32 tensor of one element: 1.0 if a gradient there was not finite.
+    """
+    batches: dict[torch.device, _Batch] = {}
+    sums: list[tuple[Tensor, Tensor]] = []  # (master, its earlier gradient): where one of the two is sparse
+    for param, master in pairs:
+        grad = param.grad
+        if grad is None or (param is master and inverse is None):
+            continue
+        batch = batches.setdefault(grad.device, _Batch())
+        if param is master:
+            batch.own.append(_values(param))
+            continue
+        if master.device != grad.device:
+            raise RuntimeError(
+                f"scale_loss: a parameter of shape {list(param.shape)} is on {grad.device}, its master on "
+                f"{master.device}; move the model to its device before initialize()"
+            )
+        master.requires_grad_(param.requires_grad)  # it may have been frozen when initialize saw it
+        earlier: Tensor | None = master.grad
+        if earlier is not None and not earlier.is_sparse and not grad.is_sparse:
+            batch.added.append((grad, earlier))
+        else:
+            master.grad = _fp32_like(param, batch)
+            if earlier is not None:
+                sums.append((master, earlier))
+        param.grad = None
+    found = {device: batch.run(inverse, device) for device, batch in batches.items()}
+    for master, earlier in sums:
+        assert master.grad is not None
+        master.grad = earlier + master.grad
+    return found
+
+
+def rescale(pairs: Iterable[tuple[Tensor, Tensor]], factor: Tensor, *, own_only: bool) -> None:
+    """Multiply the gradients of the parameters (`own_only`: that are their own master) in place; no sync."""
+    grads: dict[torch.device, list[Tensor]] = {}
+    for param, master in pairs:
+        if param.grad is not None and (param is master or not own_only):
+            grads.setdefault(param.grad.device, []).append(_values(param))
+    for device, tensors in grads.items():
+        ignored = torch.zeros((), device=device)
+        multi_tensor.multi_tensor_unscale(tensors, factor.to(device), ignored)
 
 
 class _Batch:

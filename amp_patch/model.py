@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from amp_patch import links, regions, subclass, tree
+from amp_patch.patch import Patches
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
 
 # A rule for modules that stay FP32: their qualified name, their class, or a predicate over (name, module).
 KeepFP32 = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 
+_fast_path = Patches()
 _NO_CASTS = OPT_LEVELS["O0"]
 _DTYPE_ERROR = re.compile(r"same dtype|scalar type|should be the same|dtype mismatch|must have the same type", re.I)
 
@@ -33,9 +36,22 @@ _running = _Running()
 
 @dataclass
 class ModelState:
-    """What a model of a training knows of it: `module._amp`. A value: copies and pickles with the model."""
+    """What a model of a training knows of it: `module._amp`.
+
+    Attributes:
+        policy: of the training.
+        low_buffers: names of buffers that were low precision before `initialize`.
+        on_demand: whether a state dict makes the masters: for models that no optimizer trains, copies among them.
+        exposed: parameters whose masters a state dict handed out; a user may write through it.
+    """
 
     policy: Policy
+    low_buffers: frozenset[str] = frozenset()
+    on_demand: bool = False
+    exposed: list[links.Linked] = field(default_factory=list)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "on_demand": True, "exposed": []}  # a copy has parameters of its own, and no masters
 
 
 class AmpModel(subclass.Generated):
@@ -44,10 +60,14 @@ class AmpModel(subclass.Generated):
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
         overrides = {name: _advising(name, function) for name, function in _own_methods(base)}
-        return overrides | {name: _entering(getattr(base, name)) for name in ("forward", *key)}
+        return overrides | {name: _entering(base, name) for name in ("forward", *key)}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """torch's, with low-precision weights given as the FP32 values of their masters (without one: upcast)."""
+        """torch's, with low-precision weights given as the FP32 values of their masters (without one: upcast).
+
+        Like torch's its tensors share memory with the model where there are masters: what is written into them is
+        rounded into the weights at the next forward.
+        """
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
         policy = _policy(self)
@@ -55,7 +75,13 @@ class AmpModel(subclass.Generated):
             return state
         module: nn.Module = self  # type: ignore[assignment]
         params = dict(module.named_parameters(prefix.removesuffix("."), remove_duplicate=False))
-        links.reconcile(links.linked(set(params.values())))
+        own: ModelState = vars(self)["_amp"]
+        if own.on_demand and policy.master_weights:
+            for param in params.values():
+                if param.dtype in LOW_PRECISION and links.link_of(param) is None:
+                    links.connect(param, nn.Parameter(param.detach().float(), requires_grad=param.requires_grad))
+        own.exposed = links.linked(set(params.values()))
+        links.reconcile(own.exposed)
         for name, value in state.items():
             if not (name.startswith(prefix) and isinstance(value, Tensor) and value.dtype in LOW_PRECISION):
                 continue
@@ -104,16 +130,15 @@ class KeptModule(subclass.Generated):
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
-        forward = base.forward  # type: ignore[attr-defined]
-
-        @functools.wraps(forward)
+        @functools.wraps(base.forward)  # type: ignore[attr-defined]
         def kept(self: Any, *args: Any, **kwargs: Any) -> Any:
-            policy = _policy(self)
+            forward, policy = self._amp_base.forward, _policy(self)
             if policy is None:
                 return forward(self, *args, **kwargs)
             came = None
             if policy.cast_model_type is not None:  # the layers around take one type; O1's take any
-                came = _low_precision_of((args, kwargs)) or (policy.cast_model_type if _running.policy else None)
+                inside = _running.policy is not None or _in_backward()
+                came = _low_precision_of((args, kwargs)) or (policy.cast_model_type if inside else None)
             args, kwargs = tree.cast_floats((args, kwargs), torch.float32, LOW_PRECISION)
             with regions.region(_NO_CASTS):
                 output = forward(self, *args, **kwargs)
@@ -150,6 +175,8 @@ def check_methods(models: list[nn.Module], methods: Collection[str]) -> None:
             f"initialize: methods is the string {methods!r}; wanted a tuple of names: methods=({methods!r},)"
         )
     for name in methods:
+        if any(isinstance(inspect.getattr_static(model, name, None), (staticmethod, classmethod)) for model in models):
+            raise ValueError(f"initialize: methods names {name!r}, a static or class method, which has no model to run")
         if not any(callable(getattr(model, name, None)) for model in models):
             kinds = ", ".join(type(model).__name__ for model in models)
             raise ValueError(f"initialize: methods names {name!r}, which {kinds} does not have")
@@ -188,10 +215,15 @@ def kept_modules(models: list[nn.Module], policy: Policy, rules: Iterable[KeepFP
         found = [m for model in models for name, m in model.named_modules() if _matches(rule, name, m)]
         if not found and (isinstance(rule, str | type)):
             raise ValueError(f"initialize: keep_fp32 names {rule!r}, which matches no module of the given models")
-        kept.update((id(m), m) for m in found)
+        kept.update((id(m), m) for outer in found for m in _with_forward(outer))
     if policy.cast_model_type is not None and policy.keep_batchnorm_fp32:
         norms = (m for model in models for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
         kept.update((id(m), m) for m in norms)
+    # Attention reads its projection's weight itself.
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, nn.MultiheadAttention) and id(module.out_proj) in kept:
+                kept[id(module)] = module
     # Whatever shares a weight with them works in that weight's type.
     stays = {id(p) for m in kept.values() for p in m.parameters()}
     for model in models:
@@ -208,12 +240,8 @@ def to_cast(models: list[nn.Module], kept: list[nn.Module]) -> tuple[list[nn.Par
     for root in kept:
         for module in root.modules():
             modules.pop(id(module), None)
-    stays = {id(p) for root in kept for p in root.parameters()}
     params = {
-        id(p): p
-        for m in modules.values()
-        for p in m._parameters.values()
-        if p is not None and p.dtype is torch.float32 and id(p) not in stays
+        id(p): p for m in modules.values() for p in m._parameters.values() if p is not None and p.dtype is torch.float32
     }
     buffers = [
         (m, name)
@@ -247,7 +275,17 @@ def cast(params: Iterable[nn.Parameter], buffers: Iterable[tuple[nn.Module, str]
         module._buffers[name] = buffer.to(dtype)
 
 
-def enter_training(models: list[nn.Module], kept: list[nn.Module], policy: Policy, methods: tuple[str, ...]) -> None:
+def low_buffers_of(model: nn.Module) -> frozenset[str]:
+    """The names of the buffers of `model` that are low precision before any cast of ours."""
+    if isinstance(model, AmpModel):
+        known: frozenset[str] = vars(model)["_amp"].low_buffers
+        return known
+    return frozenset(name for name, buffer in model.named_buffers() if buffer.dtype in LOW_PRECISION)
+
+
+def enter_training(
+    models: list[nn.Module], kept: list[nn.Module], policy: Policy, methods: tuple[str, ...], on_demand: bool
+) -> None:
     """Give the models, and the modules kept FP32 inside them, their generated classes and the policy."""
     stay = {id(module) for module in kept}
     for module in {id(m): m for model in models for m in model.modules()}.values():
@@ -257,10 +295,14 @@ def enter_training(models: list[nn.Module], kept: list[nn.Module], policy: Polic
         # torch's batch norms take low-precision inputs beside FP32 weights, in one kernel; others need casts.
         if type(module).forward is nn.modules.batchnorm._BatchNorm.forward:
             continue
-        _give(module, KeptModule, policy)
+        _give(module, KeptModule, ModelState(policy))
     for model in models:
-        _give(model, AmpModel, policy, tuple(name for name in methods if hasattr(model, name)))
-        reflatten(model)
+        state = ModelState(policy, low_buffers_of(model), on_demand)
+        _give(model, AmpModel, state, tuple(name for name in methods if hasattr(model, name)))
+    layers = (m for model in models for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer))
+    if policy.cast_model_type is not None and any(id(m) in stay for layer in layers for m in layer.modules()):
+        # In eval mode such a layer is one fused call on the weights of its children, which would differ in type.
+        _fast_path.set(torch.backends.mha, "_is_fastpath_enabled", False)
 
 
 def reflatten(model: nn.Module) -> None:
@@ -272,6 +314,9 @@ def reflatten(model: nn.Module) -> None:
 
 def restore(model: nn.Module) -> None:
     """Undo `cast` and `enter_training`: FP32 weights (the masters' values), FP32 buffers, the model's own class."""
+    if not isinstance(model, AmpModel):
+        return
+    low_buffers = vars(model)["_amp"].low_buffers
     for module in model.modules():
         if isinstance(module, subclass.Generated):
             _take(module)
@@ -284,11 +329,17 @@ def restore(model: nn.Module) -> None:
             links.disconnect(param)
         elif param.dtype in LOW_PRECISION:
             cast([param], [], torch.float32)
-    for module in model.modules():
+    for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.dtype in LOW_PRECISION:
+            was_low = f"{prefix}.{name}".lstrip(".") in low_buffers
+            if buffer is not None and buffer.dtype in LOW_PRECISION and not was_low:
                 module._buffers[name] = buffer.float()
     reflatten(model)
+
+
+def allow_fast_path() -> None:
+    """Undo what `enter_training` does to torch's fused encoder layers."""
+    _fast_path.remove()
 
 
 def policy_of(model: nn.Module) -> Policy | None:
@@ -296,11 +347,11 @@ def policy_of(model: nn.Module) -> Policy | None:
     return _policy(model) if isinstance(model, AmpModel) else None
 
 
-def _give(module: nn.Module, mixin: type[subclass.Generated], policy: Policy, key: tuple[str, ...] = ()) -> None:
+def _give(module: nn.Module, mixin: type[subclass.Generated], state: ModelState, key: tuple[str, ...] = ()) -> None:
     if isinstance(module, subclass.Generated):
         _take(module)
     subclass.give(module, mixin, key)
-    vars(module)["_amp"] = ModelState(policy)
+    vars(module)["_amp"] = state
 
 
 def _take(module: nn.Module) -> None:
@@ -313,14 +364,15 @@ def _policy(module: Any) -> Policy | None:
     return None if state is None else state.policy
 
 
-def _entering(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method` of a model under its training's policy: inputs cast in, outputs cast out."""
+def _entering(base: type, name: str) -> Callable[..., Any]:
+    """The method `name` of a model under its training's policy: inputs cast in, outputs cast out."""
 
-    @functools.wraps(method)
+    @functools.wraps(getattr(base, name))
     def entering(self: Any, *args: Any, **kwargs: Any) -> Any:
-        policy = _policy(self)
-        if policy is None or _running.policy is policy:
+        method, policy = getattr(self._amp_base, name), _policy(self)
+        if policy is None or _running.policy is policy or _recomputed(policy, args, kwargs):
             return method(self, *args, **kwargs)
+        links.publish_written(vars(self)["_amp"].exposed)
         outer, _running.policy = _running.policy, policy
         given = args, kwargs
         try:
@@ -336,6 +388,17 @@ def _entering(method: Callable[..., Any]) -> Callable[..., Any]:
         return _cast_out(output, policy, outer)
 
     return entering
+
+
+def _in_backward() -> bool:
+    """Whether autograd runs on this thread: then a module called is one that activation checkpointing calls again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _recomputed(policy: Policy, args: Any, kwargs: Any) -> bool:
+    """Whether this is a child's forward, called again by checkpointing with what its parent gave it: cast already."""
+    cast = policy.cast_model_type
+    return cast is not None and _in_backward() and _low_precision_of((args, kwargs)) is cast
 
 
 class _Edits:
@@ -395,16 +458,18 @@ def _own_methods(base: type) -> Iterator[tuple[str, Callable[..., Any]]]:
         if cls.__module__.startswith("torch.") or cls is object:
             continue
         for name, value in vars(cls).items():
-            dunder = name.startswith("__") and name.endswith("__")
-            if (
-                name not in seen
-                and not dunder
-                and callable(value)
-                and hasattr(value, "__get__")
-                and hasattr(value, "__code__")
-            ):
-                seen.add(name)
+            if name in seen or (name.startswith("__") and name.endswith("__")):
+                continue
+            seen.add(name)
+            if callable(value) and hasattr(value, "__get__") and hasattr(value, "__code__"):
                 yield name, value
+
+
+def _with_forward(module: nn.Module) -> list[nn.Module]:
+    """`module`; in place of a container that is never called itself (ModuleList, ModuleDict), those inside it."""
+    if type(module).forward is not nn.Module.forward:
+        return [module]
+    return [inner for child in module.children() for inner in _with_forward(child)]
 
 
 def _as_rules(rules: Any) -> list[KeepFP32]:

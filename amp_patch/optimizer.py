@@ -7,7 +7,7 @@ other methods are overridden in a generated subclass.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,20 +15,24 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import links, subclass
-from amp_patch.masters import Masters
+from amp_patch.masters import Masters, gather
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.scaler import LossScaler
 
 _TRANSIENT = ("handles", "siblings", "process_group", "names", "set_aside")
 
 
-@dataclass
 class Pending:
     """Gradients that a delayed exit of `scale_loss` left scaled: by which scaler, and how much."""
 
-    scaler: LossScaler
-    updates: int
-    scale: Tensor
+    def __init__(self, scaler: LossScaler) -> None:
+        self.scaler = scaler
+        self.updates = scaler.updates
+        self.scale = scaler.scale_tensor.clone()
+
+    def has_scale_of(self, scaler: LossScaler) -> bool:
+        """Whether `scaler` surely has this scale still; told on the host, without a sync."""
+        return self.scaler is scaler and self.updates == scaler.updates
 
 
 @dataclass
@@ -61,6 +65,9 @@ class Stash:
     # Per scaler what its backward passes found since the last step, on the device.
     found: list[tuple[LossScaler, Tensor]] = field(default_factory=list)
     step_depth: int = 0
+    in_closure: bool = False
+    open: int = 0  # how many `scale_loss` bodies of this optimizer are running
+    bodies: int = 0  # how many were begun
     set_aside: SetAside | None = None
     names: dict[int, str] = field(default_factory=dict)  # id(param) -> qualified name, for messages
     siblings: list[Any] = field(default_factory=list)  # weak references to the training's optimizers
@@ -71,7 +78,17 @@ class Stash:
         return {name: value for name, value in vars(self).items() if name not in _TRANSIENT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, handles=[], siblings=[], process_group=None, names={}, set_aside=None, step_depth=0)
+        vars(self).update(
+            state,
+            handles=[],
+            siblings=[],
+            process_group=None,
+            names={},
+            set_aside=None,
+            step_depth=0,
+            in_closure=False,
+            open=0,
+        )
 
     def note_found(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Remember, on the device, that gradients of `scaler`'s loss went into the next step."""
@@ -92,9 +109,9 @@ class AmpOptimizer(subclass.Generated):
 
         # A duck-typed optimizer has no hooks: the same two calls around its step.
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            before_step(self, (self, *args), kwargs)
-            result = base.step(self, *args, **kwargs)  # type: ignore[attr-defined]
-            after_step(self, (self, *args), kwargs)
+            called, kwargs = before_step(self, (self, *args), kwargs) or ((self, *args), kwargs)
+            result = base.step(*called, **kwargs)  # type: ignore[attr-defined]
+            after_step(self, called, kwargs)
             return result
 
         return {"step": step}
@@ -115,8 +132,14 @@ class AmpOptimizer(subclass.Generated):
         if stash is not None and stash.enabled:
             _refuse_known(self, stash, param_group)
         super().add_param_group(param_group)  # type: ignore[misc]
-        if stash is not None and stash.enabled and stash.policy.master_weights:
-            stash.masters.attach(self, self.param_groups[-1])  # type: ignore[attr-defined]
+        if stash is None or not stash.enabled:
+            return
+        group = self.param_groups[-1]  # type: ignore[attr-defined]
+        if stash.policy.scales_loss:
+            for param in group["params"]:
+                param.grad = None  # scaled, by whichever backward passes reached it before it had an optimizer
+        if stash.policy.master_weights:
+            stash.masters.attach(self, group)
 
     def __getstate__(self) -> dict[str, Any]:
         parent = getattr(super(), "__getstate__", None)  # object has one since Python 3.11
@@ -186,6 +209,7 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     stash = _stash(optimizer)
     if stash is None:
         return
+    settle(optimizer)
     for handle in stash.handles:
         handle.remove()
     linked = stash.masters.linked()
@@ -225,108 +249,57 @@ def warn_of_small_eps(optimizer: Any) -> None:
                 )
 
 
-def begin(optimizer: Any, scaler: LossScaler) -> None:
-    """On entry to `scale_loss`: leave in the model's gradients only what this backward may be added to; no sync.
-
-    Gradients with masters that this optimizer's last delayed exit did not leave there come from somewhere else (a
-    GAN's generator loss fills the discriminator's) and are dropped. Gradients that an earlier exit unscaled in place
-    are scaled again, so that what backward adds has the same unit.
-    """
-    stash: Stash = optimizer._amp_stash
-    _recover(optimizer, stash)
-    groups, masters, pending = optimizer.param_groups, stash.masters, stash.pending
-    fresh = pending is None
-    if pending is None:
-        for param, master in masters.pairs(groups):
-            if param is not master:
-                param.grad = None
-            fresh = fresh and master.grad is None
-        if stash.policy.scales_loss:
-            masters.rescale(groups, scaler.scale_tensor, own_only=True)
-    elif pending.scaler is not scaler or pending.updates != scaler.updates:
-        factor = (scaler.scale_tensor.double() / pending.scale.double()).float()
-        masters.rescale(groups, factor, own_only=False)
-        stash.pending = Pending(scaler, scaler.updates, scaler.scale_tensor.clone())
-    if fresh:
-        stash.found.clear()
+def distinct_pairs(optimizers: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
+    """(param, master) of all the optimizers' parameters, one that several of them share once."""
+    return list(
+        {
+            id(param): (param, master)
+            for optimizer in optimizers
+            for param, master in optimizer._amp_stash.masters.pairs(optimizer.param_groups)
+        }.values()
+    )
 
 
-def delay(optimizer: Any, scaler: LossScaler) -> None:
-    """On a delayed exit: the gradients stay where they are, scaled, and are known to be so."""
-    stash: Stash = optimizer._amp_stash
-    stash.pending = Pending(scaler, scaler.updates, scaler.scale_tensor.clone())
-
-
-def unscale(optimizer: Any, scaler: LossScaler) -> None:
-    """On a non-delayed exit: unscaled gradients in the masters, overflow recorded on the device; no sync."""
-    stash: Stash = optimizer._amp_stash
-    inverse = scaler.inverse() if stash.policy.scales_loss else None
-    found = stash.masters.gather(optimizer.param_groups, inverse)
-    stash.pending = None
-    if inverse is None:
+def unscale(optimizers: Sequence[Any], scaler: LossScaler, scaling: bool) -> None:
+    """Turn scaled gradients of the model into unscaled ones of the masters; record overflow on the device; no sync."""
+    stashes: list[Stash] = [optimizer._amp_stash for optimizer in optimizers]
+    found = gather(distinct_pairs(optimizers), scaler.inverse() if scaling else None)
+    for stash in stashes:
+        stash.pending = None
+    if not scaling:
         return
-    overall = torch.zeros_like(inverse)
+    overall = torch.zeros_like(scaler.scale_tensor)
     for found_inf in found.values():
         overall = torch.maximum(overall, found_inf.to(overall.device))
-    if stash.process_group is not None:
-        torch.distributed.all_reduce(overall, torch.distributed.ReduceOp.MAX, group=stash.process_group)
-    # Gradients that are added up stay non-finite: only the first overflow before a step moves the scale.
-    known = [found_inf.to(overall.device) for _, found_inf in stash.found]
-    stash.note_found(scaler, overall)
+    for group in {id(s.process_group): s.process_group for s in stashes if s.process_group is not None}.values():
+        torch.distributed.all_reduce(overall, torch.distributed.ReduceOp.MAX, group=group)
+    # Gradients that are added up stay non-finite: only a loss's first overflow before a step moves its scale.
+    known = [f.to(overall.device) for stash in stashes for s, f in stash.found if s is scaler]
+    for stash in stashes:
+        stash.note_found(scaler, overall)
     scaler.record(overall * (1 - torch.stack(known).amax()) if known else overall)
 
 
-def abandon(optimizer: Any, scaler: LossScaler, had_grad: set[int]) -> None:
-    """After an exception in the body: no scaled gradient stays, the scale and the record of overflows are as before.
-
-    Gradients that existed on entry are unscaled again, with whatever backward added before it failed; all others are
-    dropped. `had_grad` holds the ids of the parameters that had one.
-    """
-    stash: Stash = optimizer._amp_stash
-    for param, _ in stash.masters.pairs(optimizer.param_groups):
-        if id(param) not in had_grad:
-            param.grad = None
-    if stash.pending is None and stash.policy.scales_loss:
-        stash.masters.rescale(optimizer.param_groups, scaler.inverse(), own_only=True)
+def settle(optimizer: Any) -> None:
+    """Unscale gradients that a delayed exit of `scale_loss` left scaled; no sync."""
+    stash = _stash(optimizer)
+    if stash is not None and stash.pending is not None:
+        scaler = stash.pending.scaler
+        unscale([optimizer], scaler, stash.policy.scales_loss)
+        scaler.update()
 
 
-def set_bystanders_aside(optimizer: Any, taking_part: Collection[int]) -> list[tuple[Tensor, Tensor | None]]:
-    """Take gradients of this optimizer out of reach of a scaled backward that is not for it.
-
-    Those of parameters that are their own masters, and whose ids are not in `taking_part`; low-precision gradients are
-    dropped by `begin` instead.
-    """
-    stash: Stash = optimizer._amp_stash
-    kept = []
-    for param, master in stash.masters.pairs(optimizer.param_groups):
-        if param is master and id(param) not in taking_part:
-            kept.append((param, param.grad))
-            param.grad = None
-    return kept
-
-
-def bring_bystanders_back(kept: list[tuple[Tensor, Tensor | None]], inverse: Tensor) -> None:
-    """Unscale what the backward left in other optimizers' gradients, and add what was set aside."""
-    for param, earlier in kept:
-        if param.grad is not None:
-            param.grad = param.grad * inverse.to(param.grad.device, param.grad.dtype)
-            if earlier is not None:
-                param.grad += earlier
-        else:
-            param.grad = earlier
-
-
-def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Pre-hook of `step`; `args` begins with the optimizer.
+def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Pre-hook of `step`; `args` begins with the optimizer. Returns other arguments, or None to keep these.
 
     Where the loss is scaled, one sync with the device: did a gradient overflow?
     """
     stash = _stash(optimizer)
     if stash is None or not stash.enabled:
-        return
+        return None
     stash.step_depth += 1
     if stash.step_depth > 1:  # a subclass's step that calls super().step() fires the hooks twice
-        return
+        return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is not None and stash.policy.scales_loss:
         stash.step_depth = 0
@@ -334,10 +307,7 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             f"{subclass.base_class(optimizer).__name__}.step: a closure computes new gradients inside step(), after "
             "the check for overflow; under loss scaling call the closure's body first, then step() without it"
         )
-    if stash.pending is not None:
-        scaler = stash.pending.scaler
-        unscale(optimizer, scaler)
-        scaler.update()
+    settle(optimizer)
     links.reconcile(stash.masters.linked())
     _warn_of_ungathered(optimizer, stash)
     overflowed = _read_found(stash)
@@ -351,6 +321,23 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         stash.set_aside = SetAside(grads, values)
         for master, _ in grads:
             master.grad = None
+    if closure is None:
+        return None
+    watched = _watched(stash, closure)
+    return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
+
+
+def _watched(stash: Stash, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """`closure`, whose `scale_loss` must not take the running step for one that an exception ended."""
+
+    def watched() -> Any:
+        stash.in_closure = True
+        try:
+            return closure()
+        finally:
+            stash.in_closure = False
+
+    return watched
 
 
 def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -411,8 +398,10 @@ def _put_back(optimizer: Any, stash: Stash) -> None:
     stash.set_aside = None
 
 
-def _recover(optimizer: Any, stash: Stash) -> None:
-    """An exception inside of the last `step` kept the post-hook from running."""
+def recover(optimizer: Any, stash: Stash) -> None:
+    """Unless a closure runs inside of `step` now: an exception there kept the post-hook from running."""
+    if stash.in_closure:
+        return
     stash.step_depth = 0
     _put_back(optimizer, stash)
 

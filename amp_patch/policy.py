@@ -130,8 +130,10 @@ def resolve(
             )
         policy = replace(policy, cast_model_outputs=cast_model_outputs)
 
-    low_end = _DEFAULT_MIN_SCALE if min_loss_scale is None else _scale_number("min_loss_scale", min_loss_scale)
-    high_end = _scale_number("max_loss_scale", max_loss_scale)
+    low_end = (
+        _DEFAULT_MIN_SCALE if min_loss_scale is None else scale_number("initialize: min_loss_scale", min_loss_scale)
+    )
+    high_end = scale_number("initialize: max_loss_scale", max_loss_scale)
     if min_loss_scale is None:
         low_end = min(low_end, high_end)
     if low_end > high_end:
@@ -143,17 +145,18 @@ def parse_loss_scale(loss_scale: Any) -> float | str:
     """`"dynamic"`, or a positive number (also in a string) whose inverse FP32 can hold; ValueError otherwise."""
     if isinstance(loss_scale, str) and loss_scale == "dynamic":
         return loss_scale
-    return _scale_number("loss_scale", loss_scale, or_else='"dynamic" or ')
+    return scale_number("initialize: loss_scale", loss_scale, or_else='"dynamic" or ')
 
 
-def _scale_number(name: str, value: Any, or_else: str = "") -> float:
+def scale_number(name: str, value: Any, or_else: str = "") -> float:
+    """`value` as a positive number whose inverse FP32 can hold; else ValueError, which begins with `name`."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not _SMALLEST_SCALE <= number <= _LARGEST_SCALE:
         raise ValueError(
-            f"initialize: {name} is {value!r}; wanted {or_else}a number between 2**-126 and 2**126 "
+            f"{name} is {value!r}; wanted {or_else}a number between 2**-126 and 2**126 "
             "(the scale and its inverse must be positive and finite in FP32)"
         )
     return number

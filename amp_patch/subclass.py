@@ -36,6 +36,10 @@ class Generated:
         rebuild = (generated._amp_mixin, generated._amp_key, plain(function), tuple(map(plain, args)))
         return (_rebuild, rebuild, *rest)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        # Not the base's: registries of a user's classes are for the user's.
+        pass
+
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
         """Methods made for this base and key, beside those that the mixin defines."""

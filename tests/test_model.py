@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import inspect
 import threading
@@ -12,6 +13,7 @@ import torch
 import training
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils.checkpoint import checkpoint
 from training import LEVELS, SGD, backward, convnet, linear
 
 from amp_patch import amp
@@ -392,7 +394,8 @@ def test_a_module_is_no_longer_kept_when_a_later_call_does_not_name_it():
 def test_a_child_of_the_same_training_keeps_its_own_types_inside_its_parent():
     class Head(nn.Module):
         def forward(self, inputs):
-            return inputs.float()
+            assert inputs.dtype is torch.float32
+            return inputs
 
     class Parent(nn.Module):
         def __init__(self):
@@ -400,7 +403,7 @@ def test_a_child_of_the_same_training_keeps_its_own_types_inside_its_parent():
             self.layer, self.head = nn.Linear(2, 2), Head()
 
         def forward(self, inputs):
-            out = self.head(self.layer(inputs))
+            out = self.head(self.layer(inputs).float())
             assert out.dtype is torch.float32
             return out
 
@@ -423,3 +426,145 @@ def test_hooks_on_the_model_fire_and_are_kept():
     model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2")
     training.train(model, optimizer, 1, lambda step: (training.images(0)[0].requires_grad_(), training.images(0)[1]))
     assert calls == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "inference"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_an_ema_that_writes_through_state_dict_moves(level, trained):
+    model = linear([[1.0]])
+    model = (
+        amp.initialize(model, SGD(model.parameters()), opt_level=level)[0]
+        if trained
+        else amp.initialize(model, opt_level=level)
+    )
+    average = copy.deepcopy(model)
+    with torch.no_grad():
+        model.state_dict()["weight"].fill_(2.0)
+        assert model(torch.ones(1, 1)).item() == 2.0
+        for _ in range(2):
+            for mine, new in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
+                mine.copy_(0.5 * mine + 0.5 * new)
+    assert average(torch.ones(1, 1)).item() == 1.75
+    assert average.state_dict()["weight"].item() == 1.75
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_kept_containers_keep_what_is_inside_them(level):
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk, self.heads = nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+        def forward(self, inputs):
+            features = self.trunk(inputs)
+            return sum(head(features) for head in self.heads)
+
+    model = amp.initialize(Heads(), opt_level=level, keep_fp32="heads")
+    assert {p.dtype for p in model.heads.parameters()} == {torch.float32}
+    assert model(torch.ones(1, 2)).isfinite().all()
+    if level in ("O1", "O4"):
+        assert model(torch.ones(1, 2)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("rule", [nn.LayerNorm, nn.Linear, nn.MultiheadAttention])
+@pytest.mark.parametrize("level", LEVELS)
+def test_modules_inside_a_transformer_can_be_kept_in_train_and_eval(level, rule):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0), 2)
+    model = amp.initialize(model, opt_level=level, keep_fp32=rule)
+    inputs = torch.randn(1, 3, 8)
+    with torch.no_grad():
+        trained, evaluated = model.train()(inputs).float(), model.eval()(inputs).float()
+    assert torch.allclose(trained, evaluated, atol=0.05)
+    amp.restore()
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+class Recomputing(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.embed, self.mid, self.head, self.reentrant = (
+            nn.Embedding(4, 3),
+            nn.Linear(3, 3),
+            nn.Linear(3, 2),
+            reentrant,
+        )
+
+    def inner(self, ids, dummy):
+        return self.mid(self.embed(ids)) * dummy
+
+    def forward(self, ids):
+        dummy = torch.ones(1, dtype=self.mid.weight.dtype, requires_grad=True)
+        features = checkpoint(self.inner, ids, dummy, use_reentrant=self.reentrant)
+        return checkpoint(self.head, features, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+def test_checkpoints_recompute_kept_modules_and_children_with_the_same_types(level, reentrant):
+    model = Recomputing(reentrant)
+    (model, _), optimizer = amp.initialize(
+        [model, model.head], SGD(model.parameters()), opt_level=level, keep_fp32=nn.Embedding, loss_scale=8.0
+    )
+    backward(model(torch.tensor([0, 1])).sum(), optimizer)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in amp.master_params(optimizer))
+
+
+def test_buffers_that_were_half_before_stay_half_after_restore():
+    model = nn.BatchNorm1d(2)
+    model.register_buffer("table", torch.ones(2, dtype=torch.float16))
+    model.register_buffer("mask", torch.ones(2))
+    for level in ("O1", "O2"):
+        amp.initialize(model, opt_level=level, keep_batchnorm_fp32=None if level == "O1" else False)
+    amp.restore()
+    assert model.table.dtype is torch.float16 and model.mask.dtype is torch.float32
+
+
+def test_restore_restores_the_others_when_one_model_cannot_be():
+    changed, other = linear([[1.0]]), linear([[1.0]])
+    amp.initialize(other, opt_level="O1")
+    amp.initialize(changed, opt_level="O2")
+    amp.initialize(convnet(), opt_level="O2")
+    changed.__class__ = type("Changed", (type(changed),), {})
+    with pytest.raises(RuntimeError, match="class of this Changed was changed"):
+        amp.restore()
+    assert type(other) is nn.Linear and torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float32
+    amp.restore()
+
+
+def test_overrides_of_a_parent_s_method_by_a_property_stay():
+    class Parent(nn.Module):
+        def size(self):
+            return "method"
+
+    class Child(Parent):
+        size = property(lambda self: "property")
+
+    model = amp.initialize(Child(), opt_level="O2")
+    assert model.size == "property"
+
+
+def test_a_class_patched_later_is_what_runs():
+    class Patched(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs)
+
+    model = amp.initialize(Patched(1, 1), opt_level="O2")
+    Patched.forward = lambda self, inputs: inputs * 3
+    assert model(torch.ones(1, 1)).item() == 3.0
+
+
+def test_a_registry_of_the_user_s_classes_sees_none_of_ours():
+    registry = []
+
+    class Registered(nn.Module):
+        def __init_subclass__(cls, *, tag, **kwargs):
+            registry.append(cls)
+
+        def forward(self, inputs):
+            return inputs
+
+    class Net(Registered, tag=1):
+        pass
+
+    amp.initialize(Net(), opt_level="O2")
+    assert registry == [Net]

@@ -633,6 +633,19 @@ def test_results_do_not_depend_on_the_number_of_threads():
         torch.set_num_threads(before)
 
 
+def test_threads_share_no_chunk():
+    before = torch.get_num_threads()
+    try:
+        # Two chunks of cpu.cpp on two threads end exactly where the threads do; a chunk done twice is halved twice.
+        for threads, chunks in itertools.product((2, 3, 4), range(1, 9)):
+            torch.set_num_threads(threads)
+            grads = [torch.ones(16384 * chunks)]
+            mt.multi_tensor_unscale(grads, 0.5, flag())
+            assert (grads[0] == 0.5).all()
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_flag_is_found_wherever_it_hides():
     for place in range(0, 200_000, 9_973):
         tensor, found = torch.zeros(200_000, dtype=torch.bfloat16), flag()

@@ -239,7 +239,7 @@ def test_a_stale_scaled_gradient_planted_as_known_is_caught_by_the_gan_test():
     def plant(optimizer):
         scaler = optimizer._amp_stash.scalers[0]  # as if the optimizer's own delayed exit had left the gradients
         optimizer.zero_grad = lambda: None
-        optimizer._amp_stash.pending = Pending(scaler, scaler.updates, torch.tensor(1.0))
+        optimizer._amp_stash.pending = Pending(scaler)
 
     losses = gan_losses("O2", "after step", plant=plant)
     assert not torch.allclose(losses, gan_losses("O0", "before backward"), atol=0.02)
@@ -451,3 +451,143 @@ def test_state_dict_is_written_into_a_destination_and_unknown_keys_are_refused()
     assert amp.state_dict()["loss_scaler1"] == {"loss_scale": 4.0, "unskipped": 7}
     with pytest.raises(TypeError):
         amp.load_state_dict(destination, strict=False)
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_a_group_added_late_brings_no_stale_scaled_gradient(level):
+    model = nn.Sequential(linear([[1.0]]), linear([[1.0]]))
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model[1].parameters(), lr=1.0), opt_level=level, loss_scale=64.0
+    )
+    backward(model(x(1.0)).sum(), optimizer)  # fills the first layer's gradient too, which no optimizer clears
+    optimizer.add_param_group({"params": model[0].parameters()})
+    optimizer.zero_grad()
+    backward(model(x(1.0)).sum(), optimizer)
+    assert master_grads(optimizer) == [[[1.0]], [[1.0]]]
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+def test_a_closure_that_calls_scale_loss_trains_where_nothing_is_scaled(level):
+    model, optimizer = setup(level)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x(0.25, 0.5)).sum()
+        backward(loss, optimizer)
+        return loss
+
+    for number in (1, 2):
+        optimizer.step(closure)
+        assert model.weight.tolist() == [[1 - 0.25 * number, 2 - 0.5 * number]]
+
+
+@pytest.mark.parametrize("level", EVERY)
+def test_optimizers_that_share_a_parameter_unscale_it_once_and_skip_together(level):
+    model = linear([[1.0]])
+    model, optimizers = amp.initialize(model, [sgd(model), sgd(model)], opt_level=level, loss_scale=64.0, verbosity=0)
+    for _ in range(2):
+        backward(model(x(0.25)).sum(), optimizers)
+    assert master_grads(optimizers[0]) == master_grads(optimizers[1]) == [[[0.5]]]
+    backward(model(x(math.inf)).sum(), optimizers)
+    for optimizer in optimizers:
+        optimizer.step()
+        assert optimizer._amp_stash.step_skipped
+    assert model.weight.item() == 1.0
+
+
+@pytest.mark.parametrize("level", EVERY)
+def test_nested_bodies_unscale_once(level):
+    netd, netg = nn.BatchNorm1d(1), nn.BatchNorm1d(1)
+    (netd, netg), (optd, optg) = amp.initialize(
+        [netd, netg], [sgd(netd), sgd(netg)], opt_level=level, num_losses=2, loss_scale=64.0
+    )
+    inputs = torch.tensor([[0.0], [2.0]])
+    with (
+        amp.scale_loss(netd(inputs).sum(), optd, 0) as first,
+        amp.scale_loss(netg(inputs).sum(), optg, 1) as second,
+    ):
+        first.backward()
+        second.backward()
+    for optimizer in (optd, optg):
+        assert list(amp.master_params(optimizer))[1].grad.item() == 2.0
+
+
+def test_optimizers_of_two_trainings_in_one_body_are_unscaled_alike():
+    first, second = linear([[1.0]]), linear([[1.0]])
+    first, scaled = amp.initialize(first, sgd(first), opt_level="O2", loss_scale=64.0)
+    second, unscaled = amp.initialize(second, sgd(second), opt_level="O5")
+    loss = first(x(0.5)).sum() + second(x(0.5)).sum()
+    backward(loss, [scaled, unscaled])
+    assert master_grads(scaled) == master_grads(unscaled) == [[[0.5]]]
+
+
+def test_an_optimizer_whose_sibling_moved_to_another_level_trains_on():
+    netd, netg = linear([[1.0]]), linear([[1.0]])
+    (netd, netg), (optd, _) = amp.initialize([netd, netg], [sgd(netd), sgd(netg)], opt_level="O2", loss_scale=64.0)
+    netg, _ = amp.initialize(netg, sgd(netg), opt_level="O1")
+    netg, _ = amp.initialize(netg, sgd(netg), opt_level="O2")
+    backward(netd(x(0.5)).sum(), optd)
+    assert master_grads(optd) == [[[0.5]]]
+
+
+@pytest.mark.parametrize("level", EVERY)
+@pytest.mark.parametrize("how", ["restore", "initialize"])
+def test_delayed_gradients_are_unscaled_when_the_training_ends_early(level, how):
+    model, optimizer = setup(level, loss_scale=64.0)
+    backward(model(x(0.5, 1.0)).sum(), optimizer, delay_unscale=True)
+    if how == "restore":
+        amp.restore()
+    else:
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=32.0)
+    assert master_grads(optimizer) == [[[0.5, 1.0]]]
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_a_delayed_iteration_is_not_disturbed_by_another_loss(level):
+    models, optimizers = [linear([[1.0]]), linear([[1.0]])], []
+    optimizers = [sgd(model) for model in models]
+    (netd, netg), (optd, optg) = amp.initialize(models, optimizers, opt_level=level, num_losses=2, loss_scale=64.0)
+    backward(netd(x(0.5)).sum(), optd, delay_unscale=True)
+    optd._amp_stash.scalers[1].load_state_dict({"loss_scale": 1024.0, "unskipped": 0})
+    backward(netd(netg(x(0.25))).sum(), optg, loss_id=1)
+    backward(netd(x(0.25)).sum(), optd)
+    assert master_grads(optd) == [[[0.75]]]
+
+
+def test_clipping_looks_past_gradients_that_another_loss_left():
+    models, optimizers = [linear([[1.0]]), linear([[1.0]])], []
+    optimizers = [sgd(model) for model in models]
+    (netd, netg), (optd, optg) = amp.initialize(models, optimizers, opt_level="O2", loss_scale=64.0)
+    backward(netd(x(3.0)).sum(), optd)
+    backward(netd(netg(x(1.0))).sum(), optg)
+    assert clip_grad_norm_(netd.parameters(), 1.5).item() == 3.0
+    assert master_grads(optd)[0][0][0] == pytest.approx(1.5, abs=1e-4)
+
+
+@pytest.mark.parametrize("level", EVERY)
+def test_clipping_with_a_norm_computed_before_acts_on_the_gradients_of_the_step(level):
+    model, optimizer = setup(level)
+    backward(model(x(3.0, 4.0)).sum(), optimizer)
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(5.0))
+    assert master_grads(optimizer)[0][0] == pytest.approx([0.6, 0.8], abs=1e-2)
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_two_losses_that_overflow_both_lower_their_scales(level):
+    model, optimizer = setup(level, num_losses=2, loss_scale="dynamic", verbosity=0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for loss_id in (0, 1):
+            backward(quarter(model, math.inf, 1.0), optimizer, loss_id=loss_id)
+        optimizer.step()
+    assert [s["loss_scale"] for s in amp.state_dict().values()] == [2.0**13, 2.0**13]
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, "high"])
+def test_a_loaded_scale_that_cannot_be_is_refused_before_anything_is_loaded(value):
+    setup("O2", num_losses=2, loss_scale="dynamic")
+    before = amp.state_dict()
+    state = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}, "loss_scaler1": {"loss_scale": value, "unskipped": 0}}
+    with pytest.raises(ValueError, match="load_state_dict: loss_scale is"):
+        amp.load_state_dict(state)
+    assert amp.state_dict() == before

@@ -336,6 +336,9 @@ def test_the_loss_scale_may_be_below_1_only_when_asked(level):  # 452, 654
         backward(model(torch.full((1, 1), math.inf)).sum().float(), optimizer)
         optimizer.step()
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 1.0
+    _, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=0.25)
+    with amp.scale_loss(torch.ones(()), optimizer) as scaled_loss:
+        assert scaled_loss.item() == 0.25
 
 
 def test_the_scale_never_reaches_zero():  # 834, 777: 4e-313, then ZeroDivisionError

@@ -29,6 +29,10 @@ class ConvNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.body(images).flatten(1))
 
+    @staticmethod
+    def classes() -> int:
+        return 5
+
     def encode(self, images: Tensor) -> Tensor:
         return self.body(images).flatten(1)
 

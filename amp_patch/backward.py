@@ -1,0 +1,128 @@
+"""One scaled backward pass: what `scale_loss` does to the gradients of its optimizers, and of the others, around it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from amp_patch import masters
+from amp_patch.optimizer import Pending, Stash, distinct_pairs, recover, unscale
+from amp_patch.scaler import LossScaler
+
+
+class _SetAside(NamedTuple):
+    param: Tensor
+    grad: Tensor | None
+    stash: Stash  # of the optimizer that it belongs to
+    bodies: int  # how many bodies that one had begun
+
+
+class ScaledBackward:
+    """The stages of one `scale_loss`, in order: `begin`, the body, then `delay`, `finish` or `abandon`; `close` always.
+
+    Nothing here syncs with the device.
+
+    Args:
+        optimizers: those that take part, each once.
+        scaler: of the loss.
+        scaling: False where the loss is not multiplied: then nothing is unscaled and nothing is checked.
+    """
+
+    def __init__(self, optimizers: list[Any], scaler: LossScaler, scaling: bool) -> None:
+        self.optimizers = optimizers
+        self.stashes: list[Stash] = [optimizer._amp_stash for optimizer in optimizers]
+        self.scaler = scaler
+        self.scaling = scaling
+        self.set_aside: list[_SetAside] = []
+        self.had_grad: set[int] = set()
+
+    def begin(self) -> None:
+        """Leave in the model's gradients only what this backward may be added to.
+
+        Gradients with masters that the optimizer's last delayed exit did not leave there come from somewhere else (a
+        GAN's generator loss fills the discriminator's) and are dropped. Gradients that an earlier exit unscaled in
+        place are scaled again, so that what backward adds has the same unit.
+        """
+        if self.scaling:
+            self._set_bystanders_aside()
+        scaled: set[int] = set()  # parameters that two of the optimizers share are scaled once
+        for optimizer, stash in zip(self.optimizers, self.stashes, strict=True):
+            stash.open += 1
+            stash.bodies += 1
+            recover(optimizer, stash)
+            pairs = list(stash.masters.pairs(optimizer.param_groups))
+            if stash.pending is None:
+                for param, master in pairs:
+                    if param is not master:
+                        param.grad = None
+                if all(master.grad is None for _, master in pairs):
+                    stash.found.clear()
+                if self.scaling:
+                    new = [pair for pair in pairs if id(pair[0]) not in scaled]
+                    masters.rescale(new, self.scaler.scale_tensor, own_only=True)
+            elif not stash.pending.has_scale_of(self.scaler):
+                factor = (self.scaler.scale_tensor.double() / stash.pending.scale.double()).float()
+                masters.rescale([pair for pair in pairs if id(pair[0]) not in scaled], factor, own_only=False)
+                stash.pending = Pending(self.scaler)
+            scaled.update(id(param) for param, _ in pairs)
+        self.had_grad = {id(param) for param, _ in distinct_pairs(self.optimizers) if param.grad is not None}
+
+    def delay(self) -> None:
+        """The gradients stay where they are, scaled, and are known to be so."""
+        for stash in self.stashes:
+            stash.pending = Pending(self.scaler)
+
+    def finish(self) -> None:
+        """Unscaled gradients in the masters; overflow recorded on the device."""
+        unscale(self.optimizers, self.scaler, self.scaling)
+
+    def abandon(self) -> None:
+        """After an exception in the body: no scaled gradient stays, the scale and the overflows are as before.
+
+        Gradients that existed on entry are unscaled again, with whatever backward added before it failed; all others
+        are dropped.
+        """
+        unscaled: set[int] = set()
+        for optimizer, stash in zip(self.optimizers, self.stashes, strict=True):
+            pairs = [p for p in stash.masters.pairs(optimizer.param_groups) if id(p[0]) not in unscaled]
+            for param, _ in pairs:
+                if id(param) not in self.had_grad:
+                    param.grad = None
+            if stash.pending is None and self.scaling:
+                masters.rescale(pairs, self.scaler.inverse(), own_only=True)
+            unscaled.update(id(param) for param, _ in pairs)
+
+    def close(self) -> None:
+        """Bring back what was set aside, with this backward's share of it unscaled."""
+        for stash in self.stashes:
+            stash.open -= 1
+        inverse = self.scaler.inverse() if self.set_aside else None
+        for param, earlier, stash, bodies in self.set_aside:
+            grad = param.grad
+            if grad is None or stash.pending is not None:
+                param.grad = earlier
+                continue
+            if stash.bodies == bodies:  # else a body of its own, inside this one, has unscaled it
+                assert inverse is not None
+                grad = grad * inverse.to(grad.device, grad.dtype)
+            param.grad = grad if earlier is None else grad + earlier
+
+    def _set_bystanders_aside(self) -> None:
+        """Take the gradients of the training's other optimizers out of reach of this backward.
+
+        Of their parameters with masters, `begin` drops what other losses left; unless they wait, scaled, for the rest
+        of a delayed iteration: then they come back as they are.
+        """
+        taking_part = {id(param) for param, _ in distinct_pairs(self.optimizers)}
+        siblings = {
+            id(other): other for stash in self.stashes for ref in stash.siblings if (other := ref()) is not None
+        }
+        for other in siblings.values():
+            stash = getattr(other, "_amp_stash", None)
+            if stash is None or stash.open or any(other is optimizer for optimizer in self.optimizers):
+                continue
+            for param, master in stash.masters.pairs(other.param_groups):
+                if id(param) not in taking_part and (param is master or stash.pending is not None):
+                    self.set_aside.append(_SetAside(param, param.grad, stash, stash.bodies))
+                    param.grad = None

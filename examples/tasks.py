@@ -1,0 +1,132 @@
+"""What opt_levels.py trains: a convnet that reads digits, and a small GPT that writes Python's manual.
+
+Neither knows about mixed precision: this is the FP32 code that a user has before `amp.initialize`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from data import digits, topics
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class Task(Protocol):
+    name: str
+    metric: str  # what evaluate() returns
+    steps: int
+
+    def model(self) -> nn.Module: ...
+    def optimizer(self, model: nn.Module) -> Optimizer: ...
+    def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]: ...
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor: ...
+    def evaluate(self, model: nn.Module) -> float: ...
+
+
+class Digits:
+    name = "digits"
+    metric = "accuracy, %"
+    steps = 400
+
+    def __init__(self, device: str):
+        self.device = device
+        (self.images, self.labels), self.held_out = digits(device)
+
+    def model(self) -> nn.Module:
+        def block(channels_in: int, channels_out: int) -> list[nn.Module]:
+            return [nn.Conv2d(channels_in, channels_out, 3, padding=1), nn.BatchNorm2d(channels_out), nn.ReLU()]
+
+        return nn.Sequential(
+            *block(1, 16),
+            *block(16, 32),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32 * 4 * 4, 64),
+            nn.ReLU(),
+            nn.Linear(64, 10),
+        ).to(self.device)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4)
+
+    def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        drawn = torch.randint(len(self.images), (64,), generator=generator).to(self.device)
+        return self.images[drawn], self.labels[drawn]
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets)
+
+    def evaluate(self, model: nn.Module) -> float:
+        images, labels = self.held_out
+        return 100 * (model(images).argmax(1) == labels).float().mean().item()
+
+
+class Topics:
+    name = "gpt"
+    metric = "bits per character"
+    steps = 800
+    context = 32
+
+    def __init__(self, device: str):
+        self.device = device
+        self.text, held_out, self.vocabulary = topics(device)
+        windows = held_out[: (len(held_out) - 1) // self.context * self.context + 1]
+        self.held_out = windows[:-1].view(-1, self.context), windows[1:].view(-1, self.context)
+
+    def model(self) -> nn.Module:
+        return GPT(self.vocabulary, self.context, width=64, heads=4, depth=2).to(self.device)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        # Adam's usual eps of 1e-8 is 0 in FP16, and O3 keeps its optimizer state in FP16: 0 / 0 in the first step.
+        return torch.optim.Adam(model.parameters(), lr=4e-3, betas=(0.9, 0.95), eps=1e-4)
+
+    def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        starts = torch.randint(len(self.text) - self.context, (8, 1), generator=generator).to(self.device)
+        window = starts + torch.arange(self.context, device=self.device)
+        return self.text[window], self.text[window + 1]
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    def evaluate(self, model: nn.Module) -> float:
+        total = 0.0
+        for inputs, targets in zip(*(part.split(128) for part in self.held_out), strict=True):
+            total += self.loss(model(inputs), targets).item() * targets.numel()
+        return total / self.held_out[1].numel() / math.log(2)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv(self.norm1(x)).chunk(3, -1))
+        q, k, v = (part.transpose(1, 2) for part in heads)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, vocabulary: int, context: int, width: int, heads: int, depth: int):
+        super().__init__()
+        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
+        for embedding in (self.token, self.position):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        x = self.token(characters) + self.position.weight[: characters.shape[1]]
+        return self.head(self.norm(self.blocks(x)))
+
+
+TASKS: dict[str, type[Digits] | type[Topics]] = {task.name: task for task in (Digits, Topics)}

@@ -1,0 +1,49 @@
+"""`python -m amp_patch`: what a bug report should begin with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import amp_patch
+from amp_patch import multi_tensor
+from amp_patch.__main__ import main
+
+
+def rows(printed: str) -> dict[str, str]:
+    return dict(line.split(maxsplit=1) for line in printed.splitlines())
+
+
+def test_info_names_versions_kernels_and_devices(capsys):
+    main(["info"])
+    printed = rows(capsys.readouterr().out)
+    assert printed["amp_patch"] == amp_patch.__version__
+    assert printed["torch"] == torch.__version__
+    assert printed["kernels"] == f"{multi_tensor.backend()}: {multi_tensor.backend_reason()}"
+    assert torch.backends.cpu.get_cpu_capability() in printed["devices"]
+    assert printed["devices"].count("cuda:") == torch.cuda.device_count()
+
+
+def test_info_tells_when_the_kernels_are_plain_torch_and_why(capsys):
+    with multi_tensor.use_backend("torch"):
+        main(["info"])
+        reason = multi_tensor.backend_reason()
+    assert rows(capsys.readouterr().out)["kernels"] == f"torch: {reason}"
+
+
+@pytest.mark.parametrize("arguments", [[], ["inform"]], ids=["none", "unknown"])
+def test_without_a_known_subcommand_the_usage_is_shown(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert "python -m amp_patch" in capsys.readouterr().err
+
+
+def test_python_dash_m_runs_it():
+    run = subprocess.run([sys.executable, "-W", "error", "-m", "amp_patch", "info"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    assert set(rows(run.stdout)) == {"amp_patch", "torch", "python", "kernels", "devices"}
