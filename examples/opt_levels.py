@@ -100,11 +100,12 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int
 
 
 def table(results: list[Result]) -> Table:
-    rows = Table(title=f"{results[0].task}, {len(results[0].losses)} steps", box=box.SIMPLE_HEAD, title_justify="left")
-    metric = results[0].metric.replace(" per ", "\nper ")
-    rows.add_column("level")
+    title = f"{results[0].task}, {len(results[0].losses)} steps"
+    rows = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False)
+    metric = results[0].metric.replace(" per ", " per\n")  # the whole table fits 80 columns
+    rows.add_column("level", no_wrap=True)
     numbers = ("final\nloss", f"held-out\n{metric}", "ms per\nstep")
-    for heading in (*numbers, "weights\nKiB", "masters\nKiB", "optimizer\nKiB", "loss\nscale", "skipped\nsteps"):
+    for heading in (*numbers, "weights\nKiB", "masters\nKiB", "state\nKiB", "loss\nscale", "skipped\nsteps"):
         rows.add_column(heading, justify="right", no_wrap=True)
     for r in results:
         rows.add_row(

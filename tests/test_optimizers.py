@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pathlib
 import pickle
 
 import pytest
@@ -51,6 +52,12 @@ def test_no_optimizer_of_torch_is_left_out():
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
     assert shipped <= {*OPTIMIZERS, "LBFGS"}
+
+
+def test_the_readme_s_table_names_every_optimizer():
+    readme = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
+    rows = readme.split("## Optimizers")[1].split("## Tests")[0]
+    assert [name for name in (*OPTIMIZERS, "LBFGS") if name not in rows] == []
 
 
 def setup(name, flags, level="O2"):
