@@ -21,7 +21,8 @@ demo: $(VENV)/installed ## train a convnet and a small GPT at O0 to O5; ends wit
 test: $(VENV)/installed ## every test that is not marked slow
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: $(VENV)/installed ## the tests marked slow, and only those: run both for everything
+test-all: $(VENV)/installed ## what `test` leaves out: the tests marked slow, and all others without the extension
+	AMP_PATCH_BACKEND=torch $(BIN)/python -m pytest -m "not slow" --ignore tests/test_examples.py
 	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/installed ## ruff, mypy and clang-format; changes nothing

@@ -101,7 +101,7 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int
 
 def table(results: list[Result]) -> Table:
     title = f"{results[0].task}, {len(results[0].losses)} steps"
-    rows = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False)
+    rows = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     metric = results[0].metric.replace(" per ", " per\n")  # the whole table fits 80 columns
     rows.add_column("level", no_wrap=True)
     numbers = ("final\nloss", f"held-out\n{metric}", "ms per\nstep")

@@ -22,7 +22,7 @@ def run(example: str, *arguments: str, cwd: Path) -> str:
     """What `python examples/<example>.py` prints. From another directory: it is the installed package that runs."""
     script = [sys.executable, "-W", "error", str(EXAMPLES / f"{example}.py"), *arguments]
     # One thread: the models are tiny, and the tests may share their cores.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     done = subprocess.run(script, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stderr == "", "an example leaves nothing on stderr"
@@ -89,6 +89,7 @@ def test_opt_levels_ends_with_a_row_for_each_level_and_a_picture(tmp_path):
     printed = run("opt_levels", "--steps", "4", "--levels", *chosen, "--out", str(out), cwd=tmp_path)
     for title in ("digits, 4 steps", "gpt, 4 steps"):
         assert title in printed
+    assert "…" not in printed, "the tables fit a terminal of 80 columns"
     for level in chosen:
         assert len(re.findall(rf"^ *{level} +\d", printed, re.MULTILINE)) == 2
     assert "Loss curves:" in printed
@@ -139,7 +140,7 @@ def test_every_level_learns_what_fp32_learns(demo, tmp_path):
     """The claim of the whole package, at the demo's full length. O3 is shown as it comes out."""
     results = {(r.task, r.level): r.held_out for r in demo.main(["--out", str(tmp_path / "curves.png")])}
     assert results["digits", "O0"] > 97
-    assert results["gpt", "O0"] < 3.3
+    assert results["gpt", "O0"] < 3.5
     for level in ("O1", "O2", "O4", "O5"):
         assert abs(results["digits", level] - results["digits", "O0"]) <= 1.0, level
         assert abs(results["gpt", level] - results["gpt", "O0"]) <= 0.05, level
