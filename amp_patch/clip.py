@@ -29,7 +29,9 @@ def install() -> None:
     if _installed:
         return
     for name in _FUNCTIONS:
-        function = getattr(clip_grad, name)
+        function = getattr(clip_grad, name, None)
+        if function is None:  # not in this torch
+            continue
         cell = _cell_of(function)
         if cell is not None:
             # torch wraps both in a no_grad function: what that calls is one closure cell, which every reference shares.

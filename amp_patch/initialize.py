@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import casts, clip, links, regions
+from amp_patch import casts, clip, keep, links, regions
 from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
 from amp_patch.backward import ScaledBackward
@@ -324,7 +324,7 @@ def _check(
     if len({id(target) for target in targets}) < len(targets):
         raise ValueError("initialize: an optimizer is in optimizers twice; give each once")
     model_side.check_methods(models, methods)
-    kept = model_side.kept_modules(models, policy, keep_fp32)
+    kept = keep.kept_modules(models, policy, keep_fp32)
     for model in models:
         if model_side.policy_of(model) is None:
             model_side.check_fp32(model, policy, kept)

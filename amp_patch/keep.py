@@ -1,0 +1,73 @@
+"""Which modules stay FP32 inside a model that is cast: the user's rules, batch norms, and what hangs on either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from amp_patch.policy import Policy
+
+# A rule for modules that stay FP32: their qualified name, their class, or a predicate over (name, module).
+KeepFP32 = str | type[nn.Module] | Callable[[str, nn.Module], bool]
+
+
+def kept_modules(models: list[nn.Module], policy: Policy, rules: Iterable[KeepFP32]) -> list[nn.Module]:
+    """The outermost modules that stay FP32: by `rules`, and batch norms where the policy keeps them.
+
+    Raises:
+        ValueError: a name that no model has, a class of which no model has an instance.
+        TypeError: a rule of another kind.
+    """
+    kept: dict[int, nn.Module] = {}
+    for rule in _as_rules(rules):
+        found = [m for model in models for name, m in model.named_modules() if _matches(rule, name, m)]
+        if not found and (isinstance(rule, str | type)):
+            raise ValueError(f"initialize: keep_fp32 names {rule!r}, which matches no module of the given models")
+        kept.update((id(m), m) for outer in found for m in _with_forward(outer))
+    if policy.cast_model_type is not None and policy.keep_batchnorm_fp32:
+        norms = (m for model in models for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+        kept.update((id(m), m) for m in norms)
+    # Attention reads its projection's weight itself.
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, nn.MultiheadAttention) and id(module.out_proj) in kept:
+                kept[id(module)] = module
+    # Whatever shares a weight with them works in that weight's type.
+    stays = {id(p) for m in kept.values() for p in m.parameters()}
+    for model in models:
+        for module in model.modules():
+            if any(id(p) in stays for p in module._parameters.values()):
+                kept.setdefault(id(module), module)
+    inner = {id(child) for m in kept.values() for child in m.modules() if child is not m}
+    return [m for key, m in kept.items() if key not in inner]
+
+
+def _with_forward(module: nn.Module) -> list[nn.Module]:
+    """`module`; in place of a container that is never called itself (ModuleList, ModuleDict), those inside it."""
+    if type(module).forward is not nn.Module.forward:
+        return [module]
+    return [inner for child in module.children() for inner in _with_forward(child)]
+
+
+def _as_rules(rules: Any) -> list[KeepFP32]:
+    one = isinstance(rules, str | type) or callable(rules)
+    result = [rules] if one else list(rules)
+    for rule in result:
+        if isinstance(rule, str) or (isinstance(rule, type) and issubclass(rule, nn.Module)):
+            continue
+        if isinstance(rule, type) or not callable(rule):
+            raise TypeError(
+                f"initialize: keep_fp32 holds {rule!r}; wanted module names, torch.nn.Module classes or a predicate "
+                "over (name, module)"
+            )
+    return result
+
+
+def _matches(rule: KeepFP32, name: str, module: nn.Module) -> bool:
+    if isinstance(rule, str):
+        return name == rule
+    if isinstance(rule, type):
+        return isinstance(module, rule)
+    return bool(rule(name, module))
