@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from amp_patch import masters
 from amp_patch.optimizer import Pending, Stash, distinct_pairs, recover, unscale
-from amp_patch.scaler import LossScaler
+from amp_patch.scaler import LossScaler, inverse_of
 
 
 class _SetAside(NamedTuple):
     param: Tensor
     grad: Tensor | None
-    stash: Stash  # of the optimizer that it belongs to
+    stash: Stash | None  # of the optimizer that it belongs to, if any
     bodies: int  # how many bodies that one had begun
 
 
@@ -34,8 +35,11 @@ class ScaledBackward:
         self.stashes: list[Stash] = [optimizer._amp_stash for optimizer in optimizers]
         self.scaler = scaler
         self.scaling = scaling
+        self.now = Pending(scaler)  # an inner body may move the scaler before this one ends
+        self.scale = self.now.scale
         self.set_aside: list[_SetAside] = []
         self.had_grad: set[int] = set()
+        self.begun = False
 
     def begin(self) -> None:
         """Leave in the model's gradients only what this backward may be added to.
@@ -44,6 +48,12 @@ class ScaledBackward:
         GAN's generator loss fills the discriminator's) and are dropped. Gradients that an earlier exit unscaled in
         place are scaled again, so that what backward adds has the same unit.
         """
+        if any(stash.open for stash in self.stashes):
+            raise RuntimeError(
+                "scale_loss: an optimizer of this call is in the body of another scale_loss already; end that one "
+                "first (gradients add up over several), or add the losses"
+            )
+        self.begun = True
         if self.scaling:
             self._set_bystanders_aside()
         scaled: set[int] = set()  # parameters that two of the optimizers share are scaled once
@@ -60,22 +70,22 @@ class ScaledBackward:
                     stash.found.clear()
                 if self.scaling:
                     new = [pair for pair in pairs if id(pair[0]) not in scaled]
-                    masters.rescale(new, self.scaler.scale_tensor, own_only=True)
+                    masters.rescale(new, self.scale, own_only=True)
             elif not stash.pending.has_scale_of(self.scaler):
-                factor = (self.scaler.scale_tensor.double() / stash.pending.scale.double()).float()
+                factor = (self.scale.double() / stash.pending.scale.double()).float()
                 masters.rescale([pair for pair in pairs if id(pair[0]) not in scaled], factor, own_only=False)
-                stash.pending = Pending(self.scaler)
+                stash.pending = self.now
             scaled.update(id(param) for param, _ in pairs)
         self.had_grad = {id(param) for param, _ in distinct_pairs(self.optimizers) if param.grad is not None}
 
     def delay(self) -> None:
         """The gradients stay where they are, scaled, and are known to be so."""
         for stash in self.stashes:
-            stash.pending = Pending(self.scaler)
+            stash.pending = self.now
 
     def finish(self) -> None:
         """Unscaled gradients in the masters; overflow recorded on the device."""
-        unscale(self.optimizers, self.scaler, self.scaling)
+        unscale(self.optimizers, self.scaler, inverse_of(self.scale) if self.scaling else None)
 
     def abandon(self) -> None:
         """After an exception in the body: no scaled gradient stays, the scale and the overflows are as before.
@@ -90,39 +100,54 @@ class ScaledBackward:
                 if id(param) not in self.had_grad:
                     param.grad = None
             if stash.pending is None and self.scaling:
-                masters.rescale(pairs, self.scaler.inverse(), own_only=True)
+                masters.rescale(pairs, inverse_of(self.scale), own_only=True)
             unscaled.update(id(param) for param, _ in pairs)
 
     def close(self) -> None:
         """Bring back what was set aside, with this backward's share of it unscaled."""
+        if not self.begun:
+            return
         for stash in self.stashes:
             stash.open -= 1
-        inverse = self.scaler.inverse() if self.set_aside else None
-        for param, earlier, stash, bodies in self.set_aside:
+        inverse = inverse_of(self.scale) if self.set_aside else None
+        for param, earlier, owner, bodies in self.set_aside:
             grad = param.grad
-            if grad is None or stash.pending is not None:
+            if grad is None or (owner is not None and owner.pending is not None):
                 param.grad = earlier
                 continue
-            if stash.bodies == bodies:  # else a body of its own, inside this one, has unscaled it
+            if owner is None or owner.bodies == bodies:  # else a body of its own, inside this one, has unscaled it
                 assert inverse is not None
                 grad = grad * inverse.to(grad.device, grad.dtype)
+                if owner is not None:
+                    overflow = torch.isfinite(grad._values() if grad.is_sparse else grad).all().logical_not().float()
+                    owner.note_found(self.scaler, overflow.to(self.scale.device))
             param.grad = grad if earlier is None else grad + earlier
 
     def _set_bystanders_aside(self) -> None:
-        """Take the gradients of the training's other optimizers out of reach of this backward.
+        """Take the gradients of the training's other parameters out of reach of this backward.
 
         Of their parameters with masters, `begin` drops what other losses left; unless they wait, scaled, for the rest
         of a delayed iteration: then they come back as they are.
         """
-        taking_part = {id(param) for param, _ in distinct_pairs(self.optimizers)}
+        known = {id(param) for param, _ in distinct_pairs(self.optimizers)}
         siblings = {
             id(other): other for stash in self.stashes for ref in stash.siblings if (other := ref()) is not None
         }
         for other in siblings.values():
-            stash = getattr(other, "_amp_stash", None)
-            if stash is None or stash.open or any(other is optimizer for optimizer in self.optimizers):
+            stash: Stash | None = getattr(other, "_amp_stash", None)
+            if stash is None or any(other is optimizer for optimizer in self.optimizers):
                 continue
             for param, master in stash.masters.pairs(other.param_groups):
-                if id(param) not in taking_part and (param is master or stash.pending is not None):
-                    self.set_aside.append(_SetAside(param, param.grad, stash, stash.bodies))
-                    param.grad = None
+                if id(param) not in known:
+                    known.add(id(param))
+                    if not stash.open and (param is master or stash.pending is not None):
+                        self._set_aside(param, stash)
+        for stash in self.stashes:
+            for param in stash.unowned:
+                if id(param) not in known:
+                    known.add(id(param))
+                    self._set_aside(param, None)
+
+    def _set_aside(self, param: Tensor, stash: Stash | None) -> None:
+        self.set_aside.append(_SetAside(param, param.grad, stash, 0 if stash is None else stash.bodies))
+        param.grad = None

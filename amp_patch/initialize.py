@@ -276,7 +276,7 @@ def fp32_copy(model: nn.Module) -> nn.Module:
     """
     links.reconcile(links.linked(set(model.parameters())))
     plain = copy.deepcopy(model)
-    model_side.restore(plain)
+    model_side.to_plain_fp32(plain)
     with torch.no_grad():
         for copied, param in zip(plain.parameters(), model.parameters(), strict=True):
             master = links.master_of(param)
@@ -359,8 +359,13 @@ def _enter(
     policy = training.policy
     params, buffers = model_side.to_cast(models, kept) if policy.cast_model_type is not None else ([], [])
     about_to_be_cast = {id(p) for p in params}
+    owned = {id(p) for target in targets for group in target.param_groups for p in group["params"]}
+    everything = {id(p): p for model in models for p in model.parameters()}
+    unowned: list[Tensor] = [p for key, p in everything.items() if key not in owned and p.requires_grad]
     for target in targets:
-        stash = Stash(policy, training.scalers, siblings=training.optimizers, process_group=process_group)
+        stash = Stash(
+            policy, training.scalers, siblings=training.optimizers, unowned=unowned, process_group=process_group
+        )
         optimizer_side.name_parameters(stash, models)
         optimizer_side.enter_training(target, stash, about_to_be_cast)
     model_side.enter_training(models, kept, policy, methods, on_demand=not targets)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import links, regions, subclass, tree
+from amp_patch import casts, links, regions, subclass, tree
 from amp_patch.patch import Patches
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
 
@@ -40,15 +40,24 @@ class ModelState:
         low_buffers: names of buffers that were low precision before `initialize`.
         on_demand: whether a state dict makes the masters: for models that no optimizer trains, copies among them.
         exposed: parameters whose masters a state dict handed out; a user may write through it.
+        fast_path_off: whether torch's fused encoder layers would meet modules that were kept.
     """
 
     policy: Policy
     low_buffers: frozenset[str] = frozenset()
     on_demand: bool = False
     exposed: list[links.Linked] = field(default_factory=list)
+    fast_path_off: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "on_demand": True, "exposed": []}  # a copy has parameters of its own, and no masters
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.policy.patch_torch_functions:
+            casts.install()  # this may be another process
+        if self.fast_path_off:
+            forbid_fast_path()
 
 
 class AmpModel(subclass.Generated):
@@ -74,9 +83,10 @@ class AmpModel(subclass.Generated):
         params = dict(module.named_parameters(prefix.removesuffix("."), remove_duplicate=False))
         own: ModelState = vars(self)["_amp"]
         if own.on_demand and policy.master_weights:
-            for param in params.values():
-                if param.dtype in LOW_PRECISION and links.link_of(param) is None:
-                    links.connect(param, nn.Parameter(param.detach().float(), requires_grad=param.requires_grad))
+            with torch.inference_mode(False), torch.no_grad():
+                for param in params.values():
+                    if param.dtype in LOW_PRECISION and links.link_of(param) is None:
+                        links.connect(param, nn.Parameter(param.detach().float(), requires_grad=param.requires_grad))
         own.exposed = links.linked(set(params.values()))
         links.reconcile(own.exposed)
         for name, value in state.items():
@@ -262,13 +272,18 @@ def enter_training(
         if type(module).forward is nn.modules.batchnorm._BatchNorm.forward:
             continue
         _give(module, KeptModule, ModelState(policy))
-    for model in models:
-        state = ModelState(policy, low_buffers_of(model), on_demand)
-        _give(model, AmpModel, state, tuple(name for name in methods if hasattr(model, name)))
     layers = (m for model in models for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer))
-    if policy.cast_model_type is not None and any(id(m) in stay for layer in layers for m in layer.modules()):
-        # In eval mode such a layer is one fused call on the weights of its children, which would differ in type.
-        _fast_path.set(torch.backends.mha, "_is_fastpath_enabled", False)
+    fused = policy.cast_model_type is not None and any(id(m) in stay for layer in layers for m in layer.modules())
+    if fused:
+        forbid_fast_path()
+    for model in models:
+        state = ModelState(policy, low_buffers_of(model), on_demand, fast_path_off=fused)
+        _give(model, AmpModel, state, tuple(name for name in methods if hasattr(model, name)))
+
+
+def forbid_fast_path() -> None:
+    """Keep encoder layers from their one fused call in eval mode: kept children would differ in type."""
+    _fast_path.set(torch.backends.mha, "_is_fastpath_enabled", False)
 
 
 def reflatten(model: nn.Module) -> None:
@@ -303,8 +318,24 @@ def restore(model: nn.Module) -> None:
     reflatten(model)
 
 
+def to_plain_fp32(model: nn.Module) -> None:
+    """Undo every training of ours inside `model`, and cast what is low precision still: a part of a cast model is."""
+    for module in list(model.modules()):
+        if isinstance(module, AmpModel):
+            restore(module)
+        elif isinstance(module, KeptModule):
+            _take(module)
+    low = [
+        (m, name)
+        for m in model.modules()
+        for name, b in m._buffers.items()
+        if b is not None and b.dtype in LOW_PRECISION
+    ]
+    cast([p for p in model.parameters() if p.dtype in LOW_PRECISION], low, torch.float32)
+
+
 def allow_fast_path() -> None:
-    """Undo what `enter_training` does to torch's fused encoder layers."""
+    """Undo `forbid_fast_path`."""
     _fast_path.remove()
 
 

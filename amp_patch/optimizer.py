@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import links, subclass
+from amp_patch import clip, links, subclass
 from amp_patch.masters import Masters, gather
 from amp_patch.policy import LOW_PRECISION, Policy
-from amp_patch.scaler import LossScaler
+from amp_patch.scaler import LossScaler, inverse_of
 
-_TRANSIENT = ("handles", "siblings", "process_group", "names", "set_aside")
+_TRANSIENT = ("handles", "siblings", "process_group", "names", "set_aside", "unowned")
 
 
 class Pending:
@@ -68,6 +68,8 @@ class Stash:
     in_closure: bool = False
     open: int = 0  # how many `scale_loss` bodies of this optimizer are running
     bodies: int = 0  # how many were begun
+    gathered: bool = False  # whether a backward has brought gradients since the last step
+    unowned: list[Tensor] = field(default_factory=list)  # the models' trainable parameters that no optimizer holds
     set_aside: SetAside | None = None
     names: dict[int, str] = field(default_factory=dict)  # id(param) -> qualified name, for messages
     siblings: list[Any] = field(default_factory=list)  # weak references to the training's optimizers
@@ -82,6 +84,7 @@ class Stash:
             state,
             handles=[],
             siblings=[],
+            unowned=[],
             process_group=None,
             names={},
             set_aside=None,
@@ -89,6 +92,8 @@ class Stash:
             in_closure=False,
             open=0,
         )
+        if self.policy.master_weights:
+            clip.install()  # this may be another process
 
     def note_found(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Remember, on the device, that gradients of `scaler`'s loss went into the next step."""
@@ -110,7 +115,9 @@ class AmpOptimizer(subclass.Generated):
         # A duck-typed optimizer has no hooks: the same two calls around its step.
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
             called, kwargs = before_step(self, (self, *args), kwargs) or ((self, *args), kwargs)
-            result = base.step(*called, **kwargs)  # type: ignore[attr-defined]
+            # It may not expect parameters without gradients, as a torch Optimizer must: skipped means not called.
+            skipped = self._amp_stash.step_skipped and self._amp_stash.enabled
+            result = None if skipped else base.step(*called, **kwargs)  # type: ignore[attr-defined]
             after_step(self, called, kwargs)
             return result
 
@@ -260,13 +267,17 @@ def distinct_pairs(optimizers: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
     )
 
 
-def unscale(optimizers: Sequence[Any], scaler: LossScaler, scaling: bool) -> None:
-    """Turn scaled gradients of the model into unscaled ones of the masters; record overflow on the device; no sync."""
+def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | None) -> None:
+    """Turn scaled gradients of the model into unscaled ones of the masters; record overflow on the device; no sync.
+
+    `inverse` is of the scale that the loss was multiplied by; None where it was not, and nothing is checked.
+    """
     stashes: list[Stash] = [optimizer._amp_stash for optimizer in optimizers]
-    found = gather(distinct_pairs(optimizers), scaler.inverse() if scaling else None)
+    found = gather(distinct_pairs(optimizers), inverse)
     for stash in stashes:
         stash.pending = None
-    if not scaling:
+        stash.gathered = True
+    if inverse is None:
         return
     overall = torch.zeros_like(scaler.scale_tensor)
     for found_inf in found.values():
@@ -284,9 +295,10 @@ def settle(optimizer: Any) -> None:
     """Unscale gradients that a delayed exit of `scale_loss` left scaled; no sync."""
     stash = _stash(optimizer)
     if stash is not None and stash.pending is not None:
-        scaler = stash.pending.scaler
-        unscale([optimizer], scaler, stash.policy.scales_loss)
-        scaler.update()
+        scaler, current = stash.pending.scaler, stash.pending.has_scale_of(stash.pending.scaler)
+        unscale([optimizer], scaler, inverse_of(stash.pending.scale) if stash.policy.scales_loss else None)
+        if current:  # else this loss has moved its scale since, with another optimizer
+            scaler.update()
 
 
 def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -352,8 +364,11 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     linked = stash.masters.linked()
     if not stash.step_skipped:
         links.publish(linked)
+    stash.gathered = False
+    awaited = _awaited_by_others(optimizer, stash)
     for _, link in linked:
-        link.master.grad = None  # consumed: scripts that clear only the model's gradients never see it
+        if id(link.master) not in awaited:
+            link.master.grad = None  # consumed: scripts that clear only the model's gradients never see it
     stash.found.clear()
 
 
@@ -373,6 +388,17 @@ def culprits(optimizer: Any) -> str:
             lines.append(f"{name} ({'NaN' if bool(torch.isnan(grad).any()) else 'Inf'})")
     shown = ", ".join(lines[:8]) or "no gradient any more"
     return shown + (f" and {len(lines) - 8} more" if len(lines) > 8 else "")
+
+
+def _awaited_by_others(optimizer: Any, stash: Stash) -> set[int]:
+    """The masters (ids) that another optimizer of the training holds too and has yet to step with."""
+    awaited: set[int] = set()
+    for ref in stash.siblings:
+        other = ref()
+        other_stash = None if other is None or other is optimizer else _stash(other)
+        if other_stash is not None and other_stash.gathered:
+            awaited.update(id(link.master) for _, link in other_stash.masters.linked())
+    return awaited
 
 
 def _read_found(stash: Stash) -> list[LossScaler]:

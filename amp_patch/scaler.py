@@ -84,15 +84,11 @@ class LossScaler:
         """The scale on its device: FP32, shape []."""
         return self._scale
 
-    def inverse(self) -> Tensor:
-        """1 / scale on its device: FP32, shape [], inverted in FP64; no sync."""
-        return self._scale.double().reciprocal().float()
-
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` (any floating dtype and shape) times the scale, in FP32 or the loss's FP64; no sync."""
         if loss.dtype is not torch.float64:
             loss = loss.float()
-        return loss * self._scale
+        return loss * self._scale.clone()  # backward may come after the scale has moved, in place
 
     def record(self, found_inf: Tensor) -> None:
         """Remember what one backward pass found (FP32, one element, 1.0 for an overflow) until `update`; no sync."""
@@ -148,6 +144,11 @@ class LossScaler:
         self.updates += 1
         self._scale.fill_(scale)
         self._unskipped.fill_(unskipped)
+
+
+def inverse_of(scale: Tensor) -> Tensor:
+    """1 / `scale` (FP32, shape []) on its device, inverted in FP64 and rounded once; no sync."""
+    return scale.double().reciprocal().float()
 
 
 def _is_first_rank() -> bool:

@@ -6,6 +6,9 @@ import collections
 import copy
 import dataclasses
 import inspect
+import pickle
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -568,3 +571,49 @@ def test_a_registry_of_the_user_s_classes_sees_none_of_ours():
 
     amp.initialize(Net(), opt_level="O2")
     assert registry == [Net]
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_state_dict_under_inference_mode_can_be_written_through_later(copied):
+    model = amp.initialize(linear([[1.0]]), opt_level="O2")
+    model = copy.deepcopy(model) if copied else model
+    with torch.inference_mode():
+        state = model.state_dict()
+    with torch.no_grad():
+        state["weight"].fill_(2.0)
+        assert model(torch.ones(1, 1)).item() == 2.0
+
+
+def test_fp32_copy_takes_a_part_or_a_wrapper_of_a_model():
+    model = amp.initialize(convnet(), opt_level="O2")
+    for part in (model.body, nn.ModuleDict({"net": model})):
+        plain = amp.fp32_copy(part)
+        assert {p.dtype for p in plain.parameters()} == {torch.float32}
+        assert not any("_amp" in vars(m) for m in plain.modules())
+    assert "_amp" in vars(model)
+
+
+CHILD = """
+import sys, pickle, torch
+from torch import nn
+with open(sys.argv[1], "rb") as file:
+    o1, (o2, optimizer), kept = pickle.load(file)
+assert o1(torch.ones(1, 2)).dtype is torch.float16
+from amp_patch import amp
+with amp.scale_loss(o2(torch.ones(1, 2)).sum() / 8, optimizer) as scaled_loss:
+    scaled_loss.backward()
+assert nn.utils.clip_grad_norm_(o2.parameters(), 1.0) > 0
+with torch.no_grad():
+    kept.eval()(torch.ones(1, 3, 8))
+"""
+
+
+def test_models_and_optimizers_work_when_another_process_loads_them(tmp_path):
+    o1 = amp.initialize(nn.Linear(2, 2), opt_level="O1")
+    o2 = nn.Linear(2, 2)
+    pair = amp.initialize(o2, torch.optim.SGD(o2.parameters(), lr=0.1), opt_level="O2")
+    kept = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    kept = amp.initialize(kept, opt_level="O2", keep_fp32="linear2")
+    (tmp_path / "pickle").write_bytes(pickle.dumps((o1, pair, kept)))
+    done = subprocess.run([sys.executable, "-c", CHILD, tmp_path / "pickle"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

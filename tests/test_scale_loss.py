@@ -591,3 +591,75 @@ def test_a_loaded_scale_that_cannot_be_is_refused_before_anything_is_loaded(valu
     with pytest.raises(ValueError, match="load_state_dict: loss_scale is"):
         amp.load_state_dict(state)
     assert amp.state_dict() == before
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_a_body_unscales_by_the_scale_that_it_multiplied_by(level):
+    first, second = linear([[1.0]]), linear([[1.0]])
+    (first, second), (opta, optb) = amp.initialize(
+        [first, second], [sgd(first), sgd(second)], opt_level=level, verbosity=0
+    )
+    with amp.scale_loss(first(x(0.5)).sum() / 4, opta) as scaled_loss:
+        backward(second(x(math.inf)).sum(), optb)  # moves the scale that both losses have
+        scaled_loss.backward()
+    assert master_grads(opta) == [[[0.125]]]
+
+    backward(first(x(0.5)).sum() / 4, opta, delay_unscale=True)
+    backward(second(x(math.inf)).sum(), optb)
+    opta.step()
+    assert first.weight.item() == 1 - 0.25
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_two_optimizers_that_waited_for_one_loss_move_its_scale_once(level):
+    first, second = linear([[1.0]]), linear([[1.0]])
+    models, optimizers = amp.initialize([first, second], [sgd(first), sgd(second)], opt_level=level)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 64.0, "unskipped": 1999}})
+    backward((models[0](x(0.5)) + models[1](x(0.5))).sum(), optimizers, delay_unscale=True)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.step()
+        assert model.weight.item() == 0.5
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 128.0, "unskipped": 0}
+
+
+@pytest.mark.parametrize("level", EVERY)
+def test_a_body_inside_a_body_of_the_same_optimizer_is_refused(level):
+    model, optimizer = setup(level, num_losses=2)
+    with amp.scale_loss(model(x(0.5, 1.0)).sum(), optimizer) as outer:
+        with pytest.raises(RuntimeError, match="body of another scale_loss"):
+            backward(model(x(0.5, 1.0)).sum(), optimizer, loss_id=1)
+        outer.backward()
+    assert master_grads(optimizer) == [[[0.5, 1.0]]]
+
+
+@pytest.mark.parametrize("level", EVERY)
+def test_clipping_a_model_of_which_only_a_part_is_trained(level):
+    model = nn.Sequential(linear([[1.0]]), linear([[1.0]]))
+    model, optimizer = amp.initialize(model, sgd(model[1]), opt_level=level, loss_scale=64.0)
+    for _ in range(2):
+        model.zero_grad()
+        backward(model(x(3.0)).sum(), optimizer)
+        assert clip_grad_norm_(model.parameters(), 100.0).item() == pytest.approx(math.sqrt(18.0), abs=0.01)
+        assert master_grads(optimizer) == [[[3.0]]]
+
+
+def test_an_overflow_that_reaches_another_optimizer_is_known_to_it():
+    model = nn.Sequential(linear([[1.0]]), linear([[1.0]]))
+    optimizers = [sgd(layer) for layer in model]
+    model, optimizers = amp.initialize(model, optimizers, opt_level="O1", verbosity=0)
+    backward(model(x(math.inf)).sum(), optimizers[0])
+    for optimizer in optimizers:
+        optimizer.step()
+        assert optimizer._amp_stash.step_skipped
+    assert [p.item() for p in model.parameters()] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("level", EVERY)
+def test_optimizers_that_share_a_parameter_both_step(level):
+    model = linear([[1.0]])
+    model, optimizers = amp.initialize(model, [sgd(model), sgd(model)], opt_level=level, loss_scale=64.0)
+    backward(model(x(0.25)).sum(), optimizers)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert model.weight.item() == 0.5
+    assert level not in ("O2", "O5") or master_grads(optimizers[0]) == [None]
