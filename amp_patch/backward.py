@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from amp_patch import masters
 from amp_patch.optimizer import Pending, Stash, distinct_pairs, recover, unscale
 from amp_patch.scaler import LossScaler, inverse_of
+
+Pair = tuple[Tensor, Tensor]  # (param, master)
 
 
 class _SetAside(NamedTuple):
@@ -56,12 +58,11 @@ class ScaledBackward:
         self.begun = True
         if self.scaling:
             self._set_bystanders_aside()
-        scaled: set[int] = set()  # parameters that two of the optimizers share are scaled once
         for optimizer, stash in zip(self.optimizers, self.stashes, strict=True):
-            stash.open += 1
+            stash.open = True
             stash.bodies += 1
             recover(optimizer, stash)
-            pairs = list(stash.masters.pairs(optimizer.param_groups))
+        for stash, pairs, new in self._parts():
             if stash.pending is None:
                 for param, master in pairs:
                     if param is not master:
@@ -69,13 +70,11 @@ class ScaledBackward:
                 if all(master.grad is None for _, master in pairs):
                     stash.found.clear()
                 if self.scaling:
-                    new = [pair for pair in pairs if id(pair[0]) not in scaled]
                     masters.rescale(new, self.scale, own_only=True)
             elif not stash.pending.has_scale_of(self.scaler):
                 factor = (self.scale.double() / stash.pending.scale.double()).float()
-                masters.rescale([pair for pair in pairs if id(pair[0]) not in scaled], factor, own_only=False)
+                masters.rescale(new, factor, own_only=False)
                 stash.pending = self.now
-            scaled.update(id(param) for param, _ in pairs)
         self.had_grad = {id(param) for param, _ in distinct_pairs(self.optimizers) if param.grad is not None}
 
     def delay(self) -> None:
@@ -93,35 +92,38 @@ class ScaledBackward:
         Gradients that existed on entry are unscaled again, with whatever backward added before it failed; all others
         are dropped.
         """
-        unscaled: set[int] = set()
-        for optimizer, stash in zip(self.optimizers, self.stashes, strict=True):
-            pairs = [p for p in stash.masters.pairs(optimizer.param_groups) if id(p[0]) not in unscaled]
-            for param, _ in pairs:
+        for stash, _, new in self._parts():
+            for param, _ in new:
                 if id(param) not in self.had_grad:
                     param.grad = None
             if stash.pending is None and self.scaling:
-                masters.rescale(pairs, inverse_of(self.scale), own_only=True)
-            unscaled.update(id(param) for param, _ in pairs)
+                masters.rescale(new, inverse_of(self.scale), own_only=True)
 
     def close(self) -> None:
         """Bring back what was set aside, with this backward's share of it unscaled."""
         if not self.begun:
             return
         for stash in self.stashes:
-            stash.open -= 1
+            stash.open = False
         inverse = inverse_of(self.scale) if self.set_aside else None
         for param, earlier, owner, bodies in self.set_aside:
-            grad = param.grad
-            if grad is None or (owner is not None and owner.pending is not None):
+            if param.grad is None or (owner is not None and owner.pending is not None):
                 param.grad = earlier
                 continue
             if owner is None or owner.bodies == bodies:  # else a body of its own, inside this one, has unscaled it
-                assert inverse is not None
-                grad = grad * inverse.to(grad.device, grad.dtype)
+                found = masters.gather([(param, param)], inverse)
                 if owner is not None:
-                    overflow = torch.isfinite(grad._values() if grad.is_sparse else grad).all().logical_not().float()
-                    owner.note_found(self.scaler, overflow.to(self.scale.device))
-            param.grad = grad if earlier is None else grad + earlier
+                    owner.note_found(self.scaler, found[param.grad.device].to(self.scale.device))
+            if earlier is not None:
+                param.grad = param.grad + earlier
+
+    def _parts(self) -> Iterator[tuple[Stash, list[Pair], list[Pair]]]:
+        """Per optimizer its stash, its pairs, and those of them that no optimizer before it holds."""
+        seen: set[int] = set()
+        for optimizer, stash in zip(self.optimizers, self.stashes, strict=True):
+            pairs = list(stash.masters.pairs(optimizer.param_groups))
+            yield stash, pairs, [pair for pair in pairs if id(pair[0]) not in seen]
+            seen.update(id(param) for param, _ in pairs)
 
     def _set_bystanders_aside(self) -> None:
         """Take the gradients of the training's other parameters out of reach of this backward.

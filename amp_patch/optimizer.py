@@ -66,7 +66,7 @@ class Stash:
     found: list[tuple[LossScaler, Tensor]] = field(default_factory=list)
     step_depth: int = 0
     in_closure: bool = False
-    open: int = 0  # how many `scale_loss` bodies of this optimizer are running
+    open: bool = False  # whether a `scale_loss` body of this optimizer is running
     bodies: int = 0  # how many were begun
     gathered: bool = False  # whether a backward has brought gradients since the last step
     unowned: list[Tensor] = field(default_factory=list)  # the models' trainable parameters that no optimizer holds
@@ -90,7 +90,7 @@ class Stash:
             set_aside=None,
             step_depth=0,
             in_closure=False,
-            open=0,
+            open=False,
         )
         if self.policy.master_weights:
             clip.install()  # this may be another process
