@@ -66,6 +66,7 @@ def linked(params: Iterable[Tensor]) -> list[Linked]:
     return [(param, link) for param in params if (link := link_of(param)) is not None]
 
 
+@torch.no_grad()
 def publish(pairs: Sequence[Linked]) -> None:
     """Round every master into its parameter, in place, on the device; no sync."""
     for params, masters in _by_device(pairs):
@@ -81,6 +82,7 @@ def publish_written(pairs: Sequence[Linked]) -> list[Linked]:
     return written
 
 
+@torch.no_grad()
 def reconcile(pairs: Sequence[Linked]) -> None:
     """Bring masters and parameters in step after edits by the user, in place, on the device; no sync.
 

@@ -144,6 +144,7 @@ class _Batch:
         self.fresh: list[tuple[Tensor, Tensor]] = []  # (scaled, where the unscaled goes)
         self.added: list[tuple[Tensor, Tensor]] = []  # (scaled, what the unscaled is added to)
 
+    @torch.no_grad()
     def run(self, inverse: Tensor | None, device: torch.device) -> Tensor:
         found_inf = torch.zeros((), device=device)
         factor = 1.0 if inverse is None else inverse.to(device)

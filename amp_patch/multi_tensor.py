@@ -5,9 +5,9 @@ one, or of float64 (then the tensors at that place are float64 in every list: fl
 tensors, 0 too; any sizes, 0 too; any strides. All on one device: callers group by device. Arithmetic is in FP32 (FP64
 for float64), each result is rounded once, to nearest even: exactly ``(src.float() * factor).to(dst.dtype)``.
 
-Nothing here is recorded by autograd, and outputs may be leaves that require grad. Nothing syncs with the device. What
-is wrong with a call (ValueError, TypeError) is found before the first write. Written tensors have their version counter
-bumped, as by torch's in-place functions.
+Nothing here is recorded by autograd: outputs that require grad are refused unless grad mode is off. Nothing syncs with
+the device. What is wrong with a call (ValueError, TypeError) is found before the first write. Written tensors have
+their version counter bumped, as by torch's in-place functions.
 
 ``found_inf`` is a float32 tensor of one element on the lists' device. A kernel only ever writes 1.0 into it, where it
 meets an infinity or a NaN; zeroing it is the caller's (as for torch's ``_amp_foreach_non_finite_check_and_unscale_``).
@@ -20,6 +20,7 @@ torch where it is absent or not built for the tensors' device. ``AMP_PATCH_BACKE
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -151,6 +152,21 @@ def _overlap(t: Tensor, out: Tensor) -> bool:
     return t.data_ptr() < ends[1] and out.data_ptr() < ends[0]
 
 
+def _check_apart(name: str, written: str, outs: Tensors) -> None:
+    """No two outputs share elements, where torch can tell cheaply: which of the two writes would be the last?"""
+    spans = sorted(
+        (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), i)
+        for i, t in enumerate(outs)
+        if t.numel() and torch.ops.aten.is_non_overlapping_and_dense(t)
+    )
+    for (_, end, i), (begin, _, j) in itertools.pairwise(spans):
+        if begin < end:
+            raise ValueError(
+                f"{name}: tensors {min(i, j)} and {max(i, j)} of {written} overlap in memory: hand over each element "
+                "once"
+            )
+
+
 def _check_lists(
     name: str,
     lists: dict[str, Tensors],
@@ -178,6 +194,11 @@ def _check_lists(
                     "convert one of the two first"
                 )
     for i, out in enumerate(lists[written] if written else ()):
+        if out.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name}: tensor {i} of {written} requires grad, and autograd would not see the write: call "
+                f"{name} under torch.no_grad()"
+            )
         if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
             raise ValueError(
                 f"{name}: tensor {i} of {written} overlaps itself (an expanded tensor, strides {list(out.stride())}): "
@@ -189,6 +210,8 @@ def _check_lists(
                     f"{name}: tensor {i} of {written} overlaps tensor {i} of {label} in memory: they must be the same "
                     "elements or apart, hand over a `.clone()`"
                 )
+    if written:
+        _check_apart(name, written, lists[written])
     if found_inf is not None:
         _check_one(name, "found_inf", found_inf, device, (torch.float32,))
     for label, number in (numbers or {}).items():

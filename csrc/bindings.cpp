@@ -1,13 +1,49 @@
 // amp_patch._C: the table of kernels. amp_patch/multi_tensor.py documents them, tensor by tensor.
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/extension.h>
 
 #include "ops.h"
 #include "plan.h"
 
+namespace pybind11::detail {
+
+// A list or tuple of tensors: pointers into the objects, which are held meanwhile, as the call runs without the GIL.
+// The caster of std::vector<at::Tensor> costs as much as a kernel over a thousand small tensors.
+template <>
+struct type_caster<amp_patch::Tensors> {
+  PYBIND11_TYPE_CASTER(amp_patch::Tensors, const_name("list[Tensor]"));
+
+  ~type_caster() {
+    for (PyObject* item : held_) Py_DECREF(item);
+  }
+
+  bool load(handle source, bool) {
+    if (!PyList_Check(source.ptr()) && !PyTuple_Check(source.ptr())) return false;
+    const Py_ssize_t n = PySequence_Fast_GET_SIZE(source.ptr());
+    PyObject** const items = PySequence_Fast_ITEMS(source.ptr());
+    value.reserve(n);
+    held_.reserve(n);
+    for (Py_ssize_t i = 0; i < n; ++i) {
+      if (!THPVariable_Check(items[i])) return false;
+      value.push_back(&THPVariable_Unpack(items[i]));
+      Py_INCREF(items[i]);
+      held_.push_back(items[i]);
+    }
+    return true;
+  }
+
+ private:
+  std::vector<PyObject*> held_;
+};
+
+}  // namespace pybind11::detail
+
 namespace amp_patch {
 
 struct CpuLoop;
 extern template struct Ops<CpuLoop>;
+const std::vector<std::string>& instruction_sets();
+std::string use_instruction_set(const std::string& name);
 #ifdef WITH_CUDA
 struct CudaLoop;
 extern template struct Ops<CudaLoop>;
@@ -56,6 +92,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(OP(unscale_l2norm));  // grads, inv_scale, found_inf -> [total, norms]
   m.def(OP(adopt));           // params, masters
   m.def(OP(update_scale));    // scale, growth_tracker, found_inf, growth_factor, ..., hysteresis_tracker
+
+  // For tests: which instruction set the CPU's loop uses, and which ones this machine has.
+  m.def("instruction_sets", &instruction_sets);
+  m.def("use_instruction_set", &use_instruction_set);  // name -> the one before
 
   m.def("plan", &plan_as_lists);  // sizes, chunk, max_tensors, max_chunks -> [(tensors, [(slot, index)])]
 }

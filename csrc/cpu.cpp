@@ -1,106 +1,151 @@
-// The loop on the CPU. A chunk of a tensor goes block by block through small buffers of T: load (convert, gather),
-// apply the functor, store (round, scatter). So the code grows with the number of dtypes, not with that of their mixes.
-// FP32 tensors that are dense skip the buffers.
+// The loop on the CPU. A chunk of a tensor is one call of Set::map (cpu_set.h), which reads and writes the tensors' own
+// memory: every element is loaded, converted, computed, rounded and stored in registers. What is not a row in memory,
+// or a rare mix of dtypes, goes block by block through small buffers first.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define AMP_PATCH_X86 1
+#include <immintrin.h>
+#pragma GCC diagnostic ignored "-Wpsabi"  // every function of registers is inlined: there is no call to have an ABI
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 of its own headers: gcc.gnu.org/PR105593
+#endif
+
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <cstring>
 #include <limits>
 
 #include "ops.h"
 #include "plan.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#define AMP_PATCH_AVX2 1
-#include <immintrin.h>
-#endif
-
 namespace amp_patch {
+
+const std::vector<std::string>& instruction_sets();
+
 namespace {
 
-constexpr int64_t kBlock = 512;         // elements of a buffer: three of them stay in the L1 cache
-constexpr int64_t kChunk = 16384;       // elements of a chunk: the grain of norms, so of their rounding
-constexpr int64_t kGrain = 32768;       // least work worth a thread, torch's own grain
-constexpr int64_t kChunkOverhead = 64;  // what a chunk costs by itself, in elements
+constexpr int64_t kLanes = 64;           // interleaved sums of a norm: its order, whatever the instruction set
+constexpr int64_t kBlock = 256;          // elements of a row: three of them stay in the L1 cache
+constexpr int64_t kChunk = 16384;        // elements of a chunk: the grain of norms, so of their rounding
+constexpr int64_t kGrain = 32768;        // least work worth a thread, torch's own grain
+constexpr int64_t kChunkOverhead = 64;   // what a chunk costs by itself, in elements
+constexpr int64_t kStreamed = 32 << 20;  // bytes of output that no cache would keep until it is read
+
+struct Result {
+  bool bad = false;
+  double squares = 0;
+};
 
 // ---------------------------------------------------------------------------------------------------------------------
-// One build, two instruction sets, chosen at run time
+// One build, three instruction sets, chosen at run time
 
-#ifdef AMP_PATCH_AVX2
-const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+namespace portable {
+#define AMP_PATCH_WIDTH 1
+#include "cpu_set.h"
+#undef AMP_PATCH_WIDTH
+}  // namespace portable
 
-template <class Body>
-__attribute__((target("avx2,f16c"), flatten, noinline)) void with_avx2(const Body& body) {
-  body();
+#ifdef AMP_PATCH_X86
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c")
+namespace avx2 {
+#define AMP_PATCH_WIDTH 8
+#include "cpu_set.h"
+#undef AMP_PATCH_WIDTH
+}  // namespace avx2
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")
+namespace avx512 {
+#define AMP_PATCH_WIDTH 16
+#include "cpu_set.h"
+#undef AMP_PATCH_WIDTH
+}  // namespace avx512
+#pragma GCC pop_options
+#endif
+
+std::atomic<size_t> chosen{instruction_sets().size() - 1};
+
+// visit(Set()) with the set that was chosen; float64 has the portable one.
+template <class T, class Visit>
+Result on_set(const Visit& visit) {
+#ifdef AMP_PATCH_X86
+  if constexpr (std::is_same_v<T, float>) {
+    switch (chosen.load(std::memory_order_relaxed)) {
+      case 2:
+        return visit(avx512::Set());
+      case 1:
+        return visit(avx2::Set());
+    }
+  }
+#endif
+  return visit(portable::Set());
 }
-#endif
 
-// Runs body(), a loop, compiled for this machine. Both ways give the same bits: nothing is contracted or reordered.
-template <class Body>
-void vectorized(const Body& body) {
-#ifdef AMP_PATCH_AVX2
-  if (has_avx2) return with_avx2(body);
-#endif
-  body();
+// ---------------------------------------------------------------------------------------------------------------------
+// Rows: n elements, one after another, of a dtype known at run time
+
+struct Row {
+  void* data;
+  at::ScalarType dtype;
+};
+
+// visit(pointer) with the pointer's type. T is the type that the functor computes in.
+template <class T, class Visit>
+Result typed(const Row& row, const Visit& visit) {
+  if constexpr (std::is_same_v<T, double>) {
+    return visit(static_cast<double*>(row.data));
+  } else if (row.dtype == at::kHalf) {
+    return visit(static_cast<c10::Half*>(row.data));
+  } else if (row.dtype == at::kBFloat16) {
+    return visit(static_cast<c10::BFloat16*>(row.data));
+  } else {
+    return visit(static_cast<float*>(row.data));
+  }
 }
 
-// Elements do not depend on one another, not even where the output is an input.
-#if defined(__clang__)
-#define AMP_PATCH_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
-#elif defined(__GNUC__)
-#define AMP_PATCH_INDEPENDENT _Pragma("GCC ivdep")
-#else
-#define AMP_PATCH_INDEPENDENT
-#endif
-
-template <class From, class To>
-void convert(const From* from, To* to, int64_t n) {
-  vectorized([=] {
-    AMP_PATCH_INDEPENDENT
-    for (int64_t i = 0; i < n; ++i) to[i] = static_cast<To>(from[i]);
+// rows: the inputs and, where the functor writes, the output. One input goes to any output. With two, the second one
+// and the output are of T: what gradients added to master gradients are.
+template <class T, size_t N, class Functor, size_t Rows>
+Result map_rows(const Functor& f, const std::array<Row, Rows>& rows, int64_t n, bool stream) {
+  return on_set<T>([&](auto set) {
+    using Set = decltype(set);
+    return typed<T>(rows[0], [&](auto* first) {
+      if constexpr (!Functor::writes) {
+        return Set::template map<false, T>(f, n, static_cast<T*>(nullptr), first);
+      } else if constexpr (N == 2) {
+        T *second = static_cast<T*>(rows[1].data), *out = static_cast<T*>(rows[2].data);
+        return Set::template map<false, T>(f, n, out, first, second);
+      } else if constexpr (Functor::reduces) {  // in place
+        return Set::template map<false, T>(f, n, first, first);
+      } else {
+        return typed<T>(rows[1], [&](auto* out) {
+          if constexpr (std::is_same_v<Functor, Copy<T>> && std::is_same_v<decltype(first), decltype(out)> &&
+                        !std::is_same_v<decltype(out), T*>) {
+            std::memcpy(out, first, n * sizeof(*out));  // a conversion there and back would quiet a NaN
+            return Result();
+          } else {
+            return stream ? Set::template map<true, T>(f, n, out, first)
+                          : Set::template map<false, T>(f, n, out, first);
+          }
+        });
+      }
+    });
   });
 }
 
-#ifdef AMP_PATCH_AVX2
-// Compilers do not find these instructions by themselves; in software a half takes ten times as long.
-__attribute__((target("avx2,f16c"))) int64_t convert_f16c(const c10::Half* from, float* to, int64_t n) {
-  int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
-  }
-  return i;
-}
-
-__attribute__((target("avx2,f16c"))) int64_t convert_f16c(const float* from, c10::Half* to, int64_t n) {
-  int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), halves);
-  }
-  return i;
-}
-#endif
-
-template <class From, class To>
-void convert_half(const From* from, To* to, int64_t n) {
-  int64_t i = 0;
-#ifdef AMP_PATCH_AVX2
-  if (has_avx2) i = convert_f16c(from, to, n);
-#endif
-  for (; i < n; ++i) to[i] = static_cast<To>(from[i]);
-}
-
-inline void convert(const c10::Half* from, float* to, int64_t n) { convert_half(from, to, n); }
-inline void convert(const float* from, c10::Half* to, int64_t n) { convert_half(from, to, n); }
-
 // ---------------------------------------------------------------------------------------------------------------------
-// A tensor as a row of elements
+// A tensor as a sequence of elements
 
 struct View {
-  void* data;
+  char* data;
   at::ScalarType dtype;
   bool linear;  // element i lies at data[i]
-  at::IntArrayRef sizes, strides;
+  const at::Tensor* tensor;
+
+  int64_t item() const { return dtype == at::kDouble ? 8 : dtype == at::kFloat ? 4 : 2; }  // bytes
 };
 
 bool same_layout(const at::Tensor& a, const at::Tensor& b) {
@@ -115,178 +160,127 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
 template <size_t N>
 std::array<View, N> view(const std::array<const at::Tensor*, N>& tensors) {
   bool common = true;
-  for (const at::Tensor* t : tensors) {
-    common = common && t->is_non_overlapping_and_dense() && same_layout(*t, *tensors[0]);
+  for (const at::Tensor* t : tensors) common = common && t->is_contiguous();
+  if (!common) {
+    common = true;
+    for (const at::Tensor* t : tensors) {
+      common = common && t->is_non_overlapping_and_dense() && same_layout(*t, *tensors[0]);
+    }
   }
   std::array<View, N> views;
   for (size_t k = 0; k < N; ++k) {
     const at::Tensor& t = *tensors[k];
-    // const_data_ptr, for what is written too: run() has asked for mutable data once, before the threads start.
-    views[k] = {const_cast<void*>(t.const_data_ptr()), t.scalar_type(), common || t.is_contiguous(), t.sizes(),
-                t.strides()};
+    // const_data_ptr, for what is written too: run() has asked for mutable data before.
+    char* const data = static_cast<char*>(const_cast<void*>(t.const_data_ptr()));
+    views[k] = {data, t.scalar_type(), common || t.is_contiguous(), &t};
   }
   return views;
+}
+
+// The processor follows a long row by itself; of a short one it is at the end before it has understood.
+template <size_t N>
+void prefetch(const std::array<View, N>& views, int64_t size) {
+  constexpr int64_t kLine = 64, kMost = 2048;
+  for (const View& v : views) {
+    const int64_t bytes = size * v.item();
+    if (bytes > kMost) continue;
+    for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(v.data + at);
+  }
 }
 
 // Calls visit(offset, position, length, stride) for the runs that make up elements [begin, begin + n).
 template <class Visit>
 void walk(const View& v, int64_t begin, int64_t n, const Visit& visit) {
-  if (v.linear) return visit(begin, int64_t(0), n, int64_t(1));
-  const int64_t last = static_cast<int64_t>(v.sizes.size()) - 1;
-  std::vector<int64_t> index(v.sizes.size());
+  const at::IntArrayRef sizes = v.tensor->sizes(), strides = v.tensor->strides();
+  const int64_t last = static_cast<int64_t>(sizes.size()) - 1;
+  std::vector<int64_t> index(sizes.size());
   int64_t offset = 0;
   for (int64_t d = last, rest = begin; d >= 0; --d) {
-    index[d] = rest % v.sizes[d];
-    rest /= v.sizes[d];
-    offset += index[d] * v.strides[d];
+    index[d] = rest % sizes[d];
+    rest /= sizes[d];
+    offset += index[d] * strides[d];
   }
   for (int64_t position = 0;;) {
-    const int64_t length = std::min(v.sizes[last] - index[last], n - position);
-    visit(offset, position, length, v.strides[last]);
+    const int64_t length = std::min(sizes[last] - index[last], n - position);
+    visit(offset, position, length, strides[last]);
     position += length;
     if (position == n) return;
-    offset += length * v.strides[last];
+    offset += length * strides[last];
     index[last] += length;
-    for (int64_t d = last; index[d] == v.sizes[d]; --d) {
-      offset += v.strides[d - 1] - v.sizes[d] * v.strides[d];
+    for (int64_t d = last; index[d] == sizes[d]; --d) {
+      offset += strides[d - 1] - sizes[d] * strides[d];
       index[d] = 0;
       ++index[d - 1];
     }
   }
 }
 
-template <class Element, class T>
-void load_as(const View& v, int64_t begin, int64_t n, T* buffer) {
-  const Element* data = static_cast<const Element*>(v.data);
+// Elements [begin, begin + n) of the tensor into a row (kToRow) or out of it, bits unchanged.
+template <bool kToRow, class Bits>
+void move_as(const View& v, int64_t begin, int64_t n, void* row) {
+  Bits *const data = reinterpret_cast<Bits*>(v.data), *const elements = static_cast<Bits*>(row);
   walk(v, begin, n, [=](int64_t offset, int64_t position, int64_t length, int64_t stride) {
-    if (stride == 1) return convert(data + offset, buffer + position, length);
-    for (int64_t i = 0; i < length; ++i) buffer[position + i] = static_cast<T>(data[offset + i * stride]);
-  });
-}
-
-template <class Element, class T>
-void store_as(const View& v, int64_t begin, int64_t n, const T* buffer) {
-  Element* data = static_cast<Element*>(v.data);
-  walk(v, begin, n, [=](int64_t offset, int64_t position, int64_t length, int64_t stride) {
-    if (stride == 1) return convert(buffer + position, data + offset, length);
-    for (int64_t i = 0; i < length; ++i) data[offset + i * stride] = static_cast<Element>(buffer[position + i]);
-  });
-}
-
-// The tensor's own memory where it is a row of T, else null.
-template <class T>
-T* direct(const View& v, int64_t begin) {
-  return v.linear && v.dtype == c10::CppTypeToScalarType<T>::value ? static_cast<T*>(v.data) + begin : nullptr;
-}
-
-template <class T>
-const T* load(const View& v, int64_t begin, int64_t n, T* buffer) {
-  if (const T* data = direct<T>(v, begin)) return data;
-  if constexpr (std::is_same_v<T, double>) {
-    load_as<double>(v, begin, n, buffer);
-  } else if (v.dtype == at::kHalf) {
-    load_as<c10::Half>(v, begin, n, buffer);
-  } else if (v.dtype == at::kBFloat16) {
-    load_as<c10::BFloat16>(v, begin, n, buffer);
-  } else {
-    load_as<float>(v, begin, n, buffer);
-  }
-  return buffer;
-}
-
-template <class T>
-void store(const View& v, int64_t begin, int64_t n, const T* buffer) {
-  if constexpr (std::is_same_v<T, double>) {
-    store_as<double>(v, begin, n, buffer);
-  } else if (v.dtype == at::kHalf) {
-    store_as<c10::Half>(v, begin, n, buffer);
-  } else if (v.dtype == at::kBFloat16) {
-    store_as<c10::BFloat16>(v, begin, n, buffer);
-  } else {
-    store_as<float>(v, begin, n, buffer);
-  }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// A functor over a block
-
-// value = f(x...) into out, where the functor writes. Returns whether any element was bad.
-template <class T, size_t N, class Functor>
-bool apply(const Functor& functor, const std::array<const T*, N>& in, T* out, int64_t n) {
-  int bad = 0;
-  vectorized([&] {
-    const Functor f = functor;  // by value: out might alias what a reference leads to
-    const T *x = in[0], *y = in[N - 1];
-    T* z = out;
-    const int64_t count = n;
-    int any = 0;
-    AMP_PATCH_INDEPENDENT
-    for (int64_t i = 0; i < count; ++i) {
-      T value;
-      if constexpr (N == 1) {
-        value = f(x[i]);
-        any |= static_cast<int>(f.bad(value, x[i]));
-      } else {
-        value = f(x[i], y[i]);
-        any |= static_cast<int>(f.bad(value, x[i], y[i]));
-      }
-      if constexpr (Functor::writes) z[i] = value;
+    for (int64_t i = 0; i < length; ++i) {
+      Bits &outside = data[offset + i * stride], &inside = elements[position + i];
+      kToRow ? inside = outside : outside = inside;
     }
-    bad = any;
   });
-  return bad != 0;
 }
 
-// The sum of f.term, in 16 interleaved sums of T: a fixed order, whatever the instruction set.
-template <class T, class Functor>
-double reduce(const Functor& functor, const T* stored, int64_t n) {
-  constexpr int64_t kLanes = 16;
-  double sum = 0;
-  vectorized([&] {
-    const Functor f = functor;
-    T lanes[kLanes] = {};
-    const int64_t whole = n / kLanes * kLanes;
-    for (int64_t i = 0; i < whole; i += kLanes) {
-      for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += f.term(stored[i + lane]);
-    }
-    for (int64_t i = whole; i < n; ++i) lanes[i - whole] += f.term(stored[i]);
-    for (const T lane : lanes) sum += lane;
-  });
-  return sum;
+template <bool kToRow>
+void move(const View& v, int64_t begin, int64_t n, void* row) {
+  if (v.item() == 2) return move_as<kToRow, uint16_t>(v, begin, n, row);
+  if (v.item() == 4) return move_as<kToRow, uint32_t>(v, begin, n, row);
+  move_as<kToRow, uint64_t>(v, begin, n, row);
 }
 
-struct Result {
-  bool bad = false;
-  double squares = 0;
-};
+template <class T>
+void convert(const Row& from, const Row& to, int64_t n) {
+  map_rows<T, 1>(Copy<T>(), std::array<Row, 2>{from, to}, n, false);
+}
 
 // Elements [begin, end) of one tensor; views holds the inputs and, where the functor writes, the output.
 template <class T, size_t N, class Functor, size_t Views>
-Result run_chunk(Functor f, const std::array<View, Views>& views, int64_t begin, int64_t end) {
-  const View& out = views[Views - 1];
+Result run_chunk(Functor f, const std::array<View, Views>& views, int64_t begin, int64_t end, bool stream) {
+  f.prepare(views[0].dtype, views[Views - 1].dtype);
+  // What the loop takes as it is; the rest is gathered (strides) and converted (a mix of dtypes without a loop).
+  std::array<bool, Views> known;
+  bool direct = true;
+  for (size_t k = 0; k < Views; ++k) {
+    known[k] = N == 1 || k == 0 || views[k].dtype == c10::CppTypeToScalarType<T>::value;
+    direct = direct && known[k] && views[k].linear;
+  }
+  std::array<Row, Views> rows;
+  if (direct) {
+    for (size_t k = 0; k < Views; ++k) rows[k] = {views[k].data + begin * views[k].item(), views[k].dtype};
+    return map_rows<T, N>(f, rows, end - begin, stream && rows[0].data != rows[Views - 1].data);
+  }
+  const View &input = views[N - 1], &output = views[Views - 1];
+  const bool in_place =
+      Functor::writes && (input.tensor == output.tensor || (input.data == output.data && input.dtype == output.dtype &&
+                                                            input.tensor->strides() == output.tensor->strides()));
   Result result;
-  f.prepare(views[0].dtype, out.dtype);
-  alignas(64) T buffers[N + 1][kBlock];
+  alignas(64) T gathered[Views][kBlock], converted[Views][kBlock];
   for (int64_t lo = begin; lo < end; lo += kBlock) {
     const int64_t n = std::min(kBlock, end - lo);
-    if constexpr (std::is_same_v<Functor, Copy<T>>) {  // no arithmetic: load and store are all there is to do
-      T* target = direct<T>(out, lo);
-      const T* x = load(views[0], lo, n, target != nullptr ? target : buffers[0]);
-      if (target == nullptr) store(out, lo, n, x);
-      if (target != nullptr && target != x) std::copy(x, x + n, target);
-      continue;
+    std::array<Row, Views> own;  // the block in its own dtype
+    for (size_t k = 0; k < Views; ++k) {
+      const View& v = views[k];
+      own[k] = {v.linear ? static_cast<void*>(v.data + lo * v.item()) : gathered[k], v.dtype};
+      if (!v.linear && k < N) move<true>(v, lo, n, gathered[k]);
+      rows[k] = known[k] ? own[k] : Row{converted[k], c10::CppTypeToScalarType<T>::value};
+      if (!known[k] && k < N) convert<T>(own[k], rows[k], n);
     }
-    std::array<const T*, N> in;
-    for (size_t k = 0; k < N; ++k) in[k] = load(views[k], lo, n, buffers[k]);
-    T* target = Functor::writes ? direct<T>(out, lo) : nullptr;
-    const bool buffered = Functor::writes && target == nullptr;
-    if (buffered) target = buffers[N];
-    if constexpr (Functor::writes || Functor::watches) result.bad |= apply<T, N>(f, in, target, n);
-    if (buffered) store(out, lo, n, target);
-    if constexpr (Functor::reduces) {
-      const T* stored = Functor::writes ? target : in[0];
-      if (buffered) stored = load(out, lo, n, buffers[N]);  // what was stored is rounded
-      result.squares += reduce(f, stored, n);
+    if (in_place) {  // on the last input, also where its row is a copy
+      rows[Views - 1] = rows[N - 1];
+      own[Views - 1] = own[N - 1];
+    }
+    const Result block = map_rows<T, N>(f, rows, n, false);
+    result.bad |= block.bad;
+    result.squares += block.squares;
+    if constexpr (Functor::writes) {
+      if (!known[Views - 1]) convert<T>(rows[Views - 1], own[Views - 1], n);
+      if (!output.linear) move<false>(output, lo, n, own[Views - 1].data);
     }
   }
   return result;
@@ -296,22 +290,55 @@ Result run_chunk(Functor f, const std::array<View, Views>& views, int64_t begin,
 
 // ---------------------------------------------------------------------------------------------------------------------
 
+// What this machine runs, the best one last; the order that on_set knows.
+const std::vector<std::string>& instruction_sets() {
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> found{"portable"};
+#ifdef AMP_PATCH_X86
+    __builtin_cpu_init();
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    if (has_avx2) found.push_back("avx2");
+    if (has_avx2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl")) {
+      found.push_back("avx512");
+    }
+#endif
+    return found;
+  }();
+  return names;
+}
+
+std::string use_instruction_set(const std::string& name) {
+  const auto& names = instruction_sets();
+  const auto found = std::find(names.begin(), names.end(), name);
+  if (found == names.end()) throw std::invalid_argument("use_instruction_set: this machine has no " + name);
+  return names[chosen.exchange(found - names.begin())];
+}
+
 struct CpuLoop {
   static constexpr c10::DeviceType device = c10::DeviceType::CPU;
 
   template <class T, int N, class Functor>
   static void run(const Job<N>& job, const Functor& f) {
-    using Row = std::array<const at::Tensor*, N + (Functor::writes ? 1 : 0)>;  // inputs, then the output
-    std::vector<int64_t> sizes;
-    sizes.reserve(job.indices.size());
-    for (const int64_t i : job.indices) {
-      if (Functor::writes)
-        (*job.out)[i].mutable_data_ptr();  // a lazy copy becomes real here, not in several threads at once
-      sizes.push_back((*job.in[0])[i].numel());
+    constexpr size_t kViews = N + (Functor::writes ? 1 : 0);  // inputs, then the output
+    std::vector<std::array<View, kViews>> views(job.indices.size());
+    std::vector<int64_t> sizes(job.indices.size());
+    for_each_index(views.size(), [&](size_t slot) {
+      const int64_t i = job.indices[slot];
+      std::array<const at::Tensor*, kViews> tensors;
+      for (size_t k = 0; k < N; ++k) tensors[k] = &(*job.in[k])[i];
+      if constexpr (Functor::writes) tensors[N] = &(*job.out)[i];
+      views[slot] = view(tensors);
+      sizes[slot] = tensors[0]->numel();
+    });
+    int64_t written = 0;
+    if constexpr (Functor::writes) {
+      for (size_t slot = 0; slot < views.size(); ++slot) written += sizes[slot] * views[slot][N].item();
     }
+    const bool stream = written >= kStreamed;
+
     constexpr int64_t unlimited = std::numeric_limits<int64_t>::max();
     const std::vector<Chunk> chunks = std::move(plan(sizes, kChunk, unlimited, unlimited)[0].chunks);
-
     // Threads share the work by elements, not by tensors: many tiny ones beside a huge one is the usual model.
     std::vector<int64_t> starts;
     starts.reserve(chunks.size());
@@ -325,11 +352,9 @@ struct CpuLoop {
     at::parallel_for(0, work, kGrain, [&](int64_t from, int64_t to) {
       for (auto c = std::lower_bound(starts.begin(), starts.end(), from) - starts.begin();
            c < static_cast<int64_t>(chunks.size()) && starts[c] < to; ++c) {
+        if (c + 3 < static_cast<int64_t>(chunks.size())) prefetch(views[chunks[c + 3].slot], sizes[chunks[c + 3].slot]);
         const int64_t slot = chunks[c].slot, begin = chunks[c].index * kChunk;
-        Row tensors;
-        for (size_t k = 0; k < N; ++k) tensors[k] = &(*job.in[k])[job.indices[slot]];
-        if constexpr (Functor::writes) tensors[N] = &(*job.out)[job.indices[slot]];
-        const auto result = run_chunk<T, N>(f, view(tensors), begin, std::min(begin + kChunk, sizes[slot]));
+        const auto result = run_chunk<T, N>(f, views[slot], begin, std::min(begin + kChunk, sizes[slot]), stream);
         if (result.bad) bad.store(true, std::memory_order_relaxed);
         if constexpr (Functor::reduces) squares[c] = result.squares;
       }

@@ -1,7 +1,8 @@
-// What each op does to one element, on the host and on the device. T is float, or double for float64 tensors.
+// What each op does to one element, on the host and on the device. T is float, or double for float64 tensors. V is T,
+// or on the CPU a class of several T in a register, with the operators used here (cpu_set.h): one formula for both.
 //
 // A loop (cpu.cpp, cuda.cu) copies the functor, calls prepare() once per tensor, then for each element
-//   value = f(x...)       computed in T; the loop rounds it to the output's dtype, once
+//   value = f(x...)       computed in V; the loop rounds it to the output's dtype, once
 //   f.bad(value, x...)    whether found_inf is raised, where F::watches
 //   f.term(stored)        what is summed up, where F::reduces; stored is the value after rounding
 // F::writes says whether there is an output at all.
@@ -14,17 +15,26 @@
 
 #include <limits>
 
+// Registers must not pass through a call: what computes with them is compiled for more than the baseline.
+#define AMP_PATCH_ELEMENT C10_HOST_DEVICE C10_ALWAYS_INLINE
+
 namespace amp_patch {
 
 // x - x is 0 unless x is infinite or NaN. Unlike isfinite it becomes plain vector code on every compiler.
+template <class V>
+AMP_PATCH_ELEMENT auto is_finite(V x) {
+  const V zero = x - x;
+  return zero == zero;
+}
+
 template <class T>
-C10_HOST_DEVICE inline bool is_finite(T x) {
-  return x - x == T(0);
+AMP_PATCH_ELEMENT T where(bool condition, T a, T b) {
+  return condition ? a : b;
 }
 
 // Whether x, rounded to a dtype with this overflow_limit, is finite. False for NaN.
-template <class T>
-C10_HOST_DEVICE inline bool is_within(T x, T limit) {
+template <class V, class T>
+AMP_PATCH_ELEMENT auto is_within(V x, T limit) {
   return (x < limit) & (-x < limit);
 }
 
@@ -75,8 +85,14 @@ struct Scale {
     factor.load();
     limit = overflow_limit<T>(out);
   }
-  C10_HOST_DEVICE T operator()(T x) const { return x * factor.value; }
-  C10_HOST_DEVICE bool bad(T value, T) const { return !is_within(value, limit); }
+  template <class V>
+  AMP_PATCH_ELEMENT V operator()(V x) const {
+    return x * factor.value;
+  }
+  template <class V>
+  AMP_PATCH_ELEMENT auto bad(V value, V) const {
+    return !is_within(value, limit);
+  }
 };
 
 // out = x: the cast, and the copy.
@@ -84,8 +100,14 @@ template <class T>
 struct Copy {
   static constexpr bool writes = true, watches = false, reduces = false;
   C10_HOST_DEVICE void prepare(c10::ScalarType, c10::ScalarType) {}
-  C10_HOST_DEVICE T operator()(T x) const { return x; }
-  C10_HOST_DEVICE bool bad(T, T) const { return false; }
+  template <class V>
+  AMP_PATCH_ELEMENT V operator()(V x) const {
+    return x;
+  }
+  template <class V>
+  AMP_PATCH_ELEMENT bool bad(V, V) const {
+    return false;
+  }
 };
 
 // out = a * x + b * y, each product rounded. A non-finite result is bad unless it comes from a side that is not
@@ -101,18 +123,20 @@ struct Axpby {
     b.load();
     limit = overflow_limit<T>(out);
   }
-  C10_HOST_DEVICE T operator()(T x, T y) const {
+  template <class V>
+  AMP_PATCH_ELEMENT V operator()(V x, V y) const {
 #ifdef __CUDA_ARCH__
     return add(multiply(a.value, x), multiply(b.value, y));  // never one fused multiply-add, whatever the flags
 #else
     return a.value * x + b.value * y;  // setup.py: -ffp-contract=off
 #endif
   }
-  C10_HOST_DEVICE bool bad(T value, T x, T y) const {
-    const bool x_finite = is_finite(x), y_finite = is_finite(y);
-    const bool raised = (watch_x & !x_finite) | (watch_y & !y_finite);
-    const bool excused = (!watch_x & !x_finite) | (!watch_y & !y_finite);
-    return (raised | !excused) & (is_within(value, limit) ? false : true);
+  template <class V>
+  AMP_PATCH_ELEMENT auto bad(V value, V x, V y) const {
+    const auto x_bad = !is_finite(x), y_bad = !is_finite(y);
+    const auto raised = (x_bad & watch_x) | (y_bad & watch_y);
+    const auto excused = (x_bad & !watch_x) | (y_bad & !watch_y);
+    return (raised | !excused) & !is_within(value, limit);
   }
 #ifdef __CUDACC__
  private:
@@ -128,8 +152,14 @@ template <class T>
 struct CheckFinite {
   static constexpr bool writes = false, watches = true, reduces = false;
   C10_HOST_DEVICE void prepare(c10::ScalarType, c10::ScalarType) {}
-  C10_HOST_DEVICE T operator()(T x) const { return x; }
-  C10_HOST_DEVICE bool bad(T value, T) const { return !is_finite(value); }
+  template <class V>
+  AMP_PATCH_ELEMENT V operator()(V x) const {
+    return x;
+  }
+  template <class V>
+  AMP_PATCH_ELEMENT auto bad(V value, V) const {
+    return !is_finite(value);
+  }
 };
 
 // The sum of squares.
@@ -137,26 +167,49 @@ template <class T>
 struct Norm {
   static constexpr bool writes = false, watches = false, reduces = true;
   C10_HOST_DEVICE void prepare(c10::ScalarType, c10::ScalarType) {}
-  C10_HOST_DEVICE T operator()(T x) const { return x; }
-  C10_HOST_DEVICE bool bad(T, T) const { return false; }
-  C10_HOST_DEVICE T term(T stored) const { return stored * stored; }
+  template <class V>
+  AMP_PATCH_ELEMENT V operator()(V x) const {
+    return x;
+  }
+  template <class V>
+  AMP_PATCH_ELEMENT bool bad(V, V) const {
+    return false;
+  }
+  template <class V>
+  AMP_PATCH_ELEMENT V term(V stored) const {
+    return stored * stored;
+  }
 };
 
 // Scale and Norm of what it stored, in one pass.
 template <class T>
 struct ScaleNorm : Scale<T> {
   static constexpr bool reduces = true;
-  C10_HOST_DEVICE T term(T stored) const { return stored * stored; }
+  template <class V>
+  AMP_PATCH_ELEMENT V term(V stored) const {
+    return stored * stored;
+  }
 };
 
 // out = master, or param where a user changed it: where the master no longer rounds to it. NaN differs from everything.
+// In place, and it seldom changes anything: a loop need not write where changes() is false everywhere.
 template <class T>
 struct Adopt {
   static constexpr bool writes = true, watches = false, reduces = false;
   c10::ScalarType low;
   C10_HOST_DEVICE void prepare(c10::ScalarType param, c10::ScalarType) { low = param; }
-  C10_HOST_DEVICE T operator()(T param, T master) const { return round_to(low, master) == param ? master : param; }
-  C10_HOST_DEVICE bool bad(T, T, T) const { return false; }
+  template <class V>
+  AMP_PATCH_ELEMENT auto changes(V param, V master) const {
+    return !(round_to(low, master) == param);
+  }
+  template <class V>
+  AMP_PATCH_ELEMENT V operator()(V param, V master) const {
+    return where(changes(param, master), param, master);
+  }
+  template <class V>
+  AMP_PATCH_ELEMENT bool bad(V, V, V) const {
+    return false;
+  }
 };
 
 // The loss scale after a step; runs once, not per element. Products in FP64, rounded once.

@@ -12,7 +12,10 @@
 
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
+#include <ATen/Parallel.h>
+#include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <stdexcept>
@@ -24,7 +27,19 @@
 
 namespace amp_patch {
 
-using Tensors = std::vector<at::Tensor>;
+// A list of tensors, borrowed from whoever keeps them alive during the call.
+class Tensors {
+ public:
+  void reserve(size_t n) { items_.reserve(n); }
+  void push_back(const at::Tensor* t) { items_.push_back(t); }
+  size_t size() const { return items_.size(); }
+  bool empty() const { return items_.empty(); }
+  const at::Tensor& operator[](size_t i) const { return *items_[i]; }
+
+ private:
+  std::vector<const at::Tensor*> items_;
+};
+
 using Number = std::variant<at::Tensor, double>;
 using MaybeTensor = std::optional<at::Tensor>;
 
@@ -35,7 +50,7 @@ struct Refused : std::invalid_argument {
 template <int N>
 struct Job {
   std::array<const Tensors*, N> in;
-  const Tensors* out;            // null where the functor writes nothing
+  const Tensors* out;            // null where the functor writes nothing; no lazy copies
   std::vector<int64_t> indices;  // which tensors of the lists; none is empty, all are float64 or none is
   float* found_inf;              // null: nobody asks
   double* squares;               // where the functor reduces: one sum per tensor of the lists
@@ -64,20 +79,37 @@ inline void require(bool holds, const char* what) {
   if (!holds) throw Refused(std::string("refused by the extension: ") + what);
 }
 
+// In threads where there are many: their metadata is all over the memory.
+template <class Visit>
+void for_each_index(size_t n, const Visit& visit) {
+  at::parallel_for(0, static_cast<int64_t>(n), 1024, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) visit(i);
+  });
+}
+
+inline bool is_supported(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kDouble;
+}
+
 inline void check_tensor(const at::Tensor& t, c10::Device device) {
   require(t.defined() && t.layout() == at::kStrided, "layout");
   require(!t.key_set().has(c10::DispatchKey::Python), "subclass");  // wrapped memory, a DTensor's say
   require(!t.is_neg(), "lazy negation");
   require(t.device() == device, "device");
-  switch (t.scalar_type()) {
-    case at::kFloat:
-    case at::kHalf:
-    case at::kBFloat16:
-    case at::kDouble:
-      return;
-    default:
-      require(false, "dtype");
+  require(is_supported(t.scalar_type()), "dtype");
+}
+
+// Where writing out would disturb t: another part of it, or the same elements by another type.
+inline void check_overlap(const at::Tensor& t, const at::Tensor& out) {
+  if (t.unsafeGetTensorImpl() == out.unsafeGetTensorImpl()) return;
+  if (t.is_contiguous() && out.is_contiguous()) {
+    const char *p = static_cast<const char*>(t.const_data_ptr()), *q = static_cast<const char*>(out.const_data_ptr());
+    if (p + t.nbytes() <= q || q + out.nbytes() <= p) return;
   }
+  if (!t.is_alias_of(out)) return;
+  const auto status = at::get_overlap_status(t, out);
+  require(status != at::MemOverlapStatus::Partial, "overlap");
+  require(status != at::MemOverlapStatus::Full || t.scalar_type() == out.scalar_type(), "overlap");
 }
 
 inline void check_one(const at::Tensor& t, c10::Device device, at::ScalarType dtype) {
@@ -93,6 +125,32 @@ inline void check_number(const Number& number, c10::Device device) {
   }
 }
 
+// No two outputs share elements: which of the two writes would be last? Tensors of one storage (views of a flat buffer)
+// are told apart by their first and last byte, and refused only if both are dense: torch cannot tell the others either.
+inline void check_apart(const Tensors& out) {
+  size_t capacity = 16;
+  while (capacity < 2 * out.size()) capacity *= 2;
+  std::vector<const void*> seen(capacity);
+  bool shared = false;
+  for (size_t i = 0; i < out.size() && !shared; ++i) {
+    if (out[i].numel() == 0) continue;
+    const void* const storage = out[i].storage().unsafeGetStorageImpl();
+    size_t slot = (reinterpret_cast<uintptr_t>(storage) >> 4) * 0x9E3779B97F4A7C15u >> 20 & (capacity - 1);
+    while (seen[slot] != nullptr && seen[slot] != storage) slot = (slot + 1) & (capacity - 1);
+    shared = seen[slot] != nullptr;
+    seen[slot] = storage;
+  }
+  if (!shared) return;
+  std::vector<std::pair<const char*, const char*>> spans;
+  for (size_t i = 0; i < out.size(); ++i) {
+    if (out[i].numel() == 0 || !out[i].is_non_overlapping_and_dense()) continue;
+    const char* const begin = static_cast<const char*>(out[i].const_data_ptr());
+    spans.emplace_back(begin, begin + out[i].nbytes());
+  }
+  std::sort(spans.begin(), spans.end());
+  for (size_t i = 1; i < spans.size(); ++i) require(spans[i - 1].second <= spans[i].first, "outputs overlap");
+}
+
 // The last of the lists is the output where writes is true. Returns the device.
 inline c10::Device check_lists(c10::DeviceType type, std::initializer_list<const Tensors*> lists, bool writes,
                                const MaybeTensor& found_inf, std::initializer_list<const Number*> numbers) {
@@ -101,28 +159,23 @@ inline c10::Device check_lists(c10::DeviceType type, std::initializer_list<const
   if (!first.empty() && first[0].defined()) device = first[0].device();
   if (first.empty() && found_inf.has_value() && found_inf->defined()) device = found_inf->device();
   require(device.type() == type, "device");
-  for (const Tensors* list : lists) {
-    require(list->size() == first.size(), "length");
-    for (size_t i = 0; i < list->size(); ++i) {
+  for (const Tensors* list : lists) require(list->size() == first.size(), "length");
+  const Tensors* const out = writes ? *(lists.end() - 1) : nullptr;
+  const bool recorded = writes && c10::GradMode::is_enabled();  // a flag of this thread
+  for_each_index(first.size(), [&](size_t i) {
+    for (const Tensors* list : lists) {
       const at::Tensor& t = (*list)[i];
       check_tensor(t, device);
+      if (list == &first) continue;
       require(t.sizes() == first[i].sizes(), "shape");
       require((t.scalar_type() == at::kDouble) == (first[i].scalar_type() == at::kDouble), "float64");
     }
-  }
-  if (writes) {
-    const Tensors& out = **(lists.end() - 1);
-    for (size_t i = 0; i < out.size(); ++i) {
-      require(at::has_internal_overlap(out[i]) != at::MemOverlap::Yes, "overlap");
-      for (const Tensors* list : lists) {
-        const at::Tensor& t = (*list)[i];
-        if (!t.is_alias_of(out[i])) continue;
-        const auto status = at::get_overlap_status(t, out[i]);
-        require(status != at::MemOverlapStatus::Partial, "overlap");
-        require(status != at::MemOverlapStatus::Full || t.scalar_type() == out[i].scalar_type(), "overlap");
-      }
-    }
-  }
+    if (out == nullptr) return;
+    require(!recorded || !(*out)[i].requires_grad(), "requires grad");
+    require(at::has_internal_overlap((*out)[i]) != at::MemOverlap::Yes, "overlap");
+    for (const Tensors* list : lists) check_overlap((*list)[i], (*out)[i]);
+  });
+  if (writes) check_apart(*out);
   if (found_inf.has_value()) check_one(*found_inf, device, at::kFloat);
   for (const Number* number : numbers) check_number(*number, device);
   return device;
@@ -155,22 +208,23 @@ void launch(std::array<const Tensors*, N> in, const Tensors* out, const MaybeTen
   }
   Job<N> wide = narrow;
   for (size_t i = 0; i < in[0]->size(); ++i) {
+    if (out != nullptr) {
+      bump((*out)[i]);
+      (*out)[i].mutable_data_ptr();  // a lazy copy becomes real here, not in several threads at once
+    }
     const at::Tensor& t = (*in[0])[i];
     if (t.numel() != 0) (t.scalar_type() == at::kDouble ? wide : narrow).indices.push_back(static_cast<int64_t>(i));
   }
   if (!narrow.indices.empty()) Loop::template run<float>(narrow, make(float()));
   if (!wide.indices.empty()) Loop::template run<double>(wide, make(double()));
-  if (out != nullptr) {
-    for (const at::Tensor& t : *out) bump(t);
-  }
 }
 
 // {total, one norm a tensor}: float64 if any tensor is, else float32.
 template <class Loop>
 std::vector<at::Tensor> norms(const Tensors& tensors, const at::Tensor& squares) {
   at::ScalarType dtype = at::kFloat;
-  for (const at::Tensor& t : tensors) {
-    if (t.scalar_type() == at::kDouble) dtype = at::kDouble;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i].scalar_type() == at::kDouble) dtype = at::kDouble;
   }
   return {Loop::total(squares).sqrt_().to(dtype), squares.sqrt().to(dtype)};
 }
@@ -239,7 +293,8 @@ std::vector<at::Tensor> Ops<Loop>::unscale_l2norm(const Tensors& grads, const Nu
 
 template <class Loop>
 void Ops<Loop>::adopt(const Tensors& params, const Tensors& masters) {
-  for (const at::Tensor& t : masters) require(t.defined() && t.scalar_type() == at::kFloat, "dtype");
+  for_each_index(masters.size(),
+                 [&](size_t i) { require(masters[i].defined() && masters[i].scalar_type() == at::kFloat, "dtype"); });
   check_lists(Loop::device, {&params, &masters}, true, std::nullopt, {});
   launch<Loop, 2>({&params, &masters}, &masters, std::nullopt, nullptr,
                   [](auto zero) { return Adopt<decltype(zero)>{at::kFloat}; });

@@ -22,10 +22,26 @@ SIZES = [0, 1, 7, 8, 511, 512, 513, 16384, 16385, 0]  # around the blocks and ch
 ALL_DTYPES = [*DTYPES, torch.float64]
 
 
-@pytest.fixture(params=[b for b in mt.BACKENDS if b == "torch" or mt.backend() == "cpp"], autouse=True)
+# On "cpp" a test runs with the best of the CPU's instruction sets, one marked `on_every_set` with each of them.
+BACKENDS = [b for b in mt.BACKENDS if b == "torch" or mt.backend() == "cpp"]
+SETS = mt._C.instruction_sets() if "cpp" in BACKENDS else []
+
+
+@pytest.fixture(params=BACKENDS, autouse=True)
 def backend(request):
-    with mt.use_backend(request.param):
-        yield request.param
+    name, _, instructions = request.param.partition("-")
+    with mt.use_backend(name):
+        before = mt._C.use_instruction_set(instructions or SETS[-1]) if name == "cpp" else None
+        try:
+            yield name
+        finally:
+            if before is not None:
+                mt._C.use_instruction_set(before)
+
+
+on_every_set = pytest.mark.parametrize(
+    "backend", [*(f"cpp-{name}" for name in SETS), *(["torch"] if "torch" in BACKENDS else [])], indirect=True
+)
 
 
 device = pytest.mark.parametrize("device", DEVICES)
@@ -53,6 +69,7 @@ def versions(tensors):
 # scale
 
 
+@on_every_set
 @device
 @pytest.mark.parametrize("factor", [1.0, 1 / 3, 7.3, 2.0**-16])
 @pytest.mark.parametrize("source, target", [*itertools.product(DTYPES, DTYPES)])
@@ -75,6 +92,7 @@ def test_scale_by_hand():
     exact(dst[1], torch.tensor([[2.0]]))
 
 
+@on_every_set
 def test_every_half_survives_a_round_trip():
     bits = torch.arange(2**16).to(torch.int32).to(torch.uint16)
     for dtype in (torch.float16, torch.bfloat16):
@@ -87,6 +105,7 @@ def test_every_half_survives_a_round_trip():
         exact(back[0], low[0])
 
 
+@on_every_set
 def test_ties_go_to_even():
     # Halfway between neighbours of FP16 (step 2 at 2048) and of BF16 (step 2 at 256).
     src = [torch.tensor([2049.0, 2051.0] * 8), torch.tensor([257.0, 259.0] * 8)]
@@ -109,6 +128,7 @@ def test_the_factor_may_live_on_the_device(device):
     del expected
 
 
+@on_every_set
 @device
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
@@ -122,6 +142,7 @@ def test_scale_flags_a_non_finite_source(device, dtype, value, place):
         assert found == 1.0
 
 
+@on_every_set
 @device
 @pytest.mark.parametrize(
     "target, largest, overflows",
@@ -198,21 +219,24 @@ def layouts(dtype, seed=0):
     """Views of all kinds, none of them a plain row of elements."""
     base = [
         t.to(dtype)
-        for t in draw([(6, 20, 33), (4, 3, 5, 7), (64, 9), (1100,), (3, 1, 1, 5)], torch.float32, "cpu", seed)
+        for t in draw(
+            [(6, 20, 33), (4, 3, 5, 7), (64, 9), (1100,), (3, 1, 1, 5), (100,), (6, 20, 33)], torch.float32, "cpu", seed
+        )
     ]
     return [
         base[0].transpose(0, 2),
-        base[0][1:5, ::2, 3:],
+        base[6][1:5, ::2, 3:],
         base[1].to(memory_format=torch.channels_last),
         base[2].t(),
         base[2][:, 4],
         base[3][::2],
-        base[3][99],  # zero-dim
+        base[5][99],  # zero-dim
         base[4].to(memory_format=torch.channels_last),
-        base[0].permute(1, 0, 2)[:, 2],
+        base[6].permute(1, 0, 2)[:, 2],
     ]
 
 
+@on_every_set
 @device
 @pytest.mark.parametrize("source, target", [*itertools.product(DTYPES, DTYPES), (torch.float64, torch.float64)])
 def test_any_strides(device, source, target):
@@ -239,6 +263,7 @@ def test_writing_a_view_leaves_its_neighbours(dtype):
     exact(base, expected)
 
 
+@on_every_set
 def test_strided_lists_in_every_kernel():
     x, y, out = layouts(torch.float16), layouts(torch.float32, seed=1), layouts(torch.bfloat16, seed=2)
     mt.multi_tensor_axpby(0.5, x, 3.0, y, out)
@@ -261,6 +286,7 @@ def test_strided_lists_in_every_kernel():
 # unscale, axpby, check_finite
 
 
+@on_every_set
 @device
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_unscale_is_in_place_scale(device, dtype):
@@ -276,6 +302,7 @@ def test_unscale_is_in_place_scale(device, dtype):
     assert found == 1.0
 
 
+@on_every_set
 @device
 @pytest.mark.parametrize("a, b", [(1.0, 1.0), (1 / 3, 7.3), (2.0**-16, 1.0)])
 @pytest.mark.parametrize("dtypes", [*itertools.product(DTYPES, DTYPES, DTYPES), (torch.float64,) * 3])
@@ -287,6 +314,7 @@ def test_axpby_rounds_both_products_and_the_sum(device, dtypes, a, b):
         exact(z, reference.axpby(a, p, b, q, dtypes[2]))
 
 
+@on_every_set
 def test_axpby_is_not_fused():
     # (1 + 2**-12)**2 = 1 + 2**-11 + 2**-24: the last term is lost in the product, but not in a fused multiply-add.
     x, one = torch.full((40,), 1 + 2.0**-12), torch.full((40,), -1.0)
@@ -302,6 +330,7 @@ def test_axpby_may_write_into_an_input():
     exact(y[0], expected)
 
 
+@on_every_set
 @pytest.mark.parametrize(
     "x, y, flagged_by",
     [
@@ -327,6 +356,7 @@ def test_axpby_refuses_another_check():
         mt.multi_tensor_axpby(1.0, [], 1.0, [], [], check="z")
 
 
+@on_every_set
 @device
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_check_finite_writes_the_flag_alone(device, dtype):
@@ -357,6 +387,7 @@ def test_found_inf_is_never_reset(device):
 # Norms
 
 
+@on_every_set
 @device
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_l2norm_by_hand(device, dtype):
@@ -367,6 +398,7 @@ def test_l2norm_by_hand(device, dtype):
     assert total.dtype == norms.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
+@on_every_set
 @device
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_l2norm_is_near_the_fp64_norm(device, dtype):
@@ -386,12 +418,14 @@ def test_one_float64_tensor_makes_the_norms_float64():
     assert total.dtype == torch.float64 and total == 2.0
 
 
+@on_every_set
 @pytest.mark.parametrize("value", [INF, NAN])
 def test_l2norm_shows_a_non_finite_element(value):
     total, norms = mt.multi_tensor_l2norm([torch.ones(4), torch.tensor([1.0, value])], per_tensor=True)
     assert not total.isfinite() and norms[0] == 2.0 and not norms[1].isfinite()
 
 
+@on_every_set
 @device
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_unscale_l2norm_is_the_two_calls(device, dtype):
@@ -413,6 +447,7 @@ def test_unscale_l2norm_is_the_two_calls(device, dtype):
 # adopt
 
 
+@on_every_set
 @device
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_adopt_takes_edits_and_keeps_precision(device, dtype):
@@ -428,6 +463,7 @@ def test_adopt_takes_edits_and_keeps_precision(device, dtype):
     assert masters[0][5].isnan() and masters[0].nan_to_num().abs().max() <= 10
 
 
+@on_every_set
 def test_adopt_by_hand():
     master = torch.tensor([1 + 2.0**-20, 1 + 2.0**-20, 5.0])
     mt.multi_tensor_adopt([torch.tensor([1.0, 2.0, 5.0], dtype=torch.float16)], [master])
@@ -585,17 +621,28 @@ def test_autograd_notices_a_write():
     weight = torch.ones(3, requires_grad=True)
     hidden = weight * 2
     loss = (hidden * hidden).sum()
-    mt.multi_tensor_unscale([hidden], 0.5, flag())
+    with torch.no_grad():
+        mt.multi_tensor_unscale([hidden], 0.5, flag())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-def test_leaves_that_require_grad_are_written_and_nothing_is_recorded():
+def test_leaves_that_require_grad_are_written_under_no_grad_alone():
     master = torch.nn.Parameter(torch.ones(3))
     param = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
-    mt.multi_tensor_scale([master], [param], 3.0)
-    mt.multi_tensor_adopt([param], [master])
-    mt.multi_tensor_axpby(1.0, [param], 1.0, [master], [master])
+    for call in (
+        lambda: mt.multi_tensor_scale([master], [param], 3.0),
+        lambda: mt.multi_tensor_adopt([param], [master]),
+        lambda: mt.multi_tensor_axpby(1.0, [param], 1.0, [master], [master]),
+    ):
+        before = versions([master, param])
+        with pytest.raises(
+            ValueError, match=r"^multi_tensor_\w+: tensor 0 of \w+ requires grad.*under torch.no_grad\(\)$"
+        ):
+            call()
+        assert versions([master, param]) == before
+        with torch.no_grad():
+            call()
     assert master.tolist() == [6.0] * 3 and param.tolist() == [3.0] * 3
     assert master.is_leaf and param.is_leaf and master.grad_fn is None
     assert not mt.multi_tensor_l2norm([master]).requires_grad
@@ -633,6 +680,45 @@ def test_results_do_not_depend_on_the_number_of_threads():
         torch.set_num_threads(before)
 
 
+@pytest.mark.skipif(len(SETS) < 2, reason="this machine's extension has one instruction set")
+def test_instruction_sets_give_the_same_bits():
+    sizes = [*range(140), 511, 16384, 16385, 40000]
+
+    def everything(name):
+        mt._C.use_instruction_set(name)
+        results = []
+        for low, target in itertools.product(DTYPES, DTYPES):
+            x, y, out = draw(sizes, low, "cpu"), draw(sizes, torch.float32, "cpu", 1), draw(sizes, target, "cpu", 2)
+            found = flag()
+            mt.multi_tensor_scale(x, out, 1 / 3, found)
+            sums = [t.clone() for t in out]
+            mt.multi_tensor_axpby(1 / 3, x, 3.0, y, sums, found)
+            mt.multi_tensor_axpby(1 / 7, x, 3.0, y, y, found)
+            results += [*out, *sums, *(t.clone() for t in y), *mt.multi_tensor_l2norm(x, per_tensor=True)]
+            y[-1][77] = NAN
+            mt.multi_tensor_adopt(x, y)
+            results += [*y, *mt.multi_tensor_unscale_l2norm(x, 1 / 3, found, per_tensor=True), *x, found]
+        return results
+
+    first, *others = map(everything, SETS)
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            exact(a, b)
+
+
+@on_every_set
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_outputs_at_any_address(backend, dtype):
+    n = (33 << 20) // dtype.itemsize  # past the caches, where the loop takes another store
+    base = torch.zeros(n + 70, dtype=dtype)
+    src = torch.arange(n, dtype=torch.int32).remainder_(255).float()
+    for offset in (0, 1, 5):
+        base.zero_()
+        mt.multi_tensor_scale([src], [base[offset : offset + n]], 0.5)
+        exact(base[offset : offset + n], (src * 0.5).to(dtype))
+        assert not base[:offset].any() and not base[offset + n :].any()
+
+
 def test_threads_share_no_chunk():
     before = torch.get_num_threads()
     try:
@@ -646,6 +732,7 @@ def test_threads_share_no_chunk():
         torch.set_num_threads(before)
 
 
+@on_every_set
 def test_the_flag_is_found_wherever_it_hides():
     for place in range(0, 200_000, 9_973):
         tensor, found = torch.zeros(200_000, dtype=torch.bfloat16), flag()
@@ -725,6 +812,20 @@ def test_errors_name_the_list_and_the_index_and_change_nothing(lists, error, mes
         mt.multi_tensor_scale(*lists, 2.0, found)
     assert versions(tensors) == before
     assert found == 0.0 and F32.tolist() == [1.0] * 3 and F16.tolist() == [1.0] * 3
+
+
+def test_overlapping_outputs_are_refused():
+    base, twice = torch.zeros(10), torch.ones(4)
+    apart = [base[:3], base[5:], base[3:5]]
+    mt.multi_tensor_scale([torch.ones_like(t) for t in apart], apart, 2.0)
+    assert base.tolist() == [2.0] * 10
+    for outs, which in [((base[:5], twice, base[4:]), "0 and 2"), ((twice, base, twice), "0 and 2")]:
+        message = f"multi_tensor_scale: tensors {which} of dst overlap in memory: hand over each element once"
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            mt.multi_tensor_scale([torch.ones_like(t) for t in outs], list(outs), 3.0)
+    with pytest.raises(ValueError, match=r"^multi_tensor_unscale: tensors 0 and 1 of grads overlap"):
+        mt.multi_tensor_unscale([twice, twice], 3.0, flag())
+    assert base.tolist() == [2.0] * 10 and twice.tolist() == [1.0] * 4
 
 
 def test_overlapping_lists_are_refused():

@@ -1,0 +1,280 @@
+// One loop, for one instruction set. cpu.cpp includes this file once a set, each time in a namespace of its own and
+// under that set's target pragma, with AMP_PATCH_WIDTH lanes to a register: 16 (AVX-512), 8 (AVX2 and F16C) or 1 (any
+// machine). Every set gives the same bits: nothing is contracted, and sums have kLanes lanes whatever the width.
+
+#if AMP_PATCH_WIDTH > 1
+
+#if AMP_PATCH_WIDTH == 16
+
+using Register = __m512;
+using Integers = __m512i;
+using Halves = __m256i;  // a register's elements in 16 bits each; two of these make an Integers
+
+struct Mask {
+  __mmask16 m;
+};
+inline Mask operator&(Mask a, Mask b) { return {static_cast<__mmask16>(a.m & b.m)}; }
+inline Mask operator|(Mask a, Mask b) { return {static_cast<__mmask16>(a.m | b.m)}; }
+inline Mask operator!(Mask a) { return {static_cast<__mmask16>(~a.m)}; }
+inline bool any(Mask a) { return a.m != 0; }
+
+template <int kPredicate>
+Mask compare(Register a, Register b) {
+  return {_mm512_cmp_ps_mask(a, b, kPredicate)};
+}
+inline Register select(Mask mask, Register a, Register b) { return _mm512_mask_blend_ps(mask.m, b, a); }
+inline Register broadcast(float x) { return _mm512_set1_ps(x); }
+
+inline Register widen(Halves v) { return _mm512_cvtph_ps(v); }
+inline Halves narrow(Register v) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+inline Integers join(Halves a, Halves b) { return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1); }
+inline Halves half_of(Integers v, int which) {
+  return which == 0 ? _mm512_castsi512_si256(v) : _mm512_extracti64x4_epi64(v, 1);
+}
+// Two registers of FP32 whose low 16 bits do not matter any more: their high ones, in order; and back.
+inline Integers high_halves(Integers a, Integers b) {
+  const Integers odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25,
+                                        23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+  return _mm512_permutex2var_epi16(a, odd, b);
+}
+inline Integers high_from(Integers v, int which) {
+  return _mm512_slli_epi32(_mm512_cvtepu16_epi32(half_of(v, which)), 16);
+}
+inline Integers add(Integers a, int b) { return _mm512_add_epi32(a, _mm512_set1_epi32(b)); }
+// + 1 where bit 16, the last one that stays, is set: halves go to even.
+inline Integers add_odd(Integers v, Integers bits) {
+  const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+  return _mm512_mask_add_epi32(v, odd, v, _mm512_set1_epi32(1));
+}
+inline void stream(void* p, Integers v) { _mm512_stream_si512(static_cast<Integers*>(p), v); }
+
+#else
+
+using Register = __m256;
+using Integers = __m256i;
+using Halves = __m128i;
+
+struct Mask {
+  Register m;
+};
+inline Mask operator&(Mask a, Mask b) { return {_mm256_and_ps(a.m, b.m)}; }
+inline Mask operator|(Mask a, Mask b) { return {_mm256_or_ps(a.m, b.m)}; }
+inline Mask operator!(Mask a) { return {_mm256_xor_ps(a.m, _mm256_castsi256_ps(_mm256_set1_epi32(-1)))}; }
+inline bool any(Mask a) { return _mm256_movemask_ps(a.m) != 0; }
+
+template <int kPredicate>
+Mask compare(Register a, Register b) {
+  return {_mm256_cmp_ps(a, b, kPredicate)};
+}
+inline Register select(Mask mask, Register a, Register b) { return _mm256_blendv_ps(b, a, mask.m); }
+inline Register broadcast(float x) { return _mm256_set1_ps(x); }
+
+inline Register widen(Halves v) { return _mm256_cvtph_ps(v); }
+inline Halves narrow(Register v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+inline Integers join(Halves a, Halves b) { return _mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1); }
+inline Halves half_of(Integers v, int which) {
+  return which == 0 ? _mm256_castsi256_si128(v) : _mm256_extracti128_si256(v, 1);
+}
+inline Integers high_halves(Integers a, Integers b) {
+  const Integers mixed = _mm256_packus_epi32(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(b, 16));
+  return _mm256_permute4x64_epi64(mixed, 0xD8);
+}
+inline Integers high_from(Integers v, int which) {
+  return _mm256_slli_epi32(_mm256_cvtepu16_epi32(half_of(v, which)), 16);
+}
+inline Integers add(Integers a, int b) { return _mm256_add_epi32(a, _mm256_set1_epi32(b)); }
+inline Integers add_odd(Integers v, Integers bits) {
+  return _mm256_add_epi32(v, _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1)));
+}
+inline void stream(void* p, Integers v) { _mm256_stream_si256(static_cast<Integers*>(p), v); }
+
+#endif
+
+inline Mask operator&(Mask a, bool b) { return b ? a : Mask(); }
+
+// What a functor computes with.
+struct Lanes {
+  Register v;
+};
+inline Lanes operator+(Lanes a, Lanes b) { return {a.v + b.v}; }
+inline Lanes operator-(Lanes a, Lanes b) { return {a.v - b.v}; }
+inline Lanes operator*(Lanes a, Lanes b) { return {a.v * b.v}; }
+inline Lanes operator*(Lanes a, float b) { return {a.v * broadcast(b)}; }
+inline Lanes operator*(float a, Lanes b) { return {broadcast(a) * b.v}; }
+inline Lanes operator-(Lanes a) { return {-a.v}; }
+inline Mask operator<(Lanes a, float b) { return compare<_CMP_LT_OQ>(a.v, broadcast(b)); }
+inline Mask operator==(Lanes a, Lanes b) { return compare<_CMP_EQ_OQ>(a.v, b.v); }
+inline Lanes where(Mask condition, Lanes a, Lanes b) { return {select(condition, a.v, b.v)}; }
+
+template <class To, class From>
+To same_bits(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+// Two registers at a time: as many elements of 16 bits fill one.
+struct Pair {
+  Lanes low, high;
+};
+
+inline Pair unpack(Integers v, c10::Half) { return {{widen(half_of(v, 0))}, {widen(half_of(v, 1))}}; }
+inline Integers pack(Pair p, c10::Half) { return join(narrow(p.low.v), narrow(p.high.v)); }
+inline Pair unpack(Integers v, c10::BFloat16) {
+  return {{same_bits<Register>(high_from(v, 0))}, {same_bits<Register>(high_from(v, 1))}};
+}
+// To nearest even. Not the processor's own instruction where it has one: that takes subnormal numbers for 0.
+inline Integers pack(Pair p, c10::BFloat16) {
+  const Mask nan = compare<_CMP_UNORD_Q>(p.low.v, p.high.v);  // of either
+  if (__builtin_expect(any(nan), false)) {  // a carry out of its bits would make another number of a NaN
+    const Register quiet = same_bits<Register>(add(Integers(), 0x7FC00000));
+    p.low.v = select(compare<_CMP_UNORD_Q>(p.low.v, p.low.v), quiet, p.low.v);
+    p.high.v = select(compare<_CMP_UNORD_Q>(p.high.v, p.high.v), quiet, p.high.v);
+  }
+  const Integers a = same_bits<Integers>(p.low.v), b = same_bits<Integers>(p.high.v);
+  return high_halves(add_odd(add(a, 0x7FFF), a), add_odd(add(b, 0x7FFF), b));
+}
+
+template <bool kStream>
+void put(void* p, Integers v) {
+  kStream ? stream(p, v) : static_cast<void>(std::memcpy(p, &v, sizeof(v)));
+}
+template <bool kStream>
+void put(float* p, Pair pair) {
+  put<kStream>(static_cast<void*>(p), same_bits<Integers>(pair.low.v));
+  put<kStream>(static_cast<void*>(p + AMP_PATCH_WIDTH), same_bits<Integers>(pair.high.v));
+}
+template <bool kStream, class Half>
+void put(Half* p, Pair pair) {
+  put<kStream>(static_cast<void*>(p), pack(pair, Half()));
+}
+inline Pair fetch(const float* p) {
+  Pair pair;
+  std::memcpy(&pair, p, sizeof(pair));
+  return pair;
+}
+template <class Half>
+Pair fetch(const Half* p) {
+  Integers v;
+  std::memcpy(&v, p, sizeof(v));
+  return unpack(v, Half());
+}
+
+template <class Element>
+Pair rounded(Pair pair) {
+  if constexpr (std::is_same_v<Element, float>) {
+    return pair;
+  } else {
+    return unpack(pack(pair, Element()), Element());
+  }
+}
+inline Lanes round_to(c10::ScalarType dtype, Lanes v) {
+  if (dtype == c10::ScalarType::Half) return rounded<c10::Half>({v, v}).low;
+  if (dtype == c10::ScalarType::BFloat16) return rounded<c10::BFloat16>({v, v}).low;
+  return v;
+}
+
+// kLanes elements of a row, the last ones repetitions of the m-th.
+template <class Element>
+struct Padded {
+  alignas(64) Element elements[kLanes];
+  Padded(const Element* from, int64_t m) {
+    std::memcpy(static_cast<void*>(elements), from, m * sizeof(Element));
+    for (int64_t k = m; k < kLanes; ++k) elements[k] = from[m - 1];
+  }
+};
+
+#endif
+
+struct Set {
+  // out[i] = f(in[i]...) for n elements. kStream: past the caches.
+  template <bool kStream, class T, class Functor, class Out, class... In>
+  static Result map(const Functor& f, int64_t n, Out* out, const In*... in) {
+    Loop<kStream, T, Functor> loop{f};
+    loop.run(n, out, in...);
+    return loop.result();
+  }
+
+ private:
+  template <bool kStream, class T, class Functor>
+  struct Loop {
+    const Functor f;  // by value: out might alias what a reference leads to
+    bool bad = false;
+    T sums[kLanes] = {};
+    static constexpr bool kSeldom = std::is_same_v<Functor, Adopt<T>>;  // reads only, where nothing changes
+
+    template <class Out, class... In>
+    void one(int64_t lane, Out* out, const In*... in) {
+      T value = f(static_cast<T>(*in)...);
+      if constexpr (Functor::watches) bad |= f.bad(value, static_cast<T>(*in)...);
+      if constexpr (Functor::writes) *out = static_cast<Out>(value);
+      if constexpr (Functor::writes && Functor::reduces) value = static_cast<T>(*out);
+      if constexpr (Functor::reduces) sums[lane] += f.term(value);
+    }
+
+#if AMP_PATCH_WIDTH > 1
+    template <class Out, class... In>
+    __attribute__((flatten)) void run(int64_t n, Out* out, const In*... in) {
+      constexpr int64_t kWidth = AMP_PATCH_WIDTH;
+      Lanes totals[kLanes / kWidth] = {};
+      Mask mask{};
+      const auto step = [&](Out* to, const In*... from) {
+        for (int64_t k = 0; k < kLanes; k += 2 * kWidth) {
+          if constexpr (kSeldom) {
+            if (!any(f.changes(fetch(from + k).low...) | f.changes(fetch(from + k).high...))) continue;
+          }
+          Pair value{f(fetch(from + k).low...), f(fetch(from + k).high...)};
+          if constexpr (Functor::watches) {
+            mask = mask | f.bad(value.low, fetch(from + k).low...) | f.bad(value.high, fetch(from + k).high...);
+          }
+          if constexpr (Functor::writes) put<kStream>(to + k, value);
+          if constexpr (Functor::writes && Functor::reduces) value = rounded<Out>(value);
+          if constexpr (Functor::reduces) {
+            Lanes *const low = totals + k / kWidth, *const high = low + 1;
+            *low = *low + f.term(value.low);
+            *high = *high + f.term(value.high);
+          }
+        }
+      };
+
+      int64_t i = 0;
+      if constexpr (kStream) {
+        static_assert(!Functor::reduces, "the head would move the lanes");
+        for (; i < n && reinterpret_cast<uintptr_t>(out + i) % sizeof(Register) != 0; ++i) one(0, out + i, (in + i)...);
+      }
+      for (; i + kLanes <= n; i += kLanes) step(out + i, (in + i)...);
+      if constexpr (Functor::reduces) {
+        std::memcpy(sums, totals, sizeof(sums));
+        for (int64_t lane = 0; i < n; ++i, ++lane) one(lane, out + i, (in + i)...);
+      } else if (i < n) {
+        alignas(64) Out to[kLanes];
+        if constexpr (kSeldom) std::memcpy(static_cast<void*>(to), out + i, (n - i) * sizeof(Out));
+        step(to, Padded<In>(in + i, n - i).elements...);
+        if constexpr (Functor::writes) std::memcpy(static_cast<void*>(out + i), to, (n - i) * sizeof(Out));
+      }
+      if constexpr (kStream) _mm_sfence();
+      if constexpr (Functor::watches) bad |= any(mask);
+    }
+#else
+    template <class Out, class... In>
+    void run(int64_t n, Out* out, const In*... in) {
+      int64_t i = 0;
+      for (; i + kLanes <= n; i += kLanes) {
+        for (int64_t lane = 0; lane < kLanes; ++lane) one(lane, out + i + lane, (in + i + lane)...);
+      }
+      for (int64_t lane = 0; i < n; ++i, ++lane) one(lane, out + i, (in + i)...);
+    }
+#endif
+
+    Result result() const {
+      if constexpr (!Functor::reduces) return {bad, 0};
+      double tree[kLanes];  // a fixed one, in FP64
+      for (int64_t k = 0; k < kLanes; ++k) tree[k] = sums[k];
+      for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+        for (int64_t k = 0; k < half; ++k) tree[k] += tree[k + half];
+      }
+      return {bad, tree[0]};
+    }
+  };
+};
