@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from amp_patch.cpu_fp16 import settle
 from amp_patch.oplists import OPLISTS
 from amp_patch.patch import Patches
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.regions import current, drop_cache, entered, everywhere, region, set_default
-from amp_patch.rules import RULES
+from amp_patch.rules import EMULATED, RULES
 
 __all__ = [
     "autocast",
@@ -76,11 +77,13 @@ class _Function(staticmethod):
 
 def _wrap(original: Any, rule: str, reduced: tuple[Any, ...]) -> Any:
     """`original` with its arguments cast by `rule` while casts act; it binds as a method exactly if `original` does."""
-    apply = RULES[rule]
+    apply, emulated = RULES[rule], rule in EMULATED
 
     def call(*args: Any, **kwargs: Any) -> Any:
         policy = current()
         if policy is None or (kwargs and kwargs.get("out") is not None):
+            return original(*args, **kwargs)
+        if not (policy.patch_torch_functions or emulated):  # what acts is only the emulation of FP16 on a CPU
             return original(*args, **kwargs)
         return apply(original, args, kwargs, policy)
 
@@ -284,7 +287,7 @@ class autocast(region):
 
     The arguments are `torch.autocast`'s. `device_type` chooses no device: the casts act on tensors everywhere; it names
     the device whose default `dtype` is taken where that is None (`torch.get_autocast_dtype`: FP16 for "cuda", BF16 for
-    "cpu"). None is "cuda" where there is one, else "cpu". `enabled=False` is a region without casts; `cache_enabled=
+    "cpu"), and where it is "cpu" FP16 there is computed as `initialize(cpu_fp16="auto")` says. None is "cuda" where there is one, else "cpu". `enabled=False` is a region without casts; `cache_enabled=
     False` casts a weight at every use. The first entry installs the casts. Regions nest, and one object may be entered
     again, also by other threads.
 
@@ -300,14 +303,14 @@ class autocast(region):
         enabled: bool = True,
         cache_enabled: bool = True,
     ) -> None:
-        if device_type is not None:
-            default = _autocast_dtype(device_type)
-        elif dtype is None:
-            default = _autocast_dtype("cuda" if torch.cuda.is_available() else "cpu")
+        if device_type is None:
+            device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        default = _autocast_dtype(device_type)
         if dtype is not None and dtype not in LOW_PRECISION:
             raise ValueError(f"autocast: dtype is {dtype!r}; wanted {' or '.join(map(str, LOW_PRECISION))}, or None")
         low = default if dtype is None else dtype
-        super().__init__(Policy("O1", dtype=low, patch_torch_functions=True) if enabled else None)
+        policy = Policy("O1", dtype=low, patch_torch_functions=True)
+        super().__init__(settle(policy, on_cpu=device_type == "cpu") if enabled else None)
         self.caches = bool(cache_enabled)
 
     def __enter__(self) -> autocast:

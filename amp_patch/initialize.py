@@ -17,6 +17,7 @@ from amp_patch import casts, clip, keep, links, regions
 from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
 from amp_patch.backward import ScaledBackward
+from amp_patch.cpu_fp16 import settle
 from amp_patch.optimizer import Stash
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy, resolve, scale_number
 from amp_patch.scaler import LossScaler
@@ -60,6 +61,7 @@ def initialize(
     dtype: torch.dtype | None = None,
     keep_fp32: Any = (),
     allow_banned: bool = False,
+    cpu_fp16: str = "auto",
     process_group: Any = None,
     methods: tuple[str, ...] = (),
 ) -> Any:
@@ -89,6 +91,11 @@ def initialize(
             dtype that came in.
         allow_banned: run functions without a safe low-precision form (binary_cross_entropy) in FP32 under O1's casts
             instead of refusing them.
+        cpu_fp16: how FP16 tensors on a CPU are multiplied. "emulate": GEMMs, convolutions, attention and recurrent
+            networks compute in FP32 and round their results to FP16 once, forward and backward, inside the models'
+            forward and the body of `scale_loss`: what a tensor core does, at FP32's speed. "native": torch's half
+            kernels, much slower where the CPU has no FP16 arithmetic. "auto": "emulate" there, else "native"
+            (`python -m amp_patch info` tells). Without effect for bfloat16, and for models with nothing on a CPU.
         process_group: reduce the overflow flag over this torch.distributed group, for gradients that DDP does not.
         methods: names of methods, beside `forward`, that users call on the models directly ("encode", "generate").
 
@@ -123,10 +130,12 @@ def initialize(
         min_loss_scale=min_loss_scale,
         max_loss_scale=max_loss_scale,
         allow_banned=allow_banned,
+        cpu_fp16=cpu_fp16,
     )
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
     kept = _check(model_list, targets, policy, keep_fp32, methods)
+    policy = settle(policy, on_cpu=model_side.use_cpu(model_list))
 
     scalers = [
         LossScaler(
@@ -378,8 +387,9 @@ def _enter(
         optimizer_side.warn_of_small_eps(target)
     if policy.master_weights and targets:
         clip.install()
-    if policy.patch_torch_functions:
+    if policy.patch_torch_functions or policy.emulates:
         casts.install()
+    if policy.patch_torch_functions:
         regions.set_default(policy)
 
 

@@ -54,7 +54,7 @@ class ModelState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        if self.policy.patch_torch_functions:
+        if self.policy.patch_torch_functions or self.policy.emulates:
             casts.install()  # this may be another process
         if self.fast_path_off:
             forbid_fast_path()
@@ -249,6 +249,12 @@ def cast(params: Iterable[nn.Parameter], buffers: Iterable[tuple[nn.Module, str]
         buffer = module._buffers[name]
         assert buffer is not None
         module._buffers[name] = buffer.to(dtype)
+
+
+def use_cpu(models: Iterable[nn.Module]) -> bool:
+    """Whether any tensor of the models is on a CPU. Models without tensors may run anywhere."""
+    devices = {tensor.device.type for model in models for tensor in (*model.parameters(), *model.buffers())}
+    return not devices or "cpu" in devices
 
 
 def low_buffers_of(model: nn.Module) -> frozenset[str]:

@@ -8,6 +8,7 @@ add what torch's reference leaves to other mechanisms. The rules:
     fp32        FP16 and BF16 tensors become FP32.
     batch_norm  fp32, unless its weights or statistics are low precision: it updates the statistics in place.
     widest      all floating tensors become the widest floating type among them.
+    emulated    the same; a sum of products, so FP16 on a CPU may be emulated (cpu_fp16.py), as for lower and rnn.
     match_self  in place: the other floating tensors take the type of the first argument.
     banned      no safe low-precision form: low-precision tensors are refused (`policy.allow_banned`: run as fp32).
     rnn_input   a check of the input's type against the weights', which the casts make moot.
@@ -97,6 +98,11 @@ _NO_HALF_KERNEL = (
     "stft",
 )
 
+_DOTS = ("dot", "inner", "vdot")
+
+# The rule match_self emulates FP16 on a CPU for these alone.
+IN_PLACE_GEMMS = ("addbmm_", "addmm_", "addmv_", "baddbmm_")
+
 # Their tensors must agree in type: measured on torch 2.13, save addcdiv, addcmul and atan2, which torch lists.
 _WIDEST = (
     "addcdiv",
@@ -105,13 +111,11 @@ _WIDEST = (
     "arctan2",
     "atan2",
     "cross",
-    "dot",
     "heaviside",
     "index_add",
     "index_copy",
     "index_put",
     "index_reduce",
-    "inner",
     "isclose",
     "lerp",
     "masked_scatter",
@@ -119,7 +123,6 @@ _WIDEST = (
     "scatter",
     "scatter_add",
     "scatter_reduce",
-    "vdot",
 )
 
 OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -166,23 +169,23 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "var_mean",
         ),
         "batch_norm": ("batch_norm", "instance_norm"),
+        "emulated": (*_DOTS, "bilinear", "tensordot"),
         "widest": (
             *_WIDEST,
-            "bilinear",
             "cartesian_prod",
             "complex",
             "embedding_bag",
             "grid_sampler",
             "meshgrid",
             "polar",
-            "tensordot",
         ),
     },
     # The same functions as in torch, for callers who import them from here.
     "torch.functional": {
         "lower": ("chain_matmul", "einsum"),
         "fp32": ("cdist", "norm", "stft"),
-        "widest": ("cartesian_prod", "meshgrid", "tensordot"),
+        "emulated": ("tensordot",),
+        "widest": ("cartesian_prod", "meshgrid"),
     },
     # What torch.nn's recurrent modules call.
     "torch._VF": {
@@ -211,7 +214,8 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "softplus",
         ),
         "batch_norm": ("batch_norm", "instance_norm"),
-        "widest": ("bilinear", "embedding_bag", "grid_sample"),
+        "emulated": ("bilinear",),
+        "widest": ("embedding_bag", "grid_sample"),
         "banned": ("binary_cross_entropy",),
     },
     "torch.Tensor": {
@@ -227,13 +231,11 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "log_softmax",
             "softmax",
         ),
+        "emulated": _DOTS,
         "widest": _WIDEST,
         "match_self": (
+            *IN_PLACE_GEMMS,
             "__setitem__",
-            "addbmm_",
-            "addmm_",
-            "addmv_",
-            "baddbmm_",
             "heaviside_",
             "index_add_",
             "index_copy_",

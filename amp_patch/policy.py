@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
+CPU_FP16 = ("auto", "emulate", "native")
 
 # A scale and its FP32 inverse must both be normal numbers: gradients are multiplied by the inverse.
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
@@ -31,6 +32,8 @@ class Policy:
             leaves the outputs of any other alone.
         min_loss_scale, max_loss_scale: the range in which a dynamic scale moves.
         allow_banned: run functions that have no safe low-precision form in FP32 instead of refusing them.
+        cpu_fp16: how FP16 tensors on a CPU are multiplied: "native", or "emulate" (cpu_fp16.py); "auto" until
+            `cpu_fp16.settle` has decided.
     """
 
     opt_level: str
@@ -44,11 +47,22 @@ class Policy:
     min_loss_scale: float = _DEFAULT_MIN_SCALE
     max_loss_scale: float = 2.0**24
     allow_banned: bool = False
+    cpu_fp16: str = "auto"
 
     def __str__(self) -> str:
         fields = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
-        described = ", ".join(f"{name}={getattr(self, name)}" for name in fields)
+        described = ", ".join(f"{name}={getattr(self, name)}" for name in (*fields, *["cpu_fp16"] * self.uses_fp16))
         return f"{self.opt_level} ({self.dtype}): {described}"
+
+    @property
+    def uses_fp16(self) -> bool:
+        """Whether this training makes FP16 tensors."""
+        return torch.float16 in (self.cast_model_type, self.dtype if self.patch_torch_functions else None)
+
+    @property
+    def emulates(self) -> bool:
+        """Whether sums of products of FP16 tensors on a CPU are computed in FP32 and rounded."""
+        return self.cpu_fp16 == "emulate"
 
     @property
     def scales_loss(self) -> bool:
@@ -81,6 +95,7 @@ def resolve(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
     allow_banned: bool = False,
+    cpu_fp16: str = "auto",
 ) -> Policy:
     """The policy of a level with a caller's overrides.
 
@@ -130,6 +145,9 @@ def resolve(
             )
         policy = replace(policy, cast_model_outputs=cast_model_outputs)
 
+    if cpu_fp16 not in CPU_FP16:
+        raise ValueError(f"initialize: cpu_fp16 is {cpu_fp16!r}; wanted {' or '.join(map(repr, CPU_FP16))}")
+
     low_end = (
         _DEFAULT_MIN_SCALE if min_loss_scale is None else scale_number("initialize: min_loss_scale", min_loss_scale)
     )
@@ -138,7 +156,9 @@ def resolve(
         low_end = min(low_end, high_end)
     if low_end > high_end:
         raise ValueError(f"initialize: min_loss_scale {low_end:g} is above max_loss_scale {high_end:g}")
-    return replace(policy, min_loss_scale=low_end, max_loss_scale=high_end, allow_banned=bool(allow_banned))
+    return replace(
+        policy, min_loss_scale=low_end, max_loss_scale=high_end, allow_banned=bool(allow_banned), cpu_fp16=cpu_fp16
+    )
 
 
 def parse_loss_scale(loss_scale: Any) -> float | str:

@@ -41,7 +41,8 @@ _default: Policy | None = None
 def current() -> Policy | None:
     """The policy whose casts act on this thread now, None if none do.
 
-    In a region it is the region's, or None if that policy does not patch; elsewhere it is the process default.
+    In a region it is the region's, or None if that policy neither patches nor emulates FP16; elsewhere it is the
+    process default.
     """
     acting = _thread.acting
     return _default if acting is _OUTSIDE else acting
@@ -180,7 +181,11 @@ def _may_remember(weight: Tensor) -> bool:
         return False
     if not weight.requires_grad and not issubclass(type(weight), torch.nn.Parameter):
         return False
-    # Under a function transform, a dispatch mode or a trace the result is a stand-in that is dead or wrong afterwards.
+    return is_plain_eager()
+
+
+def is_plain_eager() -> bool:
+    """False under a function transform, a dispatch mode or a trace, whose tensors are stand-ins, dead or wrong later."""
     return (
         torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._len_torch_dispatch_stack() == 0
@@ -196,7 +201,7 @@ def _forget(casts: dict[Any, Any], key: Any, reference: Any) -> None:
 
 
 def _acting(policy: Policy | None) -> Policy | None:
-    return policy if policy is not None and policy.patch_torch_functions else None
+    return policy if policy is not None and (policy.patch_torch_functions or policy.emulates) else None
 
 
 def _refresh_default() -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from amp_patch.cpu_fp16 import Upcast, rounded, takes
+from amp_patch.oplists import IN_PLACE_GEMMS
 from amp_patch.regions import cast_weight
 from amp_patch.tree import map_tensors
 
@@ -119,22 +121,55 @@ def _widest(args: Args, kwargs: Kwargs) -> torch.dtype | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The rules: (function, args, kwargs, policy) -> the function's result. They run only while casts act.
+# FP16 on a CPU: the call in FP32, its result rounded. See cpu_fp16.py.
 
 
-def _lower(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-    low = policy.dtype
-    return function(*_cast_args(args, _lowered, low), **_cast_kwargs(kwargs, _lowered, low))
+def _operands(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Iterable[Tensor]:
+    """The tensors whose types decide whether a call is emulated."""
+    if function.__name__ == "scaled_dot_product_attention":  # its mask may be FP32 among FP16 operands
+        args, kwargs = args[:3], {name: value for name, value in kwargs.items() if name != "attn_mask"}
+    return _tensors((args, kwargs)) if kwargs else _tensors(args)
+
+
+def _emulate(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy, saves_low: bool = True) -> Any:
+    if not policy.emulates or not takes(_operands(function, args, kwargs)):
+        return function(*args, **kwargs)
+    upcast = Upcast(saves_low)
+    args, kwargs = _cast_args(args, upcast, _FLOAT32), _cast_kwargs(kwargs, upcast, _FLOAT32)
+    with upcast.saving():
+        result = function(*args, **kwargs)
+    return rounded(result)
+
+
+def _emulate_in_place(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    own = args[0]
+    result = _emulate(function, args, kwargs, policy)  # in place in own's FP32 copy
+    return result if result is own else own.copy_(result)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rules: (function, args, kwargs, policy) -> the function's result. They run only while casts act; those in EMULATED
+# also while FP16 is emulated and nothing is cast (O2, O3).
+
+
+def _lower(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy, saves_low: bool = True) -> Any:
+    if policy.patch_torch_functions:
+        low = policy.dtype
+        args, kwargs = _cast_args(args, _lowered, low), _cast_kwargs(kwargs, _lowered, low)
+    return _emulate(function, args, kwargs, policy, saves_low)
 
 
 def _rnn(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     first = args[0] if args else None
     if isinstance(first, Tensor) and first.is_cuda and first.dtype in (_FLOAT16, _BFLOAT16, _FLOAT32):
+        if not policy.patch_torch_functions:
+            return function(*args, **kwargs)
         # cuDNN wants the weights in one buffer. Cast one by one they are not, which costs a copy and a warning a call;
         # torch's autocast casts them into a buffer.
         with torch.autocast("cuda", dtype=policy.dtype):
             return function(*args, **kwargs)
-    return _lower(function, args, kwargs, policy)
+    # Its steps save the same weights again and again: they may as well share the one FP32 copy.
+    return _lower(function, args, kwargs, policy, saves_low=False)
 
 
 def _fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
@@ -153,18 +188,31 @@ def _batch_norm(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy
     return _fp32(function, args, kwargs, policy)
 
 
-def _promote(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+def _promoted(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     widest = _widest(args, kwargs)
     if widest is None:
-        return function(*args, **kwargs)
-    return function(*_cast_args(args, _matched, widest), **_cast_kwargs(kwargs, _matched, widest))
+        return args, kwargs
+    return _cast_args(args, _matched, widest), _cast_kwargs(kwargs, _matched, widest)
+
+
+def _promote(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    args, kwargs = _promoted(args, kwargs)
+    return function(*args, **kwargs)
+
+
+def _widest_emulated(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    if policy.patch_torch_functions:
+        args, kwargs = _promoted(args, kwargs)
+    return _emulate(function, args, kwargs, policy)
 
 
 def _match_self(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     own = args[0].dtype
-    if own not in _WIDTH:
-        return function(*args, **kwargs)
-    return function(*_cast_args(args, _matched, own), **_cast_kwargs(kwargs, _matched, own))
+    if policy.patch_torch_functions and own in _WIDTH:
+        args, kwargs = _cast_args(args, _matched, own), _cast_kwargs(kwargs, _matched, own)
+    if function.__name__ in IN_PLACE_GEMMS:
+        return _emulate_in_place(function, args, kwargs, policy)
+    return function(*args, **kwargs)
 
 
 def _banned(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
@@ -220,6 +268,7 @@ RULES: dict[str, Rule] = {
     "fp32": _fp32,
     "batch_norm": _batch_norm,
     "widest": _promote,
+    "emulated": _widest_emulated,
     "match_self": _match_self,
     "banned": _banned,
     "rnn_input": _rnn_input,
@@ -228,3 +277,5 @@ RULES: dict[str, Rule] = {
     "user_fp32": _user_fp32,
     "user_widest": _user_promote,
 }
+
+EMULATED = frozenset({"lower", "rnn", "emulated", "match_self", "disabled"})

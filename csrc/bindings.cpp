@@ -2,6 +2,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/extension.h>
 
+#include "cpu_features.h"
 #include "ops.h"
 #include "plan.h"
 
@@ -92,6 +93,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(OP(unscale_l2norm));  // grads, inv_scale, found_inf -> [total, norms]
   m.def(OP(adopt));           // params, masters
   m.def(OP(update_scale));    // scale, growth_tracker, found_inf, growth_factor, ..., hysteresis_tracker
+
+  m.def("cpu_has_fp16", &cpu_has_fp16);
 
   // For tests: which instruction set the CPU's loop uses, and which ones this machine has.
   m.def("instruction_sets", &instruction_sets);

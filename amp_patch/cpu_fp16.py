@@ -1,0 +1,142 @@
+"""FP16 on a CPU that has no FP16 arithmetic: values in FP16, sums of products in FP32, as on a tensor core.
+
+torch's own half kernels on such a CPU convert number by number, ten to a hundred times slower than FP32. So functions
+made of sums of products (GEMMs, convolutions, attention, recurrent networks) take their FP16 operands upcast, run as
+torch's FP32 kernels, and round the result to FP16 once; beyond FP16's range it is infinite. The casts are ordinary nodes
+of the graph, so each GEMM of a backward and of a double backward does the same by itself. The rules of the op lists
+(rules.py) call what stands here; the op lists say which functions these are.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import platform
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch.policy import Policy
+from amp_patch.regions import is_plain_eager
+
+_FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp"}  # Linux's names for FP16 arithmetic; amx_bf16 and f16c are not it
+
+
+@functools.cache
+def has_fp16_arithmetic() -> bool:
+    """Whether this CPU computes in FP16: AVX512-FP16, AMX-FP16 or ARM's FP16 vectors. Conversions alone (F16C) do not."""
+    try:
+        return importlib.import_module("amp_patch._C").cpu_has_fp16()
+    except ImportError:
+        pass
+    try:
+        return not _FLAGS.isdisjoint(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return platform.machine() == "arm64"  # macOS calls it so, and every Apple processor has it
+
+
+def settle(policy: Policy, on_cpu: bool) -> Policy:
+    """`policy` with its `cpu_fp16` decided for this machine: "emulate" or "native".
+
+    Without FP16 on a CPU (`on_cpu` False, another type, no casts at all) it is "native": nothing is patched for it.
+    """
+    wanted = policy.cpu_fp16
+    if wanted == "auto":
+        wanted = "native" if has_fp16_arithmetic() else "emulate"
+    return replace(policy, cpu_fp16=wanted if on_cpu and policy.uses_fp16 else "native")
+
+
+def takes(operands: Iterable[Tensor]) -> bool:
+    """Whether a call on these tensors is computed here: each floating one of them is dense FP16 on a CPU.
+
+    Mixed types go to torch, which refuses them by name. Inside `torch.autocast` torch chooses the types.
+    """
+    found = False
+    for operand in operands:
+        dtype = operand.dtype
+        if dtype is torch.float16:
+            if operand.device.type != "cpu" or operand.layout is not torch.strided or operand.is_nested:
+                return False
+            found = True
+        elif dtype.is_floating_point or dtype.is_complex:
+            return False
+    return found and not torch.is_autocast_enabled("cpu")
+
+
+def rounded(result: Any) -> Any:
+    """`result` with its FP32 tensors, also those in a tuple or list, rounded to FP16."""
+    if isinstance(result, Tensor):
+        return result.half() if result.dtype is torch.float32 else result
+    if isinstance(result, (tuple, list)):
+        return type(result)(map(rounded, result))
+    return result
+
+
+class _Kept(NamedTuple):
+    """What autograd keeps in place of (a view of) an upcast operand."""
+
+    operand: Tensor
+    version: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Upcast:
+    """Upcasts the operands of one call; in `saving`, autograd keeps the FP16 operands instead of their FP32 copies.
+
+    The layer that made an operand keeps it already; FP32 copies beside it would make the activations of a training
+    larger than FP32's own.
+    """
+
+    def __init__(self, saves_low: bool) -> None:
+        self._exchanges = saves_low and _may_exchange_saved()
+        self._operands: dict[int, Tensor] = {}  # address of an upcast storage -> what was upcast
+
+    def __call__(self, operand: Tensor, dtype: torch.dtype) -> Tensor:
+        if operand.dtype is not torch.float16:
+            return operand
+        wide = operand.to(dtype)
+        # Other classes may have no storage of their own, and inference tensors count no versions.
+        if self._exchanges and type(operand) in (Tensor, nn.Parameter) and not operand.is_inference():
+            self._operands[wide.untyped_storage()._cdata] = operand.detach()
+        return wide
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """The region for the call."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack) if self._operands else nullcontext()
+
+    def _pack(self, saved: Tensor) -> Tensor | _Kept:
+        operand = self._operands.get(saved.untyped_storage()._cdata) if type(saved) is Tensor else None
+        if operand is None:
+            return saved
+        return _Kept(operand, operand._version, saved.size(), saved.stride(), saved.storage_offset())
+
+
+def _unpack(kept: Tensor | _Kept) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    if kept.operand._version != kept.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{kept.operand.type()} {list(kept.operand.shape)}] is at version {kept.operand._version}; expected "
+            f"version {kept.version} instead (an operand of a function computed in FP32, see cpu_fp16)"
+        )
+    return kept.operand.float().as_strided(kept.size, kept.stride, kept.offset)
+
+
+def _may_exchange_saved() -> bool:
+    """Not under transforms, modes and traces, whose tensors have no storage, and not where checkpointing or the user
+    has hooks already: ours would hide the tensors from theirs."""
+    return (
+        torch.is_grad_enabled()
+        and is_plain_eager()
+        and not torch.compiler.is_compiling()
+        and torch._C._autograd._saved_tensors_hooks_is_enabled()
+        and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    )

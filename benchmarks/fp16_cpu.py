@@ -1,0 +1,143 @@
+"""FP16 training steps on a CPU beside the same step in FP32: the levels O1, O2 and O3, and torch's own `.half()`.
+
+Every way takes a step in turn and its time is divided by that of the FP32 step of the same turn; the table shows medians
+of these ratios, so that a busy machine slows all. Native arithmetic is ten to twenty times slower where the processor
+has none for FP16: `--no-native` leaves it out.
+
+    python benchmarks/fp16_cpu.py [--threads N] [--repeats N] [--no-native] [--json PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from amp_patch import amp
+from amp_patch.cpu_fp16 import has_fp16_arithmetic
+
+
+class Transformer(nn.Module):
+    """Two encoder layers of width 128 over a vocabulary of 256; predicts the next token of 8 sequences of 64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 128)
+        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, activation="gelu", batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(128, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=self.head.weight.dtype)
+        return self.head(self.body(self.embedding(tokens), mask=mask, is_causal=True)).flatten(0, 1)
+
+    @staticmethod
+    def batch() -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(256, (8, 65))
+        return tokens[:, :-1], tokens[:, 1:].flatten()
+
+
+def convnet() -> nn.Module:
+    """Three convolutions with batch norms, and a linear head."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
+        *(nn.Conv2d(16, 32, 3, padding=1, stride=2), nn.BatchNorm2d(32), nn.ReLU()),
+        *(nn.Conv2d(32, 64, 3, padding=1, stride=2), nn.BatchNorm2d(64), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)),
+    )
+
+
+def images() -> tuple[Tensor, Tensor]:
+    return torch.randn(16, 3, 32, 32), torch.randint(10, (16,))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]]]] = {
+    "convnet": (convnet, images),
+    "transformer": (Transformer, Transformer.batch),
+}
+WAYS = ("O1", "O2", "O3", ".half()")
+
+
+def stepper(model: nn.Module, batch: tuple[Tensor, Tensor], way: str) -> Callable[[], None]:
+    """One training step of a model of its own, as a function."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    inputs, targets = batch
+    if way in ("FP32", ".half()"):
+        if way == ".half()":
+            model.half()
+            inputs = inputs.half() if inputs.is_floating_point() else inputs
+
+        def step() -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+
+        return step
+
+    amp.initialize(model, optimizer, opt_level=way, loss_scale=128.0, cpu_fp16="emulate", verbosity=0)
+
+    def scaled_step() -> None:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    return scaled_step
+
+
+def times(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+    """Milliseconds of each step, taken in turns; the first two turns are for the caches."""
+    taken: dict[str, list[float]] = {way: [] for way in steps}
+    for turn in range(repeats + 2):
+        for way, step in steps.items():
+            start = time.perf_counter()
+            with amp.disable_casts():  # O1 of one model is no business of the others
+                step()
+            if turn >= 2:
+                taken[way].append((time.perf_counter() - start) * 1e3)
+    return taken
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--native", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+
+    ways = WAYS if options.native else WAYS[:-1]
+    arithmetic = "has" if has_fp16_arithmetic() else "has no"
+    print(f"torch {torch.__version__}, {options.threads} threads; this CPU {arithmetic} FP16 arithmetic")
+    print("time of a step over that of FP32")
+    print(f"{'model':13}{'FP32 ms':>9}" + "".join(f"{way:>9}" for way in ways))
+    rows = []
+    for name, (make, batch) in MODELS.items():
+        torch.manual_seed(0)
+        data = batch()
+        taken = times({way: stepper(make(), data, way) for way in ("FP32", *ways)}, options.repeats)
+        amp.restore()
+        base = taken["FP32"]
+        ratios = {way: statistics.median(t / b for t, b in zip(taken[way], base, strict=True)) for way in ways}
+        fp32 = statistics.median(base)
+        print(f"{name:13}{fp32:9.2f}" + "".join(f"{ratio:9.2f}" for ratio in ratios.values()), flush=True)
+        rows.append({"model": name, "fp32_ms": fp32, "over_fp32": ratios})
+    if options.json:
+        about = {"torch": torch.__version__, "machine": platform.machine(), "threads": options.threads}
+        result = {**about, "has_fp16_arithmetic": has_fp16_arithmetic(), "rows": rows}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
