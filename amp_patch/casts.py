@@ -287,9 +287,10 @@ class autocast(region):
 
     The arguments are `torch.autocast`'s. `device_type` chooses no device: the casts act on tensors everywhere; it names
     the device whose default `dtype` is taken where that is None (`torch.get_autocast_dtype`: FP16 for "cuda", BF16 for
-    "cpu"), and where it is "cpu" FP16 there is computed as `initialize(cpu_fp16="auto")` says. None is "cuda" where there is one, else "cpu". `enabled=False` is a region without casts; `cache_enabled=
-    False` casts a weight at every use. The first entry installs the casts. Regions nest, and one object may be entered
-    again, also by other threads.
+    "cpu"). None is "cuda" where there is one, else "cpu". FP16 on a CPU is multiplied as `initialize(cpu_fp16="auto")`
+    says, unless `device_type` is another device. `enabled=False` is a region without casts; `cache_enabled=False` casts
+    a weight at every use. The first entry installs the casts. Regions nest, and one object may be entered again, also
+    by other threads.
 
     Raises:
         ValueError: a device type that torch does not know, or a dtype other than float16 and bfloat16.

@@ -2,9 +2,9 @@
 
 torch's own half kernels on such a CPU convert number by number, ten to a hundred times slower than FP32. So functions
 made of sums of products (GEMMs, convolutions, attention, recurrent networks) take their FP16 operands upcast, run as
-torch's FP32 kernels, and round the result to FP16 once; beyond FP16's range it is infinite. The casts are ordinary nodes
-of the graph, so each GEMM of a backward and of a double backward does the same by itself. The rules of the op lists
-(rules.py) call what stands here; the op lists say which functions these are.
+torch's FP32 kernels, and round the result to FP16 once; beyond FP16's range it is infinite. The casts are ordinary
+nodes of the graph, so each GEMM of a backward and of a double backward does the same by itself. The op lists say which
+functions these are; their rules (rules.py) call what stands here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp"}  # Linux's names for FP16 arithm
 
 @functools.cache
 def has_fp16_arithmetic() -> bool:
-    """Whether this CPU computes in FP16: AVX512-FP16, AMX-FP16 or ARM's FP16 vectors. Conversions alone (F16C) do not."""
+    """Whether this CPU computes in FP16 (AVX512-FP16, AMX-FP16, ARM's FP16 vectors), not only converts (F16C)."""
     try:
         return importlib.import_module("amp_patch._C").cpu_has_fp16()
     except ImportError:
@@ -84,7 +84,7 @@ class _Kept(NamedTuple):
     version: int
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: Any  # an int; torch's stubs say more
 
 
 class Upcast:
@@ -137,6 +137,6 @@ def _may_exchange_saved() -> bool:
         torch.is_grad_enabled()
         and is_plain_eager()
         and not torch.compiler.is_compiling()
-        and torch._C._autograd._saved_tensors_hooks_is_enabled()
+        and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
         and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     )

@@ -181,11 +181,11 @@ def _may_remember(weight: Tensor) -> bool:
         return False
     if not weight.requires_grad and not issubclass(type(weight), torch.nn.Parameter):
         return False
-    return is_plain_eager()
+    return is_plain_eager()  # else the result is dead or wrong afterwards
 
 
 def is_plain_eager() -> bool:
-    """False under a function transform, a dispatch mode or a trace, whose tensors are stand-ins, dead or wrong later."""
+    """False under a function transform, a dispatch mode or a trace, whose tensors are stand-ins."""
     return (
         torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._len_torch_dispatch_stack() == 0

@@ -278,4 +278,5 @@ RULES: dict[str, Rule] = {
     "user_widest": _user_promote,
 }
 
+# What acts also while FP16 is emulated and nothing is cast; all others wait for `policy.patch_torch_functions`.
 EMULATED = frozenset({"lower", "rnn", "emulated", "match_self", "disabled"})

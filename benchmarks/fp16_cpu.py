@@ -1,8 +1,8 @@
 """FP16 training steps on a CPU beside the same step in FP32: the levels O1, O2 and O3, and torch's own `.half()`.
 
-Every way takes a step in turn and its time is divided by that of the FP32 step of the same turn; the table shows medians
-of these ratios, so that a busy machine slows all. Native arithmetic is ten to twenty times slower where the processor
-has none for FP16: `--no-native` leaves it out.
+Every way takes a step in turn and its time is divided by that of the FP32 step of the same turn; the table shows
+medians of these ratios, so that a busy machine slows all. Where the processor has no FP16 arithmetic, native steps are
+ten to twenty times slower: `--no-native` leaves them out.
 
     python benchmarks/fp16_cpu.py [--threads N] [--repeats N] [--no-native] [--json PATH]
 """
@@ -75,6 +75,7 @@ def stepper(model: nn.Module, batch: tuple[Tensor, Tensor], way: str) -> Callabl
             model.half()
             inputs = inputs.half() if inputs.is_floating_point() else inputs
 
+        @amp.disable_casts()  # another model's O1 is no business of this one
         def step() -> None:
             optimizer.zero_grad()
             F.cross_entropy(model(inputs), targets).backward()
@@ -100,8 +101,7 @@ def times(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[
     for turn in range(repeats + 2):
         for way, step in steps.items():
             start = time.perf_counter()
-            with amp.disable_casts():  # O1 of one model is no business of the others
-                step()
+            step()
             if turn >= 2:
                 taken[way].append((time.perf_counter() - start) * 1e3)
     return taken

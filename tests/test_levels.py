@@ -161,11 +161,12 @@ class Checkpointed(training.ConvNet):
 
 
 def interleaved(levels, steps, make_model):
-    """Each level's losses, trained one step of each in turn."""
+    """Each level's losses, trained one step of each in turn. A level may be "O2 native": with this cpu_fp16."""
     runs = []
-    for level in levels:
+    for level, *cpu_fp16 in map(str.split, levels):
         model = make_model()
-        runs.append((*amp.initialize(model, SGD(model.parameters()), opt_level=level), []))
+        mode = {"cpu_fp16": cpu_fp16[0]} if cpu_fp16 else {}
+        runs.append((*amp.initialize(model, SGD(model.parameters()), opt_level=level, **mode), []))
     for step in range(steps):
         for model, optimizer, losses in runs:
             inputs, targets = training.images(step)
@@ -191,6 +192,26 @@ def test_interleaved_trainings_give_the_losses_that_each_gives_alone(reentrant):
         amp.restore()
     assert len({tuple(losses) for losses in alone}) >= 4  # the levels do differ (O1 and O2 agree here, O4 and O5 too)
     assert interleaved(LEVELS, 6, make_model) == alone
+
+
+def test_interleaved_trainings_keep_their_own_fp16_arithmetic():
+    levels = [f"{level} {mode}" for level in ("O0", "O1", "O2", "O3") for mode in ("native", "emulate")] + ["O4", "O5"]
+
+    def make_model():
+        torch.manual_seed(0)
+        # Wide enough for rounded partial sums to show: torch's half kernels have more of them.
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 5)
+        )
+
+    alone = []
+    for level in levels:
+        alone += interleaved([level], 4, make_model)
+        amp.restore()
+    assert alone[0] == alone[1] and alone[4] != alone[5]  # no matter at O0; at O2 the two differ
+    assert interleaved(levels, 4, make_model) == alone
+    amp.restore()
+    assert interleaved(levels[::-1], 4, make_model) == alone[::-1]
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

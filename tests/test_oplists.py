@@ -13,7 +13,7 @@ from conftest import DEVICES, DTYPES
 from torch import Tensor, nn
 
 from amp_patch import casts
-from amp_patch.oplists import OPLISTS, OPTIONAL
+from amp_patch.oplists import IN_PLACE_GEMMS, OPLISTS, OPTIONAL
 from amp_patch.policy import Policy
 from amp_patch.rules import RULES
 
@@ -160,6 +160,9 @@ SAMPLES: dict[str, Sample] = {
     "scatter_reduce": lambda t: (t(3), 0, index(), t(2), "sum"),
     "meshgrid": lambda t: (t(3), t(3), {"indexing": "ij"}),
     "tensordot": lambda t: (t(3, 3), t(3, 3), {"dims": 1}),
+    "avg_pool3d": lambda t: (t(1, 1, 2, 2, 2), 2),
+    "fold": lambda t: (t(1, 4, 4), (3, 3), 2),
+    "unfold": lambda t: (t(1, 1, 3, 3), 2),
     "bilinear": lambda t: (t(2, 3), t(2, 3), t(4, 3, 3), t(4)),
     "embedding_bag": lambda t: (index().view(1, 2), t(3, 4), {"per_sample_weights": t(1, 2), "mode": "sum"}),
     "torch.embedding_bag": lambda t: (t(3, 4), index(), index(0), False, 0, False, t(2)),
@@ -260,7 +263,18 @@ def test_optional_names_and_samples_are_about_the_lists() -> None:
     addresses = {f"{owner}.{name}" for owner, _, name in ALL}
     assert addresses >= OPTIONAL
     assert not {key for key in SAMPLES if key not in names and key not in addresses}, "samples of nothing"
-    tested = {"lower", "rnn", "fp32", "batch_norm", "widest", "match_self", "banned", "rnn_input", "disabled"}
+    tested = {
+        "lower",
+        "rnn",
+        "fp32",
+        "batch_norm",
+        "widest",
+        "emulated",
+        "match_self",
+        "banned",
+        "rnn_input",
+        "disabled",
+    }
     assert {rule for _, rule, _ in ALL} == tested
 
 
@@ -291,9 +305,15 @@ def test_fp32(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
     assert unaided != {torch.float32}, "FP32 without our help: nothing to list"
 
 
+# Of one tensor: their rule is about FP16 on a CPU alone.
+ONE_TENSOR = {"avg_pool3d", "fold", "unfold"}
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize(("owner", "name"), walk("widest"))
+@pytest.mark.parametrize(
+    ("owner", "name"), [case for case in walk("widest", "emulated") if case.values[1] not in ONE_TENSOR]
+)
 def test_widest(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
     expected = set() if name in NOT_FLOATING else {torch.float32}
     other = next(low for low in (torch.float16, torch.bfloat16) if low is not dtype)
@@ -302,6 +322,39 @@ def test_widest(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
             assert result_types(call(owner, name, given, device)) == expected
         doubled = set() if name in NOT_FLOATING else {torch.float64}
         assert result_types(call(owner, name, [torch.float64], device)) == doubled
+
+
+def widened(value: Any) -> Any:
+    """FP16 tensors as FP32 ones of the same values."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype is torch.float16 else value
+    return type(value)(map(widened, value)) if isinstance(value, (list, tuple)) else value
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy("O1", patch_torch_functions=True, cpu_fp16="emulate"),
+        Policy("O2", cast_model_type=torch.float16, cpu_fp16="emulate"),
+    ],
+    ids=["O1", "O2"],
+)
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [*walk("lower", "rnn", "emulated"), *(("torch.Tensor", name) for name in IN_PLACE_GEMMS)],
+)
+def test_emulated(owner: str, name: str, policy: Policy) -> None:
+    args, kwargs = sample(owner, name, [torch.float16], "cpu")
+    wide, wide_kwargs = sample(owner, name, [torch.float16], "cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = getattr(resolve(owner), name)(*widened(list(wide)), **wide_kwargs)
+        with casts.region(policy):
+            found = getattr(resolve(owner), name)(*args, **kwargs)
+    assert result_types(found) == {torch.float16}
+    assert len(flat(found)) == len(flat(expected))
+    for one, other in zip(flat(found), flat(expected), strict=True):
+        assert torch.equal(one, other.half() if other.dtype is torch.float32 else other)
 
 
 @pytest.mark.parametrize("device", DEVICES)
