@@ -9,18 +9,21 @@ from collections.abc import Callable
 import torch
 
 from amp_patch import __version__, multi_tensor
+from amp_patch.cpu_fp16 import has_fp16_arithmetic
 
 
 def info(_: argparse.Namespace) -> None:
-    """versions, the kernels' backend and why it is that one, devices"""
+    """versions, the kernels' backend and why it is that one, devices, how FP16 runs on this CPU"""
     devices = [f"cpu ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})"]
     devices += [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
+    auto = "native" if has_fp16_arithmetic() else "emulate"
     rows = {
         "amp_patch": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "kernels": f"{multi_tensor.backend()}: {multi_tensor.backend_reason()}",
         "devices": ", ".join(devices),
+        "cpu_fp16": f"auto is {auto}: this CPU has {'' if has_fp16_arithmetic() else 'no '}FP16 arithmetic",
     }
     for name, value in rows.items():
         print(f"{name:<10} {value}")

@@ -248,7 +248,7 @@ def register_half_function(module: Any, name: str) -> None:
         ValueError: `module` has no such name.
         TypeError: what is there cannot be called.
     """
-    _register(module, name, "user_lower", "register_half_function")
+    _register(module, name, _half_rule(module, name), "register_half_function")
 
 
 def register_float_function(module: Any, name: str) -> None:
@@ -259,6 +259,15 @@ def register_float_function(module: Any, name: str) -> None:
 def register_promote_function(module: Any, name: str) -> None:
     """As `register_half_function`, with the rule of `promote_function`."""
     _register(module, name, "user_widest", "register_promote_function")
+
+
+def _half_rule(module: Any, name: str) -> str:
+    """Of a function whose FP16 may be emulated the rule that does both: the user's would leave it native."""
+    for address, rules in OPLISTS.items():
+        for rule in ("lower", "rnn", "emulated"):
+            if name in rules.get(rule, ()) and _resolve(address) is module:
+                return "rnn" if rule == "rnn" else "lower"
+    return "user_lower"
 
 
 def _register(module: Any, name: str, rule: str, caller: str) -> None:
@@ -278,7 +287,10 @@ def _register(module: Any, name: str, rule: str, caller: str) -> None:
 
 
 def disable_casts() -> region:
-    """A region of this thread without casts: a context manager, and a decorator. Source: Apex's `disable_casts`."""
+    """A region of this thread without casts: a context manager, and a decorator. Source: Apex's `disable_casts`.
+
+    FP16 on a CPU is multiplied natively there.
+    """
     return region(None)
 
 

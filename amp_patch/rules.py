@@ -126,7 +126,7 @@ def _widest(args: Args, kwargs: Kwargs) -> torch.dtype | None:
 
 def _operands(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Iterable[Tensor]:
     """The tensors whose types decide whether a call is emulated."""
-    if function.__name__ == "scaled_dot_product_attention":  # its mask may be FP32 among FP16 operands
+    if getattr(function, "__name__", "") == "scaled_dot_product_attention":  # its mask may be FP32 among FP16 operands
         args, kwargs = args[:3], {name: value for name, value in kwargs.items() if name != "attn_mask"}
     return _tensors((args, kwargs)) if kwargs else _tensors(args)
 
@@ -210,7 +210,7 @@ def _match_self(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy
     own = args[0].dtype
     if policy.patch_torch_functions and own in _WIDTH:
         args, kwargs = _cast_args(args, _matched, own), _cast_kwargs(kwargs, _matched, own)
-    if function.__name__ in IN_PLACE_GEMMS:
+    if getattr(function, "__name__", "") in IN_PLACE_GEMMS:
         return _emulate_in_place(function, args, kwargs, policy)
     return function(*args, **kwargs)
 

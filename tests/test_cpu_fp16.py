@@ -432,6 +432,24 @@ def test_the_system_names_fp16_arithmetic(flags, expected, monkeypatch, tmp_path
     assert cpu_fp16.has_fp16_arithmetic.__wrapped__()
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", ["bmm", "dot"])
+def test_a_listed_function_that_the_user_registers_as_half_is_emulated_still(name, level):
+    class Product(nn.Linear):
+        def forward(self, x):
+            x = super().forward(x)
+            return torch.bmm(x[None], x[None]) if name == "bmm" else torch.dot(x[0], self.bias)
+
+    try:
+        amp.register_half_function(torch, name)
+        model = amp.initialize(Product(3, 3), opt_level=level, cpu_fp16="emulate", cast_model_outputs=FP16)
+        found: list[Tensor] = []
+        assert half_kernels(lambda: found.append(model(torch.randn(3, 3)))) == []
+        assert found[0].dtype is FP16
+    finally:
+        casts._registered.clear()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is left alone.
 
@@ -510,6 +528,12 @@ def test_a_call_with_out_is_torchs_own(installed):
     with casts.region(ONLY_EMULATES):
         assert torch.mm(a, a, out=out) is out
     assert out.tolist() == [[2.0, 2.0]] * 2
+
+
+def test_disable_casts_is_native(installed):
+    a = torch.ones(2, 2).half()
+    with casts.region(ONLY_EMULATES):
+        assert half_kernels(lambda: amp.disable_casts()(torch.mm)(a, a)) == ["aten::mm"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -34,6 +34,19 @@ def test_info_tells_when_the_kernels_are_plain_torch_and_why(capsys):
     assert rows(capsys.readouterr().out)["kernels"] == f"torch: {reason}"
 
 
+@pytest.mark.parametrize(
+    ("arithmetic", "expected"),
+    [
+        (True, "auto is native: this CPU has FP16 arithmetic"),
+        (False, "auto is emulate: this CPU has no FP16 arithmetic"),
+    ],
+)
+def test_info_tells_how_fp16_runs_on_this_cpu(arithmetic, expected, capsys, monkeypatch):
+    monkeypatch.setattr("amp_patch.__main__.has_fp16_arithmetic", lambda: arithmetic)
+    main(["info"])
+    assert rows(capsys.readouterr().out)["cpu_fp16"] == expected
+
+
 @pytest.mark.parametrize("arguments", [[], ["inform"]], ids=["none", "unknown"])
 def test_without_a_known_subcommand_the_usage_is_shown(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
@@ -46,4 +59,4 @@ def test_python_dash_m_runs_it():
     run = subprocess.run([sys.executable, "-W", "error", "-m", "amp_patch", "info"], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
-    assert set(rows(run.stdout)) == {"amp_patch", "torch", "python", "kernels", "devices"}
+    assert set(rows(run.stdout)) == {"amp_patch", "torch", "python", "kernels", "devices", "cpu_fp16"}
