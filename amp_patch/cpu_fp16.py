@@ -133,10 +133,12 @@ def _unpack(kept: Tensor | _Kept) -> Tensor:
 def _may_exchange_saved() -> bool:
     """Not under transforms, modes and traces, whose tensors have no storage, and not where checkpointing or the user
     has hooks already: ours would hide the tensors from theirs."""
+    topmost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.8 and newer
     return (
         torch.is_grad_enabled()
         and is_plain_eager()
         and not torch.compiler.is_compiling()
         and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-        and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        and topmost is not None
+        and topmost(False) is None
     )

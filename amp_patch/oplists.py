@@ -103,6 +103,10 @@ _DOTS = ("dot", "inner", "vdot")
 # The rule match_self emulates FP16 on a CPU for these alone.
 IN_PLACE_GEMMS = ("addbmm_", "addmm_", "addmv_", "baddbmm_")
 
+# Where nothing is cast, the rule fp32 emulates FP16 on a CPU for these (by their `__name__`): their half kernels take 3
+# to 25 times as long as FP32 and back, or are missing. Measured on torch 2.13.
+SLOW_HALF = ("__pow__", "cdist", "group_norm", "linalg_norm", "linalg_vector_norm", "norm", "pow")
+
 # Their tensors must agree in type: measured on torch 2.13, save addcdiv, addcmul and atan2, which torch lists.
 _WIDEST = (
     "addcdiv",
@@ -169,7 +173,7 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "var_mean",
         ),
         "batch_norm": ("batch_norm", "instance_norm"),
-        "emulated": (*_DOTS, "bilinear", "tensordot"),
+        "emulated": (*_DOTS, "bilinear", "square", "tensordot"),
         "widest": (
             *_WIDEST,
             "cartesian_prod",
@@ -214,7 +218,7 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "softplus",
         ),
         "batch_norm": ("batch_norm", "instance_norm"),
-        # The last three: sums whose half kernels are slow (their backward), or missing.
+        # The last three: sums whose half kernels are slow, or missing.
         "emulated": ("bilinear", "avg_pool3d", "fold", "unfold"),
         "widest": ("embedding_bag", "grid_sample"),
         "banned": ("binary_cross_entropy",),
@@ -232,7 +236,7 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "log_softmax",
             "softmax",
         ),
-        "emulated": _DOTS,
+        "emulated": (*_DOTS, "square"),
         "widest": _WIDEST,
         "match_self": (
             *IN_PLACE_GEMMS,

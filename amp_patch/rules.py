@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_patch.cpu_fp16 import Upcast, rounded, takes
-from amp_patch.oplists import IN_PLACE_GEMMS
+from amp_patch.oplists import IN_PLACE_GEMMS, SLOW_HALF
 from amp_patch.regions import cast_weight
 from amp_patch.tree import map_tensors
 
@@ -124,9 +124,13 @@ def _widest(args: Args, kwargs: Kwargs) -> torch.dtype | None:
 # FP16 on a CPU: the call in FP32, its result rounded. See cpu_fp16.py.
 
 
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", "")
+
+
 def _operands(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Iterable[Tensor]:
     """The tensors whose types decide whether a call is emulated."""
-    if getattr(function, "__name__", "") == "scaled_dot_product_attention":  # its mask may be FP32 among FP16 operands
+    if _name(function) == "scaled_dot_product_attention":  # its mask may be FP32 among FP16 operands
         args, kwargs = args[:3], {name: value for name, value in kwargs.items() if name != "attn_mask"}
     return _tensors((args, kwargs)) if kwargs else _tensors(args)
 
@@ -173,6 +177,10 @@ def _rnn(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Polic
 
 
 def _fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    if not policy.patch_torch_functions:  # O2, O3
+        typed = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))  # the user's word
+        emulated = _name(function) in SLOW_HALF and not typed
+        return _emulate(function, args, kwargs, policy) if emulated else function(*args, **kwargs)
     if kwargs:
         if kwargs.get("dtype") is not None:  # an explicit type is the user's word, as in torch's autocast
             return function(*args, **kwargs)
@@ -210,7 +218,7 @@ def _match_self(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy
     own = args[0].dtype
     if policy.patch_torch_functions and own in _WIDTH:
         args, kwargs = _cast_args(args, _matched, own), _cast_kwargs(kwargs, _matched, own)
-    if getattr(function, "__name__", "") in IN_PLACE_GEMMS:
+    if _name(function) in IN_PLACE_GEMMS:
         return _emulate_in_place(function, args, kwargs, policy)
     return function(*args, **kwargs)
 
@@ -279,4 +287,4 @@ RULES: dict[str, Rule] = {
 }
 
 # What acts also while FP16 is emulated and nothing is cast; all others wait for `policy.patch_torch_functions`.
-EMULATED = frozenset({"lower", "rnn", "emulated", "match_self", "disabled"})
+EMULATED = frozenset({"lower", "rnn", "fp32", "emulated", "match_self", "disabled"})

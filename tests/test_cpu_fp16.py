@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 from training import SGD
 
@@ -128,6 +131,42 @@ def test_result_gradients_and_double_gradients_are_fp32_rounded_once(name, polic
     assert [g.dtype for g in found] == [FP16] * len(found)
     assert len(found) == len(expected_gradients)
     assert all(torch.equal(a, b) for a, b in zip(found, expected_gradients, strict=True))
+
+
+SLOW: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "x ** 2": (lambda x: x**2, [(3, 4)]),
+    "pow": (lambda x: torch.pow(x, 3), [(3, 4)]),
+    "Tensor.pow": (lambda x: x.abs().pow(0.5), [(3, 4)]),
+    "torch.norm": (lambda x: torch.norm(x, dim=1), [(3, 4)]),
+    "Tensor.norm": (lambda x: x.norm(3, dim=0), [(3, 4)]),
+    "linalg.norm": (lambda x: torch.linalg.norm(x, dim=1), [(3, 4)]),
+    "vector_norm": (lambda x: torch.linalg.vector_norm(x, dim=1), [(3, 4)]),
+    "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), [(2, 4, 3), (4,), (4,)]),
+    "cdist": (lambda x, y: torch.cdist(x, y), [(3, 4), (5, 4)]),
+    "square": (lambda x: torch.square(x), [(3, 4)]),
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_slow_half_functions_too_are_fp32_rounded_once_where_nothing_is_cast(name, installed):
+    function, shapes = SLOW[name]
+    torch.manual_seed(0)
+    inputs = [half(*shape) for shape in shapes]
+    expected = function(*[tensor.float() for tensor in inputs]).half()
+    with casts.region(ONLY_EMULATES):
+        result = function(*inputs)
+    assert result.dtype is FP16 and torch.equal(result, expected)
+    directions = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, inputs, directions)
+    assert training.same(list(torch.autograd.grad(result, inputs, directions)), list(wanted))
+
+
+def test_a_type_that_the_user_names_is_kept(installed):
+    x = torch.full((2, 4), 0.1).half()
+    with casts.region(ONLY_EMULATES):
+        assert torch.norm(x, dtype=torch.float32).dtype is torch.float32
+        assert x.norm(2, 0, False, torch.float32).dtype is torch.float32
+        assert torch.linalg.vector_norm(x, dtype=torch.float64).dtype is torch.float64
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -513,14 +552,16 @@ def test_integers_float64_and_other_devices_are_untouched(installed):
         assert (torch.ones(2, 2).double() @ torch.ones(2, 2).double()).dtype is torch.float64
         there = torch.ones(2, 2, dtype=FP16, device="meta")
         assert (there @ there).dtype is FP16 and (there @ there).device.type == "meta"
-        sparse = torch.eye(2).half().to_sparse()
-        assert torch.equal((sparse.float() @ torch.ones(2, 2)).half(), torch.ones(2, 2).half())
+    a, sparse = torch.ones(2, 2).half(), torch.eye(2).half().to_sparse()
+    assert cpu_fp16.takes([a, a])
+    assert not cpu_fp16.takes([]) and not cpu_fp16.takes([a, there]) and not cpu_fp16.takes([a, sparse])
 
 
 def test_torchs_autocast_inside_chooses_the_type(installed):
     a = torch.ones(2, 2).half()
     with casts.region(ONLY_EMULATES), torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.mm(a, a).dtype is torch.bfloat16
+        assert F.avg_pool3d(torch.ones(1, 2, 2, 2).half(), 2).dtype is torch.float32  # of its FP32 list
 
 
 def test_a_call_with_out_is_torchs_own(installed):
@@ -610,6 +651,46 @@ def test_hooks_of_the_user_see_all_that_is_saved(installed):
     with casts.region(ONLY_EMULATES), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         F.linear(x, w)
     assert len(seen) == 2
+
+
+def test_where_hooks_are_forbidden_copies_are_saved(installed):
+    x, w = half(2, 2), half(2, 2)
+    with casts.region(ONLY_EMULATES), torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
+        out = F.linear(x, w)
+    (found,) = torch.autograd.grad(out.sum(), w)
+    assert torch.equal(found, torch.ones(2, 2).half().t() @ x.detach())
+
+
+def test_inference_tensors_may_be_operands(installed):
+    with torch.inference_mode():
+        x = torch.ones(2, 2).half()
+    w = half(2, 2)
+    with casts.region(ONLY_EMULATES):
+        out = F.linear(x, w)
+    assert torch.autograd.grad(out.sum(), w)[0].tolist() == [[2.0, 2.0]] * 2
+
+
+def test_wrapper_subclasses_may_be_operands(installed, monkeypatch):
+    def no_storage(self):
+        raise NotImplementedError("a wrapper")
+
+    monkeypatch.setattr(TwoTensor, "untyped_storage", no_storage, raising=False)
+    x, w = TwoTensor(torch.ones(2, 2).half(), torch.ones(2, 2).half()), half(2, 2)
+    with casts.region(ONLY_EMULATES):
+        out = F.linear(x, w)
+    assert type(out) is TwoTensor and out.dtype is FP16
+    (found,) = torch.autograd.grad(out.sum(), w)
+    assert found.a.tolist() == [[2.0, 2.0]] * 2
+
+
+def test_an_operand_that_is_changed_in_place_does_not_outlive_its_graph(installed):
+    hidden, w = half(2, 2) * 2, half(2, 2)
+    with casts.region(ONLY_EMULATES):
+        hidden.add_(F.linear(hidden, w))
+    alive = weakref.ref(hidden)
+    del hidden
+    gc.collect()
+    assert alive() is None
 
 
 def test_views_and_transposes_of_operands_come_back_right(installed):
