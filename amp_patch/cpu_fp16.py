@@ -32,7 +32,7 @@ def has_fp16_arithmetic() -> bool:
     """Whether this CPU computes in FP16 (AVX512-FP16, AMX-FP16, ARM's FP16 vectors), not only converts (F16C)."""
     try:
         return importlib.import_module("amp_patch._C").cpu_has_fp16()
-    except ImportError:
+    except (ImportError, AttributeError):  # absent, or built from older sources
         pass
     try:
         return not _FLAGS.isdisjoint(Path("/proc/cpuinfo").read_text().split())
