@@ -1,0 +1,158 @@
+// What a launch on a device knows of its tensors: one row per place in the lists, built on the host. No device is
+// needed here: tests/cuda/emulate.cpp runs it everywhere.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "plan.h"
+
+namespace amp_patch {
+
+constexpr int kThreads = 256;  // of a block; a block does one chunk
+constexpr int kDims = 6;       // dimensions that index arithmetic handles, after merging
+
+// A tensor as the host sees it.
+struct View {
+  void* data;
+  c10::ScalarType dtype;
+  int64_t dims;
+  const int64_t* sizes;
+  const int64_t* strides;
+};
+
+// K tensors, the inputs and then the output, whose elements lie side by side in one common order.
+template <int K>
+struct Row {
+  static constexpr bool strided = false;
+  void* data[K];
+  int64_t size;    // elements
+  uint32_t first;  // of the launch's blocks, the one that begins this row
+  int32_t index;   // its place in the lists
+  c10::ScalarType dtype[K];
+  uint8_t width;  // elements of one memory access: as many as alignment allows
+
+  // Keeps elements [begin, begin + count).
+  void cut(int64_t begin, int64_t count) {
+    for (int k = 0; k < K; ++k) {
+      data[k] = static_cast<char*>(data[k]) + begin * static_cast<int64_t>(c10::elementSize(dtype[k]));
+    }
+    size = std::min(size - begin, count);
+  }
+};
+
+// K tensors in any memory order: element i, counted with the last dimension fastest, is found by its index.
+template <int K>
+struct StridedRow : Row<K> {
+  static constexpr bool strided = true;
+  int64_t begin;  // the first element of this launch's
+  int64_t sizes[kDims];
+  int64_t strides[K][kDims];
+  int32_t dims;
+  bool narrow;  // element numbers fit 32 bits, which divide faster
+
+  void cut(int64_t from, int64_t count) {
+    begin = from;
+    this->size = std::min(this->size, from + count);
+  }
+};
+
+enum class Layout { kLinear, kStrided, kScattered };  // the last: more than kDims dimensions
+
+// The widest access at which all tensors are aligned, up to 16 bytes each. Chunks are multiples of it.
+template <int K>
+uint8_t width_of(const Row<K>& row) {
+  for (const int width : {8, 4, 2}) {
+    bool fits = true;
+    for (int k = 0; k < K; ++k) {
+      const auto bytes = static_cast<int64_t>(c10::elementSize(row.dtype[k])) * width;
+      fits = fits && bytes <= 16 && reinterpret_cast<uintptr_t>(row.data[k]) % bytes == 0;
+    }
+    // Two elements are worth an access of their own only where they are float64.
+    if (fits && (width > 2 || row.dtype[0] == c10::ScalarType::Double)) return static_cast<uint8_t>(width);
+  }
+  return 1;
+}
+
+// Fills `row` from tensors of the same sizes. kLinear: its part Row<K> suffices. kScattered: nothing is of use.
+template <int K>
+Layout place(const std::array<View, K>& views, int64_t index, StridedRow<K>& row) {
+  constexpr int64_t kMost = 64;
+  const View& lead = views[K - 1];  // the output, if there is one: its order makes writes coalesce
+  if (lead.dims > kMost) return Layout::kScattered;
+  row.size = 1;
+  row.first = 0;
+  row.index = static_cast<int32_t>(index);
+  row.begin = 0;
+  for (int k = 0; k < K; ++k) {
+    row.data[k] = views[k].data;
+    row.dtype[k] = views[k].dtype;
+  }
+
+  // Elements do not depend on one another, so dimensions may be taken in any order: the lead's outermost first.
+  std::array<int, kMost> order;
+  int dims = 0;
+  for (int d = 0; d < lead.dims; ++d) {
+    row.size *= lead.sizes[d];
+    if (lead.sizes[d] != 1) order[dims++] = d;
+  }
+  std::stable_sort(order.begin(), order.begin() + dims,
+                   [&](int a, int b) { return lead.strides[a] > lead.strides[b]; });
+
+  // Two neighbours merge where, in every tensor, the outer one steps over exactly the inner one.
+  std::array<int64_t, kMost> sizes;
+  std::array<std::array<int64_t, kMost>, K> strides;
+  int merged = 0;
+  for (int i = 0; i < dims; ++i) {
+    const int d = order[i];
+    bool merges = merged > 0;
+    for (int k = 0; k < K && merges; ++k) merges = strides[k][merged - 1] == views[k].strides[d] * lead.sizes[d];
+    if (!merges) sizes[merged++] = 1;
+    sizes[merged - 1] *= lead.sizes[d];
+    for (int k = 0; k < K; ++k) strides[k][merged - 1] = views[k].strides[d];
+  }
+
+  bool linear = merged <= 1;
+  for (int k = 0; k < K && merged == 1; ++k) linear = linear && strides[k][0] == 1;
+  row.width = linear ? width_of<K>(row) : 1;
+  if (linear) return Layout::kLinear;
+  if (merged > kDims) return Layout::kScattered;
+  row.dims = merged;
+  row.narrow = row.size <= INT32_MAX;
+  for (int d = 0; d < merged; ++d) {
+    row.sizes[d] = sizes[d];
+    for (int k = 0; k < K; ++k) row.strides[k][d] = strides[k][d];
+  }
+  return Layout::kStrided;
+}
+
+// Elements of a chunk: a power of two. Many enough chunks to fill a large GPU four times over before they grow; the
+// sizes alone decide, so that the partial sums of norms, one a chunk, do not depend on the machine.
+inline int64_t chunk_size(const std::vector<int64_t>& sizes) {
+  constexpr int64_t kLeast = 4096, kMost = 65536, kEnough = 2048;
+  int64_t chunk = kLeast;
+  int64_t total = 0;
+  for (const int64_t size : sizes) total += std::min(size, kMost * kEnough);  // no overflow
+  while (chunk < kMost && chunk * kEnough < total) chunk *= 2;
+  return chunk;
+}
+
+// Writes a launch's rows to `out`, one a span; returns the number of its blocks.
+template <class R>
+int64_t fill(R* out, const std::vector<R>& rows, const std::vector<Span>& spans, int64_t chunk) {
+  int64_t blocks = 0;
+  for (const Span& span : spans) {
+    R row = rows[span.tensor];
+    row.cut(span.first * chunk, span.count * chunk);
+    row.first = static_cast<uint32_t>(blocks);
+    *out++ = row;
+    blocks += span.count;
+  }
+  return blocks;
+}
+
+}  // namespace amp_patch

@@ -1,0 +1,131 @@
+// csrc/chunk.h, the code of each CUDA thread, run on the host: every block, every thread, one after the other.
+// tests/test_chunk.py compiles this file by itself and calls emulate() through ctypes.
+#include <array>
+#include <cstring>
+#include <vector>
+
+#include "../../csrc/chunk.h"
+
+using namespace amp_patch;
+
+extern "C" {
+
+struct Given {  // a tensor, as Python hands it over
+  void* data;
+  int64_t dtype;
+  int64_t dims;
+  const int64_t* sizes;
+  const int64_t* strides;
+};
+
+struct Options {
+  int64_t max_rows, max_blocks;  // of a launch
+  int64_t backwards;             // threads and blocks from the last to the first: nobody may notice
+  int64_t last_blocks;           // only so many of each launch, its last ones
+};
+
+struct Seen {
+  int64_t linear, strided, scattered, launches, blocks, widest;
+};
+}
+
+namespace {
+
+View view(const Given& t) { return {t.data, static_cast<c10::ScalarType>(t.dtype), t.dims, t.sizes, t.strides}; }
+
+// cuda.cu's run_chunks and add_partials over one launch.
+template <class T, int N, class F, class R>
+void launch(const F& f, const std::vector<R>& rows, int64_t chunk, int64_t blocks, const Options& options,
+            float* found_inf, double* squares) {
+  const auto count = static_cast<int>(rows.size());
+  std::vector<double> partials(blocks);
+  const int64_t begin = std::max<int64_t>(0, blocks - options.last_blocks);
+  for (int64_t b = begin; b < blocks; ++b) {
+    const int64_t block = options.backwards ? blocks - 1 - (b - begin) : b;
+    std::array<double, kThreads> sums;
+    for (int t = 0; t < kThreads; ++t) {
+      const int thread = options.backwards ? kThreads - 1 - t : t;
+      const Outcome outcome =
+          run_chunk<T, N>(f, rows.data(), count, static_cast<int>(chunk), static_cast<uint32_t>(block), thread);
+      if (outcome.bad && found_inf != nullptr) *found_inf = 1.0f;
+      sums[thread] = outcome.sum;
+    }
+    for (int half = kThreads / 2; half > 0; half /= 2) {
+      for (int t = 0; t < half; ++t) sums[t] += sums[t + half];
+    }
+    partials[block] = sums[0];
+  }
+  for (int slot = 0; slot < count && F::reduces; ++slot) {
+    const int64_t end = slot + 1 < count ? rows[slot + 1].first : blocks;
+    for (int64_t i = rows[slot].first; i < end; ++i) squares[rows[slot].index] += partials[i];
+  }
+}
+
+template <class T, int N, class F, class R>
+void launch_all(const F& f, const std::vector<R>& rows, const Options& options, float* found_inf, double* squares,
+                Seen& seen) {
+  std::vector<int64_t> sizes;
+  for (const R& row : rows) sizes.push_back(row.size);
+  const int64_t chunk = chunk_size(sizes);
+  for (const auto& spans : plan_spans(sizes, chunk, options.max_rows, options.max_blocks)) {
+    std::vector<R> part(spans.size());
+    const int64_t blocks = fill(part.data(), rows, spans, chunk);
+    launch<T, N>(f, part, chunk, blocks, options, found_inf, squares);
+    ++seen.launches;
+    seen.blocks += blocks;
+  }
+}
+
+template <class T, int N, class F>
+void run(const F& f, int64_t count, const std::array<const Given*, 3>& lists, const Options& options, float* found_inf,
+         double* squares, Seen& seen) {
+  constexpr int K = N + (F::writes ? 1 : 0);
+  std::vector<Row<K>> linear;
+  std::vector<StridedRow<K>> strided;
+  for (int64_t i = 0; i < count; ++i) {
+    const bool is_double = static_cast<c10::ScalarType>(lists[0][i].dtype) == c10::ScalarType::Double;
+    if (is_double != std::is_same_v<T, double>) continue;
+    std::array<View, K> views;
+    for (int n = 0; n < N; ++n) views[n] = view(lists[n][i]);
+    if constexpr (F::writes) views[K - 1] = view(lists[2][i]);
+    StridedRow<K> row;
+    const Layout layout = place<K>(views, i, row);
+    if (row.size == 0) continue;  // ops.h names no empty tensor to a loop
+    if (layout == Layout::kScattered) {
+      ++seen.scattered;
+      continue;
+    }
+    if (layout == Layout::kLinear) {
+      linear.push_back(row);
+      seen.widest = std::max<int64_t>(seen.widest, row.width);
+    } else {
+      strided.push_back(row);
+    }
+  }
+  seen.linear += static_cast<int64_t>(linear.size());
+  seen.strided += static_cast<int64_t>(strided.size());
+  launch_all<T, N>(f, linear, options, found_inf, squares, seen);
+  launch_all<T, N>(f, strided, options, found_inf, squares, seen);
+}
+
+}  // namespace
+
+extern "C" int emulate(const char* op, int64_t count, const Given* x, const Given* y, const Given* out, double a,
+                       double b, int64_t watch, float* found_inf, double* squares, const Options* options, Seen* seen) {
+  const std::array<const Given*, 3> lists = {x, y, out};
+  const auto with = [&](auto zero) {
+    using T = decltype(zero);
+    const Scalar<T> first{static_cast<T>(a), nullptr, nullptr}, second{static_cast<T>(b), nullptr, nullptr};
+    const auto one = [&](const auto& f) { run<T, 1>(f, count, lists, *options, found_inf, squares, *seen); };
+    const auto two = [&](const auto& f) { run<T, 2>(f, count, lists, *options, found_inf, squares, *seen); };
+    if (!std::strcmp(op, "copy")) return one(Copy<T>{}), 0;
+    if (!std::strcmp(op, "scale")) return one(Scale<T>{first, T(0)}), 0;
+    if (!std::strcmp(op, "check_finite")) return one(CheckFinite<T>{}), 0;
+    if (!std::strcmp(op, "l2norm")) return one(Norm<T>{}), 0;
+    if (!std::strcmp(op, "unscale_l2norm")) return one(ScaleNorm<T>{{first, T(0)}}), 0;
+    if (!std::strcmp(op, "axpby")) return two(Axpby<T>{first, second, (watch & 1) != 0, (watch & 2) != 0, T(0)}), 0;
+    if (!std::strcmp(op, "adopt")) return two(Adopt<T>{c10::ScalarType::Float}), 0;
+    return 1;
+  };
+  return with(float()) + with(double());
+}
