@@ -58,14 +58,18 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 def _load() -> tuple[ModuleType | None, str]:
     """(amp_patch._C or None, why)."""
     try:
+        noted = importlib.import_module("amp_patch._build").REASON  # by setup.py, where something went wrong
+    except ImportError:
+        noted = ""
+    try:
         extension = importlib.import_module("amp_patch._C")
     except ImportError as error:
-        try:
-            return None, f"amp_patch._C is absent: {importlib.import_module('amp_patch._build').REASON}"
-        except ImportError:
-            # A build for another torch or Python fails here with the loader's words.
-            return None, f"amp_patch._C cannot be imported: {error}; build it with `pip install --no-build-isolation .`"
-    return extension, f"amp_patch._C is built for {', '.join(extension.devices)}"
+        if noted:
+            return None, f"amp_patch._C is absent: {noted}"
+        # A build for another torch or Python fails here with the loader's words.
+        return None, f"amp_patch._C cannot be imported: {error}; build it with `pip install --no-build-isolation .`"
+    built = f"amp_patch._C is built for {', '.join(extension.devices)}"
+    return extension, f"{built}; {noted}" if noted else built
 
 
 _C, _reason = _load()

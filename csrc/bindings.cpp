@@ -48,6 +48,7 @@ std::string use_instruction_set(const std::string& name);
 #ifdef WITH_CUDA
 struct CudaLoop;
 extern template struct Ops<CudaLoop>;
+void choose_metadata(const std::string& route);
 #define ON_CUDA(op) &Ops<CudaLoop>::op
 #define DEVICES "cpu", "cuda"
 #else
@@ -100,5 +101,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("instruction_sets", &instruction_sets);
   m.def("use_instruction_set", &use_instruction_set);  // name -> the one before
 
+#ifdef WITH_CUDA
+  m.def("cuda_metadata", &choose_metadata);  // "auto", "arguments" or "buffer": how launches learn of their tensors
+#endif
   m.def("plan", &plan_as_lists);  // sizes, chunk, max_tensors, max_chunks -> [(tensors, [(slot, index)])]
 }

@@ -19,16 +19,13 @@
 namespace amp_patch {
 namespace {
 
-// CUDA 12.1 on sm_70 and later takes 32,764 bytes of arguments, the rest 4,096. A binary for several architectures
-// takes what the least of them does.
-constexpr int kFewBytes = 4096 - 256;  // 256: for the arguments beside the rows
-constexpr bool takes_large_arguments() {
-  for (const int arch : {__CUDA_ARCH_LIST__}) {
-    if (arch < 700) return false;
-  }
-  return CUDART_VERSION >= 12010;
-}
-constexpr int kManyBytes = takes_large_arguments() ? 32764 - 256 : kFewBytes;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
+#error "amp_patch's kernels need sm_70 or newer: leave older ones out of TORCH_CUDA_ARCH_LIST"
+#endif
+
+// CUDA 12.1 takes 32,764 bytes of arguments on sm_70 and later, an earlier one 4,096; 256 for those beside the rows.
+constexpr int kFewBytes = 4096 - 256;
+constexpr int kManyBytes = CUDART_VERSION >= 12010 ? 32764 - 256 : kFewBytes;
 
 template <class R, int kBytes>
 struct Arguments {
@@ -91,6 +88,7 @@ __global__ void run_once(F f) {
 enum class Metadata { kAuto, kArguments, kBuffer };
 std::atomic<Metadata> metadata{Metadata::kAuto};
 
+// A newer runtime may meet an older driver.
 bool driver_takes_large_arguments() {
   static const bool takes = [] {
     int version = 0;
@@ -147,7 +145,7 @@ class Launcher {
   void from_buffer(const std::vector<Span>& spans) {
     const auto bytes = static_cast<int64_t>(spans.size() * sizeof(R));
     const auto options = at::TensorOptions().dtype(at::kByte);
-    const at::Tensor host = at::empty({bytes}, options.pinned_memory(true));
+    const at::Tensor host = at::empty({bytes}, options.device(at::kCPU).pinned_memory(true));
     const at::Tensor buffer = at::empty({bytes}, options.device(device_));
     const int64_t blocks = fill(static_cast<R*>(host.mutable_data_ptr()), rows_, spans, chunk_);
     buffer.copy_(host, /*non_blocking=*/true);

@@ -4,7 +4,7 @@
 //   device                             the c10::DeviceType it serves
 //   run<T>(Job<N>, functor)            functor, which computes in T, over the tensors of a job: N lists in
 //   total(squares)                     the sum of a 1-D float64 tensor, the same whatever the number of threads
-//   once(functor)                      functor() one time, where the tensors are
+//   once(functor)                      functor() one time, on the current device
 //
 // The checks guard memory, before the first write. Words are Python's: multi_tensor.py sees Refused, finds what is
 // wrong by the same rules and says it with names, indices and a way out.
@@ -14,6 +14,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <array>
@@ -314,6 +315,7 @@ void Ops<Loop>::update_scale(const at::Tensor& scale, const at::Tensor& growth_t
     patience = hysteresis_tracker->mutable_data_ptr<int>();
     bump(*hysteresis_tracker);
   }
+  const c10::DeviceGuard guard(scale.device());
   Loop::once(UpdateScale{scale.mutable_data_ptr<float>(), growth_tracker.mutable_data_ptr<int>(), patience,
                          found_inf.const_data_ptr<float>(), growth_factor, backoff_factor, growth_interval, hysteresis,
                          static_cast<float>(min_scale), static_cast<float>(max_scale)});

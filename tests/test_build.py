@@ -121,6 +121,80 @@ def test_cuda_sources_wait_for_a_cuda_torch(sources):
         assert len(extensions(sources)) == 1
 
 
+def build_with_cuda(folder, torch_cuda, nvcc_release, **environment):
+    """`build` where torch says that it is for CUDA `torch_cuda`, beside a compiler that says it is `nvcc_release`."""
+    (folder / "csrc" / "device.cu").write_text("#error compiled\n")
+    home = folder / "cuda"
+    (home / "bin").mkdir(parents=True)
+    if nvcc_release:
+        nvcc = home / "bin" / "nvcc"
+        nvcc.write_text(
+            f"#!/bin/sh\necho 'Cuda compilation tools, release {nvcc_release}, V{nvcc_release}.1'\n"
+            'test "$1" = --version\n'  # and nothing is compiled
+        )
+        nvcc.chmod(0o755)
+    program = (
+        "import os, runpy, sys, torch\nfrom torch.utils import cpp_extension\n"
+        f"torch.version.cuda, cpp_extension.CUDA_HOME = {torch_cuda!r}, os.environ['CUDA_HOME']\n"
+        "sys.argv[0] = 'setup.py'\nrunpy.run_path('setup.py', run_name='__main__')\n"
+    )
+    (folder / "with_cuda.py").write_text(program)
+    switches = ("AMP_PATCH_NO_EXT", "AMP_PATCH_REQUIRE_EXT", "FORCE_CUDA", "CUDA_PATH")
+    inherited = {name: value for name, value in os.environ.items() if name not in switches}
+    return subprocess.run(
+        [sys.executable, "with_cuda.py", "build_ext", "--inplace"],
+        cwd=folder,
+        env={**inherited, "CUDA_HOME": str(home), **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_another_cuda_than_torch_s_leaves_the_cpu_kernels_and_is_named(sources):
+    result = build_with_cuda(sources, "13.0", "11.8")
+    assert result.returncode == 0, result.stderr
+    assert len(extensions(sources)) == 1
+    assert reason(sources).startswith(
+        "no CUDA kernels: their build failed: RuntimeError: The detected CUDA version (11.8)"
+    )
+    assert "(13.0)" in reason(sources)
+
+
+@pytest.mark.slow
+def test_a_cuda_compiler_that_fails_leaves_the_cpu_kernels(sources):
+    result = build_with_cuda(sources, "13.0", "13.0", TORCH_CUDA_ARCH_LIST="9.0")
+    assert result.returncode == 0, result.stderr
+    assert len(extensions(sources)) == 1
+    assert reason(sources).startswith("no CUDA kernels: their build failed: ")
+
+
+@pytest.mark.slow
+def test_a_missing_cuda_compiler_is_named(sources):
+    result = build_with_cuda(sources, "13.0", None)
+    assert result.returncode == 0, result.stderr
+    assert len(extensions(sources)) == 1
+    assert reason(sources) == (
+        f"no CUDA kernels: torch is for CUDA 13.0, but there is no nvcc (CUDA_HOME={sources / 'cuda'})"
+    )
+
+
+@pytest.mark.slow
+def test_a_required_extension_is_required_with_its_cuda_kernels(sources):
+    result = build_with_cuda(sources, "13.0", "11.8", AMP_PATCH_REQUIRE_EXT="1")
+    assert result.returncode != 0
+    assert "11.8" in result.stderr
+    assert extensions(sources) == []
+
+
+@pytest.mark.slow
+def test_a_failed_build_names_the_compiler(sources):
+    (sources / "csrc" / "small.cpp").write_text("this is not C++\n")
+    assert build(sources, CXX="c++").returncode == 0
+    version = subprocess.run(["c++", "--version"], capture_output=True, text=True).stdout.splitlines()[0]
+    assert version in reason(sources)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("content", ["good", "bad", "none"])
 def test_a_wheel_holds_the_extension_or_the_reason(sources, content):

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Proves with nvcc, and no GPU, that csrc's device code compiles: warnings are errors, nothing is linked or run.
-# PYTHON is the interpreter whose torch gives the headers (default python3), ARCHS the architectures.
+# Proves with nvcc, and no GPU, that csrc's device code compiles, and that bindings.cpp does with WITH_CUDA: warnings are
+# errors, nothing is linked or run. PYTHON is the interpreter whose torch gives the headers (default python3), ARCHS the
+# architectures.
 set -eu
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
@@ -10,17 +11,19 @@ command -v "$NVCC" >/dev/null || { echo "compile.sh: no $NVCC here: install CUDA
 paths=$("$PYTHON" -c 'import sysconfig
 from torch.utils.cpp_extension import include_paths
 print(*("-isystem " + path for path in [*include_paths(), sysconfig.get_path("include")]))')
-flags=""
-for arch in ${ARCHS:-80 90}; do flags="$flags -gencode arch=compute_$arch,code=sm_$arch"; done
+# C10_CUDA_NO_CMAKE_CONFIGURE_FILE: a CPU wheel of torch does not ship that header.
+defines="-DWITH_CUDA -DC10_CUDA_NO_CMAKE_CONFIGURE_FILE -DTORCH_EXTENSION_NAME=_C"
+targets=""
+for arch in ${ARCHS:-80 90}; do targets="$targets -gencode arch=compute_$arch,code=sm_$arch"; done
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 
-for source in tests/cuda/*.cu csrc/*.cu; do
-    [ -e "$source" ] || continue
-    # C10_CUDA_NO_CMAKE_CONFIGURE_FILE: a CPU wheel of torch does not ship that header.
+for source in csrc/*.cu; do
     # shellcheck disable=SC2086
-    "$NVCC" -c "$source" -o "$out/object.o" -std=c++20 --fmad=false --expt-relaxed-constexpr $flags $paths \
-        -DWITH_CUDA -DC10_CUDA_NO_CMAKE_CONFIGURE_FILE -DTORCH_EXTENSION_NAME=_C \
-        -Xcompiler -Wall,-Werror,-fPIC --Werror all-warnings
+    "$NVCC" -c "$source" -o "$out/object.o" -std=c++20 -O3 --fmad=false --expt-relaxed-constexpr --threads 0 \
+        $targets $paths $defines -Xcompiler -Wall,-Werror,-fPIC --Werror all-warnings
     echo "$source compiles"
 done
+# shellcheck disable=SC2086
+"${CXX:-c++}" -fsyntax-only -std=c++20 -Wall -Werror csrc/bindings.cpp $paths $defines
+echo "csrc/bindings.cpp compiles with CUDA"
