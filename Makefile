@@ -6,11 +6,11 @@ TORCH ?= torch==2.13.0
 
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu csrc/*.cuh)
+SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu tests/cuda/*.cpp)
 NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/null))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench cuda-compile clean
+.PHONY: help demo test test-all lint format bench cuda-compile gpu-check clean
 
 help: ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,10 @@ bench: $(VENV)/installed ## time the kernels
 cuda-compile: $(VENV)/installed ## compile the CUDA sources with nvcc; needs no GPU
 	@test -n "$(NVCC)" || { echo "make cuda-compile: there is no nvcc, neither in CUDA_HOME nor on PATH" >&2; exit 1; }
 	PYTHON=$(BIN)/python NVCC="$(NVCC)" sh tests/cuda/compile.sh
+
+# With the machine's own Python: torch for CUDA comes with it, and nothing needs to be downloaded.
+gpu-check: ## on a machine with a GPU: build with CUDA, run the tests and the benchmarks, write benchmarks/results/
+	$(PYTHON) benchmarks/gpu_check.py
 
 clean: ## remove what was built here; .venv keeps its downloads
 	rm -rf build out *.egg-info amp_patch/*.so amp_patch/_build.py $(VENV)/installed .pytest_cache .ruff_cache .mypy_cache

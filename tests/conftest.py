@@ -10,6 +10,9 @@ from amp_patch import amp
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
+# What only a GPU can show.
+collect_ignore = [] if torch.cuda.is_available() else ["test_cuda.py"]
+
 # The models here are tiny: a second thread only waits for the first, twenty times as long where a core is busy.
 torch.set_num_threads(1)
 

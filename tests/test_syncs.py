@@ -30,7 +30,7 @@ SYNCS = (
 
 
 class _Counting(TorchDispatchMode):
-    """The stand-in on a CPU, where nothing waits: counts the operators that would on a GPU, and copies between the two."""
+    """The stand-in on a CPU, where nothing waits: counts the operators that would on a GPU."""
 
     def __init__(self):
         super().__init__()
