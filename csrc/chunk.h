@@ -209,7 +209,7 @@ C10_HOST_DEVICE inline void strided_part(const F& f, const StridedRow<K>& row, i
     for (int p = 0; p < P; ++p) {
       const int i = start + p * kThreads;
       live[p] = i < count;
-      const int64_t element = begin + (live[p] ? i : 0);
+      const int64_t element = begin + i;  // past the end it is located, but not read
       if (row.narrow) {
         locate<uint32_t>(row, element, at, p);
       } else {

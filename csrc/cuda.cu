@@ -118,7 +118,7 @@ class Launcher {
     for (const R& row : rows) sizes.push_back(row.size);
     chunk_ = chunk_size(sizes);
 
-    constexpr int64_t few = Arguments<R, kFewBytes>::capacity, many = Arguments<R, kManyBytes>::capacity;
+    constexpr int64_t few = Arguments<R, kFewBytes>::capacity, many = Arguments<R, kMostBytes>::capacity;
     const auto count = static_cast<int64_t>(rows.size());
     const int64_t most = driver_takes_large_arguments() ? many : few;
     const Metadata route = metadata.load();
@@ -128,12 +128,14 @@ class Launcher {
     } else if (count <= few || most == few) {
       for (const auto& spans : plan_spans(sizes, chunk_, few, kMaxBlocks)) from_arguments<kFewBytes>(spans);
     } else {
-      for (const auto& spans : plan_spans(sizes, chunk_, many, kMaxBlocks)) from_arguments<kManyBytes>(spans);
+      for (const auto& spans : plan_spans(sizes, chunk_, many, kMaxBlocks)) from_arguments<kMostBytes>(spans);
     }
   }
 
  private:
   static constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();  // of a grid's x
+  // float64 is rare, and not worth a second set of kernels.
+  static constexpr int kMostBytes = std::is_same_v<T, double> ? kFewBytes : kManyBytes;
 
   template <int kBytes>
   void from_arguments(const std::vector<Span>& spans) {

@@ -30,18 +30,18 @@ template <int K>
 struct Row {
   static constexpr bool strided = false;
   void* data[K];
-  int64_t size;    // elements
+  int64_t size;    // elements; a launch may end before the last
   uint32_t first;  // of the launch's blocks, the one that begins this row
   int32_t index;   // its place in the lists
   c10::ScalarType dtype[K];
   uint8_t width;  // elements of one memory access: as many as alignment allows
 
-  // Keeps elements [begin, begin + count).
-  void cut(int64_t begin, int64_t count) {
+  // Leaves out the elements before `from`.
+  void begin_at(int64_t from) {
     for (int k = 0; k < K; ++k) {
-      data[k] = static_cast<char*>(data[k]) + begin * static_cast<int64_t>(c10::elementSize(dtype[k]));
+      data[k] = static_cast<char*>(data[k]) + from * static_cast<int64_t>(c10::elementSize(dtype[k]));
     }
-    size = std::min(size - begin, count);
+    size -= from;
   }
 };
 
@@ -49,16 +49,13 @@ struct Row {
 template <int K>
 struct StridedRow : Row<K> {
   static constexpr bool strided = true;
-  int64_t begin;  // the first element of this launch's
+  int64_t begin;  // the launch's first element
   int64_t sizes[kDims];
   int64_t strides[K][kDims];
   int32_t dims;
   bool narrow;  // element numbers fit 32 bits, which divide faster
 
-  void cut(int64_t from, int64_t count) {
-    begin = from;
-    this->size = std::min(this->size, from + count);
-  }
+  void begin_at(int64_t from) { begin = from; }
 };
 
 enum class Layout { kLinear, kStrided, kScattered };  // the last: more than kDims dimensions
@@ -100,8 +97,9 @@ Layout place(const std::array<View, K>& views, int64_t index, StridedRow<K>& row
     row.size *= lead.sizes[d];
     if (lead.sizes[d] != 1) order[dims++] = d;
   }
-  std::stable_sort(order.begin(), order.begin() + dims,
-                   [&](int a, int b) { return lead.strides[a] > lead.strides[b]; });
+  std::sort(order.begin(), order.begin() + dims, [&](int a, int b) {  // stable, since no two dimensions compare equal
+    return lead.strides[a] != lead.strides[b] ? lead.strides[a] > lead.strides[b] : a < b;
+  });
 
   // Two neighbours merge where, in every tensor, the outer one steps over exactly the inner one.
   std::array<int64_t, kMost> sizes;
@@ -147,7 +145,7 @@ int64_t fill(R* out, const std::vector<R>& rows, const std::vector<Span>& spans,
   int64_t blocks = 0;
   for (const Span& span : spans) {
     R row = rows[span.tensor];
-    row.cut(span.first * chunk, span.count * chunk);
+    row.begin_at(span.first * chunk);
     row.first = static_cast<uint32_t>(blocks);
     *out++ = row;
     blocks += span.count;

@@ -203,6 +203,7 @@ def test_lanes_beyond_the_end_raise_no_flag(emulate):
     x, y = [torch.full((3,), INF)], [torch.ones(3)]
     assert not emulate("axpby", x, [torch.empty(3)], y, a=INF, watch=2)[0]
     assert emulate("axpby", x, [torch.empty(3)], y, a=INF, watch=1)[0]
+    assert emulate("unscale_l2norm", y, [torch.empty(3)], a=INF)[1] == [INF]
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
@@ -317,8 +318,8 @@ def test_past_31_bits(emulate):
     huge[-1] = INF
     assert emulate("check_finite", [huge], last_blocks=1)[0]
 
-    overlapping = huge.as_strided((size // 2 - 2, 3), (2, 1))  # 3.2e9 elements, in 4.3 GB
-    assert overlapping.numel() > 2**31
+    overlapping = huge.as_strided((size // 2 - 2, 5), (2, 1))  # 5.4e9 elements, in 4.3 GB
+    assert overlapping.numel() > 2**32
     assert not emulate("check_finite", [overlapping], last_blocks=1)[0]
-    huge[(size // 2 - 3) * 2 + 2] = NAN
+    huge[(size // 2 - 3) * 2 + 4] = NAN
     assert emulate("check_finite", [overlapping], last_blocks=1)[0]

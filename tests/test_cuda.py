@@ -284,10 +284,10 @@ def test_more_than_two_to_the_31_elements(gigabytes):
     huge[-1] = math.inf
     mt.multi_tensor_check_finite([huge], found)
     assert found == 1
-    overlapping = huge.as_strided((size // 2 - 2, 3), (2, 1))  # strided, and past 2**31 too
+    overlapping = huge.as_strided((size // 2 - 2, 5), (2, 1))  # strided, and past 2**32
     found.zero_()
     mt.multi_tensor_check_finite([overlapping], found)
     assert found == 0
-    huge[(size // 2 - 3) * 2 + 2] = math.nan
+    huge[(size // 2 - 3) * 2 + 4] = math.nan
     mt.multi_tensor_check_finite([overlapping], found)
     assert found == 1

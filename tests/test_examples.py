@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("sklearn", reason="the examples' digits come with scikit-learn")
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 # Run by name below, each with a test of what it shows. A new example without one fails test_every_example_is_tested.

@@ -13,6 +13,9 @@ from torch.utils.cpp_extension import include_paths
 print(*("-isystem " + path for path in [*include_paths(), sysconfig.get_path("include")]))')
 # C10_CUDA_NO_CMAKE_CONFIGURE_FILE: a CPU wheel of torch does not ship that header.
 defines="-DWITH_CUDA -DC10_CUDA_NO_CMAKE_CONFIGURE_FILE -DTORCH_EXTENSION_NAME=_C"
+# As torch's build of an extension defines them.
+defines="$defines -D__CUDA_NO_HALF_OPERATORS__ -D__CUDA_NO_HALF_CONVERSIONS__ -D__CUDA_NO_HALF2_OPERATORS__"
+defines="$defines -D__CUDA_NO_BFLOAT16_CONVERSIONS__"
 targets=""
 for arch in ${ARCHS:-80 90}; do targets="$targets -gencode arch=compute_$arch,code=sm_$arch"; done
 out=$(mktemp -d)
