@@ -58,12 +58,17 @@ void choose_metadata(const std::string& route);
 
 inline bool is_cuda(const at::Tensor& t) { return t.is_cuda(); }
 inline bool is_cuda(const Tensors& list) { return !list.empty() && list[0].is_cuda(); }
+inline bool is_cuda(const MaybeTensor& t) { return t.has_value() && t->defined() && t->is_cuda(); }
+template <class Setting>
+bool is_cuda(const Setting&) {
+  return false;
+}
 
-// One function for both devices; the first argument tells which.
+// One function for both devices: that for CUDA if any argument lies there (of empty lists, found_inf alone tells).
 template <class Return, class First, class... Rest>
 auto on_device(Return (*cpu)(First, Rest...), Return (*cuda)(First, Rest...)) {
   return [cpu, cuda](First first, Rest... rest) -> Return {
-    return (cuda != nullptr && is_cuda(first) ? cuda : cpu)(first, rest...);
+    return (cuda != nullptr && (is_cuda(first) || ... || is_cuda(rest)) ? cuda : cpu)(first, rest...);
   };
 }
 
@@ -101,8 +106,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("instruction_sets", &instruction_sets);
   m.def("use_instruction_set", &use_instruction_set);  // name -> the one before
 
+  m.def("plan", &plan_as_lists);  // sizes, chunk, max_tensors, max_chunks -> [(tensors, [(slot, index)])]
 #ifdef WITH_CUDA
   m.def("cuda_metadata", &choose_metadata);  // "auto", "arguments" or "buffer": how launches learn of their tensors
 #endif
-  m.def("plan", &plan_as_lists);  // sizes, chunk, max_tensors, max_chunks -> [(tensors, [(slot, index)])]
 }

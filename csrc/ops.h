@@ -14,7 +14,6 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <array>

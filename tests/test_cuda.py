@@ -257,11 +257,30 @@ def test_more_dimensions_than_index_arithmetic_has():
     mt.multi_tensor_axpby(0.5, [x], 2.0, [y], [out], found)
     exact(out, reference.axpby(0.5, x, 2.0, y, torch.bfloat16))
     assert out._version > version
-    leaf = torch.nn.Parameter(crowded(torch.float32))
-    mt.multi_tensor_scale([x], [leaf], 1.0)  # recorded by nobody, though the copy back is torch's
-    exact(leaf.detach(), x.float())
+    tracked = x.float().requires_grad_()
+    mt.multi_tensor_scale([tracked], [out], 1.0)  # recorded by nobody, though the copies are torch's
+    exact(out, x.bfloat16())
+    assert not out.requires_grad
     mt.multi_tensor_unscale([x.fill_(math.inf)], 0.5, found)
     assert found == 1
+
+
+@pytest.mark.parametrize("tensors", [[], [(0,)], [(3, 0), (0,)]])
+def test_nothing_to_do(tensors, route):
+    found = torch.zeros((), device="cuda")
+    empty = [torch.empty(shape, device="cuda") for shape in tensors]
+    mt.multi_tensor_scale(empty, empty, 2.0, found)
+    mt.multi_tensor_check_finite(empty, found)
+    total, norms = mt.multi_tensor_unscale_l2norm(empty, 2.0, found, per_tensor=True)
+    assert total.device == norms.device == found.device
+    assert total == 0 and norms.tolist() == [0.0] * len(tensors) and found == 0
+
+
+def test_lists_of_two_devices_are_refused():
+    with pytest.raises(ValueError, match=r"multi_tensor_scale: tensor 0 of dst .*cpu"):
+        mt.multi_tensor_scale([torch.ones(3, device="cuda")], [torch.ones(3)], 1.0)
+    with pytest.raises(ValueError, match="multi_tensor_check_finite: found_inf"):
+        mt.multi_tensor_check_finite([torch.ones(3)], torch.zeros((), device="cuda"))
 
 
 def test_norms_are_the_same_every_time():
