@@ -1,18 +1,21 @@
 """Which FP32 master stands behind a low-precision parameter, and keeping the two in step.
 
-The association is one weak dictionary, keyed by the parameter's identity: an attribute on the parameter would be
-written into every pickle of it. A parameter that two optimizers update has one master, as it has one value in FP32.
+The association is one dictionary, keyed by the parameter's identity and holding it weakly: an attribute on the
+parameter would be written into every pickle of it. A parameter that two optimizers update has one master, as it has one
+value in FP32.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_patch import multi_tensor
+from amp_patch.memory import Recycled
 
 
 class Link:
@@ -21,25 +24,28 @@ class Link:
     Attributes:
         master: FP32, the parameter's shape.
         version: the master's version counter when its value was last published to the parameter.
+        gradients: where the master's gradients are made.
     """
 
-    __slots__ = ("master", "version")
+    __slots__ = ("gradients", "master", "version")
 
     def __init__(self, master: Tensor) -> None:
         self.master = master
         self.version = master._version
+        self.gradients = Recycled()
 
 
 # A parameter with the link to its master.
 Linked = tuple[Tensor, Link]
 
-_links: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# By the parameter's id, which is its own until it dies, and then the reference takes the entry away.
+_links: dict[int, tuple[weakref.ref[Tensor], Link]] = {}
 
 
 def link_of(param: Tensor) -> Link | None:
     """The link of `param` to its master, or None where it has none."""
-    found: Link | None = _links.get(param)
-    return found
+    entry = _links.get(id(param))
+    return None if entry is None else entry[1]
 
 
 def master_of(param: Tensor) -> Tensor | None:
@@ -52,13 +58,15 @@ def connect(param: Tensor, master: Tensor) -> Link:
     """Make `master` (FP32, the shape of `param`) the master of `param`."""
     link = link_of(param)
     if link is None or link.master is not master:
-        _links[param] = link = Link(master)
+        link = Link(master)
+        key = id(param)
+        _links[key] = (weakref.ref(param, functools.partial(_forget, _links, key)), link)
     return link
 
 
 def disconnect(param: Tensor) -> None:
     """Forget the master of `param`, if it has one."""
-    _links.pop(param, None)
+    _links.pop(id(param), None)
 
 
 def linked(params: Iterable[Tensor]) -> list[Linked]:
@@ -97,6 +105,13 @@ def reconcile(pairs: Sequence[Linked]) -> None:
     for params, masters in _by_device(pairs):
         multi_tensor.multi_tensor_adopt(params, masters)
     _mark_published(pairs)
+
+
+def _forget(entries: dict[int, tuple[weakref.ref[Tensor], Link]], key: int, reference: weakref.ref[Tensor]) -> None:
+    # Disconnected and connected again, the parameter has another reference by now.
+    entry = entries.get(key)
+    if entry is not None and entry[0] is reference:
+        del entries[key]
 
 
 def _mark_published(pairs: Sequence[Linked]) -> None:

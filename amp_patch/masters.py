@@ -166,7 +166,11 @@ def _fp32_like(param: Tensor, batch: _Batch) -> Tensor:
     values = _values(param)
     grad = param.grad
     assert grad is not None
-    result = torch.empty_like(values, dtype=torch.float32)
+    link = links.link_of(param)
+    if link is None or grad.is_sparse:
+        result = torch.empty_like(values, dtype=torch.float32)
+    else:
+        result = link.gradients.empty_like(values)
     batch.fresh.append((values, result))
     if not grad.is_sparse:
         return result

@@ -7,20 +7,23 @@ import gc
 import pytest
 import torch
 import training
+from conftest import DEVICES
 from torch import nn
 from training import LEVELS, SGD, backward, convnet
 
 from amp_patch import amp, links
+from amp_patch.memory import Recycled
 
 
 def live_bytes():
-    """Bytes of all tensors' storages that Python can reach, each once."""
+    """Bytes of all storages that Python can reach, those of tensors and those by themselves, each once."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor) and not thing.is_sparse:
-            storage = thing.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            thing = thing.untyped_storage()
+        if issubclass(type(thing), torch.UntypedStorage):
+            storages[thing.data_ptr()] = thing.nbytes()
     return sum(storages.values())
 
 
@@ -43,9 +46,91 @@ def test_an_o2_parameter_costs_2_bytes_of_weight_and_4_of_master_and_gradient(le
         del scaled_loss, loss
         held = live_bytes() - before
         optimizer.step()
-        assert live_bytes() - before < 6 * size + state_bytes + small  # the gradient is freed by the step
+        assert model.weight.grad is None and all(master.grad is None for master in amp.master_params(optimizer))
+        # Only a CPU, whose new memory is dear, keeps the gradient's for the next one.
+        assert live_bytes() - before < 6 * size + state_bytes + 4 * size + small
         expected = 10 * size if _ == 0 else 10 * size + state_bytes
         assert expected <= held < expected + small
+
+
+def test_the_memory_of_gradients_goes_with_the_model_or_with_restore():
+    for end in (amp.restore, lambda: None):
+        before = live_bytes()
+        model = nn.Linear(128, 1024, bias=False)
+        model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2")
+        backward(model(torch.randn(4, 128)).square().mean(), optimizer)
+        optimizer.step()
+        end()
+        if end is amp.restore:
+            assert live_bytes() - before < 8 * 128 * 1024 + 64 * 1024  # FP32 weight and momentum
+        del model, optimizer
+        assert live_bytes() - before < 64 * 1024
+
+
+def step_of_ones(model, optimizer, factor):
+    """A step in which every element of the weight's gradient is `factor`."""
+    optimizer.zero_grad()
+    backward(model(torch.full((1, 128), factor)).sum(), optimizer)
+    gradient = next(iter(amp.master_params(optimizer))).grad
+    optimizer.step()
+    return gradient
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda gradient: gradient,
+        lambda gradient: gradient[3:, ::2],
+        lambda gradient: gradient.detach().flatten(),
+        lambda gradient: gradient.numpy(),
+        lambda gradient: gradient.untyped_storage(),
+        lambda gradient: torch.ones(2, 1024, requires_grad=True) @ gradient,  # its graph has saved the gradient
+    ],
+    ids=["itself", "view", "detached", "numpy", "storage", "graph"],
+)
+def test_a_gradient_that_the_user_holds_stays_as_it_was(hold):
+    model = nn.Linear(128, 1024, bias=False)
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2", loss_scale=8.0)
+    held = [hold(step_of_ones(model, optimizer, factor)) for factor in (1.0, 2.0, 3.0)]
+    for factor, thing in zip((1.0, 2.0, 3.0), held, strict=True):
+        if isinstance(thing, torch.UntypedStorage):
+            thing = torch.empty(0).set_(thing)
+        elif isinstance(thing, torch.Tensor) and thing.requires_grad:
+            (thing,) = torch.autograd.grad(thing.sum(), thing.grad_fn.next_functions[0][0].variable)
+            factor *= 128
+        thing = torch.as_tensor(thing)
+        assert torch.equal(thing, torch.full_like(thing, factor))
+
+
+def test_a_gradient_that_was_resized_or_given_to_other_processes_takes_its_memory_along():
+    model = nn.Linear(128, 1024, bias=False)
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2", loss_scale=8.0)
+    step_of_ones(model, optimizer, 1.0).untyped_storage().resize_(0)
+    assert torch.equal(step_of_ones(model, optimizer, 2.0), torch.full((1024, 128), 2.0))
+    shared = step_of_ones(model, optimizer, 3.0).share_memory_().data_ptr()
+    assert step_of_ones(model, optimizer, 4.0).data_ptr() != shared
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_recycled_memory_is_one_block_that_one_tensor_has_at_a_time(device):
+    recycled, like = Recycled(), torch.empty(256, 128, dtype=torch.bfloat16, device=device)
+    first = recycled.empty_like(like)
+    assert first.shape == like.shape and first.dtype is torch.float32 and first.device == like.device
+    place = first.data_ptr()
+    second = recycled.empty_like(like)
+    assert second.data_ptr() != place
+    del first
+    place = second.data_ptr()
+    second.fill_(1.0)
+    del second
+    third = recycled.empty_like(like)
+    if device == "cpu":
+        assert third.data_ptr() == place
+    assert third.is_contiguous() and not third.requires_grad
+    del third
+    for other in (like[:128], like.view(-1), like.t(), like[:, ::2], like[:1, :1], like[:0]):  # of another form or size
+        assert recycled.empty_like(other).shape == other.shape
+        assert recycled.empty_like(other).stride() == torch.empty_like(other).stride()
 
 
 def counts():

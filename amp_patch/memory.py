@@ -1,0 +1,50 @@
+"""Memory that waits for its next use, where new memory is dear."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+# From this many bytes on the allocator of a CPU takes blocks from the system and gives them back; the next one is then
+# mapped page by page as it is first written, which takes up to ten times as long as the writing.
+_WORTH_KEEPING = 2**16
+
+_use_count = getattr(torch._C, "_storage_Use_Count", None)  # absent from CPU builds of old torch: nothing is kept
+
+
+class Recycled:
+    """One block of FP32 memory on a CPU that successive tensors of one shape are made in, one at a time.
+
+    A tensor is made in the memory of the one before it only if nobody can tell: no tensor, view, array, graph or other
+    process holds it any more. Else it gets memory of its own, as `torch.empty_like` gives it. Elsewhere than on a CPU
+    nothing is kept: torch has a cache of its own for that.
+    """
+
+    __slots__ = ("_pointer", "_storage")
+
+    def __init__(self) -> None:
+        self._storage: torch.UntypedStorage | None = None
+        self._pointer = 0
+
+    def empty_like(self, like: Tensor) -> Tensor:
+        """An uninitialized FP32 tensor of the shape and the device of `like`."""
+        dense = like.device.type == "cpu" and like.is_contiguous() and 4 * like.numel() >= _WORTH_KEEPING
+        if dense and self._is_free(4 * like.numel()):
+            assert self._storage is not None
+            return torch.empty(0, dtype=torch.float32).set_(self._storage, 0, like.shape, like.stride())
+        result = torch.empty_like(like, dtype=torch.float32)
+        if dense and _use_count is not None:
+            self._storage = result.untyped_storage()
+            self._pointer = self._storage.data_ptr()
+        return result
+
+    def _is_free(self, size: int) -> bool:
+        return (
+            self._storage is not None
+            and _use_count(self._storage._cdata) == 1  # type: ignore[misc]  # no tensor, so no view and no array either
+            and sys.getrefcount(self._storage) == 2  # this attribute, and the argument
+            and self._storage.data_ptr() == self._pointer  # it was not resized, nor moved to be shared
+            and self._storage.nbytes() == size
+        )
