@@ -121,7 +121,7 @@ class ScaledBackward:
         """Per optimizer its stash, its pairs, and those of them that no optimizer before it holds."""
         seen: set[int] = set()
         for optimizer, stash in zip(self.optimizers, self.stashes, strict=True):
-            pairs = list(stash.masters.pairs(optimizer.param_groups))
+            pairs = stash.masters.pairs(optimizer.param_groups)
             yield stash, pairs, [pair for pair in pairs if id(pair[0]) not in seen]
             seen.update(id(param) for param, _ in pairs)
 

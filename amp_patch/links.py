@@ -119,10 +119,9 @@ def _mark_published(pairs: Sequence[Linked]) -> None:
         link.version = link.master._version
 
 
-def _by_device(pairs: Sequence[Linked]) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
-    groups: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-    for param, link in pairs:
-        params, masters = groups.setdefault(param.device, ([], []))
-        params.append(param)
-        masters.append(link.master)
-    return groups.values()
+def _by_device(pairs: Sequence[Linked]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Per device the parameters and their masters."""
+    devices = {param.device for param, _ in pairs}
+    if len(devices) == 1:
+        return [([param for param, _ in pairs], [link.master for _, link in pairs])]
+    return [group for device in devices for group in _by_device([pair for pair in pairs if pair[0].device == device])]

@@ -5,7 +5,7 @@ A parameter without a master is its own master. That one rule serves every level
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -34,11 +34,14 @@ class Masters:
     def __setstate__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         self._params = {id(master): (param, links.connect(param, master)) for param, master in pairs}
 
-    def pairs(self, groups: Groups) -> Iterator[tuple[Tensor, Tensor]]:
+    def pairs(self, groups: Groups) -> list[tuple[Tensor, Tensor]]:
         """(param, master) for every parameter in `groups`; the same tensor twice where it is its own master."""
-        for group in groups:
-            for master in group["params"]:
-                yield self._param_of(master), master
+        params = self._params
+        return [
+            (params[id(master)][0] if id(master) in params else master, master)
+            for group in groups
+            for master in group["params"]
+        ]
 
     def linked(self) -> list[links.Linked]:
         """The parameters that have a master, with their links."""
@@ -100,21 +103,25 @@ def gather(pairs: Iterable[tuple[Tensor, Tensor]], inverse: Tensor | None) -> Fo
         grad = param.grad
         if grad is None or (param is master and inverse is None):
             continue
-        batch = batches.setdefault(grad.device, _Batch())
+        device = grad.device
+        batch = batches.get(device)
+        if batch is None:
+            batch = batches[device] = _Batch()
         if param is master:
-            batch.own.append(_values(param))
+            batch.own.append(_values(param, grad))
             continue
-        if master.device != grad.device:
+        if master.device != device:
             raise RuntimeError(
-                f"scale_loss: a parameter of shape {list(param.shape)} is on {grad.device}, its master on "
-                f"{master.device}; move the model to its device before initialize()"
+                f"scale_loss: a parameter of shape {list(param.shape)} is on {device}, its master on {master.device}; "
+                "move the model to its device before initialize()"
             )
-        master.requires_grad_(param.requires_grad)  # it may have been frozen when initialize saw it
+        if master.requires_grad is not param.requires_grad:  # it may have been frozen when initialize saw it
+            master.requires_grad_(param.requires_grad)
         earlier: Tensor | None = master.grad
         if earlier is not None and not earlier.is_sparse and not grad.is_sparse:
             batch.added.append((grad, earlier))
         else:
-            master.grad = _fp32_like(param, batch)
+            master.grad = _fp32_like(param, grad, batch)
             if earlier is not None:
                 sums.append((master, earlier))
         param.grad = None
@@ -129,8 +136,9 @@ def rescale(pairs: Iterable[tuple[Tensor, Tensor]], factor: Tensor, *, own_only:
     """Multiply the gradients of the parameters (`own_only`: that are their own master) in place; no sync."""
     grads: dict[torch.device, list[Tensor]] = {}
     for param, master in pairs:
-        if param.grad is not None and (param is master or not own_only):
-            grads.setdefault(param.grad.device, []).append(_values(param))
+        grad = param.grad
+        if grad is not None and (param is master or not own_only):
+            grads.setdefault(grad.device, []).append(_values(param, grad))
     for device, tensors in grads.items():
         ignored = torch.zeros((), device=device)
         multi_tensor.multi_tensor_unscale(tensors, factor.to(device), ignored)
@@ -161,33 +169,30 @@ class _Batch:
         return found_inf
 
 
-def _fp32_like(param: Tensor, batch: _Batch) -> Tensor:
-    """An FP32 tensor for the unscaled gradient of `param`, sparse as that is; `batch` will fill it."""
-    values = _values(param)
-    grad = param.grad
-    assert grad is not None
-    link = links.link_of(param)
-    if link is None or grad.is_sparse:
-        result = torch.empty_like(values, dtype=torch.float32)
-    else:
-        result = link.gradients.empty_like(values)
+def _fp32_like(param: Tensor, grad: Tensor, batch: _Batch) -> Tensor:
+    """An FP32 tensor for the unscaled `grad` of `param`, sparse as that is; `batch` will fill it."""
+    if grad.is_sparse:
+        grad = grad.coalesce()
+    values = _values(param, grad)
+    link = None if grad.is_sparse else links.link_of(param)
+    result = torch.empty_like(values, dtype=torch.float32) if link is None else link.gradients.empty_like(values)
     batch.fresh.append((values, result))
     if not grad.is_sparse:
         return result
     return torch.sparse_coo_tensor(grad.indices(), result, grad.shape, check_invariants=False, is_coalesced=True)
 
 
-def _values(param: Tensor) -> Tensor:
+def _values(param: Tensor, grad: Tensor) -> Tensor:
     """The gradient as dense real values, to be written in place: of a sparse one its values, coalesced first."""
-    grad = param.grad
-    assert grad is not None
     if grad.is_sparse:
         if not grad.is_coalesced():
             param.grad = grad = grad.coalesce()
         grad = grad._values()
-    elif grad.is_conj() or grad.is_neg():
+    elif grad.is_neg() or grad.is_conj():
         param.grad = grad = grad.resolve_conj().resolve_neg()
-    return torch.view_as_real(grad.detach()) if grad.is_complex() else grad.detach()
+    if grad.requires_grad:
+        grad = grad.detach()
+    return torch.view_as_real(grad) if grad.dtype.is_complex else grad
 
 
 def _replace(optimizer: Any, params: list[Tensor], index: int, new: Tensor) -> None:

@@ -30,12 +30,13 @@ class Recycled:
 
     def empty_like(self, like: Tensor) -> Tensor:
         """An uninitialized FP32 tensor of the shape and the device of `like`."""
-        dense = like.device.type == "cpu" and like.is_contiguous() and 4 * like.numel() >= _WORTH_KEEPING
-        if dense and self._is_free(4 * like.numel()):
+        size = 4 * like.numel()
+        kept = size >= _WORTH_KEEPING and _use_count is not None and like.device.type == "cpu" and like.is_contiguous()
+        if kept and self._is_free(size):
             assert self._storage is not None
             return torch.empty(0, dtype=torch.float32).set_(self._storage, 0, like.shape, like.stride())
         result = torch.empty_like(like, dtype=torch.float32)
-        if dense and _use_count is not None:
+        if kept:
             self._storage = result.untyped_storage()
             self._pointer = self._storage.data_ptr()
         return result
