@@ -11,7 +11,6 @@ import functools
 import weakref
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
