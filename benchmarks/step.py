@@ -32,7 +32,8 @@ from amp_patch import amp
 RIVALS = ("fp32", "autocast", "autocast+scaler", "O1", "O2")
 BASELINE = "autocast+scaler"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-WIDTHS = (10, 7, 18, 12, 14, 12)
+STEPS = 3  # in a turn: the first of them finds the caches as another rival left them
+COLUMNS = {"model": -9, "batch": 5, "": 2, "rival": -17, "ms a step": 10, "ratio": 8, "first loss": 12}
 
 
 class Sizes(NamedTuple):
@@ -101,11 +102,22 @@ def subject(kind: str, sizes: Sizes, batch: int, device: str) -> tuple[nn.Module
     return model.to(device), inputs.to(device), targets.to(device)
 
 
-def step_of(rival: str, dtype: torch.dtype, kind: str, sizes: Sizes, batch: int, device: str) -> Callable[[], Tensor]:
+class Task(NamedTuple):
+    rival: str
+    dtype: torch.dtype
+    kind: str
+    sizes: Sizes
+    batch: int
+    device: str
+    threads: int
+
+
+def step_of(task: Task) -> Callable[[], Tensor]:
     """One training step of a rival, as a user would write it; returns the loss."""
-    model, inputs, targets = subject(kind, sizes, batch, device)
+    rival, dtype = task.rival, task.dtype
+    model, inputs, targets = subject(task.kind, task.sizes, task.batch, task.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    device_type = torch.device(device).type
+    device_type = torch.device(task.device).type
 
     def fp32() -> Tensor:
         optimizer.zero_grad()
@@ -148,22 +160,11 @@ def step_of(rival: str, dtype: torch.dtype, kind: str, sizes: Sizes, batch: int,
     return level
 
 
-class Task(NamedTuple):
-    rival: str
-    dtype: torch.dtype
-    kind: str
-    sizes: Sizes
-    batch: int
-    device: str
-    threads: int
-    runs: int
-
-
 def work(task: Task, pipe: Any) -> None:
     """A rival's process: times a turn whenever asked; None ends it."""
     torch.set_num_threads(task.threads)
-    step = step_of(task.rival, task.dtype, task.kind, task.sizes, task.batch, task.device)
-    run = timing.timer(step, task.device, task.runs)
+    step = step_of(task)
+    run = timing.timer(step, task.device, STEPS)
     pipe.send(step().item())
     while pipe.recv() is not None:
         pipe.send(run())
@@ -195,10 +196,8 @@ def compare(options: argparse.Namespace, kind: str, batch: int) -> list[dict[str
     with ExitStack() as stack:
         timers, losses = {}, {}
         for rival in options.rivals:
-            task = Task(
-                rival, DTYPES[options.dtype], kind, SIZES[options.size], batch, options.device, options.threads, 3
-            )
-            timers[rival], losses[rival] = stack.enter_context(process(task))
+            about = (DTYPES[options.dtype], kind, SIZES[options.size], batch, options.device, options.threads)
+            timers[rival], losses[rival] = stack.enter_context(process(Task(rival, *about)))
         times = timing.in_turns(timers, options.repeats)
     return [
         {
@@ -224,15 +223,15 @@ def main() -> None:
     if BASELINE not in options.rivals:
         parser.error(f"--rivals must name {BASELINE}: every ratio is over it")
 
-    print(timing.heading(options))
-    print(timing.line(("model", "batch", "  rival", "ms a step", f"over {BASELINE}", "first loss"), WIDTHS))
+    print(f"{timing.heading(options)}; ratios over {BASELINE}, {options.dtype}")
+    print(timing.line(list(COLUMNS), COLUMNS))
     rows = []
     for kind in options.models:
         for batch in options.batches:
             for row in compare(options, kind, batch):
                 rows.append(row)
-                cells = (kind, batch, "  " + row["rival"], row["milliseconds"], row["ratio"], row["first_loss"])
-                print(timing.line(cells, WIDTHS), flush=True)
+                cells = (kind, batch, "", row["rival"], row["milliseconds"], row["ratio"], row["first_loss"])
+                print(timing.line(cells, COLUMNS), flush=True)
     timing.write_json(options, rows)
 
 

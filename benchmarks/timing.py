@@ -99,13 +99,10 @@ def heading(options: argparse.Namespace) -> str:
     )
 
 
-def line(cells: Sequence[Any], widths: Sequence[int]) -> str:
-    """One row of a table: text to the left, numbers to the right, two digits after the point."""
-    parts = []
-    for cell, width in zip(cells, widths, strict=True):
-        text = f"{cell:.2f}" if isinstance(cell, float) else str(cell)
-        parts.append(f"{text:<{width}}" if isinstance(cell, str) else f"{text:>{width}}")
-    return "".join(parts).rstrip()
+def line(cells: Sequence[Any], widths: Mapping[str, int]) -> str:
+    """One row of a table of named columns: numbers with two digits, to the right; text, of negative width, to the left."""
+    texts = (f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells)
+    return "".join(f"{text:<{-w}}" if w < 0 else f"{text:>{w}}" for text, w in zip(texts, widths.values(), strict=True))
 
 
 def write_json(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -1,0 +1,81 @@
+"""What the benchmarks say is what they measured; how fast anything is, no test asks."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def timing():
+    spec = importlib.util.spec_from_file_location("timing", BENCHMARKS / "timing.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_rivals_are_timed_in_turns_and_each_comes_first_in_its_turn(timing):
+    order = []
+
+    def rival(name, microseconds):
+        return lambda: order.append(name) or microseconds
+
+    times = timing.in_turns({"a": rival("a", 1.0), "b": rival("b", 2.0), "c": rival("c", 4.0)}, repeats=4, warmup=2)
+    assert "".join(order) == "abcbcacababcbcacab"
+    assert times == {"a": [1.0] * 4, "b": [2.0] * 4, "c": [4.0] * 4}
+
+
+def test_the_ratio_is_the_median_of_the_turns_ratios(timing):
+    assert timing.ratio([1.0, 100.0, 3.0], [2.0, 200.0, 1.0]) == 0.5
+
+
+def test_a_timer_gives_the_microseconds_of_one_of_its_runs(timing, monkeypatch):
+    now = iter((10.0, 10.006))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
+    calls = []
+    assert timing.timer(lambda: calls.append(1), "cpu", runs=3)() == pytest.approx(2000.0)
+    assert len(calls) == 3
+
+
+def test_a_row_keeps_its_columns(timing):
+    columns = {"rival": -8, "us": 10, "calls": 7}
+    assert timing.line(list(columns), columns) == "rival           us  calls"
+    assert timing.line(("ours", 1234.5678, 12), columns) == "ours       1234.57     12"
+
+
+def test_json_holds_the_rows_and_what_they_depend_on(timing, tmp_path):
+    options = argparse.Namespace(device="cpu", threads=1, repeats=3, json=tmp_path / "out" / "figures.json")
+    timing.write_json(options, [{"rival": "ours", "ratio": 0.5}])
+    written = json.loads(options.json.read_text())
+    assert written["rows"] == [{"rival": "ours", "ratio": 0.5}]
+    assert written["machine"] and written["torch"] and written["threads"] == 1 and written["repeats"] == 3
+    timing.write_json(argparse.Namespace(**{**vars(options), "json": None}), [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_every_rival_of_the_step_trains_the_same_model(dtype, tmp_path):
+    figures = tmp_path / "step.json"
+    options = ["--models", "convnet", "--batches", "1", "--repeats", "1", "--threads", "1", "--json", str(figures)]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(BENCHMARKS / "step.py"), "--dtype", dtype, *options],
+        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = {row["rival"]: row for row in json.loads(figures.read_text())["rows"]}
+    assert set(rows) == {"fp32", "autocast", "autocast+scaler", "O1", "O2"}
+    assert rows["autocast+scaler"]["ratio"] == 1.0
+    for rival, row in rows.items():
+        assert row["first_loss"] == pytest.approx(rows["fp32"]["first_loss"], rel=0.02), rival
+        assert f"{rival:17}" in done.stdout
