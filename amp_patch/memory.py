@@ -31,7 +31,7 @@ class Recycled:
     def empty_like(self, like: Tensor) -> Tensor:
         """An uninitialized FP32 tensor of the shape and the device of `like`."""
         size = 4 * like.numel()
-        kept = size >= _WORTH_KEEPING and _use_count is not None and like.device.type == "cpu" and like.is_contiguous()
+        kept = size >= _WORTH_KEEPING and _use_count is not None and like.device.type == "cpu" and _is_dense(like)
         if kept and self._is_free(size):
             assert self._storage is not None
             return torch.empty(0, dtype=torch.float32).set_(self._storage, 0, like.shape, like.stride())
@@ -49,3 +49,7 @@ class Recycled:
             and self._storage.data_ptr() == self._pointer  # it was not resized, nor moved to be shared
             and self._storage.nbytes() == size
         )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)

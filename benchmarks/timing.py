@@ -100,7 +100,7 @@ def heading(options: argparse.Namespace) -> str:
 
 
 def line(cells: Sequence[Any], widths: Mapping[str, int]) -> str:
-    """One row of a table of named columns: numbers with two digits, to the right; text, of negative width, to the left."""
+    """One row of a table. `widths` names the columns: numbers, with two digits, to the right; text, negative, left."""
     texts = (f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells)
     return "".join(f"{text:<{-w}}" if w < 0 else f"{text:>{w}}" for text, w in zip(texts, widths.values(), strict=True))
 

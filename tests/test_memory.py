@@ -128,6 +128,12 @@ def test_recycled_memory_is_one_block_that_one_tensor_has_at_a_time(device):
         assert third.data_ptr() == place
     assert third.is_contiguous() and not third.requires_grad
     del third
+    image = torch.empty(8, 64, 8, 8, dtype=torch.bfloat16, device=device)  # as large as the first
+    last = recycled.empty_like(image.to(memory_format=torch.channels_last))
+    assert last.shape == image.shape and last.is_contiguous(memory_format=torch.channels_last)
+    if device == "cpu":
+        assert last.data_ptr() == place
+    del last
     for other in (like[:128], like.view(-1), like.t(), like[:, ::2], like[:1, :1], like[:0]):  # of another form or size
         assert recycled.empty_like(other).shape == other.shape
         assert recycled.empty_like(other).stride() == torch.empty_like(other).stride()
