@@ -49,7 +49,10 @@ def extensions() -> tuple[list[Extension], str, type[build_ext]]:
             "amp_patch._C",
             sorted(glob("csrc/*.cpp")) + cuda_sources,
             define_macros=[("WITH_CUDA", None)] if cuda_sources else [],
-            extra_compile_args={"cxx": exact, "nvcc": ["-O3", "--fmad=false", "--expt-relaxed-constexpr"]},
+            extra_compile_args={
+                "cxx": exact,
+                "nvcc": ["-O3", "--fmad=false", "--expt-relaxed-constexpr", "-Xcompiler", "-fopenmp"],
+            },
             extra_link_args=["-fopenmp"],
             depends=sorted(glob("csrc/*.h")),
         )

@@ -11,6 +11,7 @@ import functools
 import weakref
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
