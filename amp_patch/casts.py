@@ -8,20 +8,33 @@ import inspect
 import pkgutil
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from amp_patch import multi_tensor
 from amp_patch.cpu_fp16 import settle
 from amp_patch.oplists import OPLISTS
 from amp_patch.patch import Patches
 from amp_patch.policy import LOW_PRECISION, Policy
-from amp_patch.regions import current, drop_cache, entered, everywhere, region, set_default
+from amp_patch.regions import (
+    PythonState,
+    current,
+    drop_cache,
+    entered,
+    everywhere,
+    region,
+    set_default,
+    state,
+    use_state,
+)
 from amp_patch.rules import EMULATED, RULES
 
 __all__ = [
     "autocast",
+    "backend",
     "current",
     "disable_casts",
     "drop_cache",
@@ -38,7 +51,49 @@ __all__ = [
     "register_promote_function",
     "set_default",
     "uninstall",
+    "use_backend",
 ]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Backends: in "cpp" a C callable stands in front of each Python wrapper of the op lists. It does the frequent rules by
+# itself, in a tenth of the time, and has the Python wrapper do all others.
+
+BACKENDS = ("cpp", "python")
+
+
+def backend() -> str:
+    """``"cpp"`` or ``"python"``: the wrappers that `install` takes; the first where the extension is there.
+
+    ``AMP_PATCH_BACKEND=torch`` in the environment turns to Python here as it turns to plain torch in `multi_tensor`.
+    """
+    return "python" if isinstance(state(), PythonState) else "cpp"
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Take the wrappers ``"cpp"`` or ``"python"`` inside the block, in all threads. For tests and benchmarks.
+
+    Raises:
+        ValueError: a name that is none of these.
+        RuntimeError: there is no extension, or casts are installed (`uninstall` them first).
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"use_backend: {name!r} is none of {', '.join(BACKENDS)}")
+    extension = multi_tensor.extension()
+    if name == "cpp" and extension is None:
+        raise RuntimeError(f"use_backend: {multi_tensor.backend_reason()}")
+    if installed():
+        raise RuntimeError(f"use_backend: the {backend()} wrappers are installed; call uninstall() first")
+    before = state()
+    if name != backend():
+        use_state(PythonState() if extension is None or name == "python" else extension.casts)
+    try:
+        yield
+    finally:
+        uninstall()
+        if state() is not before:
+            use_state(before)
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Wrappers.
@@ -113,7 +168,7 @@ def _register_with_jit(wrapper: Any, original: Any) -> None:
 _lock = threading.RLock()
 _patches: Patches | None = None
 _originals: dict[tuple[int, str], Any] = {}  # (id of the owner, name) -> what a wrapper replaced, while installed
-_wrappers: dict[tuple[int, str], tuple[Any, Any]] = {}  # (id of the original, rule) -> both; made once a process
+_wrappers: dict[tuple[int, str, str], tuple[Any, Any]] = {}  # (id of the original, rule, backend) -> both; made once
 _registered: dict[tuple[int, str], tuple[Any, str, str]] = {}  # the user's: (owner, name, rule)
 
 
@@ -174,10 +229,14 @@ def _resolve(address: str) -> Any:
 def _replace(patches: Patches, owner: Any, name: str, rule: str) -> None:
     found = inspect.getattr_static(owner, name, None) if isinstance(owner, type) else getattr(owner, name)
     original = _originals.setdefault((id(owner), name), found)
-    key = (id(original), rule)
+    key = (id(original), rule, backend())
     if key not in _wrappers:
         _wrappers[key] = (original, _wrapper_at(owner, name, original, rule))
     patches.set(owner, name, _wrappers[key][1])
+
+
+# What the op lists name. Functions that users hand in are left to Python, which keeps all that they may be.
+_COMPILED = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
 def _wrapper_at(owner: Any, name: str, original: Any, rule: str) -> Any:
@@ -192,7 +251,9 @@ def _wrapper_at(owner: Any, name: str, original: Any, rule: str) -> Any:
     if isinstance(wrapper, types.FunctionType) and getattr(original, "__module__", None) is None:
         # A method that torch.Tensor inherits from its C base: give it an address where it can be found, for pickle.
         wrapper.__module__, wrapper.__qualname__ = module, path
-    elif isinstance(original, types.BuiltinFunctionType):
+    if backend() == "cpp" and isinstance(original, _COMPILED) and not rule.startswith("user_"):
+        wrapper = state().wrap(original, wrapper, rule)
+    if isinstance(original, types.BuiltinFunctionType):
         _register_with_jit(wrapper, original)
     return wrapper
 

@@ -80,9 +80,14 @@ if _forced == "cpp" and _C is None:
     raise ImportError(f"AMP_PATCH_BACKEND=cpp, but {_reason}")
 
 
+def extension() -> ModuleType | None:
+    """``amp_patch._C`` if it is there and not turned off: what ``backend()`` is called ``"cpp"`` for."""
+    return None if _forced == "torch" else _C
+
+
 def backend() -> str:
     """``"cpp"`` or ``"torch"``: what runs the kernels, where the extension is built for the tensors' device."""
-    return "torch" if _C is None or _forced == "torch" else "cpp"
+    return "torch" if extension() is None else "cpp"
 
 
 def backend_reason() -> str:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from amp_patch import multi_tensor
+
 if TYPE_CHECKING:
     from amp_patch.policy import Policy
 
@@ -20,22 +22,70 @@ _OUTSIDE: Any = object()  # what `_Thread.acting` is while the thread is in no r
 
 
 class _Thread(threading.local):
-    """The regions of one thread, innermost last, and the weights that it has cast in them."""
-
     def __init__(self) -> None:
-        self.stack: list[region] = []
+        self.stack: list[region] = []  # innermost last
         self.acting: Policy | None = _OUTSIDE
+        self.caches = False
         self.casts: dict[Any, tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
 
 _thread = _Thread()
+
+
+class PythonState:
+    """Whose casts act, and the weights that each thread has cast: the one place where wrappers and rules read it.
+
+    `amp_patch._C.casts` holds the same functions in C++, where the patched functions in C read it without a call.
+    """
+
+    def __init__(self) -> None:
+        self._default: Policy | None = None
+
+    def current(self) -> Policy | None:
+        """What this thread follows: what `follow` said last, or the default."""
+        acting = _thread.acting
+        return self._default if acting is _OUTSIDE else acting
+
+    def follow(self, acting: Policy | None, caches: bool) -> None:
+        """This thread is in a region: it follows `acting`, and remembers the weights it casts if `caches`."""
+        _thread.acting, _thread.caches = acting, caches
+
+    def leave(self) -> None:
+        """This thread is outside regions again: it follows the default and forgets its cast weights."""
+        _thread.acting, _thread.caches = _OUTSIDE, False
+        _thread.casts.clear()
+
+    def set_default(self, acting: Policy | None) -> None:
+        self._default = acting
+
+    def drop_cache(self) -> None:
+        _thread.casts.clear()
+
+    def cached(self) -> int:
+        """How many casts this thread remembers."""
+        return len(_thread.casts)
+
+    def cast_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        if not _thread.caches or not _may_remember(weight):
+            return weight.to(dtype)
+        casts = _thread.casts
+        wants_grad = weight.requires_grad and torch.is_grad_enabled()
+        key = (id(weight), dtype, wants_grad, torch.is_inference_mode_enabled())
+        entry = casts.get(key)
+        if entry is not None and entry[0]() is weight and entry[1] == weight._version:
+            return entry[2]
+        cast = weight.to(dtype)
+        casts[key] = (weakref.ref(weight, functools.partial(_forget, casts, key)), weight._version, cast)
+        return cast
+
+
+_state: Any = PythonState() if (_extension := multi_tensor.extension()) is None else _extension.casts
 
 # The process default is what the casts follow outside regions. `everywhere` overrides it for a while; overlapping
 # overrides (threads) may end in any order, so each takes out its own entry.
 _lock = threading.Lock()
 _base: Policy | None = None
 _overrides: list[everywhere] = []
-_default: Policy | None = None
 
 
 def current() -> Policy | None:
@@ -44,8 +94,7 @@ def current() -> Policy | None:
     In a region it is the region's, or None if that policy neither patches nor emulates FP16; elsewhere it is the
     process default.
     """
-    acting = _thread.acting
-    return _default if acting is _OUTSIDE else acting
+    return _state.current()
 
 
 def entered() -> Policy | None:
@@ -64,9 +113,23 @@ def set_default(policy: Policy | None) -> None:
         _refresh_default()
 
 
+def state() -> Any:
+    """The `PythonState` or `amp_patch._C.casts` that is in use."""
+    return _state
+
+
+def use_state(state: Any) -> None:
+    """Put `state` in the place of the one in use, for `casts.use_backend`. Every thread must be outside regions."""
+    global _state
+    with _lock:
+        _state.set_default(None)
+        _state = state
+        _refresh_default()
+
+
 def drop_cache() -> None:
     """Forget the weights that this thread has cast."""
-    _thread.casts.clear()
+    _state.drop_cache()
 
 
 class region:
@@ -84,25 +147,22 @@ class region:
         self.caches = True
 
     def __enter__(self) -> Any:
-        thread = _thread
-        thread.stack.append(self)
-        thread.acting = self.acting
+        _thread.stack.append(self)
+        _state.follow(self.acting, self.caches)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        thread = _thread
-        stack = thread.stack
+        stack = _thread.stack
         if stack and stack[-1] is self:
             stack.pop()
         else:
             _remove_last(stack, self)
         if stack:
-            thread.acting = stack[-1].acting
+            _state.follow(stack[-1].acting, stack[-1].caches)
         else:
-            thread.acting = _OUTSIDE
-            thread.casts.clear()
+            _state.leave()
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` with its body in the region; of a generator function, every step of the body."""
@@ -162,18 +222,7 @@ def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     The tensor is held weakly and its entry goes when it goes. (A cast that autograd can differentiate holds its weight
     itself, until the region ends.)
     """
-    stack = _thread.stack
-    if not stack or not stack[-1].caches or not _may_remember(weight):
-        return weight.to(dtype)
-    casts = _thread.casts
-    wants_grad = weight.requires_grad and torch.is_grad_enabled()
-    key = (id(weight), dtype, wants_grad, torch.is_inference_mode_enabled())
-    entry = casts.get(key)
-    if entry is not None and entry[0]() is weight and entry[1] == weight._version:
-        return entry[2]
-    cast = weight.to(dtype)
-    casts[key] = (weakref.ref(weight, functools.partial(_forget, casts, key)), weight._version, cast)
-    return cast
+    return _state.cast_weight(weight, dtype)
 
 
 def _may_remember(weight: Tensor) -> bool:
@@ -205,8 +254,7 @@ def _acting(policy: Policy | None) -> Policy | None:
 
 
 def _refresh_default() -> None:
-    global _default
-    _default = _overrides[-1].acting if _overrides else _base
+    _state.set_default(_overrides[-1].acting if _overrides else _base)
 
 
 def _remove_last(stack: list[Any], item: Any) -> None:

@@ -41,6 +41,8 @@ struct type_caster<amp_patch::Tensors> {
 
 namespace amp_patch {
 
+void bind_casts(py::module_& casts);  // cast_call.cpp
+
 struct CpuLoop;
 extern template struct Ops<CpuLoop>;
 const std::vector<std::string>& instruction_sets();
@@ -105,6 +107,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // For tests: which instruction set the CPU's loop uses, and which ones this machine has.
   m.def("instruction_sets", &instruction_sets);
   m.def("use_instruction_set", &use_instruction_set);  // name -> the one before
+
+  auto casts = m.def_submodule("casts", "The O1 call in C, and whose casts act.");
+  bind_casts(casts);
 
   m.def("plan", &plan_as_lists);  // sizes, chunk, max_tensors, max_chunks -> [(tensors, [(slot, index)])]
 #ifdef WITH_CUDA
