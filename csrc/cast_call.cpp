@@ -2,8 +2,9 @@
 // casts act, and the cast weights (amp_patch/regions.py). amp_patch/rules.py says in Python what each rule does: a
 // wrapper here does the frequent rules itself and leaves every other call to the Python wrapper that it stands for.
 //
-// Everything runs under the GIL. Two things may let other Python code run: a cast (it may release the GIL, and dispatch
-// modes are Python) and the death of an object. So no iterator or reference into a table is held across either.
+// Everything runs under the GIL, save the work on large tensors. Two things may let other Python code run: a cast (it
+// may release the GIL, and dispatch modes are Python) and the death of an object. So no iterator or reference into a
+// table is held across either.
 #include <torch/csrc/python_headers.h>
 // Python's own header stays in front: the next ones need it.
 #include <ATen/ATen.h>
@@ -179,18 +180,22 @@ Thread& make_thread() {
 // --------------------------------------------------------------------------------------------------------------------
 // One cast
 
+// Whether handing the GIL over and back, as torch's own functions do, takes less time than the work on `tensor`.
+bool is_work(const at::Tensor& tensor) { return tensor.defined() && (!tensor.is_cpu() || tensor.numel() >= LARGE); }
+
+at::Tensor cast(const at::Tensor& tensor, ScalarType dtype) {
+  std::optional<py::gil_scoped_release> released;
+  if (is_work(tensor)) released.emplace();
+  return tensor.to(dtype);
+}
+
+// Whether torch's Python functions would see this object as a tensor and nothing more.
+bool is_plain(PyObject* object) { return THPVariable_CheckExact(object) && !at::impl::torch_function_mode_enabled(); }
+
 py::object cast(PyObject* object, ScalarType dtype) {
-  if (!THPVariable_CheckExact(object) || at::impl::torch_function_mode_enabled()) {
-    return py::handle(object).attr("to")(dtype);  // a subclass or a mode has its own word in it
-  }
-  const at::Tensor tensor = THPVariable_Unpack(object);
-  at::Tensor result;
-  {
-    std::optional<py::gil_scoped_release> released;
-    if (!tensor.is_cpu() || tensor.numel() >= LARGE) released.emplace();
-    result = at::_to_copy(tensor, dtype, {}, {}, {}, false, {});
-  }
-  return owned(THPVariable_Wrap(std::move(result)));
+  if (!is_plain(object)) return py::handle(object).attr("to")(dtype);  // a subclass or a mode has its own word in it
+  const at::Tensor tensor = THPVariable_Unpack(object);                // ours: without the GIL `object` may change
+  return owned(THPVariable_Wrap(cast(tensor, dtype)));
 }
 
 // Under a function transform, a dispatch mode or a trace a cast is a stand-in that is dead or wrong afterwards.
@@ -201,18 +206,16 @@ bool makes_stand_ins() {
 }
 
 bool may_remember(PyObject* object, const at::Tensor& tensor) {
-  return tensor.scalar_type() == ScalarType::Float && tensor.is_leaf() && !tensor.is_inference() &&
+  return this_thread != nullptr && this_thread->caches && tensor.scalar_type() == ScalarType::Float &&
+         tensor.is_leaf() && !tensor.is_inference() &&
          (tensor.requires_grad() ||
           PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(ParameterClass))) &&
          !makes_stand_ins();
 }
 
-py::object cast_weight(PyObject* object, ScalarType dtype) {
+// The cast of a weight that `may_remember`.
+py::object cast_weight(PyObject* object, const at::Tensor& tensor, ScalarType dtype) {
   Thread* const thread = this_thread;
-  const at::Tensor& tensor = THPVariable_Unpack(object);
-  if (thread == nullptr || !thread->inside || !thread->caches || !may_remember(object, tensor)) {
-    return cast(object, dtype);
-  }
   const bool wants_grad = tensor.requires_grad() && at::GradMode::is_enabled();
   const Weight weight{object, dtype, wants_grad, c10::InferenceMode::is_enabled()};
   const auto found = thread->casts.find(weight);
@@ -230,7 +233,7 @@ py::object cast_weight(PyObject* object, ScalarType dtype) {
   callback->weight = weight;
   auto reference = owned(PyWeakref_NewRef(object, forget.ptr()));
   thread->erase(weight);
-  if (!thread->inside) return result;  // what ran meanwhile has left the region
+  if (!thread->caches) return result;  // what ran meanwhile has left the region
   callback->thread = thread;
   thread->casts.emplace(weight, Remembered(std::move(reference), std::move(forget), tensor._version(), result));
   return result;
@@ -283,8 +286,8 @@ struct Cast {
 
   py::object operator()(PyObject* object) const {
     if (!is_sequence(object)) {
-      const bool weight = remembers && THPVariable_Unpack(object).scalar_type() == ScalarType::Float;
-      return weight ? cast_weight(object, to) : cast(object, to);
+      const at::Tensor& tensor = THPVariable_Unpack(object);
+      return remembers && may_remember(object, tensor) ? cast_weight(object, tensor, to) : cast(object, to);
     }
     auto items = owned(PySequence_List(object));  // our own: another thread may change the caller's
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items.ptr()); ++i) {
@@ -294,6 +297,14 @@ struct Cast {
       PyList_SetItem(items.ptr(), i, result.release().ptr());  // cannot fail: i is in range, the list is ours
     }
     return PyList_Check(object) ? items : owned(PyList_AsTuple(items.ptr()));
+  }
+
+  // A plain tensor as it is or cast, without a Python object for the cast.
+  at::Tensor of_plain(PyObject* object) const {
+    const at::Tensor tensor = THPVariable_Unpack(object);
+    if (!casts(tensor.scalar_type())) return tensor;
+    if (remembers && may_remember(object, tensor)) return THPVariable_Unpack(cast_weight(object, tensor, to).ptr());
+    return cast(tensor, to);
   }
 };
 
@@ -307,11 +318,12 @@ struct Arguments {
   Py_ssize_t size() const { return positional() + (names == nullptr ? 0 : PyTuple_GET_SIZE(names)); }
 
   // The value of a keyword; null if it is not given or None.
-  PyObject* keyword(PyObject* interned, const char* text) const {
+  PyObject* keyword(PyObject* wanted) const {
     if (names == nullptr) return nullptr;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
       PyObject* name = PyTuple_GET_ITEM(names, i);
-      if (name == interned || PyUnicode_CompareWithASCIIString(name, text) == 0) {
+      const bool same_length = PyUnicode_GET_LENGTH(name) == PyUnicode_GET_LENGTH(wanted);
+      if (name == wanted || (same_length && PyUnicode_Compare(name, wanted) == 0)) {
         PyObject* value = values[positional() + i];
         return value == Py_None ? nullptr : value;
       }
@@ -365,7 +377,7 @@ Route route(Rule rule, const Acting& acting, const Arguments& given, Cast& cast)
   if (acting.emulates && product) return Route::python;
   if (!acting.patches) return Route::original;
   if (rule == Rule::rnn || rule == Rule::other) return Route::python;
-  if (given.keyword(OUT, "out") != nullptr) return Route::original;
+  if (given.keyword(OUT) != nullptr) return Route::original;
 
   cast = {ScalarType::Float, false, false};
   switch (rule) {
@@ -377,7 +389,7 @@ Route route(Rule rule, const Acting& acting, const Arguments& given, Cast& cast)
       // A cast copy of the running statistics would swallow their update. A norm whose own tensors are low precision
       // was cast as a module and runs as it is.
       bool low = false;
-      PyObject* const input = given.keyword(INPUT, "input");
+      PyObject* const input = given.keyword(INPUT);
       for (Py_ssize_t i = given.positional() > 0 ? 1 : 0; i < given.size(); ++i) {
         const bool usual = each_tensor(given.values[i], [&](PyObject* object, const at::Tensor& tensor) {
           low = low || (object != input && is_low(tensor.scalar_type()));
@@ -388,7 +400,7 @@ Route route(Rule rule, const Acting& acting, const Arguments& given, Cast& cast)
       [[fallthrough]];
     }
     case Rule::fp32:
-      if (given.keyword(DTYPE, "dtype") != nullptr) return Route::original;  // an explicit type is the user's word
+      if (given.keyword(DTYPE) != nullptr) return Route::original;  // an explicit type is the user's word
       cast.raises = true;
       break;
     case Rule::widest: {
@@ -416,6 +428,68 @@ Route route(Rule rule, const Acting& acting, const Arguments& given, Cast& cast)
 }
 
 // --------------------------------------------------------------------------------------------------------------------
+// The products that models are made of, straight from C++: their operands' casts need no Python object, and there are
+// no arguments to parse. This makes up for what the call through a wrapper takes, and more.
+
+using Product = at::Tensor (*)(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias);
+
+struct Known {
+  const char *owner, *name;  // where torch keeps it, in torch._C
+  bool takes_bias;
+  Product product;
+};
+
+at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, const at::Tensor&) { return at::matmul(a, b); }
+at::Tensor mm(const at::Tensor& a, const at::Tensor& b, const at::Tensor&) { return at::mm(a, b); }
+at::Tensor bmm(const at::Tensor& a, const at::Tensor& b, const at::Tensor&) { return at::bmm(a, b); }
+at::Tensor linear(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias) {
+  return bias.defined() ? at::linear(a, b, bias) : at::linear(a, b);
+}
+
+constexpr Known KNOWN[] = {
+    {"TensorBase", "__matmul__", false, &matmul},
+    {"TensorBase", "matmul", false, &matmul},
+    {"TensorBase", "mm", false, &mm},
+    {"TensorBase", "bmm", false, &bmm},
+    {"_VariableFunctions", "mm", false, &mm},
+    {"_VariableFunctions", "bmm", false, &bmm},
+    {"_nn", "linear", true, &linear},
+    {"_VariableFunctions", "matmul", false, &matmul},
+};
+
+// Torch's own function alone: what somebody else has put in its place is called as it is.
+const Known* known_product(const py::object& original) {
+  const py::object torch = py::module_::import("torch._C");
+  for (const Known& known : KNOWN) {
+    if (py::getattr(torch.attr(known.owner), known.name, py::none()).is(original)) return &known;
+  }
+  return nullptr;
+}
+
+bool are_operands(const Arguments& given, bool takes_bias) {
+  const Py_ssize_t size = given.positional();
+  if (given.names != nullptr || (size != 2 && !(takes_bias && size == 3))) return false;
+  return is_plain(given.values[0]) && is_plain(given.values[1]) &&
+         (size == 2 || given.values[2] == Py_None || is_plain(given.values[2]));
+}
+
+PyObject* multiply(Product product, const Arguments& given, const Cast& cast) {
+  HANDLE_TH_ERRORS
+  at::Tensor operands[3];
+  for (Py_ssize_t i = 0; i < given.positional(); ++i) {
+    if (given.values[i] != Py_None) operands[i] = cast.of_plain(given.values[i]);
+  }
+  at::Tensor result;
+  {
+    std::optional<py::gil_scoped_release> released;
+    if (is_work(operands[0]) || is_work(operands[1])) released.emplace();
+    result = product(operands[0], operands[1], operands[2]);
+  }
+  return THPVariable_Wrap(std::move(result));
+  END_HANDLE_TH_ERRORS
+}
+
+// --------------------------------------------------------------------------------------------------------------------
 // The callables
 
 // One patched function: `original` with casts. In front of `reference`, the Python wrapper of the same function, whose
@@ -428,6 +502,8 @@ struct Wrapper {
   PyObject* weak_references;
   PyMethodDef definition;  // of the builtin: its name and docstring are the original's own
   Rule rule;
+  const Known* known;    // null for most
+  objobjargproc assign;  // of a `__setitem__` that is a type's own slot; else null
 };
 
 PyTypeObject WrapperType = {PyVarObject_HEAD_INIT(nullptr, 0)};
@@ -453,6 +529,15 @@ struct Casted {
   }
 };
 
+// Without casts. Assignment has no vectorcall: without the short way it would cost a tuple and a parse of it.
+PyObject* call_original(const Wrapper& called, const Arguments& given) {
+  if (called.assign != nullptr && given.positional() == 3 && given.names == nullptr && is_tensor(given.values[0])) {
+    if (called.assign(given.values[0], given.values[1], given.values[2]) != 0) return nullptr;
+    Py_RETURN_NONE;
+  }
+  return given.call(called.original);
+}
+
 PyObject* call_with_casts(PyObject* original, const Arguments& given, const Cast& cast) {
   Casted casted;
   if (!casted.fill(given, cast)) return nullptr;
@@ -464,7 +549,10 @@ PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flagged, Py
   const Wrapper& called = *wrapper(self);
   const Arguments given{values, flagged, names};
   const Acting now = acting();
-  if (!now.on) return given.call(called.original);
+  if (!now.on) return call_original(called, given);
+  if (called.known != nullptr && now.patches && !now.emulates && are_operands(given, called.known->takes_bias)) {
+    return multiply(called.known->product, given, {now.low, false, true});
+  }
   Cast cast{};
   switch (route(called.rule, now, given, cast)) {
     case Route::python:
@@ -472,7 +560,7 @@ PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flagged, Py
     case Route::cast:
       return call_with_casts(called.original, given, cast);
     default:
-      return given.call(called.original);
+      return call_original(called, given);
   }
 }
 
@@ -506,9 +594,6 @@ PyObject* apparent_class(PyObject* self, void*) {
   PyTypeObject* type = PyFunction_Check(wrapper(self)->original) ? &PyFunction_Type : Py_TYPE(self);
   return Py_NewRef(reinterpret_cast<PyObject*>(type));
 }
-
-// What torch.compile traces in place of a callable that it cannot look into.
-PyObject* traced(PyObject* self, void*) { return Py_NewRef(wrapper(self)->reference); }
 
 // A string is a global name, as functions have it. The pickle of a builtin is "attribute `name` of `__self__`": give it
 // an object with such an attribute, which is pickled as the reference is, by the address where it is installed.
@@ -553,7 +638,6 @@ PyGetSetDef wrapper_attributes[] = {
     {"__class__", &apparent_class, nullptr, nullptr, nullptr},
     {"__doc__", &of_reference, nullptr, nullptr, const_cast<char*>("__doc__")},
     {"__module__", &of_reference, nullptr, nullptr, const_cast<char*>("__module__")},
-    {"_torchdynamo_inline", &traced, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
@@ -600,8 +684,18 @@ py::object wrap(const py::object& original, const py::object& reference, const s
   made->reference = Py_NewRef(reference.ptr());
   made->weak_references = nullptr;
   made->rule = rule_named(rule);
+  made->known = nullptr;
+  made->assign = nullptr;
   made->definition = {};
   PyObject_GC_Track(result.ptr());
+  if (Py_IS_TYPE(original.ptr(), &PyWrapperDescr_Type)) {
+    const auto& slot = *reinterpret_cast<PyWrapperDescrObject*>(original.ptr());
+    const bool assigns =
+        std::string(slot.d_base->name) == "__setitem__" && PyDescr_TYPE(&slot)->tp_as_mapping != nullptr &&
+        slot.d_wrapped == reinterpret_cast<void*>(PyDescr_TYPE(&slot)->tp_as_mapping->mp_ass_subscript);
+    if (assigns) made->assign = reinterpret_cast<objobjargproc>(slot.d_wrapped);
+  }
+  if (made->rule == Rule::lower) made->known = known_product(original);
   if (!PyCFunction_Check(original.ptr())) return result;
 
   const PyMethodDef& found = *reinterpret_cast<PyCFunctionObject*>(original.ptr())->m_ml;
@@ -645,7 +739,8 @@ void bind_casts(py::module_& casts) {
   });
   casts.def("cast_weight", [](const py::object& weight, ScalarType dtype) {
     if (!is_tensor(weight.ptr())) throw py::type_error("cast_weight: wanted a tensor");
-    return cast_weight(weight.ptr(), dtype);
+    const at::Tensor& tensor = THPVariable_Unpack(weight.ptr());
+    return may_remember(weight.ptr(), tensor) ? cast_weight(weight.ptr(), tensor, dtype) : cast(weight.ptr(), dtype);
   });
   casts.def("drop_cache", [] {
     if (this_thread != nullptr) this_thread->clear();

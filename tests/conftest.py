@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
-from amp_patch import amp
+from amp_patch import amp, casts
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 # What only a GPU can show.
 collect_ignore = [] if torch.cuda.is_available() else ["test_cuda.py"]
+
+# Where the extension is there, what speaks of the casts runs on the wrappers in C and on those in Python.
+WRAPPERS = ["python"] if casts.backend() == "python" else ["cpp", "python"]
 
 # The models here are tiny: a second thread only waits for the first, twenty times as long where a core is busy.
 torch.set_num_threads(1)
@@ -22,3 +28,15 @@ def restored():
     """Torch's namespace is process-wide: whatever a test installed goes when it ends."""
     yield
     amp.restore()
+
+
+@pytest.fixture(params=WRAPPERS)
+def wrappers(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The casts on one kind of wrapper: its name."""
+    with casts.use_backend(request.param):
+        yield request.param
+
+
+def original(wrapper: Any) -> Any:
+    """What a wrapper of either kind calls in the end."""
+    return getattr(wrapper, "__wrapped__", None) or wrapper.__self__.__wrapped__

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICES, DTYPES
+from conftest import DEVICES, DTYPES, original
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_patch import casts, regions, rules
 from amp_patch.oplists import OPLISTS
@@ -37,7 +38,7 @@ OFF = Policy("O2", cast_model_type=HALF)
 
 
 @pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
+def _clean(wrappers: str) -> Iterator[None]:
     registered = dict(casts._registered)
     try:
         yield
@@ -108,7 +109,7 @@ def test_undo_is_exact() -> None:
         casts.install()
         assert casts.installed() and differences(before, namespaces())
         casts.install()  # idempotent: no second layer
-        assert not hasattr(torch.exp.__wrapped__, "__wrapped__")
+        assert original(torch.exp) is before[repr(torch)]["exp"]
         with casts.region(o1()):
             assert (x @ x).dtype is HALF
         casts.uninstall()
@@ -130,7 +131,7 @@ def test_a_failing_install_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_name_that_this_torch_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPLISTS, "torch.fft", {"fp32": ("fft", "fft_of_tomorrow")})
     casts.install()
-    assert hasattr(torch.fft.fft, "__wrapped__") and not hasattr(torch.fft, "fft_of_tomorrow")
+    assert original(torch.fft.fft) is not torch.fft.fft and not hasattr(torch.fft, "fft_of_tomorrow")
 
 
 def test_wrappers_are_made_once() -> None:
@@ -148,14 +149,14 @@ def test_wrappers_look_like_their_originals(path: str) -> None:
         owner, _, name = path.rpartition(".")
         return getattr(casts._resolve(f"torch.{owner}" if owner else "torch"), name)
 
-    original = find()
+    found = find()
     casts.install()
     wrapper = find()
-    assert wrapper is not original and wrapper.__wrapped__ is original
-    assert (wrapper.__name__, wrapper.__doc__) == (original.__name__, original.__doc__)
-    if inspect.isfunction(original):
-        assert inspect.signature(wrapper) == inspect.signature(original)
-        assert (wrapper.__module__, wrapper.__qualname__) == (original.__module__, original.__qualname__)
+    assert wrapper is not found and original(wrapper) is found
+    assert (wrapper.__name__, wrapper.__doc__) == (found.__name__, found.__doc__)
+    if inspect.isfunction(found):
+        assert inspect.isfunction(wrapper) and inspect.signature(wrapper) == inspect.signature(found)
+        assert (wrapper.__module__, wrapper.__qualname__) == (found.__module__, found.__qualname__)
 
 
 @needs_install
@@ -185,8 +186,12 @@ def test_binding_is_the_originals(installed: None) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["torch:exp", "torch:einsum", "torch:Tensor.exp", "torch.nn.functional:linear", "torch._VF:lstm"]
-)
+    "path",
+    [
+        "torch:exp", "torch:einsum", "torch:Tensor.exp", "torch:Tensor.norm", "torch.nn.functional:linear",
+        "torch.nn.functional:softmax", "torch._VF:lstm", "torch.linalg:inv",
+    ],
+)  # fmt: skip
 def test_copies_and_pickles(path: str) -> None:
     module, _, name = path.partition(":")
 
@@ -196,7 +201,7 @@ def test_copies_and_pickles(path: str) -> None:
             found = getattr(found, part)
         return found
 
-    original = find()
+    found = find()
     casts.install()
     wrapper = find()
     assert copy.deepcopy(wrapper) is wrapper and copy.copy(wrapper) is wrapper
@@ -205,7 +210,7 @@ def test_copies_and_pickles(path: str) -> None:
     assert b"amp_patch" not in data, "the pickle would need amp_patch where it is loaded"
     assert pickle.loads(data) is wrapper
     casts.uninstall()
-    assert pickle.loads(data) is original or pickle.loads(data) == original
+    assert pickle.loads(data) is found or pickle.loads(data) == found
 
 
 @needs_install
@@ -215,6 +220,53 @@ def test_module_holding_a_wrapper_is_picklable_after_uninstall() -> None:
     casts.uninstall()
     assert pickle.loads(pickle.dumps(module)).act is torch.exp
     assert copy.deepcopy(module).act(torch.zeros(1)).item() == 1.0
+
+
+def test_backends_are_named_and_checked(wrappers: str) -> None:
+    assert casts.backend() == wrappers
+    with pytest.raises(ValueError, match="use_backend: 'torch' is none of cpp, python"), casts.use_backend("torch"):
+        pass
+    casts.install()
+    with pytest.raises(RuntimeError, match=f"use_backend: the {wrappers} wrappers are installed"):
+        casts.use_backend("python").__enter__()
+    casts.uninstall()
+    casts.set_default(policy := o1())
+    with casts.use_backend("python"):
+        assert casts.backend() == "python" and casts.current() is policy
+        casts.install()
+        assert type(torch.exp) is casts._Function
+    assert casts.backend() == wrappers and not casts.installed() and casts.current() is policy
+
+
+def test_who_never_compiles_does_not_import_the_compiler() -> None:
+    code = (
+        "import sys, torch; before = 'torch._dynamo' in sys.modules\n"
+        "from amp_patch import casts\n"
+        "with casts.autocast('cpu'): torch.exp(torch.ones(2, 2) @ torch.ones(2, 2))\n"
+        "assert ('torch._dynamo' in sys.modules) == before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+@needs_install
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_models_give_the_same_numbers() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 4), nn.LayerNorm(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layers(x)
+            return F.softmax(x, dim=-1) + torch.exp(x) + x.exp() + (x @ x.T).sum()
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(4, 2, 4, 4)
+    compiled = torch.compile(model, backend="eager")
+    for dtype in LOW * 2:
+        with casts.region(o1(dtype)):
+            torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
+        torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
 
 
 @needs_install
@@ -308,6 +360,88 @@ def test_batch_norm(dtype: torch.dtype, device: str) -> None:
 
 
 @needs_install
+def test_errors_are_the_originals() -> None:
+    x, y = torch.ones(2, 3), torch.ones(2, 3)
+    itself: list[Any] = []
+    itself.append(itself)
+    with casts.region(o1()):
+        for call in (lambda: x @ y, lambda: torch.mm(x, y), lambda: F.linear(x, y.T), lambda: torch.bmm(x, y)):
+            with pytest.raises(RuntimeError):
+                call()
+        for call in (torch.exp, lambda: torch.exp("x"), lambda: F.linear(x), lambda: F.linear(x, y, y, y)):
+            with pytest.raises(TypeError):
+                call()
+        with pytest.raises(TypeError, match="unsupported operand"):
+            x @ "y"
+        with pytest.raises(RecursionError):
+            torch.linalg.multi_dot(itself)
+
+
+def test_functions_of_others_are_called_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody may have replaced what the lists name before us."""
+    seen: list[torch.dtype] = []
+    linear = F.linear
+
+    def counted(*args: Any) -> Tensor:
+        seen.extend(arg.dtype for arg in args if arg is not None)
+        return linear(*args)
+
+    monkeypatch.setattr(F, "linear", counted)
+    casts.install()
+    with casts.region(o1()):
+        assert nn.Linear(2, 2, bias=False)(torch.ones(1, 2)).dtype is HALF
+    casts.uninstall()  # before monkeypatch puts its original back
+    assert seen == [HALF, HALF]
+
+
+@needs_install
+@pytest.mark.parametrize("bias", [True, False])
+def test_products_and_their_gradients(bias: bool) -> None:
+    torch.manual_seed(0)
+    x, weight, offset = torch.randn(3, 4, requires_grad=True), nn.Parameter(torch.randn(5, 4)), torch.randn(5)
+    extra = (offset,) if bias else (None,)
+    low = [t.detach().half().requires_grad_() for t in (x, weight)]
+    expected = F.linear(*low, offset.half() if bias else None)
+    expected.sum().backward()
+    with casts.region(o1()):
+        for result in (F.linear(x, weight, *extra), F.linear(x, weight=weight, bias=extra[0])):
+            x.grad = weight.grad = None
+            torch.testing.assert_close(result, expected, rtol=0, atol=0)
+            result.sum().backward()
+            torch.testing.assert_close(x.grad, low[0].grad.float(), rtol=0, atol=0)
+            torch.testing.assert_close(weight.grad, low[1].grad.float(), rtol=0, atol=0)
+
+
+@needs_install
+def test_no_references_are_lost_or_kept() -> None:
+    x, y, weight = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.float64), nn.Parameter(torch.ones(2, 2))
+    low, items, policy = x.half(), [x, x.half()], o1()
+    index = (0, 1)
+    counted = (x, y, weight, low, items, index, policy, original(torch.exp), original(torch.Tensor.exp), F.softmax)
+
+    def round_of_calls() -> None:
+        with casts.region(policy):
+            for _ in range(50):
+                x @ weight, torch.mm(x, x), F.linear(x, weight), F.linear(x, weight, None), torch.exp(low), low.exp()
+                torch.linalg.multi_dot(items), torch.dot(x[0], other := low[0]), F.softmax(low, dim=0), low**2
+                F.layer_norm(low, (2,), weight=None), torch.sum(low, dtype=FULL), torch.sum(low, 0, out=torch.ones(2))
+                x.index_add_(0, torch.tensor([0]), other.reshape(1, 2)), x.__setitem__(index, low[0, 0])
+                x[0] = low[0]
+                for wrong in (lambda: x @ y, lambda: torch.exp(low, low, low), lambda: x.lerp_(low)):
+                    with contextlib.suppress(RuntimeError, TypeError):
+                        wrong()
+
+    round_of_calls()
+    gc.collect()
+    before = [sys.getrefcount(item) for item in counted], len(gc.get_objects())
+    for _ in range(3):
+        round_of_calls()
+    gc.collect()
+    after = [sys.getrefcount(item) for item in counted], len(gc.get_objects())
+    assert after[0] == before[0] and abs(after[1] - before[1]) < 20
+
+
+@needs_install
 def test_subclasses_and_torch_function_objects() -> None:
     class Logged(Tensor):
         calls: list[Any] = []  # noqa: RUF012
@@ -325,9 +459,9 @@ def test_subclasses_and_torch_function_objects() -> None:
     x = torch.ones(2, 2).as_subclass(Logged)
     with casts.region(o1()):
         result = torch.mm(x, x)
-        assert torch.exp(Duck()) is torch.exp.__wrapped__
+        assert torch.exp(Duck()) is original(torch.exp)
     assert type(result) is Logged and result.dtype is HALF
-    assert torch.mm.__wrapped__ in Logged.calls
+    assert original(torch.mm) in Logged.calls
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -497,7 +631,7 @@ def test_autocast_installs_and_nests() -> None:
 
 
 def cached() -> int:
-    return len(regions._thread.casts)
+    return regions.state().cached()
 
 
 @needs_install
@@ -614,6 +748,36 @@ def test_entries_die_with_their_tensors() -> None:
 
 
 @needs_install
+def test_a_weight_may_die_anywhere() -> None:
+    """In another thread; after the region; after the thread that cast it; while somebody holds our weak reference."""
+    weights = [nn.Parameter(torch.ones(2, 2), requires_grad=False) for _ in range(4)]
+    held: list[Any] = []
+
+    def cast(weight: Tensor) -> None:
+        regions.cast_weight(weight, HALF)
+        held.extend(weakref.getweakrefs(weight))
+
+    with casts.region(o1()):
+        cast(weights[0])
+        run_in_thread(lambda: weights.__delitem__(0))
+        assert cached() == 0
+        cast(weights[0])
+        casts.drop_cache()
+        del weights[0]
+        cast(weights[0])
+    del weights[0]
+
+    def leave_a_region_open() -> None:
+        casts.region(o1()).__enter__()
+        cast(weights[0])
+
+    run_in_thread(leave_a_region_open)
+    del weights[0]
+    gc.collect()
+    assert cached() == 0 and [reference() for reference in held] == [None] * len(held)
+
+
+@needs_install
 def test_nothing_grows_over_evaluations() -> None:
     layer = nn.Linear(4, 4)
     x = torch.ones(2, 4)
@@ -698,33 +862,34 @@ def test_recurrent_cells(kind: Any, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("training", [True, False])
-def test_attention(training: bool, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention(training: bool, dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 5, 8, device=device)
     attention = nn.MultiheadAttention(8, 2, batch_first=True, device=device).train(training)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, device=device)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
-    products: list[torch.dtype] = []
-    lower = rules.RULES["lower"]
+    expected = attention(x, x, x)[0], encoder(x)
+    with torch.set_grad_enabled(training), casts.region(o1(dtype)), Products() as products:
+        result = attention(x, x, x)[0], encoder(x)
+    close(result[0], expected[0], dtype)
+    close(result[1], expected[1], dtype)
+    assert result[0].dtype is dtype
+    assert result[1].dtype is FULL, "a layer norm comes last"
+    assert set(products.types) == {dtype} and len(products.types) >= 10, "a fused path went round the lists"
 
-    def spy(function: Any, args: Any, kwargs: Any, policy: Policy) -> Any:
-        result = lower(function, args, kwargs, policy)
-        products.append(result.dtype)
+
+class Products(TorchDispatchMode):
+    """The types of the matrix products in the block, each as torch's kernel gave it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(name in str(func) for name in ("mm.", "dot_product", "attention", "encoder_layer")):
+            self.types.append((result[0] if isinstance(result, tuple) else result).dtype)
         return result
-
-    monkeypatch.setitem(rules.RULES, "lower", spy)
-    monkeypatch.setattr(casts, "_wrappers", {})
-    casts.uninstall()
-    casts.install()
-    with torch.set_grad_enabled(training):
-        expected, result = reference_and_casts(attention, dtype, x, x, x)
-        close(result[0], expected[0], dtype)
-        assert result[0].dtype is dtype
-        assert len(products) >= 2, "the fast path went round the lists"
-        expected, result = reference_and_casts(encoder, dtype, x)
-        close(result, expected, dtype)
-        assert result.dtype is FULL, "a layer norm comes last"
-    assert set(products) == {dtype} and len(products) >= 10
 
 
 @needs_install
@@ -769,6 +934,94 @@ def test_threads_have_their_own_policies_and_caches() -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+@needs_install
+def test_threads_that_share_weights_under_stress() -> None:
+    """Regions, casts and caches while weights change, die and are collected by other threads."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    x, shared, failures = torch.ones(2, 4), [torch.ones(4, 4)], []
+    barrier = threading.Barrier(5)
+
+    def work(dtype: torch.dtype) -> None:
+        barrier.wait()
+        for step in range(150):
+            with casts.region(o1(dtype)), torch.set_grad_enabled(step % 3 > 0):
+                result = model(x)
+                frozen = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+                shared[0] = frozen  # the one before dies in this thread
+                types = [result.dtype, (x @ frozen).dtype, torch.exp(result).dtype, F.linear(x, shared[0]).dtype]
+                if types != [dtype, dtype, FULL, dtype]:
+                    failures.append(types)
+                if step % 10 == 0:
+                    casts.drop_cache()
+            if model(x).dtype is not FULL or cached():
+                failures.append("casts outside")
+
+    def disturb() -> None:
+        barrier.wait()
+        for _ in range(60):
+            with torch.no_grad():
+                model[0].weight.mul_(1)
+            gc.collect()
+
+    threads = [threading.Thread(target=work, args=(dtype,)) for dtype in (HALF, torch.bfloat16) * 2]
+    threads.append(threading.Thread(target=disturb))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failures == []
+
+
+class Examples(torch.utils.data.Dataset):
+    """Each example is what a worker process finds: the types of a product outside regions, inside one, and outside."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> list[str]:
+        x, weight = torch.ones(2, 2), nn.Parameter(torch.ones(2, 2))
+        types = [(x @ weight).dtype]
+        with casts.autocast("cpu", dtype=HALF):
+            types += [(x @ weight).dtype, run_in_thread(lambda: (x @ weight).dtype)]
+        return [str(dtype) for dtype in (*types, (x @ weight).dtype)]
+
+
+@needs_install
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_workers_of_a_data_loader(start: str) -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    outside, inside = str(FULL), str(HALF)
+    # A worker that is forked inside a region is inside it, as threads' state is copied; one that is spawned is not.
+    within = str(torch.bfloat16) if start == "fork" else outside
+    with casts.region(o1(torch.bfloat16)):
+        regions.cast_weight(weight, torch.bfloat16)
+        loader = torch.utils.data.DataLoader(
+            Examples(), batch_size=None, num_workers=1, multiprocessing_context=start, collate_fn=list
+        )
+        assert list(loader) == [[within, inside, outside, within]] * 4
+        assert cached() == 1
+
+
+@needs_install
+def test_data_parallel_threads() -> None:
+    """What DataParallel's threads do: the same module, each thread in the region of its own forward."""
+    model = nn.Linear(4, 4)
+    forward = casts.region(o1())(model.forward)
+    results: list[torch.dtype] = []
+    threads = [threading.Thread(target=lambda: results.append(forward(torch.ones(2, 4)).dtype)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [HALF] * 8
 
 
 @needs_install
