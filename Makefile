@@ -36,8 +36,9 @@ format: $(VENV)/installed ## rewrite the sources as lint wants them
 	$(BIN)/ruff format .
 	$(if $(SOURCES),$(BIN)/clang-format -i $(SOURCES))
 
-bench: $(VENV)/installed ## time the kernels
+bench: $(VENV)/installed ## time the kernels and the patched calls
 	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/calls.py
 
 cuda-compile: $(VENV)/installed ## compile the CUDA sources with nvcc; needs no GPU
 	@test -n "$(NVCC)" || { echo "make cuda-compile: there is no nvcc, neither in CUDA_HOME nor on PATH" >&2; exit 1; }

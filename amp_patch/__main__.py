@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import torch
 
-from amp_patch import __version__, multi_tensor
+from amp_patch import __version__, casts, multi_tensor
 from amp_patch.cpu_fp16 import has_fp16_arithmetic
 
 
 def info(_: argparse.Namespace) -> None:
-    """versions, the kernels' backend and why it is that one, devices, how FP16 runs on this CPU"""
+    """versions, what runs the kernels and why, what runs the casts of O1, devices, how FP16 runs on this CPU"""
     devices = [f"cpu ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})"]
     devices += [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
     auto = "native" if has_fp16_arithmetic() else "emulate"
@@ -22,6 +22,7 @@ def info(_: argparse.Namespace) -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "kernels": f"{multi_tensor.backend()}: {multi_tensor.backend_reason()}",
+        "casts": {"cpp": "cpp: C callables", "python": "python: Python wrappers"}[casts.backend()],
         "devices": ", ".join(devices),
         "cpu_fp16": f"auto is {auto}: this CPU has {'' if has_fp16_arithmetic() else 'no '}FP16 arithmetic",
     }

@@ -39,8 +39,10 @@ bool is_low(ScalarType type) { return type == ScalarType::Half || type == Scalar
 bool is_narrow(ScalarType type) { return is_low(type) || type == ScalarType::Float; }
 
 bool is_tensor(PyObject* object) {
-  return THPVariable_CheckExact(object) ||
-         PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(THPVariableClass));
+  if (THPVariable_CheckExact(object)) return true;
+  PyTypeObject* const type = Py_TYPE(object);  // None, numbers, strings and the like are no heap types
+  return (type->tp_flags & Py_TPFLAGS_HEAPTYPE) != 0 &&
+         PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(THPVariableClass));
 }
 
 bool is_sequence(PyObject* object) { return PyList_Check(object) || PyTuple_Check(object); }

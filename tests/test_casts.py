@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import inspect
+import os
 import pickle
 import subprocess
 import sys
@@ -248,25 +249,39 @@ def test_who_never_compiles_does_not_import_the_compiler() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
 
 
-@needs_install
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiled_models_give_the_same_numbers() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 4), nn.LayerNorm(4))
+COMPILED = """
+import torch, torch.nn.functional as F
+from torch import nn
+from amp_patch import casts
+from amp_patch.policy import Policy
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.layers(x)
-            return F.softmax(x, dim=-1) + torch.exp(x) + x.exp() + (x @ x.T).sum()
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 4), nn.LayerNorm(4))
 
-    torch.manual_seed(0)
-    model, x = Model(), torch.randn(4, 2, 4, 4)
+    def forward(self, x):
+        x = self.layers(x)
+        return F.softmax(x, dim=-1) + torch.exp(x) + x.exp() + (x @ x.T).sum()
+
+torch.manual_seed(0)
+model, x = Model(), torch.randn(4, 2, 4, 4)
+with casts.use_backend(BACKEND):
+    casts.install()
     compiled = torch.compile(model, backend="eager")
-    for dtype in LOW * 2:
-        with casts.region(o1(dtype)):
+    for dtype in (torch.float16, torch.bfloat16) * 2:
+        with casts.region(Policy("O1", dtype=dtype, patch_torch_functions=True)):
             torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
         torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["", "import torch._dynamo"], ids=["installed first", "compiler first"])
+def test_compiled_models_give_the_same_numbers(first: str, wrappers: str) -> None:
+    """In a process of its own: the compiler keeps what it finds in torch's namespace when it is imported."""
+    code = f"{first}\nBACKEND = {wrappers!r}\n{COMPILED}"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
 
 
 @needs_install

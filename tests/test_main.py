@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import amp_patch
-from amp_patch import multi_tensor
+from amp_patch import casts, multi_tensor
 from amp_patch.__main__ import main
 
 
@@ -47,6 +47,12 @@ def test_info_tells_how_fp16_runs_on_this_cpu(arithmetic, expected, capsys, monk
     assert rows(capsys.readouterr().out)["cpu_fp16"] == expected
 
 
+def test_info_tells_what_runs_the_casts(wrappers, capsys):
+    main(["info"])
+    assert rows(capsys.readouterr().out)["casts"].startswith(f"{casts.backend()}: ")
+    assert casts.backend() == wrappers
+
+
 @pytest.mark.parametrize("arguments", [[], ["inform"]], ids=["none", "unknown"])
 def test_without_a_known_subcommand_the_usage_is_shown(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
@@ -59,4 +65,8 @@ def test_python_dash_m_runs_it():
     run = subprocess.run([sys.executable, "-W", "error", "-m", "amp_patch", "info"], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
+<<<<<<< HEAD
     assert set(rows(run.stdout)) == {"amp_patch", "torch", "python", "kernels", "devices", "cpu_fp16"}
+=======
+    assert set(rows(run.stdout)) == {"amp_patch", "torch", "python", "kernels", "casts", "devices"}
+>>>>>>> ea20c39 (Calls benchmark, info row, a cheaper look at arguments)
