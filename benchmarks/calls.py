@@ -1,8 +1,8 @@
 """What a patched function adds to a call, beside what torch.autocast adds.
 
-One table is of calls that cast nothing, one of calls that cast. Tensors are tiny, so that the call itself is what takes the time. Every round times all variants one after the other and
-gives their differences; the table holds the medians over the rounds, in nanoseconds a call. It is the thread's own
-time: what else runs on the machine is not in it.
+One table is of calls that cast nothing, one of calls that cast. Tensors are tiny, so that the call itself is what takes
+the time. Every round times all variants one after the other and gives their differences; the table holds the medians
+over the rounds, in nanoseconds a call. It is the thread's own time: what else runs on the machine is not in it.
 `python benchmarks/calls.py [--threads N] [--rounds N] [--calls N] [--backend python] [--json PATH]`
 """
 
