@@ -59,7 +59,7 @@ py::object owned(PyObject* result) {
 struct Acting {
   bool on = false;        // there is a policy
   bool patches = false;   // its casts are those of the op lists
-  bool emulates = false;  // its products are Python's: `Policy.emulates`
+  bool emulates = false;  // FP16 on a CPU (amp_patch/cpu_fp16.py): Python's, whether it patches or not
   ScalarType low = ScalarType::Half;
 };
 
@@ -358,12 +358,13 @@ struct Widest {
 // --------------------------------------------------------------------------------------------------------------------
 // The rules
 
-enum class Rule { lower, rnn, fp32, batch_norm, widest, match_self, other };
+enum class Rule { lower, fp32, batch_norm, widest, match_self, emulated, other };  // other: Python's alone
 
 Rule rule_named(const std::string& name) {
   static const std::unordered_map<std::string, Rule> rules = {
-      {"lower", Rule::lower},           {"rnn", Rule::rnn},       {"fp32", Rule::fp32},
-      {"batch_norm", Rule::batch_norm}, {"widest", Rule::widest}, {"match_self", Rule::match_self},
+      {"lower", Rule::lower},           {"fp32", Rule::fp32},
+      {"batch_norm", Rule::batch_norm}, {"widest", Rule::widest},
+      {"match_self", Rule::match_self}, {"emulated", Rule::emulated},
   };
   const auto found = rules.find(name);
   return found == rules.end() ? Rule::other : found->second;
@@ -375,10 +376,9 @@ enum class Route { original, python, cast };
 
 // Which way a call goes while casts act, and for `Route::cast` which cast. No Python code runs in here.
 Route route(Rule rule, const Acting& acting, const Arguments& given, Cast& cast) {
-  const bool product = rule == Rule::lower || rule == Rule::rnn || rule == Rule::match_self;
-  if (acting.emulates && product) return Route::python;
+  if (acting.emulates && rule != Rule::batch_norm && rule != Rule::widest) return Route::python;
   if (!acting.patches) return Route::original;
-  if (rule == Rule::rnn || rule == Rule::other) return Route::python;
+  if (rule == Rule::other) return Route::python;
   if (given.keyword(OUT) != nullptr) return Route::original;
 
   cast = {ScalarType::Float, false, false};
@@ -405,6 +405,7 @@ Route route(Rule rule, const Acting& acting, const Arguments& given, Cast& cast)
       if (given.keyword(DTYPE) != nullptr) return Route::original;  // an explicit type is the user's word
       cast.raises = true;
       break;
+    case Rule::emulated:
     case Rule::widest: {
       Widest widest;
       for (Py_ssize_t i = 0; i < given.size(); ++i) {
