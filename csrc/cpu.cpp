@@ -158,9 +158,9 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
 // Tensors that fill their memory in one common order (all contiguous, all channels_last, all transposed alike) are
 // walked in that order. Else all are walked in the order of their indices, by strides where memory has another one.
 template <size_t N>
-std::array<View, N> view(const std::array<const at::Tensor*, N>& tensors) {
+std::array<View, N> view(const std::array<const at::Tensor*, N>& tensors, const std::array<const Fact*, N>& facts) {
   bool common = true;
-  for (const at::Tensor* t : tensors) common = common && t->is_contiguous();
+  for (const Fact* f : facts) common = common && f->contiguous;
   if (!common) {
     common = true;
     for (const at::Tensor* t : tensors) {
@@ -169,23 +169,17 @@ std::array<View, N> view(const std::array<const at::Tensor*, N>& tensors) {
   }
   std::array<View, N> views;
   for (size_t k = 0; k < N; ++k) {
-    const at::Tensor& t = *tensors[k];
-    // const_data_ptr, for what is written too: run() has asked for mutable data before.
-    char* const data = static_cast<char*>(const_cast<void*>(t.const_data_ptr()));
-    views[k] = {data, t.scalar_type(), common || t.is_contiguous(), &t};
+    views[k] = {facts[k]->data, facts[k]->dtype, common || facts[k]->contiguous, tensors[k]};
   }
   return views;
 }
 
 // The processor follows a long row by itself; of a short one it is at the end before it has understood.
-template <size_t N>
-void prefetch(const std::array<View, N>& views, int64_t size) {
+void prefetch(const Fact& f) {
   constexpr int64_t kLine = 64, kMost = 2048;
-  for (const View& v : views) {
-    const int64_t bytes = size * v.item();
-    if (bytes > kMost) continue;
-    for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(v.data + at);
-  }
+  const int64_t bytes = bytes_of(f);
+  if (bytes > kMost) return;
+  for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(f.data + at);
 }
 
 // Calls visit(offset, position, length, stride) for the runs that make up elements [begin, begin + n).
@@ -321,19 +315,19 @@ struct CpuLoop {
   template <class T, int N, class Functor>
   static void run(const Job<N>& job, const Functor& f) {
     constexpr size_t kViews = N + (Functor::writes ? 1 : 0);  // inputs, then the output
-    std::vector<std::array<View, kViews>> views(job.indices.size());
-    std::vector<int64_t> sizes(job.indices.size());
-    for_each_index(views.size(), [&](size_t slot) {
-      const int64_t i = job.indices[slot];
-      std::array<const at::Tensor*, kViews> tensors;
-      for (size_t k = 0; k < N; ++k) tensors[k] = &(*job.in[k])[i];
-      if constexpr (Functor::writes) tensors[N] = &(*job.out)[i];
-      views[slot] = view(tensors);
-      sizes[slot] = tensors[0]->numel();
-    });
+    const auto facts_of = [&](int64_t i) {
+      std::array<const Fact*, kViews> facts;
+      for (size_t k = 0; k < N; ++k) facts[k] = &(*job.in_facts[k])[i];
+      if constexpr (Functor::writes) facts[N] = &(*job.out_facts)[i];
+      return facts;
+    };
+    std::vector<int64_t> sizes;
+    sizes.reserve(job.indices.size());
     int64_t written = 0;
-    if constexpr (Functor::writes) {
-      for (size_t slot = 0; slot < views.size(); ++slot) written += sizes[slot] * views[slot][N].item();
+    for (const int64_t i : job.indices) {
+      const auto facts = facts_of(i);
+      sizes.push_back(facts[0]->numel);
+      if constexpr (Functor::writes) written += bytes_of(*facts[N]);
     }
     const bool stream = written >= kStreamed;
 
@@ -352,9 +346,16 @@ struct CpuLoop {
     at::parallel_for(0, work, kGrain, [&](int64_t from, int64_t to) {
       for (auto c = std::lower_bound(starts.begin(), starts.end(), from) - starts.begin();
            c < static_cast<int64_t>(chunks.size()) && starts[c] < to; ++c) {
-        if (c + 3 < static_cast<int64_t>(chunks.size())) prefetch(views[chunks[c + 3].slot], sizes[chunks[c + 3].slot]);
-        const int64_t slot = chunks[c].slot, begin = chunks[c].index * kChunk;
-        const auto result = run_chunk<T, N>(f, views[slot], begin, std::min(begin + kChunk, sizes[slot]), stream);
+        constexpr int64_t kAhead = 3;
+        if (c + kAhead < static_cast<int64_t>(chunks.size())) {
+          for (const Fact* f : facts_of(job.indices[chunks[c + kAhead].slot])) prefetch(*f);
+        }
+        const int64_t slot = chunks[c].slot, i = job.indices[slot], begin = chunks[c].index * kChunk;
+        std::array<const at::Tensor*, kViews> tensors;
+        for (size_t k = 0; k < N; ++k) tensors[k] = &(*job.in[k])[i];
+        if constexpr (Functor::writes) tensors[N] = &(*job.out)[i];
+        const auto views = view(tensors, facts_of(i));
+        const auto result = run_chunk<T, N>(f, views, begin, std::min(begin + kChunk, sizes[slot]), stream);
         if (result.bad) bad.store(true, std::memory_order_relaxed);
         if constexpr (Functor::reduces) squares[c] = result.squares;
       }

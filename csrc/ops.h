@@ -14,9 +14,11 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/COW.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -47,10 +49,23 @@ struct Refused : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
+// What a loop needs of a tensor, in one place: on thousands of small ones waiting for the memory where torch keeps it
+// is most of the work, so it is visited once.
+struct Fact {
+  char* data;  // null if there are no elements
+  int64_t numel;
+  const void* storage;
+  at::ScalarType dtype;
+  bool contiguous;
+};
+using Facts = std::vector<Fact>;
+
 template <int N>
 struct Job {
   std::array<const Tensors*, N> in;
-  const Tensors* out;            // null where the functor writes nothing; no lazy copies
+  const Tensors* out;  // null where the functor writes nothing; no lazy copies
+  std::array<const Facts*, N> in_facts;
+  const Facts* out_facts;
   std::vector<int64_t> indices;  // which tensors of the lists; none is empty, all are float64 or none is
   float* found_inf;              // null: nobody asks
   double* squares;               // where the functor reduces: one sum per tensor of the lists
@@ -99,12 +114,21 @@ inline void check_tensor(const at::Tensor& t, c10::Device device) {
   require(is_supported(t.scalar_type()), "dtype");
 }
 
+inline Fact fact_of(const at::Tensor& t) {
+  const int64_t numel = t.numel();
+  const void* const data = numel == 0 ? nullptr : t.const_data_ptr();
+  return {static_cast<char*>(const_cast<void*>(data)), numel, t.storage().unsafeGetStorageImpl(), t.scalar_type(),
+          t.is_contiguous()};
+}
+
+inline int64_t bytes_of(const Fact& f) { return f.numel * static_cast<int64_t>(c10::elementSize(f.dtype)); }
+
 // Where writing out would disturb t: another part of it, or the same elements by another type.
-inline void check_overlap(const at::Tensor& t, const at::Tensor& out) {
+inline void check_overlap(const at::Tensor& t, const Fact& fact, const at::Tensor& out, const Fact& out_fact) {
   if (t.unsafeGetTensorImpl() == out.unsafeGetTensorImpl()) return;
-  if (t.is_contiguous() && out.is_contiguous()) {
-    const char *p = static_cast<const char*>(t.const_data_ptr()), *q = static_cast<const char*>(out.const_data_ptr());
-    if (p + t.nbytes() <= q || q + out.nbytes() <= p) return;
+  if (fact.contiguous && out_fact.contiguous &&
+      (fact.data + bytes_of(fact) <= out_fact.data || out_fact.data + bytes_of(out_fact) <= fact.data)) {
+    return;
   }
   if (!t.is_alias_of(out)) return;
   const auto status = at::get_overlap_status(t, out);
@@ -127,14 +151,14 @@ inline void check_number(const Number& number, c10::Device device) {
 
 // No two outputs share elements: which of the two writes would be last? Tensors of one storage (views of a flat buffer)
 // are told apart by their first and last byte, and refused only if both are dense: torch cannot tell the others either.
-inline void check_apart(const Tensors& out) {
+inline void check_apart(const Tensors& out, const Facts& facts) {
   size_t capacity = 16;
-  while (capacity < 2 * out.size()) capacity *= 2;
+  while (capacity < 2 * facts.size()) capacity *= 2;
   std::vector<const void*> seen(capacity);
   bool shared = false;
-  for (size_t i = 0; i < out.size() && !shared; ++i) {
-    if (out[i].numel() == 0) continue;
-    const void* const storage = out[i].storage().unsafeGetStorageImpl();
+  for (size_t i = 0; i < facts.size() && !shared; ++i) {
+    if (facts[i].numel == 0) continue;
+    const void* const storage = facts[i].storage;
     size_t slot = (reinterpret_cast<uintptr_t>(storage) >> 4) * 0x9E3779B97F4A7C15u >> 20 & (capacity - 1);
     while (seen[slot] != nullptr && seen[slot] != storage) slot = (slot + 1) & (capacity - 1);
     shared = seen[slot] != nullptr;
@@ -142,43 +166,70 @@ inline void check_apart(const Tensors& out) {
   }
   if (!shared) return;
   std::vector<std::pair<const char*, const char*>> spans;
-  for (size_t i = 0; i < out.size(); ++i) {
-    if (out[i].numel() == 0 || !out[i].is_non_overlapping_and_dense()) continue;
-    const char* const begin = static_cast<const char*>(out[i].const_data_ptr());
-    spans.emplace_back(begin, begin + out[i].nbytes());
+  for (size_t i = 0; i < facts.size(); ++i) {
+    const Fact& f = facts[i];
+    if (f.numel == 0 || !(f.contiguous || out[i].is_non_overlapping_and_dense())) continue;
+    spans.emplace_back(f.data, f.data + bytes_of(f));
   }
   std::sort(spans.begin(), spans.end());
   for (size_t i = 1; i < spans.size(); ++i) require(spans[i - 1].second <= spans[i].first, "outputs overlap");
 }
 
-// The last of the lists is the output where writes is true. Returns the device.
-inline c10::Device check_lists(c10::DeviceType type, std::initializer_list<const Tensors*> lists, bool writes,
-                               const MaybeTensor& found_inf, std::initializer_list<const Number*> numbers) {
-  const Tensors& first = **lists.begin();
+// A call's lists, found to be right.
+template <size_t K>
+struct Checked {
+  c10::Device device;
+  std::array<Facts, K> facts;
+};
+
+// The last of the lists is the output where writes is true.
+template <size_t K>
+Checked<K> check_lists(c10::DeviceType type, const std::array<const Tensors*, K>& lists, bool writes,
+                       const MaybeTensor& found_inf, std::initializer_list<const Number*> numbers) {
+  const Tensors& first = *lists[0];
   c10::Device device(type);
   if (!first.empty() && first[0].defined()) device = first[0].device();
   if (first.empty() && found_inf.has_value() && found_inf->defined()) device = found_inf->device();
   require(device.type() == type, "device");
-  for (const Tensors* list : lists) require(list->size() == first.size(), "length");
-  const Tensors* const out = writes ? *(lists.end() - 1) : nullptr;
+  Checked<K> checked{device, {}};
+  for (size_t k = 0; k < K; ++k) {
+    require(lists[k]->size() == first.size(), "length");
+    checked.facts[k].resize(first.size());
+  }
   const bool recorded = writes && c10::GradMode::is_enabled();  // a flag of this thread
+  std::atomic<bool> lazy{false};
   for_each_index(first.size(), [&](size_t i) {
-    for (const Tensors* list : lists) {
-      const at::Tensor& t = (*list)[i];
+    for (size_t k = 0; k < K; ++k) {
+      const at::Tensor& t = (*lists[k])[i];
+      Fact& fact = checked.facts[k][i];
+      if (k > 0 && lists[k] == &first) {
+        fact = checked.facts[0][i];
+        continue;
+      }
       check_tensor(t, device);
-      if (list == &first) continue;
+      fact = fact_of(t);
+      if (k == 0) continue;
       require(t.sizes() == first[i].sizes(), "shape");
-      require((t.scalar_type() == at::kDouble) == (first[i].scalar_type() == at::kDouble), "float64");
+      require((fact.dtype == at::kDouble) == (checked.facts[0][i].dtype == at::kDouble), "float64");
     }
-    if (out == nullptr) return;
-    require(!recorded || !(*out)[i].requires_grad(), "requires grad");
-    require(at::has_internal_overlap((*out)[i]) != at::MemOverlap::Yes, "overlap");
-    for (const Tensors* list : lists) check_overlap((*list)[i], (*out)[i]);
+    if (!writes) return;
+    const at::Tensor& out = (*lists[K - 1])[i];
+    const Fact& out_fact = checked.facts[K - 1][i];
+    require(!recorded || !out.requires_grad(), "requires grad");
+    if (!out_fact.contiguous) require(at::has_internal_overlap(out) != at::MemOverlap::Yes, "overlap");
+    for (size_t k = 0; k < K; ++k) check_overlap((*lists[k])[i], checked.facts[k][i], out, out_fact);
+    if (c10::impl::cow::is_cow_data_ptr(out.storage().data_ptr())) lazy.store(true, std::memory_order_relaxed);
   });
-  if (writes) check_apart(*out);
+  if (writes) check_apart(*lists[K - 1], checked.facts[K - 1]);
   if (found_inf.has_value()) check_one(*found_inf, device, at::kFloat);
   for (const Number* number : numbers) check_number(*number, device);
-  return device;
+  if (lazy) {  // lazy copies become real here, not in several threads at once
+    for (size_t i = 0; i < first.size(); ++i) (*lists[K - 1])[i].mutable_data_ptr();
+    for (size_t k = 0; k < K; ++k) {
+      for (size_t i = 0; i < first.size(); ++i) checked.facts[k][i] = fact_of((*lists[k])[i]);
+    }
+  }
+  return checked;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -198,33 +249,35 @@ inline void bump(const at::Tensor& t) {
 }
 
 // float64 tensors go through make(double()), the rest of the lists through make(float()).
-template <class Loop, int N, class Make>
-void launch(std::array<const Tensors*, N> in, const Tensors* out, const MaybeTensor& found_inf, double* squares,
-            Make make) {
-  Job<N> narrow{in, out, {}, nullptr, squares};
+template <class Loop, int N, size_t K, class Make>
+void launch(const Checked<K>& checked, std::array<const Tensors*, N> in, const Tensors* out,
+            const MaybeTensor& found_inf, double* squares, Make make) {
+  static_assert(K == N || K == N + 1);
+  Job<N> narrow{in, out, {}, out != nullptr ? &checked.facts[K - 1] : nullptr, {}, nullptr, squares};
+  for (size_t k = 0; k < N; ++k) narrow.in_facts[k] = &checked.facts[k];
   if (found_inf.has_value()) {
     narrow.found_inf = found_inf->mutable_data_ptr<float>();
     bump(*found_inf);
   }
   Job<N> wide = narrow;
-  for (size_t i = 0; i < in[0]->size(); ++i) {
-    if (out != nullptr) {
-      bump((*out)[i]);
-      (*out)[i].mutable_data_ptr();  // a lazy copy becomes real here, not in several threads at once
-    }
-    const at::Tensor& t = (*in[0])[i];
-    if (t.numel() != 0) (t.scalar_type() == at::kDouble ? wide : narrow).indices.push_back(static_cast<int64_t>(i));
+  const Facts& first = checked.facts[0];
+  narrow.indices.reserve(first.size());
+  for (size_t i = 0; i < first.size(); ++i) {
+    if (first[i].numel != 0) (first[i].dtype == at::kDouble ? wide : narrow).indices.push_back(static_cast<int64_t>(i));
   }
   if (!narrow.indices.empty()) Loop::template run<float>(narrow, make(float()));
   if (!wide.indices.empty()) Loop::template run<double>(wide, make(double()));
+  if (out != nullptr) {
+    for_each_index(out->size(), [&](size_t i) { bump((*out)[i]); });
+  }
 }
 
 // {total, one norm a tensor}: float64 if any tensor is, else float32.
 template <class Loop>
-std::vector<at::Tensor> norms(const Tensors& tensors, const at::Tensor& squares) {
+std::vector<at::Tensor> norms(const Facts& tensors, const at::Tensor& squares) {
   at::ScalarType dtype = at::kFloat;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (tensors[i].scalar_type() == at::kDouble) dtype = at::kDouble;
+  for (const Fact& f : tensors) {
+    if (f.dtype == at::kDouble) dtype = at::kDouble;
   }
   return {Loop::total(squares).sqrt_().to(dtype), squares.sqrt().to(dtype)};
 }
@@ -238,12 +291,12 @@ inline at::Tensor make_squares(const Tensors& tensors, c10::Device device) {
 
 template <class Loop>
 void Ops<Loop>::scale(const Tensors& src, const Tensors& dst, const Number& factor, const MaybeTensor& found_inf) {
-  check_lists(Loop::device, {&src, &dst}, true, found_inf, {&factor});
+  const auto checked = check_lists<2>(Loop::device, {&src, &dst}, true, found_inf, {&factor});
   const double* number = std::get_if<double>(&factor);
   if (number != nullptr && *number == 1.0 && !found_inf.has_value()) {
-    return launch<Loop, 1>({&src}, &dst, found_inf, nullptr, [](auto zero) { return Copy<decltype(zero)>{}; });
+    return launch<Loop, 1>(checked, {&src}, &dst, found_inf, nullptr, [](auto zero) { return Copy<decltype(zero)>{}; });
   }
-  launch<Loop, 1>({&src}, &dst, found_inf, nullptr, [&](auto zero) {
+  launch<Loop, 1>(checked, {&src}, &dst, found_inf, nullptr, [&](auto zero) {
     using T = decltype(zero);
     return Scale<T>{scalar<T>(factor), T(0)};
   });
@@ -257,8 +310,8 @@ void Ops<Loop>::unscale(const Tensors& grads, const Number& inv_scale, const May
 template <class Loop>
 void Ops<Loop>::axpby(const Tensors& x, const Tensors& y, const Tensors& out, const Number& a, const Number& b,
                       const MaybeTensor& found_inf, bool watch_x, bool watch_y) {
-  check_lists(Loop::device, {&x, &y, &out}, true, found_inf, {&a, &b});
-  launch<Loop, 2>({&x, &y}, &out, found_inf, nullptr, [&](auto zero) {
+  const auto checked = check_lists<3>(Loop::device, {&x, &y, &out}, true, found_inf, {&a, &b});
+  launch<Loop, 2>(checked, {&x, &y}, &out, found_inf, nullptr, [&](auto zero) {
     using T = decltype(zero);
     return Axpby<T>{scalar<T>(a), scalar<T>(b), watch_x, watch_y, T(0)};
   });
@@ -266,37 +319,37 @@ void Ops<Loop>::axpby(const Tensors& x, const Tensors& y, const Tensors& out, co
 
 template <class Loop>
 void Ops<Loop>::check_finite(const Tensors& tensors, const MaybeTensor& found_inf) {
-  check_lists(Loop::device, {&tensors}, false, found_inf, {});
-  launch<Loop, 1>({&tensors}, nullptr, found_inf, nullptr, [](auto zero) { return CheckFinite<decltype(zero)>{}; });
+  const auto checked = check_lists<1>(Loop::device, {&tensors}, false, found_inf, {});
+  launch<Loop, 1>(checked, {&tensors}, nullptr, found_inf, nullptr,
+                  [](auto zero) { return CheckFinite<decltype(zero)>{}; });
 }
 
 template <class Loop>
 std::vector<at::Tensor> Ops<Loop>::l2norm(const Tensors& tensors) {
-  const auto device = check_lists(Loop::device, {&tensors}, false, std::nullopt, {});
-  const at::Tensor squares = make_squares(tensors, device);
-  launch<Loop, 1>({&tensors}, nullptr, std::nullopt, squares.mutable_data_ptr<double>(),
+  const auto checked = check_lists<1>(Loop::device, {&tensors}, false, std::nullopt, {});
+  const at::Tensor squares = make_squares(tensors, checked.device);
+  launch<Loop, 1>(checked, {&tensors}, nullptr, std::nullopt, squares.mutable_data_ptr<double>(),
                   [](auto zero) { return Norm<decltype(zero)>{}; });
-  return norms<Loop>(tensors, squares);
+  return norms<Loop>(checked.facts[0], squares);
 }
 
 template <class Loop>
 std::vector<at::Tensor> Ops<Loop>::unscale_l2norm(const Tensors& grads, const Number& inv_scale,
                                                   const MaybeTensor& found_inf) {
-  const auto device = check_lists(Loop::device, {&grads, &grads}, true, found_inf, {&inv_scale});
-  const at::Tensor squares = make_squares(grads, device);
-  launch<Loop, 1>({&grads}, &grads, found_inf, squares.mutable_data_ptr<double>(), [&](auto zero) {
+  const auto checked = check_lists<2>(Loop::device, {&grads, &grads}, true, found_inf, {&inv_scale});
+  const at::Tensor squares = make_squares(grads, checked.device);
+  launch<Loop, 1>(checked, {&grads}, &grads, found_inf, squares.mutable_data_ptr<double>(), [&](auto zero) {
     using T = decltype(zero);
     return ScaleNorm<T>{{scalar<T>(inv_scale), T(0)}};
   });
-  return norms<Loop>(grads, squares);
+  return norms<Loop>(checked.facts[0], squares);
 }
 
 template <class Loop>
 void Ops<Loop>::adopt(const Tensors& params, const Tensors& masters) {
-  for_each_index(masters.size(),
-                 [&](size_t i) { require(masters[i].defined() && masters[i].scalar_type() == at::kFloat, "dtype"); });
-  check_lists(Loop::device, {&params, &masters}, true, std::nullopt, {});
-  launch<Loop, 2>({&params, &masters}, &masters, std::nullopt, nullptr,
+  const auto checked = check_lists<2>(Loop::device, {&params, &masters}, true, std::nullopt, {});
+  for (const Fact& f : checked.facts[1]) require(f.dtype == at::kFloat, "dtype");
+  launch<Loop, 2>(checked, {&params, &masters}, &masters, std::nullopt, nullptr,
                   [](auto zero) { return Adopt<decltype(zero)>{at::kFloat}; });
 }
 
