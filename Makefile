@@ -36,9 +36,9 @@ format: $(VENV)/installed ## rewrite the sources as lint wants them
 	$(BIN)/ruff format .
 	$(if $(SOURCES),$(BIN)/clang-format -i $(SOURCES))
 
-bench: $(VENV)/installed ## time the kernels and the patched calls
-	$(BIN)/python benchmarks/kernels.py
-	$(BIN)/python benchmarks/calls.py
+bench: $(VENV)/installed ## time kernels, patched calls, whole steps and FP16 on a CPU beside torch's; JSON in out/
+	mkdir -p out
+	for name in kernels calls step fp16_cpu; do $(BIN)/python benchmarks/$$name.py --json out/$$name.json || exit 1; done
 
 cuda-compile: $(VENV)/installed ## compile the CUDA sources with nvcc; needs no GPU
 	@test -n "$(NVCC)" || { echo "make cuda-compile: there is no nvcc, neither in CUDA_HOME nor on PATH" >&2; exit 1; }

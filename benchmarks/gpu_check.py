@@ -22,8 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # {name in the results: the script and its options}; each takes --json PATH.
 BENCHMARKS = {
-    "gpu_kernels": ["benchmarks/gpu_kernels.py"],
-    "kernels": ["benchmarks/kernels.py", "--device", "cuda"],
+    "kernels": ["benchmarks/kernels.py", "--device", "cuda", "--elements", str(2**28)],  # 1 GB in FP32
+    "launches": ["benchmarks/launches.py"],
+    "step": ["benchmarks/step.py", "--device", "cuda", "--size", "100m"],
 }
 
 

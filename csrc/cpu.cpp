@@ -4,7 +4,6 @@
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define AMP_PATCH_X86 1
 #include <immintrin.h>
-#pragma GCC diagnostic ignored "-Wpsabi"  // every function of registers is inlined: there is no call to have an ABI
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 of its own headers: gcc.gnu.org/PR105593
 #endif
 
