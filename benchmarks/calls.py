@@ -3,22 +3,19 @@
 One table is of calls that cast nothing, one of calls that cast. Tensors are tiny, so that the call itself is what takes
 the time. Every round times all variants one after the other and gives their differences; the table holds the medians
 over the rounds, in nanoseconds a call. It is the thread's own time: what else runs on the machine is not in it.
-`python benchmarks/calls.py [--threads N] [--rounds N] [--calls N] [--backend python] [--json PATH]`
+`python benchmarks/calls.py [--repeats N] [--calls N] [--wrappers python] [--json PATH]`
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
 import time
 import timeit
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
+import timing
 import torch
 
 from amp_patch import casts
@@ -89,69 +86,58 @@ VARIANTS: dict[str, Callable[[], AbstractContextManager]] = {
 }
 
 
-def measure(statements: dict[str, str], rounds: int, calls: int) -> dict[str, list[float]]:
-    """Nanoseconds a call, round by round, of each variant's statement."""
-    times: dict[str, list[float]] = {variant: [] for variant in statements}
-    for _ in range(rounds):
-        for variant, statement in statements.items():
-            with VARIANTS[variant]():
-                timer = timeit.Timer(statement, timer=time.thread_time, globals=NAMES)
-                timer.timeit(calls // 10 + 1)  # the interpreter specializes the loop, the weights are cast
-                times[variant].append(timer.timeit(calls) / calls * 1e9)
-    return times
+def clock(variant: str, statement: str, calls: int) -> timing.Timer:
+    """Nanoseconds a call of the statement, in that variant's surroundings."""
+
+    def run() -> float:
+        with VARIANTS[variant]():
+            timer = timeit.Timer(statement, timer=time.thread_time, globals=NAMES)
+            timer.timeit(calls // 10 + 1)  # the interpreter specializes the loop, the weights are cast
+            return timer.timeit(calls) / calls * 1e9
+
+    return run
 
 
-def added(times: dict[str, list[float]], variant: str, base: str = "plain") -> float:
-    return statistics.median(a - b for a, b in zip(times[variant], times[base], strict=True))
-
-
-def ratio(times: dict[str, list[float]], variant: str, base: str) -> float:
-    return statistics.median(a / b for a, b in zip(times[variant], times[base], strict=True))
+def added(times: timing.Times, variant: str) -> float:
+    return statistics.median(a - b for a, b in zip(times[variant], times["plain"], strict=True))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=41)
-    parser.add_argument("--calls", type=int, default=1000)
-    parser.add_argument("--backend", choices=casts.BACKENDS, default=casts.backend())
-    parser.add_argument("--json", type=Path)
+    parser = timing.parser(__doc__, repeats=41)
+    parser.set_defaults(threads=1)
+    parser.add_argument("--calls", type=int, default=1000, help="in a turn")
+    parser.add_argument("--wrappers", choices=casts.BACKENDS, default=casts.backend())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
     rows: list[dict[str, Any]] = []
 
-    with casts.use_backend(options.backend):
-        print(f"{options.backend} wrappers, torch {torch.__version__}, {options.threads} threads; ns a call, medians")
-        print(f"\n{'nothing is cast: added by':27}{'plain':>9}{'autocast':>10}{'outside':>10}{'inside':>10}")
-        for call in NOTHING_CAST:
-            times = measure(dict.fromkeys(VARIANTS, call), options.rounds, options.calls)
-            row = {"call": call, "plain_ns": statistics.median(times["plain"])}
-            row |= {f"{variant}_adds_ns": added(times, variant) for variant in VARIANTS if variant != "plain"}
-            _, plain, *others = row.values()
-            print(f"{call:27}{plain:9.0f}" + "".join(f"{value:10.0f}" for value in others))
-            rows.append(row)
+    def measure(statements: dict[str, str]) -> timing.Times:
+        clocks = {variant: clock(variant, statement, options.calls) for variant, statement in statements.items()}
+        return timing.in_turns(clocks, options.repeats, warmup=1)
 
-        print(f"\n{'cast: added by':27}{'needless':>9}{'autocast':>10}{'inside':>10}{'ratio':>8}{'of calls':>10}")
+    def show(row: dict[str, Any]) -> None:
+        print(timing.line([value if value is not None else "-" for value in row.values()], widths), flush=True)
+        rows.append(row)
+
+    with casts.use_backend(options.wrappers):
+        print(f"{timing.heading(options)}; {options.wrappers} wrappers; ns a call")
+        widths = {"nothing is cast: added by": -27, "plain": 10, "autocast": 10, "outside": 10, "inside": 10}
+        print("\n" + timing.line(list(widths), widths))
+        for call in NOTHING_CAST:
+            times = measure(dict.fromkeys(VARIANTS, call))
+            others = {f"{variant} adds": round(added(times, variant)) for variant in VARIANTS if variant != "plain"}
+            show({"call": call, "plain": round(statistics.median(times["plain"])), **others})
+
+        widths = {"cast: added by": -27, "needless": 10, "autocast": 10, "inside": 10, "ratio": 10, "of calls": 10}
+        print("\n" + timing.line(list(widths), widths))
         for call, (needless, rival) in CAST.items():
-            statements = {"plain": needless, "autocast": rival, "inside": call}
-            times = measure(statements, options.rounds, options.calls)
-            row = {"call": call, "needless_ns": statistics.median(times["plain"])}
-            row |= {f"{variant}_adds_ns": added(times, variant) for variant in ("autocast", "inside")}
+            times = measure({"plain": needless, "autocast": rival, "inside": call})
+            plain, theirs, ours = statistics.median(times["plain"]), added(times, "autocast"), added(times, "inside")
             # A weight from the cache costs next to nothing on both sides: there is no ratio of that.
-            some = row["autocast_adds_ns"] > 0.05 * row["needless_ns"]
-            row["added_ratio"] = row["inside_adds_ns"] / row["autocast_adds_ns"] if some else None
-            row["call_ratio"] = ratio(times, "inside", "autocast")
-            shown = f"{row['added_ratio']:8.2f}" if some else f"{'-':>8}"
-            print(
-                f"{call:27}{row['needless_ns']:9.0f}{row['autocast_adds_ns']:10.0f}{row['inside_adds_ns']:10.0f}"
-                f"{shown}{row['call_ratio']:10.2f}"
-            )
-            rows.append(row)
-    if options.json:
-        result = {**about, "backend": options.backend, "threads": options.threads, "rows": rows}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+            ratio = ours / theirs if theirs > 0.05 * plain else None
+            row = {"call": call, "needless": round(plain), "autocast adds": round(theirs), "inside adds": round(ours)}
+            show(row | {"added ratio": ratio, "call ratio": timing.ratio(times["inside"], times["autocast"])})
+    timing.write_json(options, rows)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,10 @@ ten to twenty times slower: `--no-native` leaves them out.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 
+import timing
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -95,48 +92,28 @@ def stepper(model: nn.Module, batch: tuple[Tensor, Tensor], way: str) -> Callabl
     return scaled_step
 
 
-def times(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of each step, taken in turns; the first two turns are for the caches."""
-    taken: dict[str, list[float]] = {way: [] for way in steps}
-    for turn in range(repeats + 2):
-        for way, step in steps.items():
-            start = time.perf_counter()
-            step()
-            if turn >= 2:
-                taken[way].append((time.perf_counter() - start) * 1e3)
-    return taken
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=15)
+    parser = timing.parser(__doc__, repeats=15)
     parser.add_argument("--native", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
     ways = WAYS if options.native else WAYS[:-1]
-    arithmetic = "has" if has_fp16_arithmetic() else "has no"
-    print(f"torch {torch.__version__}, {options.threads} threads; this CPU {arithmetic} FP16 arithmetic")
-    print("time of a step over that of FP32")
-    print(f"{'model':13}{'FP32 ms':>9}" + "".join(f"{way:>9}" for way in ways))
+    widths = {"model": -13, "FP32 ms": 9, **dict.fromkeys(ways, 9)}
+    print(timing.heading(options))
+    print(f"this CPU has {'' if has_fp16_arithmetic() else 'no '}FP16 arithmetic; time of a step over that of FP32")
+    print(timing.line(list(widths), widths))
     rows = []
     for name, (make, batch) in MODELS.items():
         torch.manual_seed(0)
         data = batch()
-        taken = times({way: stepper(make(), data, way) for way in ("FP32", *ways)}, options.repeats)
+        steps = {way: stepper(make(), data, way) for way in ("FP32", *ways)}
+        times = timing.in_turns({way: timing.timer(step, "cpu") for way, step in steps.items()}, options.repeats)
         amp.restore()
-        base = taken["FP32"]
-        ratios = {way: statistics.median(t / b for t, b in zip(taken[way], base, strict=True)) for way in ways}
-        fp32 = statistics.median(base)
-        print(f"{name:13}{fp32:9.2f}" + "".join(f"{ratio:9.2f}" for ratio in ratios.values()), flush=True)
-        rows.append({"model": name, "fp32_ms": fp32, "over_fp32": ratios})
-    if options.json:
-        about = {"torch": torch.__version__, "machine": platform.machine(), "threads": options.threads}
-        result = {**about, "has_fp16_arithmetic": has_fp16_arithmetic(), "rows": rows}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        ratios = {way: timing.ratio(times[way], times["FP32"]) for way in ways}
+        rows.append({"model": name, "FP32 ms": statistics.median(times["FP32"]) / 1e3, **ratios})
+        print(timing.line([*rows[-1].values()], widths), flush=True)
+    timing.write_json(options, rows)
 
 
 if __name__ == "__main__":
