@@ -132,11 +132,22 @@ def _check_tensor(name: str, which: str, t: object, device: torch.device, first:
         raise TypeError(f"{name}: {which} is {t.dtype}, one of {wanted} is wanted: convert it or leave it out")
     if t.is_neg():
         raise ValueError(f"{name}: {which} is a lazily negated view, call `.resolve_neg()` on it first")
+    if t.device.type != "meta" and t.numel() and t.untyped_storage().nbytes() < _end(t) * t.element_size():
+        raise ValueError(
+            f"{name}: {which} has shape {list(t.shape)} but its storage holds {t.untyped_storage().nbytes()} bytes: its "
+            "memory was given back (a sharded parameter outside its forward?), hand over tensors that have theirs"
+        )
     if t.device != device:
         raise ValueError(
             f"{name}: {which} is on {t.device}, {first} on {device}: one call takes one device, group the tensors by "
             "device"
         )
+
+
+def _end(t: Tensor) -> int:
+    """Elements from the start of the storage to behind the last one of `t`."""
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return int(t.storage_offset() + last + 1)
 
 
 def _check_one(name: str, which: str, t: object, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> None:

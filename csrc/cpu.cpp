@@ -144,7 +144,7 @@ struct View {
   bool linear;  // element i lies at data[i]
   const at::Tensor* tensor;
 
-  int64_t item() const { return dtype == at::kDouble ? 8 : dtype == at::kFloat ? 4 : 2; }  // bytes
+  int64_t item() const { return item_size(dtype); }  // bytes
 };
 
 bool same_layout(const at::Tensor& a, const at::Tensor& b) {

@@ -14,7 +14,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/impl/COW.h>
+#include <c10/core/impl/COWDeleter.h>
 
 #include <algorithm>
 #include <array>
@@ -114,14 +114,30 @@ inline void check_tensor(const at::Tensor& t, c10::Device device) {
   require(is_supported(t.scalar_type()), "dtype");
 }
 
-inline Fact fact_of(const at::Tensor& t) {
-  const int64_t numel = t.numel();
-  const void* const data = numel == 0 ? nullptr : t.const_data_ptr();
-  return {static_cast<char*>(const_cast<void*>(data)), numel, t.storage().unsafeGetStorageImpl(), t.scalar_type(),
-          t.is_contiguous()};
+// From the first element to behind the last one, in elements.
+inline int64_t span_of(const at::Tensor& t) {
+  int64_t span = 1;
+  for (int64_t d = 0; d < t.dim(); ++d) span += (t.size(d) - 1) * t.stride(d);
+  return span;
 }
 
-inline int64_t bytes_of(const Fact& f) { return f.numel * static_cast<int64_t>(c10::elementSize(f.dtype)); }
+inline int64_t item_size(at::ScalarType dtype) { return dtype == at::kDouble ? 8 : dtype == at::kFloat ? 4 : 2; }
+inline int64_t bytes_of(const Fact& f) { return f.numel * item_size(f.dtype); }
+
+// Of a checked tensor. Its TensorImpl is asked directly: on small tensors at::Tensor's own care costs as much as a
+// kernel.
+inline Fact fact_of(const at::Tensor& t) {
+  const c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
+  const c10::StorageImpl* const storage = impl.unsafe_storage().unsafeGetStorageImpl();
+  Fact fact{nullptr, impl.numel(), storage, t.scalar_type(), impl.is_contiguous()};
+  if (fact.numel == 0) return fact;
+  const int64_t item = item_size(fact.dtype), offset = impl.storage_offset() * item;
+  const int64_t end = offset + (fact.contiguous ? bytes_of(fact) : span_of(t) * item);
+  require(storage != nullptr && end <= static_cast<int64_t>(storage->nbytes()),
+          "no memory");  // given back by its owner
+  fact.data = static_cast<char*>(const_cast<void*>(storage->data())) + offset;
+  return fact;
+}
 
 // Where writing out would disturb t: another part of it, or the same elements by another type.
 inline void check_overlap(const at::Tensor& t, const Fact& fact, const at::Tensor& out, const Fact& out_fact) {
@@ -147,6 +163,10 @@ inline void check_number(const Number& number, c10::Device device) {
     require(t->defined(), "number");
     check_one(*t, device, t->scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
   }
+}
+
+inline bool is_lazy(const at::Tensor& t) {
+  return t.unsafeGetTensorImpl()->unsafe_storage().data_ptr().get_deleter() == &c10::impl::cow::cow_deleter;
 }
 
 // No two outputs share elements: which of the two writes would be last? Tensors of one storage (views of a flat buffer)
@@ -218,7 +238,7 @@ Checked<K> check_lists(c10::DeviceType type, const std::array<const Tensors*, K>
     require(!recorded || !out.requires_grad(), "requires grad");
     if (!out_fact.contiguous) require(at::has_internal_overlap(out) != at::MemOverlap::Yes, "overlap");
     for (size_t k = 0; k < K; ++k) check_overlap((*lists[k])[i], checked.facts[k][i], out, out_fact);
-    if (c10::impl::cow::is_cow_data_ptr(out.storage().data_ptr())) lazy.store(true, std::memory_order_relaxed);
+    if (is_lazy(out)) lazy.store(true, std::memory_order_relaxed);
   });
   if (writes) check_apart(*lists[K - 1], checked.facts[K - 1]);
   if (found_inf.has_value()) check_one(*found_inf, device, at::kFloat);

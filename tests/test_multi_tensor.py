@@ -814,6 +814,21 @@ def test_errors_name_the_list_and_the_index_and_change_nothing(lists, error, mes
     assert found == 0.0 and F32.tolist() == [1.0] * 3 and F16.tolist() == [1.0] * 3
 
 
+def test_tensors_without_their_memory_are_refused():
+    tensors = [torch.ones(6), torch.ones(2, 3).t(), torch.ones(6)[2:]]
+    for t in tensors:
+        t.untyped_storage().resize_(t.untyped_storage().nbytes() - 4)
+    for t in tensors:
+        shape = re.escape(str(list(t.shape)))
+        with pytest.raises(
+            ValueError, match=f"^multi_tensor_unscale: tensor 1 of grads has shape {shape} but its storage"
+        ):
+            mt.multi_tensor_unscale([torch.ones(3), t], 2.0, flag())
+    empty = torch.ones(0, 3)
+    empty.untyped_storage().resize_(0)
+    mt.multi_tensor_unscale([empty], 2.0, flag())
+
+
 def test_overlapping_outputs_are_refused():
     base, twice = torch.zeros(10), torch.ones(4)
     apart = [base[:3], base[5:], base[3:5]]
