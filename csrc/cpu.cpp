@@ -232,19 +232,40 @@ void convert(const Row& from, const Row& to, int64_t n) {
   map_rows<T, 1>(Copy<T>(), std::array<Row, 2>{from, to}, n, false);
 }
 
-// Elements [begin, end) of one tensor; views holds the inputs and, where the functor writes, the output.
+// Whether the loop takes operand k as it is; a mix of dtypes without a loop is converted to T first.
+template <class T, size_t N>
+bool is_known(size_t k, at::ScalarType dtype) {
+  return N == 1 || k == 0 || dtype == c10::CppTypeToScalarType<T>::value;
+}
+
+// Elements [begin, end) of one tensor, as rows if they are all rows that the loop takes.
+template <class T, size_t N, class Functor, size_t Views>
+bool run_rows(const Functor& functor, const std::array<const Fact*, Views>& facts, int64_t begin, int64_t end,
+              bool stream, Result& result) {
+  std::array<Row, Views> rows;
+  for (size_t k = 0; k < Views; ++k) {
+    if (!facts[k]->contiguous || !is_known<T, N>(k, facts[k]->dtype)) return false;
+    rows[k].data = facts[k]->data + begin * item_size(facts[k]->dtype);
+    rows[k].dtype = facts[k]->dtype;
+  }
+  Functor f = functor;
+  f.prepare(facts[0]->dtype, facts[Views - 1]->dtype);
+  result = map_rows<T, N>(f, rows, end - begin, stream && rows[0].data != rows[Views - 1].data);
+  return true;
+}
+
+// The same for all tensors; views holds the inputs and, where the functor writes, the output.
 template <class T, size_t N, class Functor, size_t Views>
 Result run_chunk(Functor f, const std::array<View, Views>& views, int64_t begin, int64_t end, bool stream) {
   f.prepare(views[0].dtype, views[Views - 1].dtype);
-  // What the loop takes as it is; the rest is gathered (strides) and converted (a mix of dtypes without a loop).
   std::array<bool, Views> known;
   bool direct = true;
   for (size_t k = 0; k < Views; ++k) {
-    known[k] = N == 1 || k == 0 || views[k].dtype == c10::CppTypeToScalarType<T>::value;
+    known[k] = is_known<T, N>(k, views[k].dtype);
     direct = direct && known[k] && views[k].linear;
   }
   std::array<Row, Views> rows;
-  if (direct) {
+  if (direct) {  // in one common order, which is another than that of their indices
     for (size_t k = 0; k < Views; ++k) rows[k] = {views[k].data + begin * views[k].item(), views[k].dtype};
     return map_rows<T, N>(f, rows, end - begin, stream && rows[0].data != rows[Views - 1].data);
   }
@@ -350,11 +371,15 @@ struct CpuLoop {
           for (const Fact* f : facts_of(job.indices[chunks[c + kAhead].slot])) prefetch(*f);
         }
         const int64_t slot = chunks[c].slot, i = job.indices[slot], begin = chunks[c].index * kChunk;
-        std::array<const at::Tensor*, kViews> tensors;
-        for (size_t k = 0; k < N; ++k) tensors[k] = &(*job.in[k])[i];
-        if constexpr (Functor::writes) tensors[N] = &(*job.out)[i];
-        const auto views = view(tensors, facts_of(i));
-        const auto result = run_chunk<T, N>(f, views, begin, std::min(begin + kChunk, sizes[slot]), stream);
+        const int64_t end = std::min(begin + kChunk, sizes[slot]);
+        const auto facts = facts_of(i);
+        Result result;
+        if (!run_rows<T, N>(f, facts, begin, end, stream, result)) {
+          std::array<const at::Tensor*, kViews> tensors;
+          for (size_t k = 0; k < N; ++k) tensors[k] = &(*job.in[k])[i];
+          if constexpr (Functor::writes) tensors[N] = &(*job.out)[i];
+          result = run_chunk<T, N>(f, view(tensors, facts), begin, end, stream);
+        }
         if (result.bad) bad.store(true, std::memory_order_relaxed);
         if constexpr (Functor::reduces) squares[c] = result.squares;
       }

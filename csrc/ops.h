@@ -126,17 +126,20 @@ inline int64_t bytes_of(const Fact& f) { return f.numel * item_size(f.dtype); }
 
 // Of a checked tensor. Its TensorImpl is asked directly: on small tensors at::Tensor's own care costs as much as a
 // kernel.
-inline Fact fact_of(const at::Tensor& t) {
+C10_ALWAYS_INLINE void learn(const at::Tensor& t, Fact& fact) {
   const c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
   const c10::StorageImpl* const storage = impl.unsafe_storage().unsafeGetStorageImpl();
-  Fact fact{nullptr, impl.numel(), storage, t.scalar_type(), impl.is_contiguous()};
-  if (fact.numel == 0) return fact;
+  fact.data = nullptr;
+  fact.numel = impl.numel();
+  fact.storage = storage;
+  fact.dtype = t.scalar_type();
+  fact.contiguous = impl.is_contiguous();
+  if (fact.numel == 0) return;
   const int64_t item = item_size(fact.dtype), offset = impl.storage_offset() * item;
   const int64_t end = offset + (fact.contiguous ? bytes_of(fact) : span_of(t) * item);
   require(storage != nullptr && end <= static_cast<int64_t>(storage->nbytes()),
           "no memory");  // given back by its owner
   fact.data = static_cast<char*>(const_cast<void*>(storage->data())) + offset;
-  return fact;
 }
 
 // Where writing out would disturb t: another part of it, or the same elements by another type.
@@ -227,7 +230,7 @@ Checked<K> check_lists(c10::DeviceType type, const std::array<const Tensors*, K>
         continue;
       }
       check_tensor(t, device);
-      fact = fact_of(t);
+      learn(t, fact);
       if (k == 0) continue;
       require(t.sizes() == first[i].sizes(), "shape");
       require((fact.dtype == at::kDouble) == (checked.facts[0][i].dtype == at::kDouble), "float64");
@@ -246,7 +249,7 @@ Checked<K> check_lists(c10::DeviceType type, const std::array<const Tensors*, K>
   if (lazy) {  // lazy copies become real here, not in several threads at once
     for (size_t i = 0; i < first.size(); ++i) (*lists[K - 1])[i].mutable_data_ptr();
     for (size_t k = 0; k < K; ++k) {
-      for (size_t i = 0; i < first.size(); ++i) checked.facts[k][i] = fact_of((*lists[k])[i]);
+      for (size_t i = 0; i < first.size(); ++i) learn((*lists[k])[i], checked.facts[k][i]);
     }
   }
   return checked;
