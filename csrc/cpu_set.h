@@ -149,16 +149,16 @@ template <bool kStream, class Half>
 void put(Half* p, Pair pair) {
   put<kStream>(static_cast<void*>(p), pack(pair, Half()));
 }
-inline Pair fetch(const float* p) {
-  Pair pair;
-  std::memcpy(&pair, p, sizeof(pair));
-  return pair;
+template <class Whole>
+Whole at(const void* p) {
+  Whole v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
 }
+inline Pair fetch(const float* p) { return {{at<Register>(p)}, {at<Register>(p + AMP_PATCH_WIDTH)}}; }
 template <class Half>
 Pair fetch(const Half* p) {
-  Integers v;
-  std::memcpy(&v, p, sizeof(v));
-  return unpack(v, Half());
+  return unpack(at<Integers>(p), Half());
 }
 
 template <class Element>
