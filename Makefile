@@ -10,7 +10,7 @@ SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu tests/cuda/*.cpp)
 NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/null))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench cuda-compile gpu-check clean
+.PHONY: help demo test test-all lint format bench sanitize cuda-compile gpu-check clean
 
 help: ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ format: $(VENV)/installed ## rewrite the sources as lint wants them
 bench: $(VENV)/installed ## time kernels, patched calls, whole steps and FP16 on a CPU beside torch's; JSON in out/
 	mkdir -p out
 	for name in kernels calls step fp16_cpu; do $(BIN)/python benchmarks/$$name.py --json out/$$name.json || exit 1; done
+
+sanitize: $(VENV)/installed ## the C++ code's tests with AddressSanitizer and UBSan, built in out/sanitize
+	PYTHON=$(BIN)/python sh tests/sanitize.sh
 
 cuda-compile: $(VENV)/installed ## compile the CUDA sources with nvcc; needs no GPU
 	@test -n "$(NVCC)" || { echo "make cuda-compile: there is no nvcc, neither in CUDA_HOME nor on PATH" >&2; exit 1; }

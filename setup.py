@@ -3,7 +3,8 @@
 Environment: AMP_PATCH_NO_EXT=1 builds none. AMP_PATCH_REQUIRE_EXT=1 makes a failed build an error (else amp_patch runs
 on plain torch and `python -m amp_patch info` tells why; where the CUDA part alone fails, CUDA tensors do). FORCE_CUDA=1
 compiles the CUDA kernels without looking for a compiler and a torch for CUDA. TORCH_CUDA_ARCH_LIST names the GPUs to
-compile for, as for any extension of torch ("8.0;9.0"; default: those of this machine).
+compile for, as for any extension of torch ("8.0;9.0"; default: those of this machine). AMP_PATCH_SANITIZE=1 puts
+AddressSanitizer and UBSan into what the C++ compiler makes (`make sanitize`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def flag(name: str) -> bool:
 
 
 NO_EXT, REQUIRE_EXT, FORCE_CUDA = flag("AMP_PATCH_NO_EXT"), flag("AMP_PATCH_REQUIRE_EXT"), flag("FORCE_CUDA")
+SANITIZE = flag("AMP_PATCH_SANITIZE")
 if NO_EXT and REQUIRE_EXT:
     raise SystemExit("AMP_PATCH_NO_EXT=1 and AMP_PATCH_REQUIRE_EXT=1 contradict each other: unset one of them.")
 
@@ -53,6 +55,10 @@ def extensions() -> tuple[list[Extension], str, type[build_ext]]:
         "-fno-math-errno",
         "-fopenmp",
     ]
+    # vptr would ask for the types of torch's classes, which torch's libraries do not all export.
+    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize=vptr"] if SANITIZE else []
+    reports = ["-D_GLIBCXX_ASSERTIONS", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O1", "-g1"]
+    checked = [*sanitizers, *reports] if SANITIZE else []
 
     def form(kind: type[Extension], cuda_sources: list[str]) -> Extension:
         return kind(
@@ -60,10 +66,10 @@ def extensions() -> tuple[list[Extension], str, type[build_ext]]:
             sorted(glob("csrc/*.cpp")) + cuda_sources,
             define_macros=[("WITH_CUDA", None)] if cuda_sources else [],
             extra_compile_args={
-                "cxx": exact,
+                "cxx": [*exact, *checked],
                 "nvcc": ["-O3", "--fmad=false", "--expt-relaxed-constexpr", "-Xcompiler", "-fopenmp"],
             },
-            extra_link_args=["-fopenmp"],
+            extra_link_args=["-fopenmp", *sanitizers],
             depends=sorted(glob("csrc/*.h")),
         )
 

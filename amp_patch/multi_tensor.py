@@ -477,7 +477,8 @@ def _raise_flag(found_inf: Tensor | None, finite: list[Tensor]) -> None:
 def _scale(src: Tensors, dst: Tensors, factor: Number, found_inf: Tensor | None) -> None:
     if not src:
         return
-    torch._foreach_copy_(list(dst), _times(src, factor))
+    copies = not isinstance(factor, Tensor) and factor == 1.0 and found_inf is None  # every bit, a NaN's too
+    torch._foreach_copy_(list(dst), list(src) if copies else _times(src, factor))
     _check_finite(dst, found_inf)
 
 

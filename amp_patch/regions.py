@@ -72,10 +72,11 @@ class PythonState:
         wants_grad = weight.requires_grad and torch.is_grad_enabled()
         key = (id(weight), dtype, wants_grad, torch.is_inference_mode_enabled())
         entry = casts.get(key)
-        if entry is not None and entry[0]() is weight and entry[1] == weight._version:
+        version = weight._version  # before the cast: another thread may change the weight meanwhile
+        if entry is not None and entry[0]() is weight and entry[1] == version:
             return entry[2]
         cast = weight.to(dtype)
-        casts[key] = (weakref.ref(weight, functools.partial(_forget, casts, key)), weight._version, cast)
+        casts[key] = (weakref.ref(weight, functools.partial(_forget, casts, key)), version, cast)
         return cast
 
 

@@ -220,8 +220,9 @@ py::object cast_weight(PyObject* object, const at::Tensor& tensor, ScalarType dt
   Thread* const thread = this_thread;
   const bool wants_grad = tensor.requires_grad() && at::GradMode::is_enabled();
   const Weight weight{object, dtype, wants_grad, c10::InferenceMode::is_enabled()};
+  const uint32_t version = tensor._version();  // before the cast: another thread may change the weight meanwhile
   const auto found = thread->casts.find(weight);
-  if (found != thread->casts.end() && found->second.version == tensor._version()) {
+  if (found != thread->casts.end() && found->second.version == version) {
     PyObject* alive = nullptr;  // an address is used again when its object has died
     if (PyWeakref_GetRef(found->second.reference.ptr(), &alive) < 0) throw py::error_already_set();
     const bool same = alive == object;
@@ -237,7 +238,7 @@ py::object cast_weight(PyObject* object, const at::Tensor& tensor, ScalarType dt
   thread->erase(weight);
   if (!thread->caches) return result;  // what ran meanwhile has left the region
   callback->thread = thread;
-  thread->casts.emplace(weight, Remembered(std::move(reference), std::move(forget), tensor._version(), result));
+  thread->casts.emplace(weight, Remembered(std::move(reference), std::move(forget), version, result));
   return result;
 }
 

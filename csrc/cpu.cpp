@@ -120,9 +120,10 @@ Result map_rows(const Functor& f, const std::array<Row, Rows>& rows, int64_t n, 
       } else if constexpr (Functor::reduces) {  // in place
         return Set::template map<false, T>(f, n, first, first);
       } else {
+        using From = decltype(first);  // in the lambda below GCC 12 takes it for another type
         return typed<T>(rows[1], [&](auto* out) {
-          if constexpr (std::is_same_v<Functor, Copy<T>> && std::is_same_v<decltype(first), decltype(out)> &&
-                        !std::is_same_v<decltype(out), T*>) {
+          if constexpr (std::is_same_v<Functor, Copy<T>> && std::is_same_v<From, decltype(out)> &&
+                        !std::is_same_v<From, T*>) {
             std::memcpy(out, first, n * sizeof(*out));  // a conversion there and back would quiet a NaN
             return Result();
           } else {

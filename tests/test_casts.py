@@ -100,7 +100,7 @@ def test_importing_patches_nothing_and_touches_no_cuda() -> None:
         "casts.install(); casts.autocast().__enter__()\n"
         "assert not torch.cuda.is_initialized()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
 
 
 def test_undo_is_exact() -> None:
@@ -246,7 +246,7 @@ def test_who_never_compiles_does_not_import_the_compiler() -> None:
         "with casts.autocast('cpu'): torch.exp(torch.ones(2, 2) @ torch.ones(2, 2))\n"
         "assert ('torch._dynamo' in sys.modules) == before"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
 
 
 COMPILED = """

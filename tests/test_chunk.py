@@ -50,6 +50,7 @@ def library(tmp_path_factory):
     torch_lib = Path(torch.__file__).parent / "lib"
     command = [
         *(COMPILER, "-std=c++20", "-O1", "-Wall", "-Werror", "-ffp-contract=off", "-shared", "-fPIC"),
+        *os.environ.get("CXXFLAGS", "").split(),
         *(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", "-o", str(target)),
         *itertools.chain.from_iterable(("-isystem", path) for path in cpp_extension.include_paths()),
         *(str(Path(__file__).parent / "cuda" / "emulate.cpp"), f"-L{torch_lib}", "-lc10", f"-Wl,-rpath,{torch_lib}"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -33,6 +34,8 @@ def check(sizes, chunk=8, max_tensors=4, max_chunks=6):
         assert 0 < len(chunks) <= max_chunks
         assert len(set(tensors)) == len(tensors)
         assert {slot for slot, _ in chunks} == set(range(len(tensors)))  # no slot without work
+    for tensors, chunks in launches[:-1]:
+        assert len(tensors) == max_tensors or len(chunks) == max_chunks  # no launch before one is full
     return launches
 
 
@@ -54,6 +57,23 @@ def test_a_trailing_empty_tensor_loses_nothing():
 @pytest.mark.parametrize("sizes", [[0, 8], [8, 0], [8, 0, 0, 8], [0, 0, 1], [7], [8], [9], [16], [17]])
 def test_empties_and_chunk_edges(sizes):
     check(sizes)
+
+
+def test_every_capacity_and_empties_anywhere():
+    """All lists of up to three sizes, with empties first, between, last and only, in launches of every shape."""
+    for length in range(4):
+        for sizes in itertools.product([1, 8, 9, 17, 24], repeat=length):
+            for max_tensors, max_chunks in itertools.product(range(1, length + 2), range(1, 3 * length + 2)):
+                launches = check(sizes, 8, max_tensors, max_chunks)
+                for gaps in itertools.product(range(2), repeat=length + 1):
+                    full = [0] * gaps[0]
+                    places = []
+                    for size, gap in zip(sizes, gaps[1:], strict=True):
+                        places.append(len(full))
+                        full += [size] + [0] * gap
+                    # Empties change nothing but the numbers of the tensors.
+                    moved = [([places[t] for t in tensors], chunks) for tensors, chunks in launches]
+                    assert plan(full, 8, max_tensors, max_chunks) == moved
 
 
 def test_more_tensors_than_slots():

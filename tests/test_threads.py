@@ -1,0 +1,285 @@
+"""Python threads: kernels on lists of their own and on lists that change under them, casts while casts come and go."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from conftest import DTYPES
+from torch import Tensor, nn
+
+from amp_patch import casts, regions
+from amp_patch import multi_tensor as mt
+from amp_patch.policy import Policy
+
+HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
+BACKENDS = [b for b in mt.BACKENDS if b == "torch" or mt.backend() == "cpp"]
+
+
+@pytest.fixture(autouse=True)
+def hurried() -> Iterator[None]:
+    """Threads change places as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with mt.use_backend(request.param):
+            yield request.param
+    finally:
+        torch.set_num_threads(threads)
+
+
+def run(*works: Callable[[], Any]) -> None:
+    """All of them at once, each on a thread of its own; the first exception of any is raised here."""
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(len(works))
+
+    def guarded(work: Callable[[], Any]) -> None:
+        try:
+            barrier.wait()
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels
+
+
+def test_kernels_on_lists_of_their_own(backend: str) -> None:
+    """A flag that all share, sources that all read, outputs of each thread's own."""
+    found = torch.zeros(())
+    sizes = [0, 1, 65, 513, 16385, 40_000, *([3] * 50)]
+    src = [torch.linspace(-3, 3, n).to(dtype) for n, dtype in zip(sizes, itertools.cycle(DTYPES), strict=False)]
+
+    def work(index: int, target: torch.dtype) -> None:
+        factor = 1 + index / 3
+        for _ in range(4):
+            dst = [torch.empty_like(t, dtype=target) for t in src]
+            mt.multi_tensor_scale(src, dst, factor, found)
+            expected = [reference.scale(t, target, factor) for t in src]
+            assert all(map(torch.equal, dst, expected))
+            norms = mt.multi_tensor_unscale_l2norm(dst, 0.5, found, per_tensor=True)[1]
+            expected = [reference.scale(t, target, 0.5) for t in expected]
+            assert all(map(torch.equal, dst, expected))
+            torch.testing.assert_close(norms, torch.stack([reference.l2norm([t]) for t in dst]).float(), rtol=2e-5, atol=0)
+            out = [torch.empty_like(t) for t in src]
+            mt.multi_tensor_axpby(2.0, src, -1.0, dst, out, found)
+            mt.multi_tensor_check_finite(out, found)
+            for z, x, y in zip(out, src, dst, strict=True):
+                assert torch.equal(z, reference.axpby(2.0, x, -1.0, y, z.dtype))
+
+    run(*(lambda i=i: work(i, DTYPES[i % 3]) for i in range(6)))
+    assert found == 0.0
+
+    def spoil() -> None:
+        mt.multi_tensor_check_finite([torch.tensor([1.0, float("nan")])], found)
+
+    run(spoil, *(lambda i=i: work(i, DTYPES[i % 3]) for i in range(3)))
+    assert found == 1.0  # nobody who meets finite tensors puts it back
+
+
+def test_lists_that_change_during_the_call(backend: str) -> None:
+    """The call works on the tensors of one moment, or says that the lists do not fit; the tensors may die meanwhile."""
+    src: list[Tensor] = []
+    dst: list[Tensor] = []
+    neighbour, done = torch.zeros(16), threading.Event()
+    called = refused = 0
+
+    def call() -> None:
+        nonlocal called, refused
+        found = torch.zeros(())
+        try:
+            for _ in range(300):
+                try:
+                    mt.multi_tensor_scale(src, dst, 2.0, found)
+                    mt.multi_tensor_axpby(1.0, src, 1.0, dst, dst, found)
+                    mt.multi_tensor_l2norm(dst, per_tensor=True)
+                    called += 1
+                except (ValueError, IndexError, RuntimeError):  # plain torch looks at a list more than once
+                    refused += 1
+        finally:
+            done.set()
+
+    def change() -> None:
+        n = 0
+        while not done.is_set():
+            n = n % 40 + 1
+            src[:] = [torch.full((n * 700,), float(i)) for i in range(n)]
+            dst[:] = [torch.zeros(n * 700) for _ in range(n)]
+            if n % 3 == 0:
+                dst.reverse()
+                src.append(torch.ones(n))
+            if n % 5 == 0:
+                src.clear()
+                dst.clear()
+
+    run(call, change)
+    assert called + refused == 300 and called > 0
+    assert not neighbour.any()
+    left = [weakref.ref(t) for t in (*src, *dst, torch.ones(1))]
+    src.clear()
+    dst.clear()
+    gc.collect()
+    assert not any(reference() is not None for reference in left)  # no call has kept a tensor
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Casts
+
+
+def o1(dtype: torch.dtype) -> Policy:
+    return Policy("O1", dtype=dtype, patch_torch_functions=True)
+
+
+@pytest.fixture
+def clean(wrappers: str) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        casts.uninstall()
+        casts.set_default(None)
+        casts.drop_cache()
+    assert casts.current() is None and casts.entered() is None
+
+
+needs_clean = pytest.mark.usefixtures("clean")
+
+
+@needs_clean
+def test_casts_are_installed_and_removed_under_calls() -> None:
+    """A call sees the wrapper or the original, in a region and outside; whoever meets either gets its result."""
+    before = dict(vars(torch.Tensor)), dict(vars(F)), dict(vars(torch))
+    x, model, done = torch.ones(2, 4), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), threading.Event()
+    seen: set[torch.dtype] = set()
+
+    def work(dtype: torch.dtype) -> None:
+        while not done.is_set():
+            with casts.region(o1(dtype)):
+                product = x @ model[0].weight
+                result = model(x)
+                loss = F.mse_loss(torch.exp(result), torch.cat([product, product]).float()[:2])
+                loss.backward()
+            seen.add(product.dtype)
+            assert product.dtype in (dtype, FULL) and loss.dtype is FULL
+            assert (x @ model[0].weight).dtype is FULL and model(x).dtype is FULL
+
+    def toggle() -> None:
+        try:
+            for _ in range(40):
+                casts.install()
+                casts.installed()
+                torch.ones(1) @ torch.ones(1)
+                casts.uninstall()
+        finally:
+            done.set()
+
+    run(toggle, *(lambda dtype=dtype: work(dtype) for dtype in (HALF, BF16, HALF)))
+    assert seen <= {HALF, BF16, FULL}
+    assert not casts.installed()
+    assert before == (dict(vars(torch.Tensor)), dict(vars(F)), dict(vars(torch)))
+
+
+@needs_clean
+def test_the_default_changes_under_calls() -> None:
+    """Threads outside regions follow the default of the moment; those in a region do not notice."""
+    casts.install()
+    x, weight, done = torch.ones(2, 2), nn.Parameter(torch.ones(2, 2)), threading.Event()
+
+    def outside() -> None:
+        while not done.is_set():
+            assert (x @ weight).dtype in (HALF, BF16, FULL)
+            assert casts.current() is None or casts.current().opt_level == "O1"
+            assert regions._state.cached() == 0
+
+    def inside() -> None:
+        with casts.region(o1(BF16)):
+            while not done.is_set():
+                assert (x @ weight).dtype is BF16
+
+    def change() -> None:
+        try:
+            for step in range(300):
+                casts.set_default(o1((HALF, BF16)[step % 2]))  # the policy before dies
+                with casts.everywhere(o1(HALF)):
+                    assert (x @ weight).dtype is HALF
+                casts.set_default(None)
+                assert (x @ weight).dtype is FULL
+        finally:
+            done.set()
+
+    run(change, outside, outside, inside)
+
+
+@needs_clean
+def test_threads_that_end_inside_regions() -> None:
+    """What a dead thread remembered is gone, whether its weights die before it, after it or with it."""
+    casts.install()
+    x, shared = torch.ones(2, 2), [nn.Parameter(torch.ones(2, 2)) for _ in range(3)]
+    left_over: list[weakref.ref[Tensor]] = []
+
+    def work(dtype: torch.dtype) -> None:
+        own = nn.Parameter(torch.ones(2, 2))
+        for _ in range(3):
+            casts.region(o1(dtype)).__enter__()
+        for weight in (*shared, own):
+            assert (x @ weight).dtype is dtype
+            left_over.append(weakref.ref(regions.cast_weight(weight, dtype)))
+        assert regions._state.cached() == 4
+        if dtype is HALF:
+            shared[0] = nn.Parameter(torch.ones(2, 2))  # the one before dies here or with another thread
+
+    for _ in range(10):
+        run(*(lambda dtype=dtype: work(dtype) for dtype in (HALF, BF16) * 3))
+    assert regions._state.cached() == 0 and (x @ shared[0]).dtype is FULL
+    gc.collect()
+    assert not any(cast() is not None for cast in left_over)
+
+
+class EditedMeanwhile(nn.Parameter):
+    """A weight that another thread trains while it is being cast."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        cast = super().to(*args, **kwargs)
+
+        def train() -> None:
+            with torch.no_grad():
+                self.add_(1)
+
+        run(train)
+        return cast
+
+
+@needs_clean
+def test_a_weight_that_changes_while_it_is_cast() -> None:
+    casts.install()
+    weight = EditedMeanwhile(torch.ones(2, 2), requires_grad=False)
+    with casts.region(o1(HALF)):
+        assert regions.cast_weight(weight, HALF)[0, 0] == 1.0
+        assert regions.cast_weight(weight, HALF)[0, 0] == 2.0  # not the cast of the value before
