@@ -57,7 +57,7 @@ def extensions() -> tuple[list[Extension], str, type[build_ext]]:
     ]
     # vptr would ask for the types of torch's classes, which torch's libraries do not all export.
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize=vptr"] if SANITIZE else []
-    reports = ["-D_GLIBCXX_ASSERTIONS", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O1", "-g1"]
+    reports = ["-D_GLIBCXX_ASSERTIONS", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O2", "-g1"]
     checked = [*sanitizers, *reports] if SANITIZE else []
 
     def form(kind: type[Extension], cuda_sources: list[str]) -> Extension:

@@ -174,10 +174,12 @@ def _overlap(t: Tensor, out: Tensor) -> bool:
 
 def _check_apart(name: str, written: str, outs: Tensors) -> None:
     """No two outputs share elements, where torch can tell cheaply: which of the two writes would be the last?"""
+
+    def known(t: Tensor) -> int:  # how many elements lie one after another
+        return t.numel() if torch.ops.aten.is_non_overlapping_and_dense(t) else 1
+
     spans = sorted(
-        (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), i)
-        for i, t in enumerate(outs)
-        if t.numel() and torch.ops.aten.is_non_overlapping_and_dense(t)
+        (t.data_ptr(), t.data_ptr() + known(t) * t.element_size(), i) for i, t in enumerate(outs) if t.numel()
     )
     for (_, end, i), (begin, _, j) in itertools.pairwise(spans):
         if begin < end:
@@ -466,7 +468,13 @@ def _widen(tensors: Tensors) -> list[Tensor]:
 
 def _times(tensors: Tensors, factor: Number) -> list[Tensor]:
     wide = _widen(tensors)
-    return list(torch._foreach_mul(wide, factor.reshape(()) if isinstance(factor, Tensor) else float(factor)))
+    if not isinstance(factor, Tensor):
+        return list(torch._foreach_mul(wide, float(factor)))
+    # In the tensors' own type: where they have no dimensions either, the wider type of the two would win.
+    factors = {dtype: factor.reshape(()).to(dtype) for dtype in {t.dtype for t in wide}}
+    if len(factors) == 1:
+        return list(torch._foreach_mul(wide, factors[wide[0].dtype]))
+    return [t * factors[t.dtype] for t in wide]
 
 
 def _raise_flag(found_inf: Tensor | None, finite: list[Tensor]) -> None:

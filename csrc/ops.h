@@ -180,7 +180,7 @@ inline bool is_lazy(const at::Tensor& t) {
 }
 
 // No two outputs share elements: which of the two writes would be last? Tensors of one storage (views of a flat buffer)
-// are told apart by their first and last byte, and refused only if both are dense: torch cannot tell the others either.
+// are told apart by their first and last byte; of one that is not dense only its first element is known cheaply.
 inline void check_apart(const Tensors& out, const Facts& facts) {
   size_t capacity = 16;
   while (capacity < 2 * facts.size()) capacity *= 2;
@@ -198,8 +198,9 @@ inline void check_apart(const Tensors& out, const Facts& facts) {
   std::vector<std::pair<const char*, const char*>> spans;
   for (size_t i = 0; i < facts.size(); ++i) {
     const Fact& f = facts[i];
-    if (f.numel == 0 || !(f.contiguous || out[i].is_non_overlapping_and_dense())) continue;
-    spans.emplace_back(f.data, f.data + bytes_of(f));
+    if (f.numel == 0) continue;
+    const bool dense = f.contiguous || out[i].is_non_overlapping_and_dense();
+    spans.emplace_back(f.data, f.data + (dense ? bytes_of(f) : item_size(f.dtype)));
   }
   std::sort(spans.begin(), spans.end());
   for (size_t i = 1; i < spans.size(); ++i) require(spans[i - 1].second <= spans[i].first, "outputs overlap");
@@ -266,12 +267,19 @@ Checked<K> check_lists(c10::DeviceType type, const std::array<const Tensors*, K>
 // ---------------------------------------------------------------------------------------------------------------------
 // From a checked call to the loop
 
-template <class T>
+template <class Loop, class T>
 Scalar<T> scalar(const Number& number) {
   if (const double* value = std::get_if<double>(&number)) return {static_cast<T>(*value), nullptr, nullptr};
   const at::Tensor& t = std::get<at::Tensor>(number);
-  if (t.scalar_type() == at::kDouble) return {T(0), nullptr, t.const_data_ptr<double>()};
-  return {T(0), t.const_data_ptr<float>(), nullptr};
+  Scalar<T> there{T(0), nullptr, nullptr};
+  if (t.scalar_type() == at::kDouble) {
+    there.f64 = t.const_data_ptr<double>();
+  } else {
+    there.f32 = t.const_data_ptr<float>();
+  }
+  if (Loop::device != c10::DeviceType::CPU) return there;
+  there.load();  // once, before the first write: it may lie in an output
+  return {there.value, nullptr, nullptr};
 }
 
 // Autograd and the callers that watch for edits learn of the write, as from any in-place op of torch.
@@ -329,7 +337,7 @@ void Ops<Loop>::scale(const Tensors& src, const Tensors& dst, const Number& fact
   }
   launch<Loop, 1>(checked, {&src}, &dst, found_inf, nullptr, [&](auto zero) {
     using T = decltype(zero);
-    return Scale<T>{scalar<T>(factor), T(0)};
+    return Scale<T>{scalar<Loop, T>(factor), T(0)};
   });
 }
 
@@ -344,7 +352,7 @@ void Ops<Loop>::axpby(const Tensors& x, const Tensors& y, const Tensors& out, co
   const auto checked = check_lists<3>(Loop::device, {&x, &y, &out}, true, found_inf, {&a, &b});
   launch<Loop, 2>(checked, {&x, &y}, &out, found_inf, nullptr, [&](auto zero) {
     using T = decltype(zero);
-    return Axpby<T>{scalar<T>(a), scalar<T>(b), watch_x, watch_y, T(0)};
+    return Axpby<T>{scalar<Loop, T>(a), scalar<Loop, T>(b), watch_x, watch_y, T(0)};
   });
 }
 
@@ -371,7 +379,7 @@ std::vector<at::Tensor> Ops<Loop>::unscale_l2norm(const Tensors& grads, const Nu
   const at::Tensor squares = make_squares(grads, checked.device);
   launch<Loop, 1>(checked, {&grads}, &grads, found_inf, squares.mutable_data_ptr<double>(), [&](auto zero) {
     using T = decltype(zero);
-    return ScaleNorm<T>{{scalar<T>(inv_scale), T(0)}};
+    return ScaleNorm<T>{{scalar<Loop, T>(inv_scale), T(0)}};
   });
   return norms<Loop>(checked.facts[0], squares);
 }

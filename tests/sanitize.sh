@@ -1,6 +1,7 @@
 #!/bin/sh
 # Builds the extension with AddressSanitizer, UBSan and libstdc++'s assertions in out/sanitize, a copy of the sources,
-# and runs there the tests of what is written in C++. PYTHON is the interpreter (default python3); arguments go to pytest.
+# and runs there the tests of what is written in C++. PYTHON is the interpreter (default python3). Arguments: the test
+# files, if not all of these, and options for pytest.
 set -eu
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -12,7 +13,8 @@ rm -rf out/sanitize/amp_patch out/sanitize/csrc out/sanitize/tests
 cp -Rp amp_patch csrc tests setup.py pyproject.toml README.md out/sanitize
 cd out/sanitize
 rm -f amp_patch/_build.py amp_patch/_C.*
-AMP_PATCH_SANITIZE=1 AMP_PATCH_REQUIRE_EXT=1 AMP_PATCH_NO_EXT=0 "$PYTHON" setup.py -q build_ext --inplace
+AMP_PATCH_SANITIZE=1 AMP_PATCH_REQUIRE_EXT=1 AMP_PATCH_NO_EXT=0 "$PYTHON" setup.py -q build_ext --inplace \
+    >build.log 2>&1 || { cat build.log >&2; exit 1; }
 nm -D amp_patch/_C.*.so | grep -q __asan_report || { echo "sanitize.sh: the extension is not instrumented" >&2; exit 1; }
 
 # Python has no sanitizer in it, so the runtime is loaded before it; and libstdc++ too, or there would be no exceptions
@@ -22,7 +24,8 @@ CXX=${CXX:-c++}
 runtime="$("$CXX" -print-file-name=libasan.so) $("$CXX" -print-file-name=libstdc++.so)"
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH="$PWD" OMP_NUM_THREADS=2
 export CXXFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -D_GLIBCXX_ASSERTIONS"
-[ $# -gt 0 ] || set -- test_plan.py test_chunk.py test_multi_tensor.py test_properties.py test_threads.py test_casts.py
+FILES="test_plan.py test_chunk.py test_multi_tensor.py test_properties.py test_threads.py test_casts.py"
+case ${1:-} in test_*) FILES= ;; esac
 # Not the compilers of torch, which take minutes. A report must reach the terminal: the process ends right after it.
 cd tests
-LD_PRELOAD="$runtime" "$PYTHON" -m pytest --capture=sys -p no:cacheprovider -q -k "not compile" -m "not slow" "$@"
+LD_PRELOAD="$runtime" "$PYTHON" -m pytest --capture=sys -p no:cacheprovider -q -k "not compile" -m "not slow" $FILES "$@"

@@ -220,7 +220,10 @@ def layouts(dtype, seed=0):
     base = [
         t.to(dtype)
         for t in draw(
-            [(6, 20, 33), (4, 3, 5, 7), (64, 9), (1100,), (3, 1, 1, 5), (100,), (6, 20, 33)], torch.float32, "cpu", seed
+            [(6, 20, 33), (4, 3, 5, 7), (64, 9), (1100,), (3, 1, 1, 5), (100,), (6, 20, 33), (64, 9), (6, 20, 33)],
+            torch.float32,
+            "cpu",
+            seed,
         )
     ]
     return [
@@ -228,11 +231,11 @@ def layouts(dtype, seed=0):
         base[6][1:5, ::2, 3:],
         base[1].to(memory_format=torch.channels_last),
         base[2].t(),
-        base[2][:, 4],
+        base[7][:, 4],
         base[3][::2],
         base[5][99],  # zero-dim
         base[4].to(memory_format=torch.channels_last),
-        base[6].permute(1, 0, 2)[:, 2],
+        base[8].permute(1, 0, 2)[:, 2],
     ]
 
 

@@ -1,4 +1,4 @@
-"""Every kernel against reference.py, over lists that hypothesis draws: sizes, strides, dtypes, values, aliasing, faults.
+"""Every kernel against reference.py, on lists that hypothesis draws: sizes, strides, dtypes, values, aliasing, faults.
 
 An example runs on each backend and each instruction set of this machine, every time from the same bits. All the memory
 around the tensors is compared too, bit by bit.
@@ -111,8 +111,10 @@ class Buffer:
             data = (sign * largest * (1 + torch.rand(self.size, generator=generator, dtype=F64)) / 2).to(self.dtype)
         elif self.values == "edges":
             edges = torch.tensor(
-                [0.0, -0.0, 1.0, torch.finfo(self.dtype).tiny, largest, -largest, INF, -INF, NAN]
-                + [65504.0, 65519.0, -65520.0, (2 - 2.0**-8) * 2.0**127, 2.0**-24, 2.0**-25, 2049.0, 257.0],
+                [
+                    *(0.0, -0.0, 1.0, torch.finfo(self.dtype).tiny, largest, -largest, INF, -INF, NAN),
+                    *(65504.0, 65519.0, -65520.0, (2 - 2.0**-8) * 2.0**127, 2.0**-24, 2.0**-25, 2049.0, 257.0),
+                ],
                 dtype=F64,
             )
             data = edges[torch.randint(0, len(edges), (self.size,), generator=generator)].to(self.dtype)
@@ -492,7 +494,24 @@ def test_adopt(case: Case, edited: float) -> None:
         assert same(buffers, expected), name
 
 
-scales = st.one_of(st.sampled_from([2.0**-24, 1.0, 65536.0, 2.0**127, 1e-45, INF]), st.floats(2.0**-140, 2.0**126, width=32))
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_a_factor_that_lies_in_an_output_is_read_before(dtype: torch.dtype) -> None:
+    x = torch.full((40_000,), 3.0, dtype=dtype)
+    for name in everywhere():
+        for call, expected in [
+            (lambda t: mt.multi_tensor_scale([x], [t], t[:1]), 9.0),
+            (lambda t: mt.multi_tensor_unscale([t], t[:1], None), 9.0),
+            (lambda t: mt.multi_tensor_unscale_l2norm([t], t[0], None), 9.0),
+            (lambda t: mt.multi_tensor_axpby(t[:1], [x], t[1], [t], [t]), 18.0),
+        ]:
+            written = x.clone()
+            call(written)
+            assert (written == expected).all(), name
+
+
+scales = st.one_of(
+    st.sampled_from([2.0**-24, 1.0, 65536.0, 2.0**127, 1e-45, INF]), st.floats(2.0**-140, 2.0**126, width=32)
+)
 bounds = st.one_of(st.none(), st.sampled_from([0.0, 2.0**-24, 1.0, 2.0**24, INF]))
 
 
@@ -676,16 +695,24 @@ WRITING = sorted(kernel for kernel, (_, written, _) in KERNELS.items() if writte
 sizes = st.sampled_from([2, 3, 8, 63, 64, 65, 513, 16385])
 
 
-@hunt(100, kernel=st.sampled_from(WRITING), dtype=narrow, n=sizes, shift=st.floats(0, 1), around=seeds)
+@hunt(
+    100,
+    kernel=st.sampled_from(WRITING),
+    dtype=narrow,
+    n=sizes,
+    shift=st.one_of(st.none(), st.floats(0, 1)),
+    around=seeds,
+)
 def test_outputs_that_overlap_are_refused(
-    kernel: str, dtype: torch.dtype, n: int, shift: float, around: int
+    kernel: str, dtype: torch.dtype, n: int, shift: float | None, around: int
 ) -> None:
     roles, _, function = KERNELS[kernel]
     dtype = torch.float32 if kernel == "multi_tensor_adopt" else dtype
-    by = int(shift * (n - 1))  # 0: the very same elements, twice
-    whole = Buffer(dtype, n + by, "normal", around).make()
+    by = int((shift or 0.0) * (n - 1))  # 0: the very same elements, twice
+    whole = Buffer(dtype, 2 * n if shift is None else n + by, "normal", around).make()
     others = [torch.ones(around % 7 + i, dtype=dtype) for i in range(around % 4)]
-    outs = [whole[:n], *others, whole[by:]] if around % 2 else [whole[by:], *others, whole[:n]]
+    twice = [whole[::2], whole[::2]] if shift is None else [whole[:n], whole[by:]]
+    outs = [twice[around % 2], *others, twice[1 - around % 2]]
     lists = [*([torch.ones_like(t) for t in outs] for _ in roles[1:]), outs]
     check_refused(kernel, [whole, *others], lambda found: function(*lists, 2.0, found))
 
