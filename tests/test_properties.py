@@ -45,7 +45,7 @@ def hunt(examples: int, **strategies: Any) -> Callable[[Any], Any]:
         @pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "many"])
         def property_test(many: bool) -> None:
             how_many: dict[str, Any] = (
-                {"max_examples": 40 * examples, "print_blob": True}
+                {"max_examples": 10 * examples, "print_blob": True}
                 if many
                 else {"max_examples": examples, "derandomize": True}
             )
