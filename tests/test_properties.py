@@ -439,8 +439,8 @@ def test_l2norm(case: Case) -> None:
     for name in everywhere():
         buffers, lists = case.make()
         tensors = lists["tensors"]
-        # As in test_multi_tensor.py: 8 units in the last place of FP32; torch adds up one after the other.
-        rtol = 1e-6 if name != "torch" else 2e-5
+        # 8 units in the last place of FP32, a block's rounding; torch adds up 16,000 in a row, and may lose 10 bits.
+        rtol = 1e-6 if name != "torch" else 1e-3
         total, norms = mt.multi_tensor_l2norm(tensors, per_tensor=True)
         assert total.dtype == norms.dtype == (F64 if any(t.dtype == F64 for t in tensors) else torch.float32)
         assert total.shape == () and norms.shape == (len(tensors),)
