@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Real
 from types import ModuleType
-from typing import Any, Literal, overload
+from typing import Any, Literal, SupportsFloat, SupportsIndex, overload
 
 import torch
 from torch import Tensor
@@ -117,12 +117,16 @@ def use_backend(name: str) -> Iterator[None]:
 def _check_tensor(name: str, which: str, t: object, device: torch.device, first: str) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: {which} is a {type(t).__name__}, a tensor is wanted")
-    if t.layout is not torch.strided:
+    if t.layout is torch.sparse_coo:
         raise TypeError(
             f"{name}: {which} is sparse ({t.layout}), a dense one is wanted: hand over its coalesced values "
             "(`t.coalesce().values()`)"
         )
-    if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    if t.layout is not torch.strided:
+        raise TypeError(
+            f"{name}: {which} is {t.layout}, a dense one is wanted: hand over its values (`t.values()`) or a dense copy"
+        )
+    if _is_wrapper(t):
         raise TypeError(
             f"{name}: {which} is a {type(t).__name__}, a plain tensor is wanted: hand over the one inside it "
             "(`t.to_local()` of a DTensor)"
@@ -130,6 +134,11 @@ def _check_tensor(name: str, which: str, t: object, device: torch.device, first:
     if t.dtype not in DTYPES:
         wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise TypeError(f"{name}: {which} is {t.dtype}, one of {wanted} is wanted: convert it or leave it out")
+    if not _has_memory(t):
+        raise TypeError(
+            f"{name}: {which} has no memory of its own (nested, a lazy zero, seen through torch.func, or its storage "
+            "was freed), a plain tensor is wanted: hand over a copy (`t.clone()`), or call this outside the transform"
+        )
     if t.is_neg():
         raise ValueError(f"{name}: {which} is a lazily negated view, call `.resolve_neg()` on it first")
     if t.device.type != "meta" and t.numel() and t.untyped_storage().nbytes() < _end(t) * t.element_size():
@@ -150,19 +159,51 @@ def _end(t: Tensor) -> int:
     return int(t.storage_offset() + last + 1)
 
 
-def _check_one(name: str, which: str, t: object, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> None:
+def _is_wrapper(t: Tensor) -> bool:
+    return type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def _has_memory(t: Tensor) -> bool:
+    if t.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(t):
+        return False
+    if t.device.type not in ("cpu", "cuda"):
+        return True  # plain torch's to know
+    try:
+        return t.untyped_storage().data_ptr() != 0 or not t.numel()
+    except RuntimeError:  # torch's lazy zeros
+        return False
+
+
+def _check_one(
+    name: str, which: str, t: object, device: torch.device, dtypes: tuple[torch.dtype, ...], written: bool
+) -> None:
     wanted = f"a {' or '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)} tensor of one element on {device}"
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: {which} is a {type(t).__name__}, {wanted} is wanted")
     if t.dtype not in dtypes or t.numel() != 1 or t.device != device or t.layout is not torch.strided or t.is_neg():
+        lazy = "lazily negated " if t.is_neg() else ""
         raise ValueError(
-            f"{name}: {which} is a {t.dtype} tensor of shape {list(t.shape)} on {t.device}, {wanted} is wanted"
+            f"{name}: {which} is a {lazy}{t.dtype} tensor of shape {list(t.shape)} on {t.device}, {wanted} is wanted"
         )
+    if _is_wrapper(t) or not _has_memory(t):
+        raise TypeError(f"{name}: {which} is a {type(t).__name__} without memory of its own, {wanted} is wanted")
+    if written and t.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name}: {which} requires grad, and autograd would not see the write: call {name} under torch.no_grad()"
+        )
+
+
+def _is_number(value: object) -> bool:
+    """Whether the extension's binding and ``float`` take it: int, NumPy's, Fraction, but no text."""
+    try:
+        return isinstance(value, (SupportsFloat, SupportsIndex)) and (float(value), True)[1]
+    except (TypeError, ValueError, OverflowError):  # an array of many elements, an int past 1.8e308
+        return False
 
 
 def _overlap(t: Tensor, out: Tensor) -> bool:
     """Whether writing ``out`` disturbs ``t``, where torch can tell cheaply; the very same elements are no overlap."""
-    if t is out or t.untyped_storage().data_ptr() != out.untyped_storage().data_ptr() or not t.numel():
+    if t is out or not t.numel():
         return False
     if t.data_ptr() == out.data_ptr() and t.dtype == out.dtype and t.stride() == out.stride():
         return False
@@ -235,11 +276,11 @@ def _check_lists(
     if written:
         _check_apart(name, written, lists[written])
     if found_inf is not None:
-        _check_one(name, "found_inf", found_inf, device, (torch.float32,))
+        _check_one(name, "found_inf", found_inf, device, (torch.float32,), written=True)
     for label, number in (numbers or {}).items():
         if isinstance(number, Tensor):
-            _check_one(name, label, number, device, (torch.float32, torch.float64))
-        elif not isinstance(number, Real):
+            _check_one(name, label, number, device, (torch.float32, torch.float64), written=False)
+        elif not _is_number(number):
             raise TypeError(
                 f"{name}: {label} is a {type(number).__name__}, a float is wanted, or a float32 or float64 tensor of "
                 f"one element on {device}"
@@ -448,11 +489,17 @@ def update_scale(
 
     def check() -> None:
         device = scale.device if isinstance(scale, Tensor) else torch.device("cpu")
-        _check_one(name, "scale", scale, device, (torch.float32,))
-        _check_one(name, "growth_tracker", growth_tracker, device, (torch.int32,))
-        _check_one(name, "found_inf", found_inf, device, (torch.float32,))
+        _check_one(name, "scale", scale, device, (torch.float32,), written=True)
+        _check_one(name, "growth_tracker", growth_tracker, device, (torch.int32,), written=True)
+        _check_one(name, "found_inf", found_inf, device, (torch.float32,), written=False)
         if hysteresis_tracker is not None:
-            _check_one(name, "hysteresis_tracker", hysteresis_tracker, device, (torch.int32,))
+            _check_one(name, "hysteresis_tracker", hysteresis_tracker, device, (torch.int32,), written=True)
+        for which, factor in (("growth_factor", growth_factor), ("backoff_factor", backoff_factor)):
+            if not _is_number(factor):
+                raise TypeError(f"{name}: {which} is {factor!r}, a float is wanted")
+        for which, count in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
+            if not isinstance(count, SupportsIndex) or not -(2**31) <= operator.index(count) < 2**31:
+                raise TypeError(f"{name}: {which} is {count!r}, an int of 32 bits is wanted")
 
     numbers = (growth_factor, backoff_factor, growth_interval, lowest, highest, hysteresis, hysteresis_tracker)
     _run("update_scale", _update_scale, (), (scale, growth_tracker, found_inf, *numbers), check)

@@ -113,9 +113,15 @@ inline bool is_supported(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kDouble;
 }
 
+// False for functorch's wrappers, nested tensors and lazy zeros, and where the storage was freed.
+inline bool has_memory(const at::Tensor& t) {
+  return t.has_storage() && t.unsafeGetTensorImpl()->storage_initialized() && !t.is_nested();
+}
+
 inline void check_tensor(const at::Tensor& t, c10::Device device) {
   require(t.defined() && t.layout() == at::kStrided, "layout");
   require(!t.key_set().has(c10::DispatchKey::Python), "subclass");  // wrapped memory, a DTensor's say
+  require(!t.is_nested(), "nested");
   require(!t.is_neg(), "lazy negation");
   require(t.device() == device, "device");
   require(is_supported(t.scalar_type()), "dtype");
@@ -144,17 +150,18 @@ C10_ALWAYS_INLINE void learn(const at::Tensor& t, Fact& fact) {
   if (fact.numel == 0) return;
   const int64_t item = item_size(fact.dtype), offset = impl.storage_offset() * item;
   const int64_t end = offset + (fact.contiguous ? bytes_of(fact) : span_of(t) * item);
-  require(storage != nullptr && end <= static_cast<int64_t>(storage->nbytes()),
-          "no memory");  // given back by its owner
+  // Functorch's wrappers have none, lazy zeros and storages that were freed have no memory behind it.
+  require(storage != nullptr && storage->data() != nullptr && end <= static_cast<int64_t>(storage->nbytes()), "memory");
   fact.data = static_cast<char*>(const_cast<void*>(storage->data())) + offset;
 }
 
 // Where writing out would disturb t: another part of it, or the same elements by another type.
 inline void check_overlap(const at::Tensor& t, const Fact& fact, const at::Tensor& out, const Fact& out_fact) {
   if (t.unsafeGetTensorImpl() == out.unsafeGetTensorImpl()) return;
-  if (fact.contiguous && out_fact.contiguous &&
-      (fact.data + bytes_of(fact) <= out_fact.data || out_fact.data + bytes_of(out_fact) <= fact.data)) {
-    return;
+  if (fact.contiguous && out_fact.contiguous) {
+    if (fact.data + bytes_of(fact) <= out_fact.data || out_fact.data + bytes_of(out_fact) <= fact.data) return;
+    // Of two storages, too: numpy, DLPack.
+    return require(fact.data == out_fact.data && fact.dtype == out_fact.dtype, "overlap");
   }
   if (!t.is_alias_of(out)) return;
   const auto status = at::get_overlap_status(t, out);
@@ -162,16 +169,17 @@ inline void check_overlap(const at::Tensor& t, const Fact& fact, const at::Tenso
   require(status != at::MemOverlapStatus::Full || t.scalar_type() == out.scalar_type(), "overlap");
 }
 
-inline void check_one(const at::Tensor& t, c10::Device device, at::ScalarType dtype) {
-  require(t.defined() && t.layout() == at::kStrided && t.numel() == 1 && t.device() == device && !t.is_neg() &&
-              t.scalar_type() == dtype && !t.key_set().has(c10::DispatchKey::Python),
+inline void check_one(const at::Tensor& t, c10::Device device, at::ScalarType dtype, bool written) {
+  require(t.defined() && t.layout() == at::kStrided && !t.key_set().has(c10::DispatchKey::Python) && has_memory(t) &&
+              t.numel() == 1 && t.device() == device && !t.is_neg() && t.scalar_type() == dtype,
           "one-element tensor");
+  require(!written || !t.requires_grad() || !c10::GradMode::is_enabled(), "requires grad");
 }
 
 inline void check_number(const Number& number, c10::Device device) {
   if (const auto* t = std::get_if<at::Tensor>(&number)) {
     require(t->defined(), "number");
-    check_one(*t, device, t->scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+    check_one(*t, device, t->scalar_type() == at::kDouble ? at::kDouble : at::kFloat, false);
   }
 }
 
@@ -253,7 +261,7 @@ Checked<K> check_lists(c10::DeviceType type, const std::array<const Tensors*, K>
     if (is_lazy(out)) lazy.store(true, std::memory_order_relaxed);
   });
   if (writes) check_apart(*lists[K - 1], checked.facts[K - 1]);
-  if (found_inf.has_value()) check_one(*found_inf, device, at::kFloat);
+  if (found_inf.has_value()) check_one(*found_inf, device, at::kFloat, true);
   for (const Number* number : numbers) check_number(*number, device);
   if (lazy) {  // lazy copies become real here, not in several threads at once
     for (size_t i = 0; i < first.size(); ++i) (*lists[K - 1])[i].mutable_data_ptr();
@@ -397,12 +405,12 @@ void Ops<Loop>::update_scale(const at::Tensor& scale, const at::Tensor& growth_t
                              double growth_factor, double backoff_factor, int growth_interval, double min_scale,
                              double max_scale, int hysteresis, const MaybeTensor& hysteresis_tracker) {
   require(scale.defined() && scale.device().type() == Loop::device, "device");
-  check_one(scale, scale.device(), at::kFloat);
-  check_one(growth_tracker, scale.device(), at::kInt);
-  check_one(found_inf, scale.device(), at::kFloat);
+  check_one(scale, scale.device(), at::kFloat, true);
+  check_one(growth_tracker, scale.device(), at::kInt, true);
+  check_one(found_inf, scale.device(), at::kFloat, false);
   int* patience = nullptr;
   if (hysteresis_tracker.has_value()) {
-    check_one(*hysteresis_tracker, scale.device(), at::kInt);
+    check_one(*hysteresis_tracker, scale.device(), at::kInt, true);
     patience = hysteresis_tracker->mutable_data_ptr<int>();
     bump(*hysteresis_tracker);
   }

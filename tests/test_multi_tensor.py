@@ -8,6 +8,8 @@ import math
 import re
 import subprocess
 import sys
+from decimal import Decimal
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -181,6 +183,30 @@ def test_float64_stays_float64(device):
     assert not torch.equal(dst[0], (src[0].float() / 3).double())
 
 
+@on_every_set
+def test_a_nan_stays_one_whatever_its_bits():
+    # The lowest 16 bits set: rounding to BF16 as if it were a number would carry into the sign.
+    for place, bits in itertools.product(range(0, 70, 3), (0x7FFFFFFF, -1, 0x7F800001)):
+        src, found = torch.ones(70), flag()
+        src.view(torch.int32)[place] = bits
+        for dtype in DTYPES:
+            dst = [torch.empty(70, dtype=dtype)]
+            mt.multi_tensor_scale([src], dst, 1.0)
+            assert dst[0].isnan().nonzero().tolist() == [[place]]
+        mt.multi_tensor_scale([src], dst, 0.5, found)
+        assert found == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_factor_that_is_an_element_of_the_output_is_read_before_the_first_write(dtype):
+    x = torch.full((50_000,), 3.0, dtype=dtype)
+    mt.multi_tensor_unscale([x], x[0], flag())
+    assert (x == 9.0).all()
+    y = torch.full((50_000,), 3.0, dtype=dtype)
+    mt.multi_tensor_axpby(y[7], [y], y[49_999], [torch.ones_like(y)], [y])
+    assert (y == 12.0).all()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Lists of any shape
 
@@ -255,6 +281,13 @@ def test_any_strides(device, source, target):
         mt.multi_tensor_scale(dst, src, 1 / 3)  # and the other way round
         for s, d in zip(src, dst, strict=True):
             exact(s, reference.scale(d, source, 1 / 3))
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_a_dimension_of_one_element_may_have_any_stride(dtype):
+    out = torch.ones(3, dtype=dtype).expand(1, 3)  # strides (0, 1)
+    mt.multi_tensor_scale([torch.ones(1, 3, dtype=dtype)], [out], 2.0)
+    assert out.tolist() == [[2.0] * 3]
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
@@ -837,6 +870,7 @@ def test_overlapping_outputs_are_refused():
     apart = [base[:3], base[5:], base[3:5]]
     mt.multi_tensor_scale([torch.ones_like(t) for t in apart], apart, 2.0)
     assert base.tolist() == [2.0] * 10
+    mt.multi_tensor_scale([base, base[4:4]], [base, base[4:4]], 1.0)  # no elements, none shared
     for outs, which in [((base[:5], twice, base[4:]), "0 and 2"), ((twice, base, twice), "0 and 2")]:
         message = f"multi_tensor_scale: tensors {which} of dst overlap in memory: hand over each element once"
         with pytest.raises(ValueError, match=f"^{message}$"):
@@ -856,6 +890,19 @@ def test_overlapping_lists_are_refused():
     assert base.tolist() == list(range(10))
     mt.multi_tensor_scale([base[:5]], [base[5:]], 2.0)  # neighbours in one buffer are apart
     assert base.tolist() == [0, 1, 2, 3, 4, 0, 2, 4, 6, 8]
+    halves = base.view(torch.float16)[:10]
+    with pytest.raises(ValueError, match=message):
+        mt.multi_tensor_scale([base], [halves], 2.0)  # one address, two dtypes
+
+
+def test_lists_that_overlap_through_two_storages_are_refused():
+    base = torch.arange(200.0)
+    one, other, same = base[:100], torch.from_dlpack(base.numpy()[4:104]), torch.from_dlpack(base.numpy()[:100])
+    with pytest.raises(ValueError, match=r"^multi_tensor_scale: tensor 0 of dst overlaps tensor 0 of src in memory"):
+        mt.multi_tensor_scale([one], [other], 2.0)
+    assert base.tolist() == list(range(200))
+    mt.multi_tensor_scale([one], [same], 2.0)  # the very same elements
+    assert one.tolist() == list(range(0, 200, 2))
 
 
 @pytest.mark.parametrize(
@@ -864,6 +911,7 @@ def test_overlapping_lists_are_refused():
         (torch.zeros(2), ValueError),
         (torch.zeros((), dtype=torch.int32), ValueError),
         (torch.zeros((), device="meta"), ValueError),
+        (torch.zeros((), dtype=torch.cfloat).conj().imag, ValueError),
         (0.0, TypeError),
     ],
 )
@@ -888,6 +936,7 @@ def test_found_inf_is_checked(found, error):
         (torch.ones(2), ValueError),
         (torch.ones((), dtype=torch.float16), ValueError),
         (torch.ones((), device="meta"), ValueError),
+        (torch.ones((), dtype=torch.cfloat).conj().imag, ValueError),
         ("2", TypeError),
         (None, TypeError),
     ],
@@ -915,6 +964,94 @@ def test_a_subclass_without_memory_of_its_own_is_refused():
         TypeError, match=r"^multi_tensor_unscale: tensor 1 of grads is a Wrapper, a plain tensor is wanted"
     ):
         mt.multi_tensor_unscale([torch.ones(3), Wrapper()], 2.0, flag())
+
+
+def seen_through_vmap():
+    seen = []
+    torch.func.vmap(lambda t: (seen.append(t), t)[1])(torch.ones(3, 3))
+    return seen[0]
+
+
+def freed():
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "make",
+    [seen_through_vmap, freed, lambda: torch._efficientzerotensor((3,)), lambda: torch._to_functional_tensor(F32)],
+    ids=["vmap", "freed", "lazy zero", "functionalized"],
+)
+def test_tensors_without_memory_are_refused(make):
+    tensors, found = [torch.ones(3)] * 2, flag()
+    lists = [torch.ones(3), make()]
+    for call, label in [
+        (lambda: mt.multi_tensor_unscale(lists, 2.0, found), "tensor 1 of grads"),
+        (lambda: mt.multi_tensor_scale(lists, tensors, 2.0, found), "tensor 1 of src"),
+        (lambda: mt.multi_tensor_scale(tensors, lists, 2.0, found), "tensor 1 of dst"),
+        (lambda: mt.multi_tensor_l2norm(lists), "tensor 1 of tensors"),
+    ]:
+        with pytest.raises(TypeError, match=rf"^multi_tensor_\w+: {label} has no memory of its own .*a plain tensor is"):
+            call()
+    assert lists[0].tolist() == tensors[0].tolist() == [1.0] * 3 and found == found._version == 0
+
+
+def test_single_tensors_without_memory_are_refused():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    tensors = [torch.ones(3)]
+    with FakeTensorMode():
+        fake = torch.zeros(())
+    for bad in (fake, torch._efficientzerotensor(())):
+        with pytest.raises(TypeError, match=r"^multi_tensor_unscale: found_inf is a \w+ without memory of its own"):
+            mt.multi_tensor_unscale(tensors, 2.0, bad)
+        with pytest.raises(TypeError, match=r"^multi_tensor_unscale: inv_scale is a \w+ without memory of its own"):
+            mt.multi_tensor_unscale(tensors, bad, flag())
+        with pytest.raises(TypeError, match=r"^update_scale: scale is a \w+ without memory of its own"):
+            mt.update_scale(bad, torch.zeros(1, dtype=torch.int32), flag())
+    assert tensors[0].tolist() == [1.0] * 3
+
+
+def test_flags_and_scales_that_require_grad_are_written_under_no_grad_alone():
+    tensors, found = [torch.tensor([1.0, INF])], torch.zeros((), requires_grad=True)
+    with pytest.raises(ValueError, match=r"^multi_tensor_check_finite: found_inf requires grad.*torch.no_grad\(\)$"):
+        mt.multi_tensor_check_finite(tensors, found)
+    scale, tracker = scaler(8.0)
+    scale.requires_grad_()
+    with pytest.raises(ValueError, match=r"^update_scale: scale requires grad.*torch.no_grad\(\)$"):
+        mt.update_scale(scale, tracker, torch.ones(()))
+    assert (found.item(), scale.item(), found._version, scale._version) == (0.0, 8.0, 0, 0)
+    with torch.no_grad():
+        mt.multi_tensor_check_finite(tensors, found)
+        mt.update_scale(scale, tracker, found)
+    assert (found.item(), scale.item()) == (1.0, 4.0)
+
+
+@pytest.mark.parametrize("factor", [10**400, 2j, torch.ones(2).numpy(), [2.0]], ids=["huge", "complex", "array", "list"])
+def test_numbers_that_are_no_float_are_refused(factor):
+    tensors = [torch.ones(3)]
+    with pytest.raises(TypeError, match=r"^multi_tensor_unscale: inv_scale is a \w+, a float is wanted"):
+        mt.multi_tensor_unscale(tensors, factor, flag())
+    scale, tracker = scaler(8.0)
+    with pytest.raises(TypeError, match=r"^update_scale: backoff_factor is .*, a float is wanted$"):
+        mt.update_scale(scale, tracker, flag(), backoff_factor=factor)
+    assert tensors[0].tolist() == [1.0] * 3 and scale.item() == 8.0
+
+
+@pytest.mark.parametrize("count", [2.5, "3", 2**31])
+def test_counts_that_are_no_int_are_refused(count):
+    scale, tracker = scaler(8.0)
+    with pytest.raises(TypeError, match=r"^update_scale: growth_interval is .*, an int of 32 bits is wanted$"):
+        mt.update_scale(scale, tracker, flag(), growth_interval=count)
+    assert (scale.item(), tracker.item()) == (8.0, 0)
+
+
+@pytest.mark.parametrize("factor", [2, True, Fraction(1, 2), Decimal("0.5"), torch.tensor(0.5).numpy()], ids=str)
+def test_any_number_is_a_factor(factor):
+    tensors = [torch.full((3,), 4.0)]
+    mt.multi_tensor_unscale(tensors, factor, flag())
+    assert tensors[0].tolist() == [4.0 * float(factor)] * 3
 
 
 # ---------------------------------------------------------------------------------------------------------------------
