@@ -164,14 +164,12 @@ def _is_wrapper(t: Tensor) -> bool:
 
 
 def _has_memory(t: Tensor) -> bool:
-    if t.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(t):
+    if t.is_nested or t._is_zerotensor() or torch._is_functional_tensor(t):
         return False
-    if t.device.type not in ("cpu", "cuda"):
-        return True  # plain torch's to know
-    try:
-        return t.untyped_storage().data_ptr() != 0 or not t.numel()
-    except RuntimeError:  # torch's lazy zeros
+    if torch._C._functorch.is_functorch_wrapped_tensor(t):
         return False
+    # Not its address: asking for that makes a lazy copy real.
+    return t.device.type not in ("cpu", "cuda") or not t.numel() or t.untyped_storage().nbytes() != 0
 
 
 def _check_one(

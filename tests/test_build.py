@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,17 @@ def test_a_failed_build_names_the_compiler(sources):
     assert build(sources, CXX="c++").returncode == 0
     version = subprocess.run(["c++", "--version"], capture_output=True, text=True).stdout.splitlines()[0]
     assert version in reason(sources)
+
+
+def test_a_source_distribution_holds_the_cuda_sources_wherever_it_is_made(sources):
+    shutil.copy(ROOT / "MANIFEST.in", sources)
+    for name in ("part.h", "kernels.cu"):
+        (sources / "csrc" / name).touch()
+    result = build(sources, "sdist", "--formats=tar")
+    assert result.returncode == 0, result.stderr
+    with tarfile.open(next((sources / "dist").glob("*.tar"))) as archive:
+        held = {Path(name).name for name in archive.getnames()}
+    assert held >= {"setup.py", "small.cpp", "part.h", "kernels.cu"}
 
 
 @pytest.mark.slow

@@ -134,6 +134,9 @@ def test_recycled_memory_is_one_block_that_one_tensor_has_at_a_time(device):
     if device == "cpu":
         assert last.data_ptr() == place
     del last
+    smaller = recycled.empty_like(like[:128])
+    assert smaller.untyped_storage().nbytes() == 4 * smaller.numel()  # not the large block under a small tensor
+    del smaller
     for other in (like[:128], like.view(-1), like.t(), like[:, ::2], like[:1, :1], like[:0]):  # of another form or size
         assert recycled.empty_like(other).shape == other.shape
         assert recycled.empty_like(other).stride() == torch.empty_like(other).stride()

@@ -197,6 +197,16 @@ def test_a_nan_stays_one_whatever_its_bits():
         assert found == 1.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_copy_keeps_every_bit_of_a_nan(backend, dtype):
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    copy = [torch.empty(2**16, dtype=dtype)]
+    mt.multi_tensor_scale([bits.view(dtype)], copy, 1.0)
+    if backend == "cpp":  # plain torch multiplies, which makes signalling NaNs quiet
+        assert torch.equal(copy[0].view(torch.int16), bits)
+    exact(copy[0], bits.view(dtype))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_factor_that_is_an_element_of_the_output_is_read_before_the_first_write(dtype):
     x = torch.full((50_000,), 3.0, dtype=dtype)
@@ -226,6 +236,30 @@ def test_no_tensors(dtype):
     mt.multi_tensor_scale(empty, empty, 2.0, found)
     assert mt.multi_tensor_unscale_l2norm(empty, 2.0, found, per_tensor=True)[1].tolist() == [0.0, 0.0]
     assert found == 0.0
+
+
+@device
+def test_norms_have_the_places_of_their_tensors(device):
+    tensors = [torch.empty(0), torch.full((4,), 2.0), torch.full((9,), 3.0, dtype=torch.float64), torch.empty(2, 0)]
+    tensors = [t.to(device) for t in [*tensors, torch.full((40_000,), 1.0, dtype=torch.float16)]]
+    assert mt.multi_tensor_l2norm(tensors, per_tensor=True)[1].tolist() == [0.0, 4.0, 9.0, 0.0, 200.0]
+
+
+@device
+def test_lazy_copies_become_real_where_they_are_written(device):
+    base = torch.arange(6.0, device=device).reshape(2, 3)
+    for view in (lambda t: t, lambda t: t.t(), lambda t: t[:, ::2]):
+        copy = view(torch._lazy_clone(base))
+        mt.multi_tensor_unscale([copy], 2.0, None)
+        exact(copy, view(base) * 2)
+        read = torch._lazy_clone(base)
+        mt.multi_tensor_l2norm([read])
+        assert torch._C._is_cow_tensor(read)
+    found = torch.zeros((), device=device)
+    lazy = torch._lazy_clone(found)
+    mt.multi_tensor_check_finite([torch.full((3,), NAN, device=device)], lazy)
+    assert (found.item(), lazy.item()) == (0.0, 1.0)
+    exact(base, torch.arange(6.0, device=device).reshape(2, 3))
 
 
 @device
@@ -653,6 +687,23 @@ def test_writes_bump_the_version_counter_and_reads_do_not(device):
         assert versions(read) == before_read
 
 
+def test_flags_and_scales_have_versions_too():
+    tensors, found = [torch.ones(3)], flag()
+    for call in (
+        lambda: mt.multi_tensor_check_finite([torch.tensor([INF])], found),
+        lambda: mt.multi_tensor_unscale([torch.tensor([INF])], 1.0, found),
+    ):
+        before = found._version
+        call()
+        assert found._version > before
+    scale, tracker = scaler(8.0)
+    patience = torch.ones(1, dtype=torch.int32)
+    before = versions([scale, tracker, patience, found, *tensors])
+    mt.update_scale(scale, tracker, found, hysteresis=2, hysteresis_tracker=patience)
+    after = versions([scale, tracker, patience, found, *tensors])
+    assert [now > then for now, then in zip(after, before, strict=True)] == [True, True, True, False, False]
+
+
 def test_autograd_notices_a_write():
     weight = torch.ones(3, requires_grad=True)
     hidden = weight * 2
@@ -992,7 +1043,9 @@ def test_tensors_without_memory_are_refused(make):
         (lambda: mt.multi_tensor_scale(tensors, lists, 2.0, found), "tensor 1 of dst"),
         (lambda: mt.multi_tensor_l2norm(lists), "tensor 1 of tensors"),
     ]:
-        with pytest.raises(TypeError, match=rf"^multi_tensor_\w+: {label} has no memory of its own .*a plain tensor is"):
+        with pytest.raises(
+            TypeError, match=rf"^multi_tensor_\w+: {label} has no memory of its own .*a plain tensor is"
+        ):
             call()
     assert lists[0].tolist() == tensors[0].tolist() == [1.0] * 3 and found == found._version == 0
 
@@ -1028,7 +1081,9 @@ def test_flags_and_scales_that_require_grad_are_written_under_no_grad_alone():
     assert (found.item(), scale.item()) == (1.0, 4.0)
 
 
-@pytest.mark.parametrize("factor", [10**400, 2j, torch.ones(2).numpy(), [2.0]], ids=["huge", "complex", "array", "list"])
+@pytest.mark.parametrize(
+    "factor", [10**400, 2j, torch.ones(2).numpy(), [2.0]], ids=["huge", "complex", "array", "list"]
+)
 def test_numbers_that_are_no_float_are_refused(factor):
     tensors = [torch.ones(3)]
     with pytest.raises(TypeError, match=r"^multi_tensor_unscale: inv_scale is a \w+, a float is wanted"):
