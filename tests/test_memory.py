@@ -83,10 +83,12 @@ def step_of_ones(model, optimizer, factor):
         lambda gradient: gradient[3:, ::2],
         lambda gradient: gradient.detach().flatten(),
         lambda gradient: gradient.numpy(),
+        lambda gradient: torch._lazy_clone(gradient),
+        lambda gradient: torch.from_dlpack(gradient),
         lambda gradient: gradient.untyped_storage(),
         lambda gradient: torch.ones(2, 1024, requires_grad=True) @ gradient,  # its graph has saved the gradient
     ],
-    ids=["itself", "view", "detached", "numpy", "storage", "graph"],
+    ids=["itself", "view", "detached", "numpy", "lazy", "dlpack", "storage", "graph"],
 )
 def test_a_gradient_that_the_user_holds_stays_as_it_was(hold):
     model = nn.Linear(128, 1024, bias=False)
