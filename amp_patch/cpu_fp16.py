@@ -78,13 +78,11 @@ def rounded(result: Any) -> Any:
 
 
 class _Kept(NamedTuple):
-    """What autograd keeps in place of (a view of) an upcast operand."""
+    """What autograd keeps: a tensor that it saves, or an operand in place of (a view of) its upcast."""
 
-    operand: Tensor
-    version: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: Any  # an int; torch's stubs say more
+    tensor: Tensor
+    version: int  # hooks take it on themselves to notice a change before backward
+    view: tuple[torch.Size, tuple[int, ...], Any] | None = None  # of the upcast: size, stride, offset
 
 
 class Upcast:
@@ -111,23 +109,22 @@ class Upcast:
         """The region for the call."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack) if self._operands else nullcontext()
 
-    def _pack(self, saved: Tensor) -> Tensor | _Kept:
+    def _pack(self, saved: Tensor) -> _Kept:
         operand = self._operands.get(saved.untyped_storage()._cdata) if type(saved) is Tensor else None
         if operand is None:
-            return saved
-        return _Kept(operand, operand._version, saved.size(), saved.stride(), saved.storage_offset())
+            return _Kept(saved, saved._version)
+        return _Kept(operand, operand._version, (saved.size(), saved.stride(), saved.storage_offset()))
 
 
-def _unpack(kept: Tensor | _Kept) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    if kept.operand._version != kept.version:
+def _unpack(kept: _Kept) -> Tensor:
+    tensor, version, view = kept
+    if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{kept.operand.type()} {list(kept.operand.shape)}] is at version {kept.operand._version}; expected "
-            f"version {kept.version} instead (an operand of a function computed in FP32, see cpu_fp16)"
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} "
+            "instead (an operand of a function computed in FP32, see cpu_fp16)"
         )
-    return kept.operand.float().as_strided(kept.size, kept.stride, kept.offset)
+    return tensor if view is None else tensor.float().as_strided(*view)
 
 
 def _may_exchange_saved() -> bool:

@@ -642,6 +642,16 @@ def test_an_operand_changed_before_backward_is_noticed(installed):
         out.sum().backward()
 
 
+def test_a_mask_changed_before_backward_is_noticed(installed):
+    """It is FP32 already: autograd keeps the caller's own."""
+    q, mask = half(1, 1, 64, 8), torch.zeros(64, 64)
+    with casts.region(ONLY_EMULATES):
+        out = F.scaled_dot_product_attention(q, q, q, mask)
+    mask.fill_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*version 1; expected version 0"):
+        out.sum().backward()
+
+
 def test_hooks_of_the_user_see_all_that_is_saved(installed):
     seen: list[Tensor] = []
 
