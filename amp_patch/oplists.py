@@ -4,6 +4,7 @@ After today's torch: the CUDA lists of its autocast op reference, on every devic
 add what torch's reference leaves to other mechanisms. The rules:
 
     lower       FP32 (and the other half type) tensors become `policy.dtype`.
+    einsum      the same, for two operands and more: of one nothing is multiplied.
     rnn         the same for fused recurrent networks, whose weights form one buffer.
     fp32        FP16 and BF16 tensors become FP32.
     batch_norm  fp32, unless its weights or statistics are low precision: it updates the statistics in place.
@@ -137,13 +138,13 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "_convolution",
             "chain_matmul",
             "convolution",
-            "einsum",
             "gru_cell",
             "lstm_cell",
             "prelu",
             "rnn_relu_cell",
             "rnn_tanh_cell",
         ),
+        "einsum": ("einsum",),
         "rnn": ("gru", "lstm", "rnn_relu", "rnn_tanh"),
         "fp32": (
             *_EXP_LOG_POW,
@@ -186,7 +187,8 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     # The same functions as in torch, for callers who import them from here.
     "torch.functional": {
-        "lower": ("chain_matmul", "einsum"),
+        "lower": ("chain_matmul",),
+        "einsum": ("einsum",),
         "fp32": ("cdist", "norm", "stft"),
         "emulated": ("tensordot",),
         "widest": ("cartesian_prod", "meshgrid"),

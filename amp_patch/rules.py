@@ -163,6 +163,12 @@ def _lower(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Pol
     return _emulate(function, args, kwargs, policy, saves_low)
 
 
+def _einsum(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    # Of one operand it is a view (whose writer means the operand itself), or sums: nothing is multiplied.
+    several = sum(1 for _ in _tensors((args, kwargs))) > 1
+    return _lower(function, args, kwargs, policy) if several else function(*args, **kwargs)
+
+
 def _rnn(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     first = args[0] if args else None
     if isinstance(first, Tensor) and first.is_cuda and first.dtype in (_FLOAT16, _BFLOAT16, _FLOAT32):
@@ -215,6 +221,8 @@ def _widest_emulated(function: Callable[..., Any], args: Args, kwargs: Kwargs, p
 
 
 def _match_self(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    if not (args and isinstance(args[0], Tensor)):
+        return function(*args, **kwargs)  # torch says what is wrong with it
     own = args[0].dtype
     if policy.patch_torch_functions and own in _WIDTH:
         args, kwargs = _cast_args(args, _matched, own), _cast_kwargs(kwargs, _matched, own)
@@ -272,6 +280,7 @@ def _user_promote(function: Callable[..., Any], args: Args, kwargs: Kwargs, poli
 
 RULES: dict[str, Rule] = {
     "lower": _lower,
+    "einsum": _einsum,
     "rnn": _rnn,
     "fp32": _fp32,
     "batch_norm": _batch_norm,
@@ -287,4 +296,4 @@ RULES: dict[str, Rule] = {
 }
 
 # What acts also while FP16 is emulated and nothing is cast; all others wait for `policy.patch_torch_functions`.
-EMULATED = frozenset({"lower", "rnn", "fp32", "emulated", "match_self", "disabled"})
+EMULATED = frozenset({"lower", "einsum", "rnn", "fp32", "emulated", "match_self", "disabled"})

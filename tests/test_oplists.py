@@ -265,6 +265,7 @@ def test_optional_names_and_samples_are_about_the_lists() -> None:
     assert not {key for key in SAMPLES if key not in names and key not in addresses}, "samples of nothing"
     tested = {
         "lower",
+        "einsum",
         "rnn",
         "fp32",
         "batch_norm",
@@ -280,7 +281,7 @@ def test_optional_names_and_samples_are_about_the_lists() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize(("owner", "name"), walk("lower", "rnn"))
+@pytest.mark.parametrize(("owner", "name"), walk("lower", "einsum", "rnn"))
 def test_lower(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
     other = next(low for low in (torch.float16, torch.bfloat16) if low is not dtype)
     with region(dtype):
@@ -341,7 +342,7 @@ def widened(value: Any) -> Any:
 )
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [*walk("lower", "rnn", "emulated"), *(("torch.Tensor", name) for name in IN_PLACE_GEMMS)],
+    [*walk("lower", "einsum", "rnn", "emulated"), *(("torch.Tensor", name) for name in IN_PLACE_GEMMS)],
 )
 def test_emulated(owner: str, name: str, policy: Policy) -> None:
     args, kwargs = sample(owner, name, [torch.float16], "cpu")
@@ -381,6 +382,16 @@ def test_banned(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
         assert result_types(call(owner, name, [dtype], device)) == {torch.float32}
     if torch.device(device).type == "cpu":
         assert result_types(call(owner, name, [dtype], device)) == {dtype}  # casts off: torch's own answer
+
+
+@pytest.mark.parametrize("cpu_fp16", ["native", "emulate"])
+@pytest.mark.parametrize("given", [torch.float32, torch.float16])
+def test_einsum_of_one_operand_is_a_view_of_it_still(given: torch.dtype, cpu_fp16: str) -> None:
+    matrices = [torch.ones(3, 3, dtype=given) for _ in range(2)]
+    with region(torch.float16, cpu_fp16=cpu_fp16):
+        torch.einsum("ii->i", matrices[0]).zero_()
+        torch.functional.einsum("ii->i", [matrices[1]]).zero_()
+    assert [m.sum().item() for m in matrices] == [6.0, 6.0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
