@@ -229,6 +229,7 @@ py::object cast_weight(PyObject* object, const at::Tensor& tensor, ScalarType dt
     Py_XDECREF(alive);  // `object` is the caller's as well: this is not its death
     if (same) return found->second.cast;
   }
+  const uint32_t version = tensor._version();  // before the cast: another thread may write while it runs
   py::object result = cast(object, dtype);
   auto forget = owned(reinterpret_cast<PyObject*>(PyObject_New(Forget, &ForgetType)));
   auto* callback = reinterpret_cast<Forget*>(forget.ptr());
@@ -287,16 +288,20 @@ struct Cast {
     return is_tensor(object) && casts(THPVariable_Unpack(object).scalar_type()) ? Found::something : Found::nothing;
   }
 
-  py::object operator()(PyObject* object) const {
+  py::object operator()(PyObject* object, int depth = 0) const {
     if (!is_sequence(object)) {
       const at::Tensor& tensor = THPVariable_Unpack(object);
       return remembers && may_remember(object, tensor) ? cast_weight(object, tensor, to) : cast(object, to);
+    }
+    if (depth == DEEP) {  // `look` stops at the first tensor; behind it a list may hold itself
+      PyErr_SetString(PyExc_RecursionError, "the arguments hold lists in lists without end");
+      throw py::error_already_set();
     }
     auto items = owned(PySequence_List(object));  // our own: another thread may change the caller's
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items.ptr()); ++i) {
       PyObject* item = PyList_GET_ITEM(items.ptr(), i);
       if (look(item) != Found::something) continue;
-      py::object result = (*this)(item);
+      py::object result = (*this)(item, depth + 1);
       PyList_SetItem(items.ptr(), i, result.release().ptr());  // cannot fail: i is in range, the list is ours
     }
     return PyList_Check(object) ? items : owned(PyList_AsTuple(items.ptr()));
