@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from amp_patch import multi_tensor
 from amp_patch.cpu_fp16 import settle
@@ -21,6 +22,7 @@ from amp_patch.patch import Patches
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.regions import (
     PythonState,
+    as_now,
     current,
     drop_cache,
     entered,
@@ -192,6 +194,7 @@ def install() -> None:
                     for name in names:
                         if hasattr(owner, name):
                             _replace(patches, owner, name, rule)
+            _keep_regions_in_checkpoints(patches)
             for owner, name, rule in _registered.values():  # after the lists: the user's rule takes their place
                 _replace(patches, owner, name, rule)
         except BaseException:
@@ -216,6 +219,28 @@ def uninstall() -> None:
 def installed() -> bool:
     """Whether torch's functions are replaced by wrappers now."""
     return _patches is not None
+
+
+def _keep_regions_in_checkpoints(patches: Patches) -> None:
+    """Let activation checkpointing compute again under the casts of the first time, as it does with torch.autocast.
+
+    Backward runs after the regions of the forward, or in the one of `scale_loss`: without `disable_casts` and modules
+    kept in FP32 inside. The two functions below are what `torch.utils.checkpoint.checkpoint`, which users import by
+    name, looks up when it is called: they take what is to be called again.
+    """
+
+    def wrap(original: Callable[..., Any], index: int) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return original(*args[:index], as_now(args[index]), *args[index + 1 :], **kwargs)
+
+        return call
+
+    owner = torch.utils.checkpoint
+    if (generator := getattr(owner, "_checkpoint_without_reentrant_generator", None)) is not None:
+        patches.set(owner, generator.__name__, wrap(generator, 0))
+    reentrant = owner.CheckpointFunction
+    patches.set(reentrant, "forward", staticmethod(wrap(reentrant.forward, 1)))
 
 
 def _resolve(address: str) -> Any:
@@ -325,9 +350,9 @@ def register_promote_function(module: Any, name: str) -> None:
 def _half_rule(module: Any, name: str) -> str:
     """Of a function whose FP16 may be emulated the rule that does both: the user's would leave it native."""
     for address, rules in OPLISTS.items():
-        for rule in ("lower", "rnn", "emulated"):
+        for rule in ("lower", "einsum", "rnn", "emulated"):
             if name in rules.get(rule, ()) and _resolve(address) is module:
-                return "rnn" if rule == "rnn" else "lower"
+                return "lower" if rule == "emulated" else rule
     return "user_lower"
 
 

@@ -76,7 +76,8 @@ class PythonState:
         if entry is not None and entry[0]() is weight and entry[1] == version:
             return entry[2]
         cast = weight.to(dtype)
-        casts[key] = (weakref.ref(weight, functools.partial(_forget, casts, key)), version, cast)
+        if _thread.caches:  # what ran meanwhile may have left the region
+            casts[key] = (weakref.ref(weight, functools.partial(_forget, casts, key)), version, cast)
         return cast
 
 
@@ -210,6 +211,17 @@ class everywhere(region):
         with _lock:
             _remove_last(_overrides, self)
             _refresh_default()
+
+
+def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, to be called later, on any thread, with the casts that act on this thread now (or with none)."""
+    within = region(current())
+
+    def later(*args: Any, **kwargs: Any) -> Any:
+        with within:
+            return function(*args, **kwargs)
+
+    return later
 
 
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:

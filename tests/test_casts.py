@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICES, DTYPES, original
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_patch import casts, regions, rules
@@ -64,7 +65,7 @@ needs_install = pytest.mark.usefixtures("installed")
 def namespaces() -> dict[str, dict[str, Any]]:
     owners: list[Any] = [
         torch, torch.Tensor, torch.nn.functional, torch._VF, torch.linalg, torch.special, torch.fft, torch.functional,
-        nn.RNNBase, torch.backends.mha,
+        nn.RNNBase, torch.backends.mha, torch.utils.checkpoint, torch.utils.checkpoint.CheckpointFunction,
     ]  # fmt: skip
     return {repr(owner): dict(vars(owner)) for owner in owners}
 
@@ -390,6 +391,12 @@ def test_errors_are_the_originals() -> None:
             x @ "y"
         with pytest.raises(RecursionError):
             torch.linalg.multi_dot(itself)
+        itself.insert(0, x)  # something to cast in front
+        with pytest.raises(RecursionError):
+            torch.linalg.multi_dot(itself)
+        for call in (torch.Tensor.addmm_, lambda: torch.Tensor.addmm_("x", x, y), lambda: torch.Tensor.index_add_(3)):
+            with pytest.raises(TypeError):
+                call()
 
 
 def test_functions_of_others_are_called_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -654,11 +661,12 @@ def cached() -> int:
 def test_a_weight_is_cast_once_a_region(dtype: torch.dtype) -> None:
     weight = nn.Parameter(torch.ones(2, 2))
     frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
-    plain = torch.ones(2, 2)
+    plain, activation = torch.ones(2, 2), weight * 1
     with casts.region(o1(dtype)):
-        assert casts.region and regions.cast_weight(weight, dtype) is regions.cast_weight(weight, dtype)
+        assert regions.cast_weight(weight, dtype) is regions.cast_weight(weight, dtype)
         assert regions.cast_weight(frozen, dtype) is regions.cast_weight(frozen, dtype)
         assert regions.cast_weight(plain, dtype) is not regions.cast_weight(plain, dtype), "activations are not kept"
+        assert regions.cast_weight(activation, dtype) is not regions.cast_weight(activation, dtype)
         with casts.region(OFF), casts.region(o1(dtype)):
             pass
         assert cached() == 2, "an inner region's end dropped the outer one's casts"
@@ -675,6 +683,16 @@ def test_a_weight_is_cast_once_a_region(dtype: torch.dtype) -> None:
         assert cached() == 0
     with casts.autocast(dtype=dtype, cache_enabled=False):
         assert regions.cast_weight(weight, dtype) is not regions.cast_weight(weight, dtype)
+
+
+@needs_install
+def test_a_weight_is_remembered_in_each_type() -> None:
+    weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
+    with casts.region(o1(HALF)):
+        assert F.linear(x, weight).dtype is HALF
+        with casts.region(o1(torch.bfloat16)):
+            assert F.linear(x, weight).dtype is torch.bfloat16
+        assert F.linear(x, weight).dtype is HALF and cached() == 2
 
 
 @needs_install
@@ -749,6 +767,38 @@ def test_edited_weights_are_cast_again() -> None:
         layer(x)
         layer.load_state_dict({"weight": torch.full((1, 1), 3.0)})
         assert layer(x).item() == 3.0
+
+
+class During(TorchFunctionMode):
+    """Runs `action` after each call of `Tensor.to`, as another thread may while a cast runs."""
+
+    def __init__(self, action: Callable[[], Any]) -> None:
+        super().__init__()
+        self.action = action
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is Tensor.to:
+            self.action()
+        return result
+
+
+@needs_install
+def test_a_weight_edited_while_it_is_cast_is_cast_again() -> None:
+    weight, x = nn.Parameter(torch.ones(1, 1), requires_grad=False), torch.ones(1, 1, dtype=HALF)
+    with casts.region(o1()):
+        with During(lambda: weight.add_(1)):
+            assert (x @ weight).item() == 1.0
+        assert (x @ weight).item() == 2.0
+
+
+@needs_install
+def test_a_region_left_while_a_weight_is_cast_leaves_nothing() -> None:
+    weight, region = nn.Parameter(torch.ones(1, 1)), casts.region(o1())
+    region.__enter__()
+    with During(lambda: region.__exit__(None, None, None)):
+        torch.ones(1, 1, dtype=HALF) @ weight
+    assert cached() == 0
 
 
 @needs_install
@@ -1054,6 +1104,30 @@ def test_checkpoint_recomputes_the_same(reentrant: bool) -> None:
         return layer.weight.grad.clone()
 
     torch.testing.assert_close(gradient(True), gradient(False), rtol=0, atol=0)
+
+
+@needs_install
+@pytest.mark.parametrize("cpu_fp16", ["native", "emulate"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_recomputes_under_the_casts_of_the_first_time(reentrant: bool, cpu_fp16: str) -> None:
+    """Wherever backward runs: outside of regions, as torch advises for autocast, and under other casts."""
+    x, seen = torch.ones(2, 4, requires_grad=True), []
+
+    def block(x: Tensor) -> Tensor:
+        seen.append((casts.current(), (x @ x.T).dtype))
+        return (x @ x.T).float()
+
+    inside, policies = o1(cpu_fp16=cpu_fp16), (o1(cpu_fp16=cpu_fp16), o1(torch.bfloat16), OFF, None)
+    for policy in policies:
+        with casts.region(inside), casts.region(policy):
+            out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
+        out.sum().backward()
+        with casts.region(inside), casts.region(policy):
+            out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
+        with casts.everywhere(o1(torch.bfloat16)):
+            out.sum().backward()
+        assert seen == [seen[0]] * 4, "twice forward and recomputation"
+        seen.clear()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -194,6 +194,44 @@ def test_interleaved_trainings_give_the_losses_that_each_gives_alone(reentrant):
     assert interleaved(LEVELS, 6, make_model) == alone
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_checkpoints_where_casts_are_off_or_backward_is_plain(level, reentrant):
+    class Head(nn.Linear):
+        def forward(self, x):
+            if self.reentrant is None:
+                return super().forward(x)
+            return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+    class Model(nn.Module):
+        def __init__(self, how):
+            super().__init__()
+            self.kept, self.free, self.last = (Head(5, 5) for _ in range(3))
+            self.kept.reentrant = self.free.reentrant = self.last.reentrant = how
+
+        def forward(self, x):
+            x = self.last(self.kept(x))
+            with amp.disable_casts():
+                return self.free(x.to(self.free.weight.dtype))
+
+    def gradients(how, plain):
+        torch.manual_seed(0)
+        model = Model(how)
+        optimizer = SGD(model.parameters())
+        amp.initialize(model, optimizer, opt_level=level, keep_fp32="kept", cpu_fp16="emulate", loss_scale=1.0)
+        loss = model(torch.randn(3, 5, requires_grad=True)).float().square().sum()
+        if plain:
+            loss.backward()
+        else:
+            training.backward(loss, optimizer)
+        found = [p.grad.clone() for p in (model.parameters() if plain else amp.master_params(optimizer))]
+        amp.restore()
+        return found
+
+    for plain in (False, True):
+        assert same(gradients(reentrant, plain), gradients(None, plain))
+
+
 def test_interleaved_trainings_keep_their_own_fp16_arithmetic():
     levels = [f"{level} {mode}" for level in ("O0", "O1", "O2", "O3") for mode in ("native", "emulate")] + ["O4", "O5"]
 
@@ -234,6 +272,7 @@ def test_a_model_never_given_to_initialize_is_untouched_under_o1_with_disable_ca
 def namespaces():
     listed = [pkgutil.resolve_name(address) for address in oplists.OPLISTS]
     owners = (*listed, torch, torch.Tensor, nn.functional, torch._VF, nn.utils, nn.utils.clip_grad, nn.modules.rnn)
+    owners = (*owners, torch.utils.checkpoint, torch.utils.checkpoint.CheckpointFunction)
     cells = {
         name: getattr(nn.utils, name).__closure__[0].cell_contents for name in ("clip_grad_norm_", "clip_grad_value_")
     }
