@@ -264,12 +264,11 @@ bool each_tensor(PyObject* object, const See& see, int depth = 0) {
 // tensors are never touched.
 struct Cast {
   ScalarType to;
-  bool raises;     // FP16 and BF16 alone are cast, not FP32
   bool remembers;  // FP32 weights go through the cache
 
   enum class Found { nothing, something, unusual };
 
-  bool casts(ScalarType type) const { return type != to && (is_low(type) || (!raises && type == ScalarType::Float)); }
+  bool casts(ScalarType type) const { return type != to && is_narrow(type); }
 
   // Whether there is anything to cast; in sequences of tensors (or of sequences) too: all that torch's functions take.
   Found look(PyObject* object, int depth = 0) const {
@@ -387,7 +386,7 @@ Route route(Rule rule, const Acting& acting, const Arguments& given, Cast& cast)
   if (rule == Rule::other) return Route::python;
   if (given.keyword(OUT) != nullptr) return Route::original;
 
-  cast = {ScalarType::Float, false, false};
+  cast = {ScalarType::Float, false};
   switch (rule) {
     case Rule::lower:
       cast.to = acting.low;
@@ -409,7 +408,6 @@ Route route(Rule rule, const Acting& acting, const Arguments& given, Cast& cast)
     }
     case Rule::fp32:
       if (given.keyword(DTYPE) != nullptr) return Route::original;  // an explicit type is the user's word
-      cast.raises = true;
       break;
     case Rule::emulated:
     case Rule::widest: {
@@ -560,7 +558,7 @@ PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flagged, Py
   const Acting now = acting();
   if (!now.on) return call_original(called, given);
   if (called.known != nullptr && now.patches && !now.emulates && are_operands(given, called.known->takes_bias)) {
-    return multiply(called.known->product, given, {now.low, false, true});
+    return multiply(called.known->product, given, {now.low, true});
   }
   Cast cast{};
   switch (route(called.rule, now, given, cast)) {

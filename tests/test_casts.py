@@ -347,6 +347,35 @@ def test_arguments_in_sequences_and_keywords(dtype: torch.dtype) -> None:
 
 
 @needs_install
+def test_keywords_that_are_none_ask_for_nothing() -> None:
+    full, low = torch.ones(2, 2), torch.ones(2, 2, dtype=HALF)
+    with casts.region(o1()):
+        assert torch.mm(full, full, out=None).dtype is HALF
+        assert torch.sum(low, dtype=None).dtype is F.softmax(low, dim=0, dtype=None).dtype is FULL
+        assert F.batch_norm(low, None, None, training=True, weight=None).dtype is FULL
+
+
+@needs_install
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_sequences_keep_their_kind(kind: type) -> None:
+    seen: list[Any] = []
+
+    class Recording(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.extend(arg for arg in args if arg is not low and not isinstance(arg, (torch.dtype, Tensor)))
+            seen.extend(arg for arg in args if func is Tensor.to and arg is low)
+            return func(*args, **(kwargs or {}))
+
+    low = torch.ones(2, dtype=HALF)
+    with casts.region(o1()), Recording():
+        torch.sum(low, dtype=HALF)
+        assert seen == [], "an explicit type asks for no cast before the call"
+        torch.linalg.multi_dot(kind([torch.ones(2, 2), torch.ones(2, 2, dtype=HALF)]))
+    (matrices,) = [arg for arg in seen if isinstance(arg, (list, tuple))]
+    assert type(matrices) is kind and [matrix.dtype for matrix in matrices] == [HALF, HALF]
+
+
+@needs_install
 def test_tensors_without_dimensions_do_not_widen() -> None:
     x, scalar = torch.ones(3, dtype=HALF), torch.tensor(2.0)
     with casts.region(o1()):
@@ -365,7 +394,9 @@ def test_batch_norm(dtype: torch.dtype, device: str) -> None:
     expected = reference(x.float())
     with casts.region(o1(dtype)):
         result = norm(x)
-    assert result.dtype is FULL
+        none = dict.fromkeys(("weight", "bias", "running_mean", "running_var"))
+        by_name = torch.batch_norm(input=x, **none, training=True, momentum=0.1, eps=1e-5, cudnn_enabled=False)
+    assert result.dtype is by_name.dtype is FULL
     torch.testing.assert_close(result, expected, rtol=0, atol=0)
     torch.testing.assert_close(norm.running_mean, reference.running_mean, rtol=0, atol=0)
 
@@ -394,9 +425,14 @@ def test_errors_are_the_originals() -> None:
         itself.insert(0, x)  # something to cast in front
         with pytest.raises(RecursionError):
             torch.linalg.multi_dot(itself)
-        for call in (torch.Tensor.addmm_, lambda: torch.Tensor.addmm_("x", x, y), lambda: torch.Tensor.index_add_(3)):
+        set_item = torch.Tensor.__setitem__
+        for call in (torch.Tensor.addmm_, lambda: torch.Tensor.addmm_("x", x, y), lambda: set_item(3, 0, 1)):
             with pytest.raises(TypeError):
                 call()
+        with pytest.raises(RuntimeError):  # integers are not what the others are cast to
+            torch.ones(2, dtype=torch.int64).index_add_(0, torch.tensor([0]), x[0, :1])
+    with pytest.raises(TypeError):
+        set_item(3, 0, 1)  # outside of regions too
 
 
 def test_functions_of_others_are_called_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
