@@ -143,8 +143,8 @@ def _check_tensor(name: str, which: str, t: object, device: torch.device, first:
         raise ValueError(f"{name}: {which} is a lazily negated view, call `.resolve_neg()` on it first")
     if t.device.type != "meta" and t.numel() and t.untyped_storage().nbytes() < _end(t) * t.element_size():
         raise ValueError(
-            f"{name}: {which} has shape {list(t.shape)} but its storage holds {t.untyped_storage().nbytes()} bytes: its "
-            "memory was given back (a sharded parameter outside its forward?), hand over tensors that have theirs"
+            f"{name}: {which} has shape {list(t.shape)} but its storage holds {t.untyped_storage().nbytes()} bytes: "
+            "its memory was given back (a sharded parameter outside its forward?), hand over tensors that have theirs"
         )
     if t.device != device:
         raise ValueError(

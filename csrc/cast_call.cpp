@@ -229,7 +229,6 @@ py::object cast_weight(PyObject* object, const at::Tensor& tensor, ScalarType dt
     Py_XDECREF(alive);  // `object` is the caller's as well: this is not its death
     if (same) return found->second.cast;
   }
-  const uint32_t version = tensor._version();  // before the cast: another thread may write while it runs
   py::object result = cast(object, dtype);
   auto forget = owned(reinterpret_cast<PyObject*>(PyObject_New(Forget, &ForgetType)));
   auto* callback = reinterpret_cast<Forget*>(forget.ptr());
