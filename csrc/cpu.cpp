@@ -29,7 +29,7 @@ constexpr int64_t kBlock = 256;          // elements of a row: three of them sta
 constexpr int64_t kChunk = 16384;        // elements of a chunk: the grain of norms, so of their rounding
 constexpr int64_t kGrain = 32768;        // least work worth a thread, torch's own grain
 constexpr int64_t kChunkOverhead = 64;   // what a chunk costs by itself, in elements
-constexpr int64_t kStreamed = 32 << 20;  // bytes of output that no cache would keep until it is read
+constexpr int64_t kStreamed = 16 << 20;  // bytes of output that no cache would keep until it is read
 
 struct Result {
   bool bad = false;
