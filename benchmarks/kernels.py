@@ -44,7 +44,6 @@ def subjects(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str) -> 
     tracker = torch.zeros(1, dtype=torch.int32, device=device)
     elements = sum(t.numel() for t in low)
     narrow, full = elements * dtype.itemsize, elements * 4
-    checkable = dtype != torch.float16 or device != "cpu"  # torch has no such kernel for FP16 on a CPU
 
     def check(tensors: list[Tensor]) -> None:
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
@@ -52,12 +51,6 @@ def subjects(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str) -> 
     def torch_gather() -> None:
         torch._foreach_copy_(scratch, low)
         check(scratch)
-
-    def torch_unscale() -> None:
-        if checkable:
-            return check(low)
-        torch_gather()
-        torch._foreach_copy_(low, scratch)
 
     def torch_add() -> None:
         torch_gather()
@@ -67,7 +60,7 @@ def subjects(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str) -> 
         torch.linalg.vector_norm(torch.stack(torch._foreach_norm(low, 2)))
 
     def torch_unscale_norm() -> None:
-        torch_unscale()
+        check(low)
         torch_norm()
 
     def torch_adopt() -> None:
@@ -76,7 +69,7 @@ def subjects(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str) -> 
 
     return {
         "gather": (narrow + full, lambda: mt.multi_tensor_scale(low, scratch, one, found), torch_gather),
-        "unscale": (2 * narrow, lambda: mt.multi_tensor_unscale(low, one, found), torch_unscale),
+        "unscale": (2 * narrow, lambda: mt.multi_tensor_unscale(low, one, found), lambda: check(low)),
         "publish": (
             narrow + full,
             lambda: mt.multi_tensor_scale(wide, low, 1.0),
@@ -87,11 +80,7 @@ def subjects(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str) -> 
             lambda: mt.multi_tensor_axpby(0.0, low, 1.0, wide, wide, found, check="x"),
             torch_add,
         ),
-        "check_finite": (
-            narrow,
-            lambda: mt.multi_tensor_check_finite(low, found),
-            (lambda: check(low)) if checkable else torch_gather,
-        ),
+        "check_finite": (narrow, lambda: mt.multi_tensor_check_finite(low, found), lambda: check(low)),
         "l2norm": (narrow, lambda: mt.multi_tensor_l2norm(low), torch_norm),
         "unscale_l2norm": (2 * narrow, lambda: mt.multi_tensor_unscale_l2norm(low, one, found), torch_unscale_norm),
         "adopt": (narrow + full, lambda: mt.multi_tensor_adopt(low, wide), torch_adopt),

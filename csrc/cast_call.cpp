@@ -380,7 +380,8 @@ enum class Route { original, python, cast };
 
 // Which way a call goes while casts act, and for `Route::cast` which cast. No Python code runs in here.
 Route route(Rule rule, const Acting& acting, const Arguments& given, Cast& cast) {
-  if (acting.emulates && rule != Rule::batch_norm && rule != Rule::widest) return Route::python;
+  const bool emulated = rule == Rule::fp32 ? !acting.patches : rule != Rule::batch_norm && rule != Rule::widest;
+  if (acting.emulates && emulated) return Route::python;
   if (!acting.patches) return Route::original;
   if (rule == Rule::other) return Route::python;
   if (given.keyword(OUT) != nullptr) return Route::original;
