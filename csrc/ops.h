@@ -147,11 +147,12 @@ C10_ALWAYS_INLINE void learn(const at::Tensor& t, Fact& fact) {
   fact.storage = storage;
   fact.dtype = t.scalar_type();
   fact.contiguous = impl.is_contiguous();
+  require(storage != nullptr, "memory");  // functorch's wrappers have none
   if (fact.numel == 0) return;
   const int64_t item = item_size(fact.dtype), offset = impl.storage_offset() * item;
   const int64_t end = offset + (fact.contiguous ? bytes_of(fact) : span_of(t) * item);
-  // Functorch's wrappers have none, lazy zeros and storages that were freed have no memory behind it.
-  require(storage != nullptr && storage->data() != nullptr && end <= static_cast<int64_t>(storage->nbytes()), "memory");
+  // Lazy zeros and storages that were freed have no memory behind it.
+  require(storage->data() != nullptr && end <= static_cast<int64_t>(storage->nbytes()), "memory");
   fact.data = static_cast<char*>(const_cast<void*>(storage->data())) + offset;
 }
 

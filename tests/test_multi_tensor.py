@@ -1023,6 +1023,13 @@ def seen_through_vmap():
     return seen[0]
 
 
+def test_wrapped_tensors_without_elements_are_refused():
+    wrapped = []
+    torch.func.vmap(lambda t: (wrapped.append(t), t)[1])(torch.ones(3, 0))
+    with pytest.raises(TypeError, match=r"^multi_tensor_unscale: tensor 0 of grads has no memory of its own"):
+        mt.multi_tensor_unscale(wrapped, 2.0, flag())
+
+
 def freed():
     tensor = torch.ones(3)
     tensor.untyped_storage().resize_(0)
