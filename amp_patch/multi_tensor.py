@@ -172,6 +172,13 @@ def _has_memory(t: Tensor) -> bool:
     return t.device.type not in ("cpu", "cuda") or not t.numel() or t.untyped_storage().nbytes() != 0
 
 
+def _check_unrecorded(name: str, which: str, written: Tensor) -> None:
+    if written.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name}: {which} requires grad, and autograd would not see the write: call {name} under torch.no_grad()"
+        )
+
+
 def _check_one(
     name: str, which: str, t: object, device: torch.device, dtypes: tuple[torch.dtype, ...], written: bool
 ) -> None:
@@ -185,10 +192,8 @@ def _check_one(
         )
     if _is_wrapper(t) or not _has_memory(t):
         raise TypeError(f"{name}: {which} is a {type(t).__name__} without memory of its own, {wanted} is wanted")
-    if written and t.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{name}: {which} requires grad, and autograd would not see the write: call {name} under torch.no_grad()"
-        )
+    if written:
+        _check_unrecorded(name, which, t)
 
 
 def _is_number(value: object) -> bool:
@@ -255,11 +260,7 @@ def _check_lists(
                     "convert one of the two first"
                 )
     for i, out in enumerate(lists[written] if written else ()):
-        if out.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name}: tensor {i} of {written} requires grad, and autograd would not see the write: call "
-                f"{name} under torch.no_grad()"
-            )
+        _check_unrecorded(name, f"tensor {i} of {written}", out)
         if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
             raise ValueError(
                 f"{name}: tensor {i} of {written} overlaps itself (an expanded tensor, strides {list(out.stride())}): "

@@ -41,13 +41,11 @@ def host_us(call: Callable[[], Any]) -> float:
 
 
 def calls_of(count: int) -> dict[str, Callable[[], Any]]:
-    from amp_patch import _C
-
     low = [torch.ones(256, device="cuda", dtype=torch.float16) for _ in range(count)]
     wide, found = [t.float() for t in low], torch.zeros((), device="cuda")
 
     def by(route: str, low: list[Tensor] = low, wide: list[Tensor] = wide) -> None:
-        _C.cuda_metadata(route)
+        mt._C.cuda_metadata(route)
         mt.multi_tensor_scale(low, wide, 1.0, found)
 
     return {route: (lambda route=route: by(route)) for route in ROUTES}

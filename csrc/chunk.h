@@ -110,17 +110,15 @@ C10_HOST_DEVICE inline void packs_through(const F& f, void* const (&data)[K], co
       for (int v = 0; v < V; ++v) {
         T& result = value[p].element[v];
         const T first = x[0][p].element[v];
-        bool bad = false;
+        // What is not live was never loaded: 0 times an infinite factor must not raise a flag.
         if constexpr (N == 1) {
           result = f(first);
-          bad = f.bad(result, first);
+          if constexpr (F::watches) outcome.bad = outcome.bad | (live[p] & f.bad(result, first));
         } else {
           const T second = x[1][p].element[v];
           result = f(first, second);
-          bad = f.bad(result, first, second);
+          if constexpr (F::watches) outcome.bad = outcome.bad | (live[p] & f.bad(result, first, second));
         }
-        // What is not live was never loaded: 0 times an infinite factor must not raise a flag.
-        if constexpr (F::watches) outcome.bad = outcome.bad | (live[p] & bad);
       }
     }
     if constexpr (F::writes) {

@@ -155,23 +155,15 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   return true;
 }
 
-// Tensors that fill their memory in one common order (all contiguous, all channels_last, all transposed alike) are
-// walked in that order. Else all are walked in the order of their indices, by strides where memory has another one.
+// Whether tensors that are not all contiguous fill their memory in one common order (all channels_last, all transposed
+// alike): they are walked in that order. Else all are walked in the order of their indices, by strides where memory has
+// another one.
 template <size_t N>
-std::array<View, N> view(const std::array<const at::Tensor*, N>& tensors, const std::array<const Fact*, N>& facts) {
-  bool common = true;
-  for (const Fact* f : facts) common = common && f->contiguous;
-  if (!common) {
-    common = true;
-    for (const at::Tensor* t : tensors) {
-      common = common && t->is_non_overlapping_and_dense() && same_layout(*t, *tensors[0]);
-    }
+bool share_order(const std::array<const at::Tensor*, N>& tensors) {
+  for (const at::Tensor* t : tensors) {
+    if (!t->is_non_overlapping_and_dense() || !same_layout(*t, *tensors[0])) return false;
   }
-  std::array<View, N> views;
-  for (size_t k = 0; k < N; ++k) {
-    views[k] = {facts[k]->data, facts[k]->dtype, common || facts[k]->contiguous, tensors[k]};
-  }
-  return views;
+  return true;
 }
 
 // The processor follows a long row by itself; of a short one it is at the end before it has understood.
@@ -239,37 +231,31 @@ bool is_known(size_t k, at::ScalarType dtype) {
   return N == 1 || k == 0 || dtype == c10::CppTypeToScalarType<T>::value;
 }
 
-// Elements [begin, end) of one tensor, as rows if they are all rows that the loop takes.
-template <class T, size_t N, class Functor, size_t Views>
-bool run_rows(const Functor& functor, const std::array<const Fact*, Views>& facts, int64_t begin, int64_t end,
-              bool stream, Result& result) {
-  std::array<Row, Views> rows;
-  for (size_t k = 0; k < Views; ++k) {
-    if (!facts[k]->contiguous || !is_known<T, N>(k, facts[k]->dtype)) return false;
+// Elements [begin, end) of one tensor whose operands, the inputs and, where the functor writes, the output, are all
+// rows that the loop takes.
+template <class T, size_t N, class Functor, size_t Operands>
+Result run_rows(const Functor& f, const std::array<const Fact*, Operands>& facts, int64_t begin, int64_t end,
+                bool stream) {
+  std::array<Row, Operands> rows;
+  for (size_t k = 0; k < Operands; ++k) {
     rows[k].data = facts[k]->data + begin * item_size(facts[k]->dtype);
     rows[k].dtype = facts[k]->dtype;
   }
-  Functor f = functor;
-  f.prepare(facts[0]->dtype, facts[Views - 1]->dtype);
-  result = map_rows<T, N>(f, rows, end - begin, stream && rows[0].data != rows[Views - 1].data);
-  return true;
+  return map_rows<T, N>(f, rows, end - begin, stream && rows[0].data != rows[Operands - 1].data);
 }
 
-// The same for all tensors; views holds the inputs and, where the functor writes, the output.
+// The same, of operands some of which are gathered (strides) and converted (a mix of dtypes without a loop) first,
+// block by block. `order`: all are linear, in one common order.
 template <class T, size_t N, class Functor, size_t Views>
-Result run_chunk(Functor f, const std::array<View, Views>& views, int64_t begin, int64_t end, bool stream) {
-  f.prepare(views[0].dtype, views[Views - 1].dtype);
+Result run_blocks(const Functor& f, const std::array<const Fact*, Views>& facts,
+                  const std::array<const at::Tensor*, Views>& tensors, bool order, int64_t begin, int64_t end) {
+  std::array<View, Views> views;
   std::array<bool, Views> known;
-  bool direct = true;
   for (size_t k = 0; k < Views; ++k) {
-    known[k] = is_known<T, N>(k, views[k].dtype);
-    direct = direct && known[k] && views[k].linear;
+    views[k] = {facts[k]->data, facts[k]->dtype, order || facts[k]->contiguous, tensors[k]};
+    known[k] = is_known<T, N>(k, facts[k]->dtype);
   }
   std::array<Row, Views> rows;
-  if (direct) {  // in one common order, which is another than that of their indices
-    for (size_t k = 0; k < Views; ++k) rows[k] = {views[k].data + begin * views[k].item(), views[k].dtype};
-    return map_rows<T, N>(f, rows, end - begin, stream && rows[0].data != rows[Views - 1].data);
-  }
   const View &input = views[N - 1], &output = views[Views - 1];
   const bool in_place =
       Functor::writes && (input.tensor == output.tensor || (input.data == output.data && input.dtype == output.dtype &&
@@ -333,6 +319,25 @@ std::string use_instruction_set(const std::string& name) {
 struct CpuLoop {
   static constexpr c10::DeviceType device = c10::DeviceType::CPU;
 
+  // Elements [begin, end) of tensor i of the lists.
+  template <class T, int N, class Functor, size_t Operands>
+  static Result run_chunk(const Job<N>& job, Functor f, int64_t i, const std::array<const Fact*, Operands>& facts,
+                          int64_t begin, int64_t end, bool stream) {
+    f.prepare(facts[0]->dtype, facts[Operands - 1]->dtype);
+    bool known = true, contiguous = true;
+    for (size_t k = 0; k < Operands; ++k) {
+      known = known && is_known<T, N>(k, facts[k]->dtype);
+      contiguous = contiguous && facts[k]->contiguous;
+    }
+    if (known && contiguous) return run_rows<T, N>(f, facts, begin, end, stream);
+    std::array<const at::Tensor*, Operands> tensors;
+    for (size_t k = 0; k < N; ++k) tensors[k] = &(*job.in[k])[i];
+    if constexpr (Functor::writes) tensors[N] = &(*job.out)[i];
+    const bool order = contiguous || share_order(tensors);
+    if (known && order) return run_rows<T, N>(f, facts, begin, end, stream);
+    return run_blocks<T, N>(f, facts, tensors, order, begin, end);
+  }
+
   template <class T, int N, class Functor>
   static void run(const Job<N>& job, const Functor& f) {
     constexpr size_t kViews = N + (Functor::writes ? 1 : 0);  // inputs, then the output
@@ -374,13 +379,7 @@ struct CpuLoop {
         const int64_t slot = chunks[c].slot, i = job.indices[slot], begin = chunks[c].index * kChunk;
         const int64_t end = std::min(begin + kChunk, sizes[slot]);
         const auto facts = facts_of(i);
-        Result result;
-        if (!run_rows<T, N>(f, facts, begin, end, stream, result)) {
-          std::array<const at::Tensor*, kViews> tensors;
-          for (size_t k = 0; k < N; ++k) tensors[k] = &(*job.in[k])[i];
-          if constexpr (Functor::writes) tensors[N] = &(*job.out)[i];
-          result = run_chunk<T, N>(f, view(tensors, facts), begin, end, stream);
-        }
+        const Result result = run_chunk<T, N>(job, f, i, facts, begin, end, stream);
         if (result.bad) bad.store(true, std::memory_order_relaxed);
         if constexpr (Functor::reduces) squares[c] = result.squares;
       }

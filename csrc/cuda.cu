@@ -210,10 +210,7 @@ struct CudaLoop {
     for (const int64_t i : job.indices) {
       std::array<const at::Tensor*, K> tensors;
       for (int n = 0; n < N; ++n) tensors[n] = &(*job.in[n])[i];
-      if constexpr (F::writes) {
-        tensors[K - 1] = &(*job.out)[i];
-        tensors[K - 1]->mutable_data_ptr();  // a lazy copy becomes real before anyone asks for an address
-      }
+      if constexpr (F::writes) tensors[K - 1] = &(*job.out)[i];
       std::array<View, K> views;
       for (int k = 0; k < K; ++k) views[k] = view(*tensors[k]);
       Layout layout = place<K>(views, i, row);

@@ -104,10 +104,6 @@ struct Copy {
   AMP_PATCH_ELEMENT V operator()(V x) const {
     return x;
   }
-  template <class V>
-  AMP_PATCH_ELEMENT bool bad(V, V) const {
-    return false;
-  }
 };
 
 // out = a * x + b * y, each product rounded. A non-finite result is bad unless it comes from a side that is not
@@ -172,10 +168,6 @@ struct Norm {
     return x;
   }
   template <class V>
-  AMP_PATCH_ELEMENT bool bad(V, V) const {
-    return false;
-  }
-  template <class V>
   AMP_PATCH_ELEMENT V term(V stored) const {
     return stored * stored;
   }
@@ -205,10 +197,6 @@ struct Adopt {
   template <class V>
   AMP_PATCH_ELEMENT V operator()(V param, V master) const {
     return where(changes(param, master), param, master);
-  }
-  template <class V>
-  AMP_PATCH_ELEMENT bool bad(V, V, V) const {
-    return false;
   }
 };
 

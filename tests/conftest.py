@@ -37,6 +37,18 @@ def wrappers(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.fixture
+def clean_casts(wrappers: str) -> Iterator[None]:
+    """Casts on both kinds of wrapper, and nothing of them left behind."""
+    try:
+        yield
+    finally:
+        casts.uninstall()
+        casts.set_default(None)
+        casts.drop_cache()
+    assert casts.current() is None and casts.entered() is None, "a test left a region behind"
+
+
 def original(wrapper: Any) -> Any:
     """What a wrapper of either kind calls in the end."""
     return getattr(wrapper, "__wrapped__", None) or wrapper.__self__.__wrapped__

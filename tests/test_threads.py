@@ -158,18 +158,7 @@ def o1(dtype: torch.dtype) -> Policy:
     return Policy("O1", dtype=dtype, patch_torch_functions=True)
 
 
-@pytest.fixture
-def clean(wrappers: str) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        casts.uninstall()
-        casts.set_default(None)
-        casts.drop_cache()
-    assert casts.current() is None and casts.entered() is None
-
-
-needs_clean = pytest.mark.usefixtures("clean")
+needs_clean = pytest.mark.usefixtures("clean_casts")
 
 
 @needs_clean
