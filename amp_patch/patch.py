@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from types import CellType
 from typing import Any
 
@@ -42,7 +42,7 @@ class Patches:
             else:
                 setattr(owner, name, found)
 
-        self._apply(lambda: setattr(owner, name, value), undo)
+        self.apply(lambda: setattr(owner, name, value), undo)
 
     def set_cell(self, cell: CellType, value: Any) -> None:
         """Make a closure's cell hold `value` until `remove`: redirects what a function captured from around it."""
@@ -57,7 +57,19 @@ class Patches:
             else:
                 cell.cell_contents = content
 
-        self._apply(lambda: fill(value), lambda: fill(found))
+        self.apply(lambda: fill(value), lambda: fill(found))
+
+    def set_item(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
+        """Make `mapping[key]` be `value` until `remove`."""
+        found = mapping.get(key, _MISSING)
+
+        def undo() -> None:
+            if found is _MISSING:
+                del mapping[key]
+            else:
+                mapping[key] = found
+
+        self.apply(lambda: mapping.__setitem__(key, value), undo)
 
     def remove(self) -> None:
         """Undo everything, last first.
@@ -74,7 +86,8 @@ class Patches:
         if failure is not None:
             raise failure
 
-    def _apply(self, change: Callable[[], None], undo: Callable[[], None]) -> None:
+    def apply(self, change: Callable[[], Any], undo: Callable[[], Any]) -> None:
+        """Call `change` now, and `undo` in `remove`."""
         # The undo goes in first: an interrupt between the two lines must not leave a change that nobody can undo.
         self._undo.append(undo)
         try:

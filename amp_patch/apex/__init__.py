@@ -1,0 +1,131 @@
+"""Apex's import paths, served by amp_patch: scripts that say `from apex import amp` run again.
+
+Either `python -m amp_patch run train.py`, with the script as it is, or one line before its first import of Apex::
+
+    import amp_patch.apex; amp_patch.apex.install()
+
+Nothing is called `apex` until then: packages that look for Apex to choose their path find what is really installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+import sys
+import threading
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from amp_patch.patch import Patches
+
+# Modules of Apex that stand beside the package `apex`: its compiled extensions.
+TOP_LEVEL = ("amp_C", "apex_C")
+
+# What is not served, and where it is to be had. A prefix of the name behind "apex." is enough.
+ELSEWHERE = {
+    "contrib": "NVIDIA's apex (https://github.com/NVIDIA/apex) still has apex.contrib",
+    "transformer": "NVIDIA's Megatron-Core (pip install megatron-core) has what was apex.transformer",
+    "RNN": "torch.nn.LSTM, GRU and RNN run in mixed precision at every opt level",
+    "reparameterization": "torch.nn.utils.parametrizations.weight_norm does it",
+    "pyprof": "torch.profiler does it",
+    "mlp": "NVIDIA's apex still has apex.mlp; torch.nn.Sequential of Linear and ReLU computes the same",
+    "fused_dense": "NVIDIA's apex still has apex.fused_dense; torch.nn.Linear and GELU compute the same",
+}
+
+_lock = threading.RLock()
+_patches: Patches | None = None
+
+
+def install() -> None:
+    """Let `import apex`, `import amp_C` and `import apex_C` find amp_patch's. Idempotent; `uninstall` undoes it.
+
+    Where a real Apex is installed it stays, and only the modules and names that it lacks are added to it (its present
+    releases have no `apex.amp`, `apex.parallel` and `apex.fp16_utils`).
+    """
+    global _patches
+    with _lock:
+        if _patches is not None:
+            return
+        ours = dict(_modules())
+        real = {name for name in ("apex", *TOP_LEVEL) if _real(name) is not None}
+        patches = Patches()
+        try:
+            for name, module in ours.items():
+                found = _real(name) if name.partition(".")[0] in real else None
+                if found is None:
+                    _register(patches, name, module)
+                else:
+                    _add_missing(patches, found, module)
+            finder = _Elsewhere()
+            patches.apply(lambda: sys.meta_path.append(finder), lambda: sys.meta_path.remove(finder))
+        except BaseException:
+            patches.remove()
+            raise
+        _patches = patches
+
+
+def uninstall() -> None:
+    """Undo `install`: imports of Apex find what they found before. Names that scripts hold already stay usable."""
+    global _patches
+    with _lock:
+        if _patches is not None:
+            try:
+                _patches.remove()
+            finally:
+                _patches = None
+
+
+def installed() -> bool:
+    """Whether `install` is in force."""
+    return _patches is not None
+
+
+def _modules() -> Iterator[tuple[str, ModuleType]]:
+    """Every module of this package under the name that Apex has for it; parents first."""
+    package = sys.modules[__name__]
+    yield "apex", package
+    for info in pkgutil.walk_packages(package.__path__, prefix=f"{__name__}."):
+        name = info.name.removeprefix(f"{__name__}.")
+        yield name if name in TOP_LEVEL else f"apex.{name}", importlib.import_module(info.name)
+
+
+def _real(name: str) -> ModuleType | None:
+    """The module that `import name` finds without us, or None. A broken one, and a mere folder, count as none."""
+    try:
+        spec = importlib.util.find_spec(name)
+        # A folder without __init__.py (a clone of Apex's repository beside the script) is no package of anybody's.
+        return None if spec is None or spec.origin is None else importlib.import_module(name)
+    except (ImportError, OSError):  # OSError: its compiled part does not fit this torch
+        return None
+
+
+def _register(patches: Patches, name: str, module: ModuleType) -> None:
+    parent, _, leaf = name.rpartition(".")
+    patches.set_item(sys.modules, name, module)
+    if parent and sys.modules[parent] is not sys.modules[__name__]:
+        patches.set(sys.modules[parent], leaf, module)
+
+
+def _add_missing(patches: Patches, real: ModuleType, ours: ModuleType) -> None:
+    for name in getattr(ours, "__all__", ()):
+        if not hasattr(real, name):
+            patches.set(real, name, getattr(ours, name))
+
+
+class _Elsewhere:
+    """The last of the finders: says of a module of Apex's that nobody has found where its function is to be had."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        # `from apex import contrib` asks for it under the name that this package has.
+        first, _, rest = fullname.removeprefix("amp_patch.").partition(".")
+        if first != "apex" or not rest:
+            return None
+        served = sorted(name for name in sys.modules if name.startswith("apex.") and name.count(".") == 1)
+        hint = ELSEWHERE.get(rest.partition(".")[0], "")
+        # Without `name=`, with which `from apex import contrib` would put its own words in place of these.
+        raise ModuleNotFoundError(
+            f"No module named 'apex.{rest}': amp_patch serves {', '.join(served)}" + (f"; {hint}" if hint else "")
+        )
