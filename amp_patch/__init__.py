@@ -18,6 +18,7 @@ from amp_patch.casts import (
     register_half_function,
     register_promote_function,
 )
+from amp_patch.grad_scaler import GradScaler
 from amp_patch.initialize import (
     fp32_copy,
     initialize,
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 amp = sys.modules[__name__]
 
 __all__ = [
+    "GradScaler",
     "amp",
     "autocast",
     "disable_casts",

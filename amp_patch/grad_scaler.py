@@ -1,0 +1,231 @@
+"""GradScaler: torch.amp's interface on the multi-tensor kernels, and what its users asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from amp_patch import multi_tensor
+from amp_patch import optimizer as optimizer_side
+from amp_patch.masters import gather
+from amp_patch.policy import scale_number
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Dynamic loss scaling in the words of `torch.amp.GradScaler`, whose every method it has::
+
+        scaler = amp.GradScaler()
+        with amp.autocast():
+            loss = loss_fn(model(inputs), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    Beyond torch's:
+
+    - float16 and bfloat16 gradients are unscaled, in place and rounded once; with an optimizer of `initialize` at O2
+      they arrive in its FP32 masters.
+    - All gradients of a device, of all dtypes, are unscaled and checked in one pass.
+    - An optimizer whose parameters have no gradients is no error.
+    - `step` reports whether it stepped, and a skipped first step brings no warning of the learning-rate scheduler.
+    - `min_scale` and `max_scale` bound the scale; with `hysteresis=n` it backs off at the n-th overflow in a row.
+
+    Args:
+        device: "cuda" or "cpu", where the scale is kept; None: CUDA if there is a device, else the CPU. As in torch a
+            scaler for "cuda" without CUDA warns and is disabled.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
+        min_scale, max_scale: range of the scale; positive numbers, or None: no bound.
+        hysteresis: overflows without a clean step between them that it takes to back off.
+
+    Raises:
+        ValueError: bounds or a hysteresis that cannot be. AssertionError: factors that cannot be, as in torch.
+
+    Source: torch.amp.GradScaler; hysteresis as in Megatron-LM.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+    ) -> None:
+        if isinstance(device, float | int) and not isinstance(device, bool):
+            raise TypeError(
+                f"GradScaler: device is {device!r}; the first argument is the device: init_scale={device!r}"
+            )
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        lowest = None if min_scale is None else scale_number("GradScaler: min_scale", min_scale)
+        highest = None if max_scale is None else scale_number("GradScaler: max_scale", max_scale)
+        if lowest is not None and highest is not None and lowest > highest:
+            raise ValueError(f"GradScaler: min_scale {lowest:g} is above max_scale {highest:g}")
+        if isinstance(hysteresis, bool) or not isinstance(hysteresis, int) or hysteresis < 1:
+            raise ValueError(f"GradScaler: hysteresis is {hysteresis!r}; wanted a positive integer")
+        super().__init__(str(device), init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._min_scale, self._max_scale, self._hysteresis = lowest, highest, hysteresis
+        self._init_hysteresis_tracker = hysteresis
+        self._hysteresis_tracker: Tensor | None = None
+        if self._enabled:
+            self._init_scale = min(max(self._init_scale, lowest or 0.0), highest or float("inf"))
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Unscale the gradients of `optimizer` in place and check them; once between two `update`s. No sync.
+
+        A low-precision gradient keeps its type; at O2 of `initialize` the result goes to the FP32 masters, and the
+        model's gradients become None.
+
+        Raises:
+            RuntimeError: called twice, or after `step`. AssertionError: nothing was scaled before.
+        """
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """`optimizer.step(*args, **kwargs)` unless a gradient is not finite; unscales first if that was not done.
+
+        Syncs with the device once; not with an optimizer that skips on the device (torch's fused ones).
+
+        Returns:
+            What `optimizer.step` returned, if anything. Else whether it stepped: a bool; of an optimizer that skips on
+            the device a bool tensor there, shape [], whose truth syncs.
+
+        Raises:
+            RuntimeError: called twice, or with a closure. AssertionError: nothing was scaled before.
+        """
+        if not self._enabled:
+            result = optimizer.step(*args, **kwargs)
+            return True if result is None else result
+        if kwargs.get("closure") is not None or any(map(callable, args)):
+            raise RuntimeError(
+                "GradScaler.step: a closure computes new gradients inside step(), after the check for overflow; call "
+                "the closure's body first, then step() without it"
+            )
+        kwargs.pop("closure", None)
+        self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError(
+                "GradScaler.step: this optimizer has stepped since the last update(); call update() first"
+            )
+        on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if state["stage"] is OptState.READY and (_stash(optimizer) is not None or not on_device):
+            self.unscale_(optimizer)
+        if on_device:
+            result = super().step(optimizer, *args, **kwargs)
+            found = list(state["found_inf_per_device"].values())
+            stepped: Any = torch.stack([f.to(found[0].device) for f in found]).amax() == 0 if found else True
+            return stepped if result is None else result
+        stepped = not any(found.item() for found in state["found_inf_per_device"].values())
+        result = optimizer.step(*args, **kwargs) if stepped else None
+        if not stepped and isinstance(optimizer, torch.optim.Optimizer):
+            optimizer._opt_called = True  # type: ignore[attr-defined] # else the scheduler warns that it came before the first step
+        state["stage"] = OptState.STEPPED
+        return stepped if result is None else result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Move the scale by what the optimizers found since the last `update`, on the device; no sync.
+
+        Args:
+            new_scale: take this scale instead: a number, or a tensor of one element that does not require grad.
+
+        Raises:
+            AssertionError: nothing was scaled, or no optimizer was unscaled or stepped, before.
+        """
+        if not self._enabled:
+            return
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        found = [f.to(scale.device) for s in self._per_optimizer_states.values() for f in _found(s)]
+        if new_scale is not None or not (found or self._per_optimizer_states):
+            # torch takes an int, and a tensor of shape [1], for granted and then fails on them.
+            if isinstance(new_scale, Tensor) and new_scale.numel() == 1:
+                new_scale = new_scale.reshape(())
+            super().update(float(new_scale) if isinstance(new_scale, int) else new_scale)
+            return
+        if found:
+            multi_tensor.update_scale(
+                scale,
+                growth_tracker,
+                torch.stack(found).amax(),
+                growth_factor=self._growth_factor,
+                backoff_factor=self._backoff_factor,
+                growth_interval=self._growth_interval,
+                min_scale=self._min_scale,
+                max_scale=self._max_scale,
+                hysteresis=self._hysteresis,
+                hysteresis_tracker=self._hysteresis_tracker,
+            )
+        self._per_optimizer_states.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's; with a hysteresis of more than 1 also how many overflows in a row are left. Syncs."""
+        state = super().state_dict()
+        if state and self._hysteresis > 1:
+            state["_hysteresis_tracker"] = self._get_hysteresis_tracker()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a state of torch's scaler too."""
+        super().load_state_dict(state_dict)
+        if self._enabled:
+            self._init_hysteresis_tracker = int(state_dict.get("_hysteresis_tracker", self._hysteresis))
+            if self._hysteresis_tracker is not None:
+                self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return {
+            **state,
+            "_init_hysteresis_tracker": self._get_hysteresis_tracker(),
+            "_hysteresis_tracker": None,
+        }
+
+    def _get_hysteresis_tracker(self) -> int:
+        tracker = self._hysteresis_tracker
+        return self._init_hysteresis_tracker if tracker is None else int(tracker.item())
+
+    # What torch's methods call.
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
+        stash = _stash(optimizer)
+        if stash is None:
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            return gather([(p, p) for p in params], inv_scale)
+        found = gather(optimizer_side.distinct_pairs([optimizer_side.innermost(optimizer)]), inv_scale)
+        stash.pending, stash.gathered = None, True
+        return found
+
+    def _check_inf_per_device(self, optimizer: Any) -> Any:
+        grads: dict[torch.device, list[Tensor]] = {}
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    grad = param.grad.coalesce()._values() if param.grad.is_sparse else param.grad
+                    grads.setdefault(grad.device, []).append(torch.view_as_real(grad) if grad.is_complex() else grad)
+        found = {device: torch.zeros((), device=device) for device in grads}
+        for device, tensors in grads.items():
+            multi_tensor.multi_tensor_check_finite(tensors, found[device])
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+        return found
+
+
+def _stash(optimizer: Any) -> Any:
+    """What amp_patch knows of an optimizer, if it went through `initialize`."""
+    stash = getattr(optimizer_side.innermost(optimizer), "_amp_stash", None)
+    return stash if stash is not None and stash.enabled else None
+
+
+def _found(state: dict[str, Any]) -> list[Tensor]:
+    return list(state["found_inf_per_device"].values())

@@ -1,0 +1,280 @@
+"""GradScaler against torch.amp.GradScaler, and what it adds."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from conftest import DEVICES
+from torch import nn
+
+from amp_patch import amp
+
+INF = float("inf")
+
+
+def scalers(device: str = "cpu", **options: object) -> list[torch.amp.GradScaler]:
+    return [torch.amp.GradScaler(device, **options), amp.GradScaler(device, **options)]
+
+
+def model_and_optimizer(device: str = "cpu", dtype: torch.dtype = torch.float32, fused: bool = False):
+    model = nn.Linear(3, 2, device=device, dtype=dtype)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(6.0).reshape(2, 3) / 8)
+        model.bias.zero_()
+    kind = torch.optim.Adam if fused else torch.optim.SGD
+    return model, kind(model.parameters(), lr=0.5, **({"fused": True} if fused else {"momentum": 0.5}))
+
+
+def iterate(scaler, model, optimizer, *, overflow: bool = False, unscale: bool = False):
+    optimizer.zero_grad()
+    x = torch.tensor([[1.0, 2.0, 4.0]], device=model.weight.device, dtype=model.weight.dtype)
+    loss = model(x).float().sum() * (INF if overflow else 1.0)
+    scaler.scale(loss).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    stepped = scaler.step(optimizer)
+    scaler.update()
+    return stepped
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_run_with_overflows_is_torch_s_to_the_bit(device, fused, unscale):
+    runs = []
+    for scaler in scalers(device, init_scale=2.0**10, growth_interval=3):
+        model, optimizer = model_and_optimizer(device, fused=fused)
+        scales = []
+        for turn in range(12):
+            iterate(scaler, model, optimizer, overflow=turn in (2, 3, 9), unscale=unscale)
+            scales.append((scaler.get_scale(), scaler._get_growth_tracker()))
+        runs.append((scales, model.weight.detach().clone(), scaler.state_dict()))
+    (scales, weight, state), (our_scales, our_weight, our_state) = runs
+    assert our_scales == scales and our_state == state
+    assert torch.equal(our_weight, weight)
+    assert len({scale for scale, _ in scales}) == 3
+
+
+def test_it_is_torch_s_class_for_who_asks():
+    assert isinstance(amp.GradScaler("cpu"), torch.amp.GradScaler)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_gradients_are_unscaled_in_their_type(device, dtype):
+    model, optimizer = model_and_optimizer(device, dtype)
+    scaler = amp.GradScaler(device, init_scale=8.0)
+    scaler.scale(model(torch.ones(1, 3, device=device, dtype=dtype)).float().sum()).backward()
+    assert model.weight.grad.eq(8).all()
+    scaler.unscale_(optimizer)
+    assert model.weight.grad.dtype is dtype and model.weight.grad.eq(1).all()
+    assert scaler.step(optimizer) is True
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_of_initialize_at_O2_gets_its_masters_gradients(device, fused):
+    model, optimizer = model_and_optimizer(device, fused=fused)
+    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+    scaler, plain = amp.GradScaler(device, init_scale=8.0), amp.GradScaler(device, enabled=False)
+    for overflow in (False, True, False):
+        iterate(scaler, model, optimizer, overflow=overflow)
+        if not overflow:
+            iterate(plain, twin, twin_optimizer)
+    for master, weight in zip(amp.master_params(optimizer), twin.parameters(), strict=True):
+        assert master.dtype is torch.float32 and torch.equal(master, weight)
+    assert torch.equal(model.weight, twin.weight.half())
+
+
+def test_step_reports_whether_it_stepped():
+    model, optimizer = model_and_optimizer()
+    scaler = amp.GradScaler("cpu")
+    assert iterate(scaler, model, optimizer) is True
+    assert iterate(scaler, model, optimizer, overflow=True) is False
+    assert iterate(amp.GradScaler("cpu", enabled=False), model, optimizer) is True
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_optimizer_that_skips_on_the_device_reports_there(device):
+    model, optimizer = model_and_optimizer(device, fused=True)
+    scaler = amp.GradScaler(device)
+    for overflow in (False, True):
+        before = model.weight.detach().clone()
+        stepped = iterate(scaler, model, optimizer, overflow=overflow)
+        assert isinstance(stepped, torch.Tensor) and stepped.dtype is torch.bool
+        assert bool(stepped) is not overflow
+        assert torch.equal(before, model.weight) is overflow
+
+
+def test_what_the_optimizer_returns_comes_through():
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step()
+            return 7
+
+    model = nn.Linear(2, 2)
+    optimizer = Counting(model.parameters(), lr=0.1)
+    scaler = amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    assert scaler.step(optimizer) == 7
+
+
+def test_an_optimizer_without_gradients_is_no_error():
+    model, optimizer = model_and_optimizer()
+    scaler = amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    before = model.weight.detach().clone()
+    assert scaler.step(optimizer) is True
+    scaler.update()
+    assert scaler.get_scale() == 4.0 and torch.equal(model.weight, before)
+    assert iterate(scaler, model, optimizer) is True  # and a new iteration has begun
+
+
+def test_a_scheduler_does_not_warn_after_a_first_step_that_was_skipped():
+    model, optimizer = model_and_optimizer()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        iterate(amp.GradScaler("cpu"), model, optimizer, overflow=True)
+        scheduler.step()
+
+
+def test_sparse_gradients_are_unscaled_and_checked():
+    embedding = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    scaler = amp.GradScaler("cpu", init_scale=16.0)
+    scaler.scale(embedding(torch.tensor([1, 1, 3])).sum()).backward()
+    scaler.unscale_(optimizer)
+    assert torch.equal(embedding.weight.grad.to_dense()[:, 0], torch.tensor([0.0, 2.0, 0.0, 1.0]))
+    embedding.weight.grad._values()[0, 0] = 1.0
+    assert scaler.step(optimizer) is True
+
+
+def test_nested_outputs_are_scaled_and_keep_their_containers():
+    scaler = amp.GradScaler("cpu", init_scale=4.0)
+    one = torch.ones(())
+    pair, inner = scaler.scale([(one, one * 2), [one * 3]])
+    assert isinstance(pair, tuple) and isinstance(inner, list)
+    assert [t.item() for t in (*pair, *inner)] == [4.0, 8.0, 12.0]
+    with pytest.raises(ValueError, match="Tensor or an iterable"):
+        scaler.scale(1.0)
+
+
+def test_bounds_hold_the_scale():
+    model, optimizer = model_and_optimizer()
+    scaler = amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=1, min_scale=64.0, max_scale=256.0)
+    assert scaler.get_scale() == 256.0
+    iterate(scaler, model, optimizer)
+    assert scaler.get_scale() == 256.0
+    for _ in range(4):
+        iterate(scaler, model, optimizer, overflow=True)
+    assert scaler.get_scale() == 64.0
+
+
+def test_hysteresis_waits_and_survives_state_dict_and_pickle():
+    model, optimizer = model_and_optimizer()
+    scaler = amp.GradScaler("cpu", init_scale=64.0, hysteresis=3)
+    for _ in range(2):
+        iterate(scaler, model, optimizer, overflow=True)
+    assert scaler.get_scale() == 64.0
+    copies = [pickle.loads(pickle.dumps(scaler)), amp.GradScaler("cpu", hysteresis=3)]
+    copies[1].load_state_dict(scaler.state_dict())
+    for other in (scaler, *copies):
+        assert iterate(other, model, optimizer, overflow=True) is False
+        assert other.get_scale() == 32.0
+    fresh = amp.GradScaler("cpu", init_scale=64.0, hysteresis=3)
+    for overflow in (True, True, False, True, True):
+        iterate(fresh, model, optimizer, overflow=overflow)
+    assert fresh.get_scale() == 64.0
+
+
+def test_states_are_exchanged_with_torch_s():
+    model, optimizer = model_and_optimizer()
+    theirs, ours = scalers(init_scale=32.0, growth_interval=5)
+    for _ in range(3):
+        iterate(theirs, model, optimizer)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.state_dict() == theirs.state_dict() and ours._get_growth_tracker() == 3
+    back = torch.amp.GradScaler("cpu")
+    back.load_state_dict(ours.state_dict())
+    assert back.state_dict() == theirs.state_dict()
+
+
+def test_errors_are_torch_s():
+    model, optimizer = model_and_optimizer()
+    for scaler in scalers():
+        for call in (scaler.unscale_, scaler.step):
+            with pytest.raises(AssertionError, match=r"did not use scaler\.scale"):
+                call(optimizer)
+        with pytest.raises(AssertionError, match=r"did not use scaler\.scale"):
+            scaler.update()
+        scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+        with pytest.raises(AssertionError, match="No inf checks"):
+            scaler.update()
+        scaler.unscale_(optimizer)
+        with pytest.raises(RuntimeError, match="already been called"):
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        with pytest.raises(RuntimeError, match=r"update\(\)"):
+            scaler.step(optimizer)
+        with pytest.raises(RuntimeError, match=r"after step\(\)"):
+            scaler.unscale_(optimizer)
+        with pytest.raises(AssertionError, match="may only be pickled"):
+            pickle.dumps(scaler)
+        with pytest.raises(AssertionError, match="growth factor"):
+            type(scaler)("cpu", growth_factor=1.0)
+
+
+def test_a_closure_is_refused_however_it_is_given():
+    model, optimizer = model_and_optimizer()
+    scaler = amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+    for args, kwargs in (((lambda: 0.0,), {}), ((), {"closure": lambda: 0.0})):
+        with pytest.raises(RuntimeError, match="closure"):
+            scaler.step(optimizer, *args, **kwargs)
+    assert scaler.step(optimizer, closure=None) is True
+
+
+def test_setters_and_a_new_scale_take_effect():
+    model, optimizer = model_and_optimizer()
+    scaler = amp.GradScaler("cpu")
+    scaler.set_growth_factor(4.0)
+    scaler.set_backoff_factor(0.25)
+    scaler.set_growth_interval(1)
+    scaler.scale(torch.ones(()))
+    scaler.update(16)
+    iterate(scaler, model, optimizer)
+    assert scaler.get_scale() == 64.0
+    iterate(scaler, model, optimizer, overflow=True)
+    assert scaler.get_scale() == 16.0
+    scaler.update(torch.tensor([2.0]))
+    assert scaler.get_scale() == 2.0
+
+
+def test_a_disabled_scaler_does_nothing():
+    scaler = amp.GradScaler("cpu", enabled=False)
+    loss = torch.ones(())
+    assert scaler.scale(loss) is loss and scaler.get_scale() == 1.0 and not scaler.is_enabled()
+    assert scaler.state_dict() == {}
+    scaler.update()
+    assert pickle.loads(pickle.dumps(scaler)).state_dict() == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"min_scale": 0.0}, ValueError, "min_scale is 0.0"),
+        ({"max_scale": INF}, ValueError, "max_scale is inf"),
+        ({"min_scale": 8.0, "max_scale": 4.0}, ValueError, "above"),
+        ({"hysteresis": 0}, ValueError, "hysteresis is 0"),
+        ({"device": 65536.0}, TypeError, "init_scale=65536.0"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments, error, said):
+    with pytest.raises(error, match=said):
+        amp.GradScaler(**{"device": "cpu", **arguments})
