@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 from amp_patch import multi_tensor
+from amp_patch.autograd import custom_bwd, custom_fwd
 from amp_patch.casts import (
     autocast,
     disable_casts,
@@ -37,6 +38,8 @@ __all__ = [
     "GradScaler",
     "amp",
     "autocast",
+    "custom_bwd",
+    "custom_fwd",
     "disable_casts",
     "float_function",
     "fp32_copy",

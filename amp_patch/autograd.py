@@ -1,0 +1,135 @@
+"""custom_fwd and custom_bwd: the casts in user-defined autograd functions, the same in backward as in forward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from amp_patch import regions, tree
+from amp_patch.policy import Policy
+
+
+class _Casts(NamedTuple):
+    """What acts on a thread: our policy, and torch.autocast's dtype for each device type where it is enabled."""
+
+    policy: Policy | None
+    native: dict[str, torch.dtype | None]
+
+
+_NO_CASTS = _Casts(None, {})
+_CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def custom_fwd(
+    forward: Callable[..., Any] | None = None,
+    *,
+    device_type: str | None = None,
+    cast_inputs: torch.dtype | None = None,
+) -> Callable[..., Any]:
+    """Decorate the `forward` of a `torch.autograd.Function`; `custom_bwd` then gives its backward the same casts::
+
+        class MyMatmul(torch.autograd.Function):
+            @staticmethod
+            @amp.custom_fwd
+            def forward(ctx, a, b): ...
+
+            @staticmethod
+            @amp.custom_bwd
+            def backward(ctx, grad): ...
+
+    Works with the casts of a training of `initialize`, of `amp.autocast` and of `torch.autocast`. Where `forward` takes
+    no `ctx`, decorate `setup_context` too, with the same `cast_inputs`: only that is handed the `ctx`.
+
+    Args:
+        forward: the function. None: returns a decorator (`@amp.custom_fwd(cast_inputs=torch.float32)`).
+        device_type: the device whose torch.autocast counts; None: every device. Our own casts know no devices.
+        cast_inputs: while casts act, cast floating tensors among the arguments (in all containers; float64 is left
+            alone) to this dtype, and run forward and backward without casts. None: forward runs under the casts that
+            act, and so will backward.
+
+    Raises:
+        TypeError: `cast_inputs` is no floating dtype, or `forward` cannot be called.
+
+    Source: torch.amp.custom_fwd, whose `device_type` is not optional.
+    """
+    if cast_inputs is not None and not (isinstance(cast_inputs, torch.dtype) and cast_inputs.is_floating_point):
+        raise TypeError(f"custom_fwd: cast_inputs is {cast_inputs!r}; wanted a floating dtype such as torch.float32")
+    if forward is None:
+        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
+    if not callable(forward):
+        raise TypeError(f"custom_fwd: wanted a function, got {forward!r}; put it below @staticmethod")
+
+    @functools.wraps(forward)
+    def decorated(*args: Any, **kwargs: Any) -> Any:
+        casts = _now(device_type)
+        disabled = cast_inputs is not None
+        if args and hasattr(args[0], "save_for_backward"):
+            args[0]._amp_casts = _NO_CASTS if disabled else casts
+        if not disabled or not (casts.policy or casts.native):
+            return forward(*args, **kwargs)
+        args, kwargs = tree.cast_floats((args, kwargs), cast_inputs, _CASTABLE)
+        with _under(_NO_CASTS, casts):
+            return forward(*args, **kwargs)
+
+    return decorated
+
+
+def custom_bwd(backward: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Callable[..., Any]:
+    """Decorate the `backward` of a `torch.autograd.Function` whose forward has `custom_fwd`.
+
+    It runs with the casts, in the dtype, that acted on its forward (none, if `cast_inputs` was given), whatever acts
+    where backward is called, and on autograd's own threads.
+
+    Args:
+        backward: the function; None returns a decorator.
+        device_type: as in torch; the devices of the forward's casts were recorded there.
+
+    Raises:
+        RuntimeError: on the call, where the forward was not decorated.
+
+    Source: torch.amp.custom_bwd.
+    """
+    if backward is None:
+        return functools.partial(custom_bwd, device_type=device_type)
+    if not callable(backward):
+        raise TypeError(f"custom_bwd: wanted a function, got {backward!r}; put it below @staticmethod")
+
+    @functools.wraps(backward)
+    def decorated(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        recorded = getattr(ctx, "_amp_casts", None)
+        if recorded is None:
+            raise RuntimeError(
+                f"custom_bwd: the forward of {type(ctx).__name__} recorded no casts: decorate it with custom_fwd, and "
+                "setup_context too if there is one"
+            )
+        with _under(recorded, _now(None)):
+            return backward(ctx, *args, **kwargs)
+
+    return decorated
+
+
+def _now(device_type: str | None) -> _Casts:
+    types = [device_type] if device_type is not None else _device_types()
+    native = {kind: torch.get_autocast_dtype(kind) for kind in types if torch.is_autocast_enabled(kind)}
+    return _Casts(regions.current(), native)
+
+
+def _device_types() -> list[str]:
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+@contextmanager
+def _under(casts: _Casts, outside: _Casts) -> Iterator[None]:
+    """These casts and no others, where `outside` act."""
+    policy, native = casts
+    with ExitStack() as stack:
+        if policy is not outside.policy:
+            stack.enter_context(regions.region(policy))
+        for kind in {*native, *outside.native}:
+            if native.get(kind) is not outside.native.get(kind):
+                stack.enter_context(torch.autocast(kind, native.get(kind), enabled=kind in native))
+        yield

@@ -1,0 +1,214 @@
+"""custom_fwd and custom_bwd: backward under the casts of its forward."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from conftest import DEVICES
+from torch import nn
+
+from amp_patch import amp
+
+pytestmark = pytest.mark.usefixtures("clean_casts")
+
+
+class Product(torch.autograd.Function):
+    """a @ b, which notes the dtypes of the products that it computes."""
+
+    seen: list[torch.dtype]
+
+    @staticmethod
+    @amp.custom_fwd
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    @amp.custom_bwd
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        left, right = grad.float() @ b.float().T, a.float().T @ grad.float()
+        Product.seen.append(left.dtype)
+        return left.to(a.dtype), right.to(b.dtype)
+
+
+class Cast(torch.autograd.Function):
+    @staticmethod
+    @amp.custom_fwd(cast_inputs=torch.float32)
+    def forward(ctx, a, b):
+        Product.seen += [a.dtype, b.dtype, (a @ b).dtype]
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    @amp.custom_bwd
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        Product.seen.append((grad @ b.T).dtype)
+        return grad @ b.T, a.T @ grad
+
+
+class Separate(torch.autograd.Function):
+    """The form with setup_context."""
+
+    @staticmethod
+    @amp.custom_fwd
+    def forward(a):
+        return a @ a
+
+    @staticmethod
+    @amp.custom_fwd
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @amp.custom_bwd
+    def backward(ctx, grad):
+        (a,) = ctx.saved_tensors
+        Product.seen.append((a.float() @ a.float()).dtype)
+        return grad.float() @ a.T.float() + a.T.float() @ grad.float()
+
+
+class Undecorated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        return a * 2
+
+    @staticmethod
+    @amp.custom_bwd
+    def backward(ctx, grad):
+        return grad * 2
+
+
+@pytest.fixture(autouse=True)
+def seen(monkeypatch):
+    monkeypatch.setattr(Product, "seen", [], raising=False)
+    return Product.seen
+
+
+def leaves(device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(torch.eye(2, device=device).mul_(k).requires_grad_() for k in (1, 2))
+
+
+REGIONS = {
+    "ours": lambda device, dtype: amp.autocast(device, dtype),
+    "torch's": lambda device, dtype: torch.autocast(device, dtype),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", REGIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_backward_runs_under_the_casts_of_its_forward(device, kind, dtype, seen):
+    a, b = leaves(device)
+    with REGIONS[kind](device, dtype):
+        out = Product.apply(a, b)
+    assert out.dtype is dtype
+    out.float().sum().backward()
+    assert seen == [dtype]
+    assert torch.equal(a.grad, torch.full_like(a, 2)) and torch.equal(b.grad, torch.full_like(b, 1))
+
+
+@pytest.mark.parametrize("kind", REGIONS)
+def test_backward_of_a_plain_forward_is_plain_whatever_acts_then(kind, seen):
+    a, b = leaves()
+    out = Product.apply(a, b)
+    with REGIONS[kind]("cpu", torch.bfloat16):
+        out.sum().backward()
+        assert (a @ b).dtype is torch.bfloat16  # what was put aside is back
+    assert seen == [torch.float32]
+
+
+def test_the_dtype_is_the_forward_s_too(seen):
+    a, b = leaves()
+    with amp.autocast("cpu", torch.bfloat16):
+        out = Product.apply(a, b)
+    with amp.autocast("cpu", torch.float16):
+        out.float().sum().backward()
+    assert seen == [torch.bfloat16]
+
+
+@pytest.mark.parametrize("kind", REGIONS)
+def test_cast_inputs_casts_and_turns_the_casts_off_for_both(kind, seen):
+    a, b = (t.detach().bfloat16().requires_grad_() for t in leaves())
+    with REGIONS[kind]("cpu", torch.bfloat16):
+        out = Cast.apply(a, b)
+        assert out.dtype is torch.float32
+        out.sum().backward()
+    assert seen == [torch.float32] * 4
+    assert a.grad.dtype is torch.bfloat16
+
+
+def test_cast_inputs_does_nothing_where_no_casts_act(seen):
+    a, b = (t.detach().bfloat16().requires_grad_() for t in leaves())
+    assert Cast.apply(a, b).dtype is torch.bfloat16
+
+
+def test_double_and_integer_arguments_are_left_alone():
+    class Mixed(torch.autograd.Function):
+        @staticmethod
+        @amp.custom_fwd(cast_inputs=torch.float16)
+        def forward(ctx, tensors, flag):
+            assert [t.dtype for t in tensors] == [torch.float16, torch.float64, torch.int64] and flag == "kept"
+            return tensors[0] * 2
+
+    with amp.autocast("cpu", torch.float16):
+        assert Mixed.apply([torch.ones(1), torch.ones(1).double(), torch.ones(1).long()], "kept").dtype is torch.float16
+
+
+def test_with_setup_context(seen):
+    a, _ = leaves()
+    with amp.autocast("cpu", torch.bfloat16):
+        out = Separate.apply(a)
+    out.float().sum().backward()
+    assert seen == [torch.bfloat16] and a.grad is not None
+
+
+def test_on_another_thread(seen):
+    a, b = leaves()
+    with amp.autocast("cpu", torch.bfloat16):
+        out = Product.apply(a, b).float().sum()
+        thread = threading.Thread(target=out.backward)
+        thread.start()
+        thread.join()
+    assert seen == [torch.bfloat16]
+
+
+def test_in_a_training_at_O1(seen):
+    class Net(nn.Linear):
+        def forward(self, x):
+            return Product.apply(x, self.weight)
+
+    model = Net(2, 2)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O4")
+    loss = model(torch.ones(2, 2)).sum()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    assert seen == [torch.bfloat16]
+    amp.restore()
+
+
+def test_the_casts_of_the_caller_come_back_after_an_error():
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        @amp.custom_fwd(cast_inputs=torch.float32)
+        def forward(ctx, a):
+            raise KeyError("planted")
+
+    a, b = leaves()
+    with amp.autocast("cpu", torch.bfloat16):
+        with pytest.raises(KeyError):
+            Failing.apply(a)
+        assert (a @ b).dtype is torch.bfloat16
+
+
+def test_errors():
+    with pytest.raises(TypeError, match="floating dtype"):
+        amp.custom_fwd(cast_inputs=torch.int32)
+    with pytest.raises(TypeError, match="below @staticmethod"):
+        amp.custom_bwd(3)
+    out = Undecorated.apply(leaves()[0]).sum()
+    with pytest.raises(RuntimeError, match="decorate it with custom_fwd"):
+        out.backward()
