@@ -17,7 +17,7 @@ class _Casts(NamedTuple):
     """What acts on a thread: our policy, and torch.autocast's dtype for each device type where it is enabled."""
 
     policy: Policy | None
-    native: dict[str, torch.dtype | None]
+    native: dict[str, torch.dtype]
 
 
 _NO_CASTS = _Casts(None, {})
@@ -66,10 +66,9 @@ def custom_fwd(
     @functools.wraps(forward)
     def decorated(*args: Any, **kwargs: Any) -> Any:
         casts = _now(device_type)
-        disabled = cast_inputs is not None
         if args and hasattr(args[0], "save_for_backward"):
-            args[0]._amp_casts = _NO_CASTS if disabled else casts
-        if not disabled or not (casts.policy or casts.native):
+            args[0]._amp_casts = casts if cast_inputs is None else _NO_CASTS
+        if cast_inputs is None or not (casts.policy or casts.native):
             return forward(*args, **kwargs)
         args, kwargs = tree.cast_floats((args, kwargs), cast_inputs, _CASTABLE)
         with _under(_NO_CASTS, casts):
