@@ -18,19 +18,37 @@ from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
 from amp_patch.backward import ScaledBackward
 from amp_patch.cpu_fp16 import settle
-from amp_patch.optimizer import Stash
+from amp_patch.optimizer import AmpOptimizer, Stash
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy, resolve, scale_number
 from amp_patch.scaler import LossScaler
 
 logger = logging.getLogger("amp_patch")
 
 
+@dataclass(frozen=True)
+class Dialect:
+    """Whose names the objects of a training answer to, beside ours; the drop-in for Apex has subclasses of its own.
+
+    Attributes:
+        scaler: made once per loss, with the arguments of `LossScaler`.
+        stash: `optimizer._amp_stash`.
+        optimizer: what `initialize` adds to an optimizer's class.
+        models_may_be_low_precision: take models whose parameters are float16 or bfloat16 already.
+    """
+
+    scaler: type[LossScaler] = LossScaler
+    stash: type[Stash] = Stash
+    optimizer: type[AmpOptimizer] = AmpOptimizer
+    models_may_be_low_precision: bool = False
+
+
 @dataclass
-class _Training:
+class Training:
     """What one call of `initialize` made. Models and optimizers are held weakly: a training keeps nothing alive."""
 
     policy: Policy
     scalers: list[LossScaler]
+    dialect: Dialect
     models: list[weakref.ref[nn.Module]]
     optimizers: list[weakref.ref[Any]]
 
@@ -39,7 +57,7 @@ class _Training:
 
 
 # Oldest first. `restore` undoes all; `state_dict` without arguments speaks of the last.
-_trainings: list[_Training] = []
+_trainings: list[Training] = []
 
 
 def initialize(
@@ -105,6 +123,24 @@ def initialize(
     Raises:
         ValueError, TypeError: an argument that cannot be honoured; nothing was changed then.
     """
+    arguments = {name: value for name, value in locals().items() if name not in ("models", "optimizers")}
+    return initialize_as(Dialect(), models, optimizers, **arguments)
+
+
+def initialize_as(
+    dialect: Dialect,
+    models: Any,
+    optimizers: Any,
+    *,
+    enabled: bool,
+    num_losses: int,
+    verbosity: int,
+    keep_fp32: Any = (),
+    process_group: Any = None,
+    methods: tuple[str, ...] = (),
+    **overrides: Any,
+) -> Any:
+    """`initialize` in a dialect; `overrides` are the arguments of `policy.resolve`, `opt_level` among them."""
     if not isinstance(enabled, bool | int):
         raise TypeError(
             f"initialize: enabled is {enabled!r}; the third positional argument is `enabled`, so name the level: "
@@ -115,50 +151,64 @@ def initialize(
     if not enabled:
         for target in targets:
             if getattr(target, "_amp_stash", None) is None:
-                target._amp_stash = Stash(OPT_LEVELS["O0"], [], enabled=False)
+                target._amp_stash = dialect.stash(OPT_LEVELS["O0"], [], enabled=False)
         return _apex_form(models, optimizers, model_list, optimizer_list)
 
-    policy = resolve(
-        opt_level,
-        dtype=dtype,
-        cast_model_type=cast_model_type,
-        patch_torch_functions=patch_torch_functions,
-        keep_batchnorm_fp32=keep_batchnorm_fp32,
-        master_weights=master_weights,
-        loss_scale=loss_scale,
-        cast_model_outputs=cast_model_outputs,
-        min_loss_scale=min_loss_scale,
-        max_loss_scale=max_loss_scale,
-        allow_banned=allow_banned,
-        cpu_fp16=cpu_fp16,
-    )
+    policy = resolve(**overrides)
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
-    kept = _check(model_list, targets, policy, keep_fp32, methods)
+    kept = _check(model_list, targets, policy, keep_fp32, methods, dialect)
     policy = settle(policy, on_cpu=model_side.use_cpu(model_list))
 
+    _leave_earlier_trainings(model_list, targets, kept, policy)
+    begin_training(
+        dialect,
+        policy,
+        model_list,
+        targets,
+        num_losses,
+        verbosity=int(verbosity),
+        kept=kept,
+        methods=tuple(methods),
+        process_group=process_group,
+    )
+    logger.info("amp_patch: %s", policy)
+    return _apex_form(models, optimizers, model_list, optimizer_list)
+
+
+def begin_training(
+    dialect: Dialect,
+    policy: Policy,
+    models: list[nn.Module],
+    targets: list[Any],
+    num_losses: int,
+    *,
+    verbosity: int,
+    kept: list[nn.Module] | None = None,
+    methods: tuple[str, ...] = (),
+    process_group: Any = None,
+) -> Training:
+    """Make a training of checked models and innermost optimizers, none of which is in another one."""
     scalers = [
-        LossScaler(
+        dialect.scaler(
             policy.loss_scale,
             loss_id=loss_id,
             min_loss_scale=policy.min_loss_scale,
             max_loss_scale=policy.max_loss_scale,
-            verbosity=int(verbosity),
+            verbosity=verbosity,
         )
         for loss_id in range(num_losses)
     ]
-    _leave_earlier_trainings(model_list, targets, kept, policy)
     _trainings[:] = [training for training in _trainings if training.alive()]
-    training = _Training(policy, scalers, [weakref.ref(m) for m in model_list], [weakref.ref(t) for t in targets])
+    training = Training(policy, scalers, dialect, [weakref.ref(m) for m in models], [weakref.ref(t) for t in targets])
     _trainings.append(training)
     try:
-        _enter(training, model_list, targets, kept, tuple(methods), process_group)
+        _enter(training, models, targets, kept or [], methods, process_group)
     except BaseException:
-        _leave(model_list, targets)
+        _leave(models, targets)
         _trainings.remove(training)
         raise
-    logger.info("amp_patch: %s", policy)
-    return _apex_form(models, optimizers, model_list, optimizer_list)
+    return training
 
 
 @contextmanager
@@ -211,7 +261,7 @@ def scale_loss(
         raise TypeError(f"scale_loss: loss is {came}; wanted a floating-point tensor")
     stash = next(stash for stash in stashes if stash.enabled)
     scaler = _scaler(stash, loss_id).to(loss.device)
-    scaling = stash.policy.scales_loss
+    scaling = scaler.scales
 
     backward = ScaledBackward(targets, scaler, scaling)
     try:
@@ -321,7 +371,12 @@ def restore() -> None:
 
 
 def _check(
-    models: list[nn.Module], targets: list[Any], policy: Policy, keep_fp32: Any, methods: tuple[str, ...]
+    models: list[nn.Module],
+    targets: list[Any],
+    policy: Policy,
+    keep_fp32: Any,
+    methods: tuple[str, ...],
+    dialect: Dialect,
 ) -> list[nn.Module]:
     """Validate everything that can be wrong with models and optimizers; returns the modules that stay FP32."""
     if not models:
@@ -335,7 +390,7 @@ def _check(
     model_side.check_methods(models, methods)
     kept = keep.kept_modules(models, policy, keep_fp32)
     for model in models:
-        if model_side.policy_of(model) is None:
+        if model_side.policy_of(model) is None and not dialect.models_may_be_low_precision:
             model_side.check_fp32(model, policy, kept)
     return kept
 
@@ -358,7 +413,7 @@ def _leave_earlier_trainings(
 
 
 def _enter(
-    training: _Training,
+    training: Training,
     models: list[nn.Module],
     targets: list[Any],
     kept: list[nn.Module],
@@ -372,11 +427,11 @@ def _enter(
     everything = {id(p): p for model in models for p in model.parameters()}
     unowned: list[Tensor] = [p for key, p in everything.items() if key not in owned and p.requires_grad]
     for target in targets:
-        stash = Stash(
+        stash = training.dialect.stash(
             policy, training.scalers, siblings=training.optimizers, unowned=unowned, process_group=process_group
         )
         optimizer_side.name_parameters(stash, models)
-        optimizer_side.enter_training(target, stash, about_to_be_cast)
+        optimizer_side.enter_training(target, stash, about_to_be_cast, training.dialect.optimizer)
     model_side.enter_training(models, kept, policy, methods, on_demand=not targets)
     if policy.cast_model_type is not None:
         model_side.cast(params, buffers, policy.cast_model_type)
@@ -425,8 +480,13 @@ def _scaler(stash: Stash, loss_id: int) -> LossScaler:
     return stash.scalers[loss_id]
 
 
+def newest_training() -> Training | None:
+    """What the latest `initialize` made."""
+    return _trainings[-1] if _trainings else None
+
+
 def _newest_scalers() -> list[LossScaler]:
-    return _trainings[-1].scalers if _trainings else []
+    return [] if (training := newest_training()) is None else training.scalers
 
 
 def _as_list(one_or_many: Any) -> list[Any]:

@@ -350,6 +350,12 @@ def policy_of(model: nn.Module) -> Policy | None:
     return _policy(model) if isinstance(model, AmpModel) else None
 
 
+def set_policy(model: nn.Module, policy: Policy) -> None:
+    """Let `model`, which went through `initialize`, follow another policy that casts weights alike."""
+    if isinstance(model, AmpModel) and _policy(model) is not None:
+        vars(model)["_amp"].policy = policy
+
+
 def _give(module: nn.Module, mixin: type[subclass.Generated], state: ModelState, key: tuple[str, ...] = ()) -> None:
     if isinstance(module, subclass.Generated):
         _take(module)

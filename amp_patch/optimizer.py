@@ -7,6 +7,7 @@ other methods are overridden in a generated subclass.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from amp_patch.masters import Masters, gather
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.scaler import LossScaler, inverse_of
 
-_TRANSIENT = ("handles", "siblings", "process_group", "names", "set_aside", "unowned")
+_TRANSIENT = ("handles", "owner", "siblings", "process_group", "names", "set_aside", "unowned")
 
 
 class Pending:
@@ -75,6 +76,12 @@ class Stash:
     siblings: list[Any] = field(default_factory=list)  # weak references to the training's optimizers
     process_group: Any = None
     handles: list[Any] = field(default_factory=list)
+    owner: weakref.ref[Any] | None = None  # the optimizer
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether any loss of the training is multiplied."""
+        return any(scaler.scales for scaler in self.scalers)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in _TRANSIENT}
@@ -83,6 +90,7 @@ class Stash:
         vars(self).update(
             state,
             handles=[],
+            owner=None,
             siblings=[],
             unowned=[],
             process_group=None,
@@ -142,7 +150,7 @@ class AmpOptimizer(subclass.Generated):
         if stash is None or not stash.enabled:
             return
         group = self.param_groups[-1]  # type: ignore[attr-defined]
-        if stash.policy.scales_loss:
+        if stash.scales_loss:
             for param in group["params"]:
                 param.grad = None  # scaled, by whichever backward passes reached it before it had an optimizer
         if stash.policy.master_weights:
@@ -192,18 +200,21 @@ def innermost(optimizer: Any) -> Any:
     return optimizer
 
 
-def enter_training(optimizer: Any, stash: Stash, about_to_be_cast: Collection[int]) -> None:
-    """Give `optimizer` its class, stash, hooks, and the masters of its parameters."""
+def enter_training(
+    optimizer: Any, stash: Stash, about_to_be_cast: Collection[int], mixin: type[AmpOptimizer] = AmpOptimizer
+) -> None:
+    """Give `optimizer` its class (the subclass for `mixin`), stash, hooks, and the masters of its parameters."""
     if stash.policy.master_weights:
         for group in optimizer.param_groups:
             stash.masters.attach(optimizer, group, about_to_be_cast)
     optimizer._amp_stash = stash
-    subclass.give(optimizer, AmpOptimizer)
+    subclass.give(optimizer, mixin)
     register_hooks(optimizer, stash)
 
 
 def register_hooks(optimizer: Any, stash: Stash) -> None:
     """Be called around every `step`."""
+    stash.owner = weakref.ref(optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
         stash.handles = [
             optimizer.register_step_pre_hook(before_step),
@@ -296,7 +307,7 @@ def settle(optimizer: Any) -> None:
     stash = _stash(optimizer)
     if stash is not None and stash.pending is not None:
         scaler, current = stash.pending.scaler, stash.pending.has_scale_of(stash.pending.scaler)
-        unscale([optimizer], scaler, inverse_of(stash.pending.scale) if stash.policy.scales_loss else None)
+        unscale([optimizer], scaler, inverse_of(stash.pending.scale) if scaler.scales else None)
         if current:  # else this loss has moved its scale since, with another optimizer
             scaler.update()
 
@@ -313,7 +324,7 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     if stash.step_depth > 1:  # a subclass's step that calls super().step() fires the hooks twice
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is not None and stash.policy.scales_loss:
+    if closure is not None and stash.scales_loss:
         stash.step_depth = 0
         raise RuntimeError(
             f"{subclass.base_class(optimizer).__name__}.step: a closure computes new gradients inside step(), after "

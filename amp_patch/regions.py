@@ -26,6 +26,7 @@ class _Thread(threading.local):
         self.stack: list[region] = []  # innermost last
         self.acting: Policy | None = _OUTSIDE
         self.caches = False
+        self.firm = 0  # how many regions of the kind `no_casts_within` the thread is in
         self.casts: dict[Any, tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
 
@@ -115,6 +116,11 @@ def set_default(policy: Policy | None) -> None:
         _refresh_default()
 
 
+def default() -> Policy | None:
+    """What `set_default` made the process default."""
+    return _base
+
+
 def state() -> Any:
     """The `PythonState` or `amp_patch._C.casts` that is in use."""
     return _state
@@ -150,7 +156,7 @@ class region:
 
     def __enter__(self) -> Any:
         _thread.stack.append(self)
-        _state.follow(self.acting, self.caches)
+        _state.follow(None if _thread.firm else self.acting, self.caches)
         return self
 
     def __exit__(
@@ -162,7 +168,7 @@ class region:
         else:
             _remove_last(stack, self)
         if stack:
-            _state.follow(stack[-1].acting, stack[-1].caches)
+            _state.follow(None if _thread.firm else stack[-1].acting, stack[-1].caches)
         else:
             _state.leave()
 
@@ -187,6 +193,26 @@ class region:
                 return function(*args, **kwargs)
 
         return body
+
+
+class no_casts_within(region):
+    """A region of this thread without casts; regions inside of it, those of models included, do not bring them back.
+
+    Source: Apex's `disable_casts`. Ours, `casts.disable_casts`, ends where a model of another training begins.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def __enter__(self) -> Any:
+        _thread.firm += 1
+        return super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _thread.firm -= 1
+        super().__exit__(kind, error, traceback)
 
 
 class everywhere(region):

@@ -38,6 +38,8 @@ class LossScaler:
 
     Attributes:
         dynamic: whether the scale moves.
+        scales: whether the loss is multiplied at all: a static scale of 1 costs nothing and checks nothing.
+        growth_interval: how many clean backward passes in a row let a dynamic scale grow.
         updates: how many times `update` ran, on the host: tells without a sync whether the scale can have changed.
     """
 
@@ -51,14 +53,16 @@ class LossScaler:
         verbosity: int = 1,
     ) -> None:
         self.dynamic = loss_scale == "dynamic"
+        self.scales = loss_scale != 1.0
         start = min(max(INIT_SCALE, min_loss_scale), max_loss_scale) if self.dynamic else float(loss_scale)
         self.loss_id = loss_id
         self.min_loss_scale = min_loss_scale
         self.max_loss_scale = max_loss_scale
+        self.growth_interval = GROWTH_INTERVAL
         self.verbosity = verbosity
         self.updates = 0
         self._scale = torch.tensor(start, dtype=torch.float32)
-        self._unskipped = torch.tensor(0, dtype=torch.int32)
+        self._growth_tracker = torch.tensor(0, dtype=torch.int32)
         self._found_inf = torch.tensor(0.0)
         self._skips = 0
         self._skips_in_a_row = 0
@@ -66,8 +70,8 @@ class LossScaler:
     def to(self, device: torch.device) -> LossScaler:
         """Move the three numbers to `device`; syncs only when they were elsewhere."""
         if self._scale.device != device:
-            self._scale, self._unskipped, self._found_inf = (
-                t.to(device) for t in (self._scale, self._unskipped, self._found_inf)
+            self._scale, self._growth_tracker, self._found_inf = (
+                t.to(device) for t in (self._scale, self._growth_tracker, self._found_inf)
             )
         return self
 
@@ -77,7 +81,7 @@ class LossScaler:
 
     def unskipped(self) -> int:
         """Clean backward passes since the scale last moved. Syncs with the device."""
-        return int(self._unskipped.item())
+        return int(self._growth_tracker.item())
 
     @property
     def scale_tensor(self) -> Tensor:
@@ -100,11 +104,11 @@ class LossScaler:
         if self.dynamic:
             multi_tensor.update_scale(
                 self._scale,
-                self._unskipped,
+                self._growth_tracker,
                 self._found_inf,
                 growth_factor=GROWTH_FACTOR,
                 backoff_factor=BACKOFF_FACTOR,
-                growth_interval=GROWTH_INTERVAL,
+                growth_interval=self.growth_interval,
                 min_scale=self.min_loss_scale,
                 max_scale=self.max_loss_scale,
             )
@@ -143,7 +147,7 @@ class LossScaler:
         scale, unskipped = float(state["loss_scale"]), int(state["unskipped"])
         self.updates += 1
         self._scale.fill_(scale)
-        self._unskipped.fill_(unskipped)
+        self._growth_tracker.fill_(unskipped)
 
 
 def inverse_of(scale: Tensor) -> Tensor:

@@ -105,7 +105,8 @@ def _real(name: str) -> ModuleType | None:
 def _register(patches: Patches, name: str, module: ModuleType) -> None:
     parent, _, leaf = name.rpartition(".")
     patches.set_item(sys.modules, name, module)
-    if parent and sys.modules[parent] is not sys.modules[__name__]:
+    # Importing has put ours into their parents already, where a parent may have replaced it since: `amp._amp_state`.
+    if parent and not sys.modules[parent].__name__.startswith(__name__):
         patches.set(sys.modules[parent], leaf, module)
 
 

@@ -1,1 +1,40 @@
+"""`apex.amp` on amp_patch: its functions, and the private names that scripts use."""
+
 from __future__ import annotations
+
+from amp_patch.apex.amp import _process_optimizer, frontend, handle, opt, scaler
+from amp_patch.apex.amp._amp_state import _amp_state, master_params
+from amp_patch.apex.amp.amp import (
+    float_function,
+    half_function,
+    init,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from amp_patch.apex.amp.frontend import initialize, load_state_dict, state_dict
+from amp_patch.apex.amp.handle import disable_casts, scale_loss
+
+# `_amp_state` is the object here, as in Apex; `from apex.amp._amp_state import ...` finds the module of that name.
+__all__ = [
+    "_amp_state",
+    "_process_optimizer",
+    "disable_casts",
+    "float_function",
+    "frontend",
+    "half_function",
+    "handle",
+    "init",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "opt",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "scale_loss",
+    "scaler",
+    "state_dict",
+]

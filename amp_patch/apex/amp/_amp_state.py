@@ -1,0 +1,83 @@
+"""The state object through which Apex's modules speak to each other, and callers to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from amp_patch.initialize import master_params, newest_training
+
+__all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_err"]
+
+
+class AmpState:
+    """What scripts reach as `apex.amp._amp_state`. It speaks of the newest `initialize`.
+
+    Attributes:
+        opt_properties: what the opt level and its overrides came to, a `frontend.Properties`; absent before the first
+            `initialize`.
+        handle: switches the casts of the newest `initialize`, an `AmpHandle`; absent before it.
+        allow_incoming_model_not_fp32: True lets `initialize` take models whose weights are FP16 already.
+        hard_override: True makes contradictions to the opt level messages instead of errors.
+        min_loss_scale, max_loss_scale: as they were given.
+    """
+
+    opt_properties: Any
+    handle: Any
+    min_loss_scale: float | None
+    max_loss_scale: float
+
+    def __init__(self) -> None:
+        self.hard_override = False
+        self.allow_incoming_model_not_fp32 = False
+        self._verbosity: int = 1
+        self._unattached: list[Any] | None = None
+
+    @property
+    def loss_scalers(self) -> list[Any]:
+        """The loss scalers in use, by `loss_id`: the list itself. Assigned to, its elements take their places."""
+        training = newest_training()
+        if training is not None:
+            return training.scalers
+        if self._unattached is None:
+            raise AttributeError("'AmpState' object has no attribute 'loss_scalers': amp.initialize() makes them")
+        return self._unattached
+
+    @loss_scalers.setter
+    def loss_scalers(self, scalers: list[Any]) -> None:
+        training = newest_training()
+        if training is None:
+            self._unattached = scalers
+        else:
+            training.scalers[:] = scalers
+
+    @property
+    def verbosity(self) -> int:
+        """0 silences the messages; written, it acts at once."""
+        return self._verbosity
+
+    @verbosity.setter
+    def verbosity(self, value: int) -> None:
+        self._verbosity = value
+        training = newest_training()
+        for scaler in () if training is None else training.scalers:
+            scaler.verbosity = int(value)
+
+
+_amp_state = AmpState()
+
+
+def warn_or_err(msg: str) -> None:
+    """RuntimeError with `msg`; a printed warning while `_amp_state.hard_override` is True."""
+    if not _amp_state.hard_override:
+        raise RuntimeError(msg)
+    print("Warning:  " + msg)
+
+
+def maybe_print(msg: str, rank0: bool = False) -> None:
+    """Print `msg` unless `_amp_state.verbosity` is 0; with `rank0` only in the first process of a group."""
+    distributed = torch.distributed
+    follower = distributed.is_available() and distributed.is_initialized() and distributed.get_rank() > 0
+    if _amp_state.verbosity > 0 and not (rank0 and follower):
+        print(msg)

@@ -1,0 +1,136 @@
+"""An optimizer that `initialize` returned, under Apex's private names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from amp_patch import links
+from amp_patch import optimizer as core
+from amp_patch.scaler import LossScaler, inverse_of
+
+__all__ = ["AmpOptimizerState"]
+
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+@dataclass
+class AmpOptimizerState(core.Stash):
+    """`optimizer._amp_stash`. Lists are made anew whenever they are read, in the order of the optimizer's groups.
+
+    Attributes:
+        lazy_init_called: Apex made masters at the first backward pass; ours exist from `initialize` on, so it is True.
+        properties: the `frontend.Properties` of the training.
+    """
+
+    lazy_init_called: bool = True
+    properties: Any = None
+    stashed: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # gradients between prepare and post
+
+    @property
+    def already_patched(self) -> bool:
+        """Whether the next step will be skipped because of an overflow. Syncs with the device."""
+        return self.enabled and any(bool(found_inf) for _, found_inf in self.found)
+
+    @property
+    def params_have_scaled_gradients(self) -> bool:
+        """Whether gradients wait, scaled, for the rest of a delayed iteration."""
+        return self.pending is not None
+
+    @params_have_scaled_gradients.setter
+    def params_have_scaled_gradients(self, value: bool) -> None:
+        if not value:
+            self.pending = None
+        elif self.pending is None:
+            self.pending = core.Pending(self.scalers[0])
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """Per group its low-precision parameters; absent without masters, as the next two."""
+        return [[param for param, _ in pairs] for pairs in self._mastered()]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """Per group the masters of its low-precision parameters."""
+        return [[master for _, master in pairs] for pairs in self._mastered()]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """Per group the parameters that are their own masters."""
+        self._mastered()
+        return [[master for param, master in pairs if param is master] for pairs in self._groups()]
+
+    @property
+    def all_fp16_params(self) -> list[Tensor]:
+        """The low-precision parameters, with masters and without."""
+        return [param for pairs in self._groups() for param, _ in pairs if param.dtype in core.LOW_PRECISION]
+
+    @property
+    def all_fp32_params(self) -> list[Tensor]:
+        """The FP32 parameters; absent with masters."""
+        if self.policy.master_weights:
+            raise AttributeError("'AmpOptimizerState' object has no attribute 'all_fp32_params': it has masters")
+        return [param for pairs in self._groups() for param, _ in pairs if param.dtype not in core.LOW_PRECISION]
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+        """The masters of the low-precision parameters; absent without masters."""
+        return [master for group in self.fp32_from_fp16_groups for master in group]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        """The parameters that are their own masters; absent without masters."""
+        return [param for group in self.fp32_from_fp32_groups for param in group]
+
+    def _groups(self) -> list[Pairs]:
+        optimizer = None if self.owner is None else self.owner()
+        groups = [] if optimizer is None else optimizer.param_groups
+        return [[pair for pair in self.masters.pairs([group]) if pair[0].requires_grad] for group in groups]
+
+    def _mastered(self) -> list[Pairs]:
+        if not self.policy.master_weights:
+            raise AttributeError("'AmpOptimizerState': there are no masters at this opt level, and no lists of them")
+        return [[pair for pair in pairs if pair[0] is not pair[1]] for pairs in self._groups()]
+
+
+class AmpOptimizer(core.AmpOptimizer):
+    """Apex's private methods of an optimizer, on our masters."""
+
+    _amp_stash: AmpOptimizerState
+    param_groups: list[dict[str, Any]]
+
+    def _amp_lazy_init(self) -> None:
+        """Masters exist already; whatever a script has put in place of the next method is called once."""
+        if not self._amp_stash.lazy_init_called:
+            self._lazy_init_maybe_master_weights()
+            self._amp_stash.lazy_init_called = True
+
+    def _lazy_init_maybe_master_weights(self) -> None:
+        """Cast the optimizer's state to the types of what it updates."""
+        core.state_follows_params(self)
+
+    def _master_params_to_model_params(self) -> None:
+        """Round every master into its parameter."""
+        links.publish(self._amp_stash.masters.linked())
+
+    def _prepare_amp_backward(self) -> None:
+        """Leave no gradient on the model that a backward pass could add to; `_post_amp_backward` adds them."""
+        self._amp_lazy_init()
+        stash = self._amp_stash
+        core.recover(self, stash)
+        stash.stashed = []
+        for param, master in stash.masters.pairs(self.param_groups):
+            if param is master and param.grad is not None:
+                stash.stashed.append((param, param.grad))
+            param.grad = None
+
+    def _post_amp_backward(self, loss_scaler: LossScaler) -> None:
+        """Unscale the model's gradients into the masters' ones by the scale of `loss_scaler`, which notes overflows."""
+        self._amp_lazy_init()
+        stash = self._amp_stash
+        core.unscale([self], loss_scaler, inverse_of(loss_scaler.scale_tensor) if loss_scaler.scales else None)
+        for param, earlier in stash.stashed:
+            param.grad = earlier if param.grad is None else earlier + param.grad
+        stash.stashed = []

@@ -1,0 +1,48 @@
+"""The decorators and registrations of O1, and `init`, which turns its casts on for the whole process."""
+
+from __future__ import annotations
+
+from amp_patch.apex.amp._amp_state import _amp_state
+from amp_patch.apex.amp.handle import AmpHandle, NoOpHandle
+from amp_patch.casts import (
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+
+__all__ = [
+    "float_function",
+    "half_function",
+    "init",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+]
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: float | str = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+) -> AmpHandle | NoOpHandle:
+    """Turn the casts of O1 on for the whole process, without a model (the API before `initialize`).
+
+    Args:
+        enabled: False changes nothing and gives a handle that does nothing.
+        loss_scale: of the optimizers that the handle wraps: "dynamic" or a number.
+        enable_caching, verbose: see `AmpHandle`.
+        allow_banned: run functions without a safe FP16 form in FP32 instead of refusing them.
+
+    Returns:
+        The handle: `wrap_optimizer(optimizer, num_loss=1)`, and `_deactivate()` to turn the casts off again.
+    """
+    handle: AmpHandle | NoOpHandle
+    handle = AmpHandle(loss_scale, enable_caching, verbose, allow_banned=allow_banned) if enabled else NoOpHandle()
+    _amp_state.handle = handle
+    return handle

@@ -1,0 +1,191 @@
+"""scale_loss, disable_casts, and the handles that switch the casts of O1."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from amp_patch import casts, regions
+from amp_patch import model as model_side
+from amp_patch import optimizer as optimizer_side
+from amp_patch.apex.amp._amp_state import _amp_state
+from amp_patch.apex.amp._process_optimizer import AmpOptimizer, AmpOptimizerState
+from amp_patch.apex.amp.opt import OptimWrapper
+from amp_patch.apex.amp.scaler import LossScaler
+from amp_patch.cpu_fp16 import settle
+from amp_patch.initialize import Dialect, Training, begin_training
+from amp_patch.initialize import scale_loss as scale_loss_of
+from amp_patch.policy import Policy, resolve
+
+__all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
+
+
+def dialect() -> Dialect:
+    """What makes a training answer to Apex's private names."""
+    return Dialect(LossScaler, AmpOptimizerState, AmpOptimizer, _amp_state.allow_incoming_model_not_fp32)
+
+
+def scale_loss(
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> AbstractContextManager[Tensor]:
+    """`amp_patch.scale_loss`; yields `loss` itself while `opt_properties.enabled` is False."""
+    if not _enabled(optimizers):
+        return nullcontext(loss)
+    return scale_loss_of(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
+
+
+def disable_casts() -> regions.region:
+    """A region of this thread without casts, for models called inside as well: a context manager, and a decorator."""
+    return regions.no_casts_within()
+
+
+class AmpHandle:
+    """Switches the casts of a training, or (`amp.init`) those of the whole process.
+
+    Args:
+        loss_scale: of optimizers that this handle wraps: "dynamic" or a number.
+        enable_caching: kept as `has_cache`. Weights are cast once per forward and `scale_loss` in any case.
+        verbose: kept as `verbose`; casts are not printed.
+        training: None for the process.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | str = "dynamic",
+        enable_caching: bool = True,
+        verbose: bool = False,
+        *,
+        allow_banned: bool = False,
+        training: Training | None = None,
+    ) -> None:
+        self._enable_caching = enable_caching
+        self._verbose = verbose
+        self._training = training
+        self._policy: Policy | None = None
+        self._was_default = True
+        self._active = True
+        if training is None:
+            self._policy = settle(resolve("O1", loss_scale=loss_scale, allow_banned=allow_banned), on_cpu=True)
+            casts.install()
+            regions.set_default(self._policy)
+
+    def is_active(self) -> bool:
+        """Whether the casts act."""
+        return self._active
+
+    @property
+    def _is_active(self) -> bool:
+        """`is_active()`; written, it switches the casts."""
+        return self._active
+
+    @_is_active.setter
+    def _is_active(self, value: bool) -> None:
+        if bool(value) == self._active:
+            return
+        self._active = bool(value)
+        before = self._policy if self._training is None else self._training.policy
+        assert before is not None
+        after = replace(before, patch_torch_functions=self._active)
+        if not self._active:
+            self._was_default = regions.default() is before
+            if self._was_default:
+                regions.set_default(None)
+        elif self._was_default and regions.default() is None:
+            regions.set_default(after)
+        if self._training is None:
+            self._policy = after
+            return
+        self._training.policy = after
+        for model_ref in self._training.models:
+            if (model := model_ref()) is not None and model_side.policy_of(model) is before:
+                model_side.set_policy(model, after)
+        for ref in self._training.optimizers:
+            if (optimizer := ref()) is not None and getattr(optimizer, "_amp_stash", None) is not None:
+                optimizer._amp_stash.policy = after
+
+    def _deactivate(self) -> None:
+        """Undo the casts: torch's functions do what they do without amp."""
+        self._is_active = False
+
+    def _disable_casts(self) -> regions.region:
+        return disable_casts()
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        """The optimizer with a `scale_loss` of its own, for `num_loss` losses an iteration."""
+        self._adopt(optimizer, num_loss)
+        return OptimWrapper(optimizer, self, num_loss)
+
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
+        """As `amp.scale_loss`, for an optimizer that nothing has prepared, too."""
+        if not self._active:
+            return nullcontext(loss)
+        if getattr(optimizer_side.innermost(optimizer), "_amp_stash", None) is None:
+            self._adopt(optimizer, 1)
+        return scale_loss_of(loss, optimizer)
+
+    def _adopt(self, optimizer: Any, num_loss: int) -> None:
+        target = optimizer_side.innermost(optimizer)
+        policy = self._policy if self._training is None else self._training.policy
+        assert policy is not None
+        optimizer_side.check(target, policy)
+        optimizer_side.restore(target, recast_state=False)
+        begin_training(dialect(), policy, [], [target], num_loss, verbosity=_amp_state.verbosity)
+
+    def _clear_cache(self) -> None:
+        """Forget the weights that this thread has cast."""
+        regions.drop_cache()
+
+    def remove_cache(self, param: Tensor) -> None:
+        """Forget the cast of a weight, among all others."""
+        regions.drop_cache()
+
+    @property
+    def has_cache(self) -> bool:
+        return self._enable_caching
+
+    @property
+    def verbose(self) -> bool:
+        return self._verbose
+
+
+class NoOpHandle:
+    """The handle of `amp.init(enabled=False)`."""
+
+    has_cache = False
+    verbose = False
+
+    def is_active(self) -> bool:
+        return False
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        return OptimWrapper(optimizer, self, num_loss)
+
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
+        return nullcontext(loss)
+
+    def _disable_casts(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _clear_cache(self) -> None:
+        pass
+
+    def _deactivate(self) -> None:
+        pass
+
+
+def _enabled(optimizers: Any) -> bool:
+    """False where `opt_properties.enabled` of the optimizers' training is; of the newest one where they have none."""
+    many = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    stashes = [getattr(optimizer_side.innermost(o), "_amp_stash", None) for o in many if o is not None]
+    stashes = [stash for stash in stashes if stash is not None]
+    newest = [getattr(_amp_state, "opt_properties", None)] if not stashes else []
+    properties = [getattr(stash, "properties", None) for stash in stashes] + newest
+    return all(p is None or p.enabled for p in properties)

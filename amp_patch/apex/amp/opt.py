@@ -1,0 +1,59 @@
+"""OptimWrapper: an optimizer that scales its losses by itself (the API before `amp.initialize`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from amp_patch.initialize import scale_loss
+
+__all__ = ["OptimWrapper"]
+
+
+class OptimWrapper:
+    """What `handle.wrap_optimizer(optimizer, num_loss)` returns::
+
+        with optimizer.scale_loss(loss) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    Each of the `num_loss` losses of an iteration has a scale of its own; they come in one order, and gradients add up.
+    All other attributes are the optimizer's.
+    """
+
+    def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int) -> None:
+        self._optimizer = optimizer
+        self._amp_handle = amp_handle
+        self._num_loss = num_loss
+        self._loss_idx = 0
+
+    @contextmanager
+    def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
+        """The next loss of the iteration, scaled; on exit its gradients are unscaled."""
+        if not self._amp_handle.is_active():
+            yield loss
+            return
+        if self._loss_idx >= self._num_loss:
+            raise RuntimeError(
+                f"OptimWrapper.scale_loss: loss number {self._loss_idx + 1} since the last step, of num_loss="
+                f"{self._num_loss}; call handle.wrap_optimizer(optimizer, num_loss={self._loss_idx + 1})"
+            )
+        with scale_loss(loss, self._optimizer, loss_id=self._loss_idx) as scaled_loss:
+            yield scaled_loss
+        self._loss_idx += 1
+
+    def step(self, closure: Any = None) -> Any:
+        """The optimizer's step; skipped if a loss overflowed."""
+        self._loss_idx = 0
+        return self._optimizer.step() if closure is None else self._optimizer.step(closure)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":  # an instance that is being unpickled
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def __repr__(self) -> str:
+        return repr(self._optimizer)

@@ -1,0 +1,213 @@
+"""The loss scaler under Apex's names: private ones take effect when written and are current when read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch import multi_tensor
+from amp_patch import scaler as core
+from amp_patch.policy import Policy, parse_loss_scale, scale_number
+
+__all__ = ["LossScaler"]
+
+
+class LossScaler(core.LossScaler):
+    """`amp_patch`'s scaler with Apex's constructor, methods and private names; usable by itself.
+
+    Args:
+        loss_scale: "dynamic", or a positive number.
+        init_scale: where a dynamic scale starts.
+        scale_factor: unused: growth and backoff are by 2, as in Apex.
+        scale_window: how many clean backward passes in a row let it grow.
+        min_loss_scale, max_loss_scale: its range; None is 2**-24 (in Apex: 0, where gradients become NaN).
+
+    Attributes:
+        _overflow_buf: int32, shape [1], on the loss's device: not 0 after an overflow. May be replaced by a tensor of
+            the caller's, which `update_scale` then reads.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | str,
+        init_scale: float = core.INIT_SCALE,
+        scale_factor: float = 2.0,
+        scale_window: int = core.GROWTH_INTERVAL,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+        *,
+        loss_id: int = 0,
+        verbosity: int = 1,
+    ) -> None:
+        floor = min(Policy.min_loss_scale, max_loss_scale) if min_loss_scale is None else min_loss_scale
+        super().__init__(
+            parse_loss_scale(loss_scale),
+            loss_id=loss_id,
+            min_loss_scale=floor,
+            max_loss_scale=max_loss_scale,
+            verbosity=verbosity,
+        )
+        self.growth_interval = scale_window
+        self._overflow_buf = torch.zeros(1, dtype=torch.int32)
+        self._overflow: bool | Tensor = False  # of the latest update; a tensor until somebody reads it
+        self._moved = False  # whether the scale has moved since the overflow was recorded
+        if self.dynamic and init_scale != core.INIT_SCALE:
+            self._loss_scale = min(max(init_scale, floor), max_loss_scale)
+
+    @property
+    def _loss_scale(self) -> float:
+        """The scale. Reading syncs with the device; what is written scales the next loss, also at O0 and O3."""
+        return self.loss_scale()
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        number = scale_number("LossScaler: _loss_scale", value)
+        self._scale.fill_(number)
+        self.updates += 1
+        self.scales = self.dynamic or number != 1.0
+
+    @property
+    def _unskipped(self) -> int:
+        """Clean backward passes since the scale last moved. Reading syncs with the device."""
+        return self.unskipped()
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        self._growth_tracker.fill_(int(value))
+
+    @property
+    def _scale_seq_len(self) -> int:
+        """How many clean backward passes in a row let the scale grow."""
+        return self.growth_interval
+
+    @_scale_seq_len.setter
+    def _scale_seq_len(self, value: int) -> None:
+        self.growth_interval = int(value)
+
+    @property
+    def _max_loss_scale(self) -> float:
+        return self.max_loss_scale
+
+    @_max_loss_scale.setter
+    def _max_loss_scale(self, value: float) -> None:
+        self.max_loss_scale = scale_number("LossScaler: _max_loss_scale", value)
+
+    @property
+    def _min_loss_scale(self) -> float | None:
+        return self.min_loss_scale
+
+    @_min_loss_scale.setter
+    def _min_loss_scale(self, value: float | None) -> None:
+        floor = Policy.min_loss_scale if value is None else value
+        self.min_loss_scale = scale_number("LossScaler: _min_loss_scale", floor)
+
+    @property
+    def _has_overflow(self) -> bool:
+        """Whether the gradients of the latest update overflowed; True until cleared. Reading syncs with the device."""
+        if isinstance(self._overflow, Tensor):
+            self._overflow = bool(self._overflow.item())
+        return self._overflow
+
+    @_has_overflow.setter
+    def _has_overflow(self, value: bool) -> None:
+        self._overflow = bool(value)
+
+    def to(self, device: torch.device) -> LossScaler:
+        super().to(device)
+        if self._overflow_buf.device != device:
+            self._overflow_buf = self._overflow_buf.to(device)
+        return self
+
+    def record(self, found_inf: Tensor) -> None:
+        if self._moved:
+            self.clear_overflow_state()
+        self._note(found_inf)
+
+    def update(self) -> None:
+        found = (self._overflow_buf != 0).any().to(self._scale.device, torch.float32)
+        self._found_inf = torch.ones_like(found) if self._overflow is True else found
+        self._overflow = self._found_inf.clone()
+        self._moved = True
+        super().update()
+
+    def clear_overflow_state(self) -> None:
+        """Forget what was found; no sync."""
+        self._overflow, self._moved = False, False
+        self._overflow_buf.zero_()
+
+    def update_scale(self) -> bool:
+        """Move the scale by what was found since it was last cleared; returns whether to skip the step. Syncs."""
+        self.update()
+        return self.dynamic and self._has_overflow
+
+    @torch.no_grad()
+    def unscale(
+        self,
+        model_grads: Iterable[Tensor | None],
+        master_grads: Iterable[Tensor | None],
+        unused_scale: Any = None,
+        models_are_masters: bool = False,
+        scale_override: float | None = None,
+    ) -> None:
+        """Write `model_grads` (any floating dtype) over the scale into `master_grads`; what is not finite is noted.
+
+        Nothing is done after an overflow that was not cleared, nor for a static scale of 1 where the two are the same.
+        """
+        if self._has_overflow:
+            return
+        pairs = _present(model_grads, master_grads)
+        if not pairs or (models_are_masters and not self.scales and scale_override is None):
+            return
+        sources, results = map(list, zip(*pairs, strict=True))
+        scale = self._scale_on(sources[0].device, scale_override)
+        found_inf = torch.zeros((), device=sources[0].device)
+        multi_tensor.multi_tensor_scale(sources, results, core.inverse_of(scale), found_inf)
+        self._note(found_inf)
+
+    @torch.no_grad()
+    def unscale_with_stashed(
+        self,
+        model_grads: Iterable[Tensor | None],
+        stashed_master_grads: Iterable[Tensor | None],
+        master_grads: Iterable[Tensor | None],
+        scale_override: tuple[float, float, float] | None = None,
+    ) -> None:
+        """Write `model_grads` over the scale, plus `stashed_master_grads`, into `master_grads`.
+
+        `scale_override` is (scale of the model's gradients, of the stashed ones, of the result). Only the model's
+        gradients are watched for what is not finite. Nothing is done after an overflow that was not cleared.
+        """
+        if self._has_overflow:
+            return
+        triples = _present(model_grads, stashed_master_grads, master_grads)
+        if not triples:
+            return
+        new, stashed, results = map(list, zip(*triples, strict=True))
+        device = new[0].device
+        have, stashed_have, wanted = scale_override or (None, 1.0, 1.0)
+        found_inf = torch.zeros((), device=device)
+        multi_tensor.multi_tensor_axpby(
+            core.inverse_of(self._scale_on(device, have)) * wanted,
+            new,
+            wanted / stashed_have,
+            stashed,
+            results,
+            found_inf,
+            check="x",
+        )
+        self._note(found_inf)
+
+    def _scale_on(self, device: torch.device, override: float | None) -> Tensor:
+        return self.to(device)._scale if override is None else torch.tensor(override, device=device)
+
+    def _note(self, found_inf: Tensor) -> None:
+        buffer = self._overflow_buf
+        buffer.copy_(torch.maximum(buffer, (found_inf != 0).to(buffer.device, buffer.dtype)))
+
+
+def _present(*lists: Iterable[Tensor | None]) -> list[Any]:
+    """The rows of the lists that lack nothing."""
+    return [row for row in zip(*lists, strict=True) if all(tensor is not None for tensor in row)]
