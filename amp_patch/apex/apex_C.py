@@ -1,1 +1,20 @@
+"""Apex's compiled module `apex_C`: several tensors as one, and back."""
+
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["flatten", "unflatten"]
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """All elements one after another: a new tensor of shape [sum of numel]. One dtype and device."""
+    return torch._utils._flatten_dense_tensors(tensors)
+
+
+def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Views of `flat` with the shapes of `tensors`, in order."""
+    return torch._utils._unflatten_dense_tensors(flat, tensors)

@@ -1,1 +1,11 @@
+"""Apex's fused optimizers; amp_patch.optimizers has them."""
+
 from __future__ import annotations
+
+from amp_patch.apex.optimizers.fused_adagrad import FusedAdagrad
+from amp_patch.apex.optimizers.fused_adam import FusedAdam
+from amp_patch.apex.optimizers.fused_lamb import FusedLAMB
+from amp_patch.apex.optimizers.fused_novograd import FusedNovoGrad
+from amp_patch.apex.optimizers.fused_sgd import FusedSGD
+
+__all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]

@@ -1,0 +1,34 @@
+"""Hands lists of tensors to a function of `amp_C`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["MultiTensorApply"]
+
+
+class MultiTensorApply:
+    """Calls `op(chunk_size, noop_flag_buffer, tensor_lists, *args)`.
+
+    Attributes:
+        available: True. Apex's is False where it was built without its extensions; ours need none.
+        warned: False, as in Apex.
+        chunk_size: what each call hands on.
+    """
+
+    available = True
+    warned = False
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def check_avail(self) -> None:
+        """Raises where the functions are not available in Apex; here they always are."""
+
+    def __call__(
+        self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *args: Any
+    ) -> Any:
+        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)

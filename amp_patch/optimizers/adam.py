@@ -1,0 +1,196 @@
+"""FusedAdam: Adam and AdamW on torch's fused kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch import multi_tensor
+from amp_patch.optimizers.common import FusedOptimizer, Group, Number, Tensors, computable, count, gradients, wide
+
+# A count of steps after which a bias correction 1 - beta ** count is 1, for every beta below 1.
+_FOREVER = 1e30
+
+
+def adam(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    *,
+    step: int | Tensor,
+    lr: Number,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    bias_correction: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """One step of Adam (Kingma and Ba, arXiv:1412.6980) in place, or of AdamW (arXiv:1711.05101) if `decoupled`::
+
+        m = beta1 * m + (1 - beta1) * g         m' = m / (1 - beta1 ** step)
+        v = beta2 * v + (1 - beta2) * g * g     v' = v / (1 - beta2 ** step)
+        p = p - lr * (m' / (sqrt(v') + eps) + weight_decay * p)
+
+    Where not `decoupled`, `weight_decay * p` is added to g instead; without `bias_correction` m' is m and v' is v.
+    All lists on one device, written are params, exp_avgs and exp_avg_sqs. `grad_scale` (gradients are divided by it, in
+    place) and `found_inf` (nothing changes where it is 1) are float32 tensors of one element there. No sync.
+    """
+    with computable([params, exp_avgs, exp_avg_sqs], [grads]) as ((p, m, v), (g,)):
+        if not p:
+            return
+        device = p[0].device
+        if not bias_correction:
+            at = torch.full((), _FOREVER, device=device)
+        elif isinstance(step, Tensor):
+            at = step.to(device=device, dtype=torch.float32).reshape(())
+        else:
+            at = torch.full((), float(step), device=device)
+        fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        fused(
+            p,
+            g,
+            m,
+            v,
+            [],
+            [at] * len(p),
+            lr=lr.reshape(()) if isinstance(lr, Tensor) else lr,
+            beta1=betas[0],
+            beta2=betas[1],
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+        )
+
+
+class FusedAdam(FusedOptimizer):
+    """Apex's FusedAdam: AdamW, or Adam with L2 regularization if not `adam_w_mode`.
+
+    Args:
+        params: parameters, or dicts of parameter groups.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW, weight decay 0 unless given.
+        bias_correction: divide the running averages by `1 - beta ** step`.
+        adam_w_mode: weight decay apart from the gradient (AdamW); else added to it (Adam).
+        amsgrad: refused.
+        set_grad_none: what `zero_grad()` does to gradients.
+        capturable: the learning rate and the count of steps are tensors on the device, so that a CUDA graph can hold a
+            step; torch.amp.GradScaler then skips on the device too.
+        master_weights: keep FP32 copies of float16 and bfloat16 parameters, in the state as `master_param`, and step
+            those. `amp.initialize(opt_level="O2")` does it for any optimizer.
+
+    State: `exp_avg`, `exp_avg_sq` (FP32); the count of steps is the group's, `group["step"]`, as in Apex.
+
+    Differs from torch.optim.AdamW in that count, and in the names; from Apex's in that betas are not rounded to FP32
+    before 1 is taken from them, and that `master_weights` needs no `capturable`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Number = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError("FusedAdam: amsgrad=True is not supported: use torch.optim.AdamW(amsgrad=True)")
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.capturable = capturable
+        self.master_weights = master_weights
+        if capturable:
+            self._step_supports_amp_scaling = True  # torch.amp.GradScaler then sets `grad_scale` and `found_inf`
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults, set_grad_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """torch's."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if self.capturable and group["params"]:
+            lr = torch.as_tensor(group["lr"], dtype=torch.float32)
+            group["lr"] = lr.detach().to(group["params"][0].device, copy=True)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch's; a state of torch.optim.Adam or AdamW, which counts per parameter, is continued too."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            steps = [self.state[p]["step"] for p in group["params"] if "step" in self.state.get(p, ())]
+            if "step" not in group and steps:
+                group["step"] = int(max(steps))
+
+    def step(
+        self,
+        closure: Any = None,
+        grads: None = None,
+        output_params: None = None,
+        scale: None = None,
+        grad_norms: None = None,
+    ) -> Any:
+        """One step; see the base. The other arguments are of Apex's first FusedAdam, and refused as in its second."""
+        given = {"grads": grads, "output_params": output_params, "scale": scale, "grad_norms": grad_norms}
+        for name, value in given.items():
+            if value is not None:
+                raise RuntimeError(
+                    f"FusedAdam.step: {name} was an argument of Apex's first FusedAdam; let amp.initialize and "
+                    "amp.scale_loss keep the masters and the scale, and call step() with no arguments"
+                )
+        return super().step(closure)
+
+    def _update(self, work: list[tuple[Group, list[list[Tensor]]]]) -> None:
+        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        for group, batches in work:
+            step = self._count_on_device(group, found_inf) if self.capturable else count(group)
+            for params in batches:
+                device = params[0].device
+                masters = self._masters(params) if self.master_weights else params
+                lr = group["lr"]
+                adam(
+                    masters,
+                    gradients(params),
+                    self._state(params, "exp_avg"),
+                    self._state(params, "exp_avg_sq"),
+                    step=step,
+                    lr=lr.to(device) if isinstance(lr, Tensor) else lr,
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    decoupled=bool(self.adam_w_mode),
+                    bias_correction=group["bias_correction"],
+                    grad_scale=None if grad_scale is None else grad_scale.to(device),
+                    found_inf=None if found_inf is None else found_inf.to(device),
+                )
+                if self.master_weights:
+                    multi_tensor.multi_tensor_scale(masters, params, 1.0)
+
+    def _count_on_device(self, group: Group, found_inf: Tensor | None) -> Tensor:
+        step = group.get("step", 0)
+        if not isinstance(step, Tensor):
+            device = group["params"][0].device if group["params"] else None
+            step = group["step"] = torch.full((1,), int(step), dtype=torch.int32, device=device)
+        step += 1 if found_inf is None else (found_inf == 0).to(device=step.device, dtype=step.dtype)
+        return step
+
+    def _masters(self, params: list[Tensor]) -> list[Tensor]:
+        for param in params:
+            if param.dtype is not wide(param.dtype):
+                self.state[param].setdefault("master_param", param.detach().float())
+        return [self.state[param].get("master_param", param) for param in params]

@@ -1,0 +1,200 @@
+"""What the fused optimizers share: lists of one kind to compute on, and the optimizer around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch import multi_tensor
+
+Tensors = Sequence[Tensor]
+Group = dict[str, Any]
+Number = float | Tensor
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which parameters of `dtype` are updated and their state is kept."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+@contextmanager
+def computable(written: Sequence[Tensors], read: Sequence[Tensors]) -> Iterator[tuple[list[list[Tensor]], ...]]:
+    """The lists as torch's fused kernels want them: of one type, FP32 or FP64, tensors of one place laid out alike.
+
+    What is so already is handed out itself; for the rest stand-ins are, and when the block ends those of `written` are
+    rounded once into their originals. torch's fused kernels read the memory of what is laid out otherwise in the wrong
+    order, without a word.
+
+    Args:
+        written: lists of floating tensors on one device, parameters first; their type decides.
+        read: more of them. All of one length, tensors of one place of one shape.
+
+    Yields:
+        The lists of `written`, and those of `read`.
+    """
+    taken: list[tuple[Tensor, Tensor]] = []  # (original, stand-in)
+
+    def stand_in(t: Tensor, like: Tensor | None) -> Tensor:
+        if like is None:
+            if t.dtype is wide(t.dtype) and (t.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(t)):
+                return t
+            new = torch.empty_like(t, dtype=wide(t.dtype), memory_format=torch.preserve_format, requires_grad=False)
+        elif t.dtype is like.dtype and t.stride() == like.stride():
+            return t
+        else:
+            new = torch.empty_like(like, memory_format=torch.preserve_format, requires_grad=False)
+        taken.append((t, new))
+        return new
+
+    params = [stand_in(t, None) for t in written[0]]
+    outputs = [params, *([stand_in(t, p) for t, p in zip(ts, params, strict=True)] for ts in written[1:])]
+    to_write = len(taken)
+    inputs = [[stand_in(t, p) for t, p in zip(ts, params, strict=True)] for ts in read]
+    _copy(taken)
+    yield outputs, inputs
+    _copy([(new, t) for t, new in taken[:to_write]])
+
+
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """(from, to) each; types may differ."""
+    same = [(a, b) for a, b in pairs if (a.dtype is torch.float64) == (b.dtype is torch.float64)]
+    if same:
+        sources, results = map(list, zip(*same, strict=True))
+        multi_tensor.multi_tensor_scale(sources, results, 1.0)
+    for a, b in pairs:
+        if (a.dtype is torch.float64) != (b.dtype is torch.float64):
+            b.copy_(a)
+
+
+def descend(params: list[Tensor], updates: list[Tensor], lr: Number) -> None:
+    """`params -= lr * updates`; the updates may be overwritten."""
+    if isinstance(lr, Tensor):
+        torch._foreach_mul_(updates, lr.to(params[0]))
+        torch._foreach_sub_(params, updates)
+    else:
+        torch._foreach_add_(params, updates, alpha=-lr)
+
+
+def bias_corrections(betas: tuple[float, float], step: int, on: bool) -> tuple[float, float]:
+    """What the running averages are divided by after `step` steps: `1 - beta ** step`, or 1."""
+    return (1 - betas[0] ** step, 1 - betas[1] ** step) if on else (1.0, 1.0)
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Base of the fused optimizers.
+
+    Parameters may be float32, float16, bfloat16 and float64, mixed in a group, on several devices; arithmetic and state
+    are FP32 (FP64 for float64). Parameters without a gradient are left alone, and a step that finds no gradient at all
+    changes nothing, its count included: so a step that amp skips is exact.
+    """
+
+    def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool) -> None:
+        name = type(self).__name__
+        lr, betas = defaults["lr"], defaults.get("betas", ())
+        for which in ("eps", "weight_decay", "momentum"):
+            if defaults.get(which, 0) < 0:
+                raise ValueError(f"{name}: {which}={defaults[which]}, a number that is not negative is wanted")
+        # A learning rate that is no number is torch's `required`: each group brings its own.
+        if isinstance(lr, int | float | Tensor) and lr < 0:
+            raise ValueError(f"{name}: lr={lr}, a number that is not negative is wanted")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"{name}: betas={betas}, two numbers from 0 up to but not including 1 are wanted")
+        self.set_grad_none = set_grad_none
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # of another optimizer, maybe: torch's AdamW has no bias_correction
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """torch's; without an argument gradients are dropped or zeroed as `set_grad_none` of the constructor says."""
+        super().zero_grad(set_to_none=self.set_grad_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; no sync with the device.
+
+        Args:
+            closure: evaluates the loss and its gradients first.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            RuntimeError: a gradient is sparse. Nothing was changed.
+            TypeError: a parameter is of another type than those above. Nothing was changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [(group, self._batches(index, group)) for index, group in enumerate(self.param_groups)]
+        if any(batches for _, batches in work):
+            self._update(work)
+        return loss
+
+    def _update(self, work: list[tuple[Group, list[list[Tensor]]]]) -> None:
+        """Step all groups: with each its parameters that have gradients, in lists of one device and one wide type."""
+        raise NotImplementedError
+
+    def _batches(self, index: int, group: Group) -> list[list[Tensor]]:
+        batches: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for position, param in enumerate(group["params"]):
+            if param.grad is None:
+                continue
+            which = f"{type(self).__name__}.step: parameter {position} of group {index}"
+            if param.grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"{which} has a sparse gradient ({param.grad.layout}), a dense one is wanted: "
+                    f"{type(self).__name__} does not support sparse gradients, use torch.optim.SparseAdam for such "
+                    "parameters, or a module that gives dense ones (nn.Embedding(sparse=False))"
+                )
+            if param.dtype not in multi_tensor.DTYPES:
+                wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in multi_tensor.DTYPES)
+                raise TypeError(f"{which} is {param.dtype}, one of {wanted} is wanted: give it another optimizer")
+            batches.setdefault((param.device, wide(param.dtype)), []).append(param)
+        return list(batches.values())
+
+    def _state(self, params: Iterable[Tensor], name: str) -> list[Tensor]:
+        """The tensors of that name in the parameters' states; zeros where there are none yet."""
+        found = []
+        for param in params:
+            state = self.state[param]
+            if state.get(name) is None:
+                state[name] = torch.zeros_like(
+                    param, dtype=wide(param.dtype), memory_format=torch.preserve_format, requires_grad=False
+                )
+            found.append(state[name])
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch's, but state of low-precision parameters stays FP32: torch rounds it to the parameters' type."""
+        loaded: dict[str, Any] = {}  # after the hooks of others
+        handle = self.register_load_state_dict_pre_hook(lambda _, given: loaded.update(given))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
+        for key, param in zip(ids, chain.from_iterable(g["params"] for g in self.param_groups), strict=True):
+            for name, value in loaded["state"].get(key, {}).items():
+                if isinstance(value, Tensor) and value.is_floating_point() and param.dtype is not wide(param.dtype):
+                    self.state[param][name] = value.to(device=param.device, dtype=wide(param.dtype))
+
+
+def gradients(params: Tensors) -> list[Tensor]:
+    """Of parameters that all have one."""
+    return [param.grad for param in params if param.grad is not None]
+
+
+def count(group: Group) -> int:
+    """Count a step of the group: its number, from 1."""
+    group["step"] = int(group.get("step", 0)) + 1
+    return group["step"]

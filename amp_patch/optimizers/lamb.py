@@ -1,0 +1,215 @@
+"""FusedLAMB: Adam's update, scaled for each parameter by the ratio of its norm to the update's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch import multi_tensor
+from amp_patch.optimizers.common import (
+    FusedOptimizer,
+    Group,
+    Number,
+    Tensors,
+    bias_corrections,
+    computable,
+    count,
+    gradients,
+)
+
+
+def lamb(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    *,
+    step: int,
+    lr: Number,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    bias_correction: bool,
+    grad_averaging: bool,
+    grad_norm: Tensor,
+    max_grad_norm: float | None,
+    use_nvlamb: bool,
+) -> None:
+    """One step of LAMB (You et al., arXiv:1904.00962) in place: `lamb_update`, then `lamb_apply`.
+
+    All lists on one device, written are params, exp_avgs and exp_avg_sqs; `grad_norm` as `lamb_update` has it. No sync.
+    """
+    with computable([params, exp_avgs, exp_avg_sqs], [grads]) as ((p, m, v), (g,)):
+        if not p:
+            return
+        updates = lamb_update(
+            p,
+            g,
+            m,
+            v,
+            corrections=bias_corrections(betas, step, bias_correction),
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            decoupled=decoupled,
+            grad_averaging=grad_averaging,
+            grad_norm=grad_norm,
+            max_grad_norm=max_grad_norm,
+        )
+        norms = None
+        if use_nvlamb or weight_decay:
+            norms = (multi_tensor.multi_tensor_l2norm(p, True)[1], multi_tensor.multi_tensor_l2norm(updates, True)[1])
+        lamb_apply(p, updates, lr=lr, norms=norms)
+
+
+def lamb_update(
+    p: list[Tensor],
+    g: list[Tensor],
+    m: list[Tensor],
+    v: list[Tensor],
+    *,
+    corrections: tuple[float, float],
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    grad_averaging: bool,
+    grad_norm: Tensor,
+    max_grad_norm: float | None,
+    decays: Tensor | None = None,
+) -> list[Tensor]:
+    """LAMB's direction for each parameter, as new tensors; writes m and v::
+
+        g = g / max(1, grad_norm / max_grad_norm)           # grad_norm: of all gradients together, one element
+        m = beta1 * m + (1 - beta1) * g                     # + g without `grad_averaging`
+        v = beta2 * v + (1 - beta2) * g * g
+        u = (m / correction1) / (sqrt(v / correction2) + eps) + weight_decay * p
+
+    Where not `decoupled`, `weight_decay * p` is added to the clipped g instead. `decays`, of shape [len(p)], has a
+    weight decay for each parameter, added to the update too. The lists are as `computable` gives them.
+    """
+    if max_grad_norm is not None:
+        norm = grad_norm.reshape(()).to(p[0])
+        g = list(torch._foreach_div(g, torch.where(norm > max_grad_norm, norm / max_grad_norm, 1.0)))
+    if not decoupled and weight_decay:
+        g = list(torch._foreach_add(g, p, alpha=weight_decay))
+    torch._foreach_mul_(m, betas[0])
+    torch._foreach_add_(m, g, alpha=1 - betas[0] if grad_averaging else 1.0)
+    torch._foreach_mul_(v, betas[1])
+    torch._foreach_addcmul_(v, g, g, value=1 - betas[1])
+    denominators = list(torch._foreach_div(v, corrections[1]))
+    torch._foreach_sqrt_(denominators)
+    torch._foreach_add_(denominators, eps)
+    updates = list(torch._foreach_div(m, corrections[0]))
+    torch._foreach_div_(updates, denominators)
+    if decoupled and weight_decay:
+        torch._foreach_add_(updates, p, alpha=weight_decay)
+    if decays is not None:
+        torch._foreach_add_(updates, torch._foreach_mul(p, list(decays.to(p[0]).unbind())))
+    return updates
+
+
+def lamb_apply(p: list[Tensor], updates: list[Tensor], *, lr: Number, norms: tuple[Tensor, Tensor] | None) -> None:
+    """`p -= lr * ratio * update`; `norms` are of the parameters and of their updates, each of shape [len(p)].
+
+    The trust ratio is |p| / |update|, and 1 where one of the two is 0 or `norms` is None: Apex leaves parameters
+    without weight decay out, unless `use_nvlamb`. The updates are overwritten.
+    """
+    if norms is None:
+        torch._foreach_mul_(updates, lr)
+    else:
+        of_params, of_updates = norms
+        rates = torch.where((of_params != 0) & (of_updates != 0), lr * (of_params / of_updates), lr)
+        torch._foreach_mul_(updates, list(rates.to(p[0].dtype).unbind()))
+    torch._foreach_sub_(p, updates)
+
+
+def global_norm(grads: Tensors) -> Tensor:
+    """The 2-norm of all tensors together, which may lie on several devices: shape [], on the first one's. No sync."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        by_device.setdefault(grad.device, []).append(grad)
+    norms = [multi_tensor.multi_tensor_l2norm(tensors) for tensors in by_device.values()]
+    if len(norms) == 1:
+        return norms[0]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
+
+
+class FusedLAMB(FusedOptimizer):
+    """Apex's FusedLAMB.
+
+    Args:
+        params: parameters, or dicts of parameter groups.
+        lr, betas, eps, weight_decay: as in Adam; defaults are Apex's.
+        bias_correction: divide the running averages by `1 - beta ** step`.
+        amsgrad: refused.
+        adam_w_mode: weight decay apart from the gradient; else added to it.
+        grad_averaging: multiply the gradient by `1 - beta1` in its running average.
+        set_grad_none: what `zero_grad()` does to gradients.
+        max_grad_norm: all gradients of all groups are scaled down together to this norm; None for no clipping.
+        use_nvlamb: the trust ratio also for groups without weight decay.
+
+    State: `exp_avg`, `exp_avg_sq` (FP32; Apex's have the parameters' type); the count of steps is `group["step"]`.
+    Gradients stay as they are; Apex overwrites them.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Number = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError("FusedLAMB: amsgrad=True is not supported")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(
+                f"FusedLAMB: max_grad_norm={max_grad_norm} would make every gradient 0, a number above 0 is wanted, or "
+                "None for no clipping"
+            )
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.use_nvlamb = use_nvlamb
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, defaults, set_grad_none)
+
+    def _update(self, work: list[tuple[Group, list[list[Tensor]]]]) -> None:
+        norm = global_norm([grad for _, batches in work for params in batches for grad in gradients(params)])
+        for group, batches in work:
+            step = count(group)
+            for params in batches:
+                lamb(
+                    params,
+                    gradients(params),
+                    self._state(params, "exp_avg"),
+                    self._state(params, "exp_avg_sq"),
+                    step=step,
+                    lr=group["lr"],
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    decoupled=bool(self.adam_w_mode),
+                    bias_correction=group["bias_correction"],
+                    grad_averaging=group["grad_averaging"],
+                    grad_norm=norm.to(params[0].device),
+                    max_grad_norm=self.defaults["max_grad_norm"],  # one for all groups, as in Apex
+                    use_nvlamb=self.use_nvlamb,
+                )

@@ -1,0 +1,209 @@
+"""FusedNovoGrad: momentum on gradients that are divided by a running norm of their layer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch import multi_tensor
+from amp_patch.optimizers.common import (
+    FusedOptimizer,
+    Group,
+    Number,
+    Tensors,
+    bias_corrections,
+    computable,
+    count,
+    descend,
+    gradients,
+    wide,
+)
+
+NORMS = (0, 2)  # Apex's names of the largest absolute value and of the 2-norm
+
+
+def novograd(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    norms: Tensor,
+    *,
+    step: int,
+    lr: Number,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    bias_correction: bool,
+    grad_averaging: bool,
+    reg_inside_moment: bool,
+) -> None:
+    """One step of NovoGrad (Ginsburg et al., arXiv:1905.11286) in place, with `norms` as `blend_norms` gave them::
+
+        d = norm / sqrt(1 - beta2 ** step) + eps
+        m = beta1 * m + (1 - beta1) * g                       # + g without `grad_averaging`
+        p = p - lr * (m / (1 - beta1 ** step) / d + weight_decay * p)
+
+    With `reg_inside_moment`, the paper's form, `g / d + weight_decay * p` goes into m instead of g, and p loses
+    `lr * m / (1 - beta1 ** step)`. Without `bias_correction` both corrections are 1. All lists on one device, written
+    are params and exp_avgs; `norms` is of shape [len(params)]. No sync.
+    """
+    with computable([params, exp_avgs], [grads]) as ((p, m), (g,)):
+        if not p:
+            return
+        correction1, correction2 = bias_corrections(betas, step, bias_correction)
+        denominators = list((norms.to(p[0]) / math.sqrt(correction2) + eps).unbind())
+        if reg_inside_moment:
+            g = list(torch._foreach_div(g, denominators))
+            if weight_decay:
+                torch._foreach_add_(g, p, alpha=weight_decay)
+        torch._foreach_mul_(m, betas[0])
+        torch._foreach_add_(m, g, alpha=1 - betas[0] if grad_averaging else 1.0)
+        updates = list(torch._foreach_div(m, correction1))
+        if not reg_inside_moment:
+            torch._foreach_div_(updates, denominators)
+            if weight_decay:
+                torch._foreach_add_(updates, p, alpha=weight_decay)
+        descend(p, updates, lr)
+
+
+def norms_of(tensors: Tensors, norm_type: int) -> Tensor:
+    """The norm of each: shape [len(tensors)], FP32 (FP64 for float64), all on one device."""
+    if norm_type == 2:
+        return multi_tensor.multi_tensor_l2norm(tensors, per_tensor=True)[1]
+    # An empty tensor has no largest element; a zero stands for it.
+    some = [t if t.numel() else t.new_zeros(1) for t in tensors]
+    return torch.stack([norm.to(wide(norm.dtype)) for norm in torch._foreach_norm(some, math.inf)])
+
+
+def blend_norms(old: Tensor, new: Tensor, a: float, b: float, norm_type: int) -> Tensor:
+    """`sqrt(a * old**2 + b * new**2)`; for the largest absolute value (norm_type 0) `a * old + b * new`."""
+    return a * old + b * new if norm_type == 0 else (a * old.square() + b * new.square()).sqrt()
+
+
+class FusedNovoGrad(FusedOptimizer):
+    """Apex's FusedNovoGrad.
+
+    Args:
+        params: parameters, or dicts of parameter groups.
+        lr, betas, eps, weight_decay: as in Adam; the second beta is of the gradients' norms.
+        bias_correction: correct the running averages for their start.
+        amsgrad: refused.
+        reg_inside_moment: divide by the norm and add the weight decay before the momentum, not after it.
+        grad_averaging: multiply the gradient by `1 - beta1` in its running average.
+        norm_type: 2 for the 2-norm, 0 for the largest absolute value.
+        init_zero: the running norm starts at 0; else at the first gradient's.
+        set_grad_none: what `zero_grad()` does to gradients.
+
+    State: `exp_avg` (FP32; Apex's has the parameters' type). The count of steps is `group["step"]`, the norms are
+    `group["exp_avg_sq"]`, a list of two tensors as in Apex: there norms of the float16 and of the float32 parameters;
+    here the first is empty and the second has one norm for each parameter of the group, so that parameters may change
+    their type or go without a gradient. Apex's form is read.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Number = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError("FusedNovoGrad: amsgrad=True is not supported")
+        self.moment_mode = 0 if reg_inside_moment else 1
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "norm_type": norm_type,
+            "init_zero": init_zero,
+        }
+        super().__init__(params, defaults, set_grad_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """torch's; refuses a `norm_type` other than 0 and 2."""
+        norm_type = param_group.get("norm_type", self.defaults["norm_type"])
+        if norm_type not in NORMS:
+            raise RuntimeError(
+                f"FusedNovoGrad: norm_type={norm_type!r}, wanted 2 for the 2-norm or 0 for the largest absolute value"
+            )
+        super().add_param_group(param_group)
+
+    def _update(self, work: list[tuple[Group, list[list[Tensor]]]]) -> None:
+        for group, _ in work:
+            self._norms(group)  # raises, if at all, before anything is written
+        for group, batches in work:
+            step = count(group)
+            slots = {id(p): slot for p, slot in zip(group["params"], self._norms(group).unbind(), strict=True)}
+            beta2, norm_type = group["betas"][1], group["norm_type"]
+            for params in batches:
+                grads, mine = gradients(params), [slots[id(p)] for p in params]
+                now = norms_of(grads, norm_type)
+                before = torch.stack(mine).to(now)
+                if not group["init_zero"]:
+                    # Host knowledge alone: a parameter without state has no norm yet, so this one is its first.
+                    first = [not self.state[p] for p in params]
+                    if any(first):
+                        pairs = zip(first, now.unbind(), before.unbind(), strict=True)
+                        before = torch.stack([new if fresh else old for fresh, new, old in pairs])
+                norms = blend_norms(before, now, beta2, 1 - beta2, norm_type)
+                torch._foreach_copy_(mine, list(norms.unbind()))
+                novograd(
+                    params,
+                    grads,
+                    self._state(params, "exp_avg"),
+                    norms,
+                    step=step,
+                    lr=group["lr"],
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    bias_correction=group["bias_correction"],
+                    grad_averaging=group["grad_averaging"],
+                    reg_inside_moment=self.moment_mode == 0,
+                )
+
+    def _norms(self, group: Group) -> Tensor:
+        """The group's norms, one a parameter, made or put into that form where they are not."""
+        params = group["params"]
+        stored = group.get("exp_avg_sq")
+        device = params[0].device if params else None
+        if stored is not None:
+            low, full = stored
+            if not low.numel() and full.numel() == len(params) and device in (None, full.device):
+                return full
+        dtype = torch.float64 if any(p.dtype is torch.float64 for p in params) else torch.float32
+        norms = torch.zeros(len(params), dtype=dtype, device=device)
+        if stored is not None:
+            for position, norm in zip(self._owners(group, low, full), torch.cat([low, full.to(low)]), strict=True):
+                norms[position] = norm
+        group["exp_avg_sq"] = [norms.new_empty(0), norms]
+        return norms
+
+    def _owners(self, group: Group, low: Tensor, full: Tensor) -> list[int]:
+        """The positions of the parameters that stored norms are of: those that have stepped, float16 ones first."""
+        stepped = [(i, p) for i, p in enumerate(group["params"]) if self.state.get(p)]
+        halves = [i for i, p in stepped if p.dtype is not wide(p.dtype)]
+        others = [i for i, p in stepped if p.dtype is wide(p.dtype)]
+        if (len(halves), len(others)) == (low.numel(), full.numel()):
+            return halves + others
+        if not (low.numel() and full.numel()) and low.numel() + full.numel() == len(stepped):
+            return [i for i, _ in stepped]  # of one type when they were stored
+        raise RuntimeError(
+            f"FusedNovoGrad.step: group['exp_avg_sq'] has {low.numel()} norms of low-precision and {full.numel()} of "
+            f"other parameters, the group has {len(halves)} and {len(others)} that have stepped: load the checkpoint "
+            "into the parameters, and at the opt_level, that it was saved with"
+        )
