@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,10 @@ class Stash:
         masters: the pairs of parameters and masters.
         pending: set while the model's gradients are still scaled (`delay_unscale=True`).
         step_skipped: whether the last `optimizer.step()` was skipped because of an overflow.
+        keeps_scaled_gradients: whether low-precision gradients stay on the model, scaled, when masters have got them.
     """
+
+    keeps_scaled_gradients: ClassVar[bool] = False
 
     policy: Policy
     scalers: list[LossScaler]
@@ -286,7 +289,7 @@ def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | Non
     `inverse` is of the scale that the loss was multiplied by; None where it was not, and nothing is checked.
     """
     stashes: list[Stash] = [optimizer._amp_stash for optimizer in optimizers]
-    found = gather(distinct_pairs(optimizers), inverse)
+    found = gather(distinct_pairs(optimizers), inverse, keep=any(stash.keeps_scaled_gradients for stash in stashes))
     for stash in stashes:
         stash.pending = None
         stash.gathered = True
@@ -458,6 +461,8 @@ def _leave_quiet(stash: Stash) -> None:
 
 
 def _warn_of_ungathered(optimizer: Any, stash: Stash) -> None:
+    if stash.keeps_scaled_gradients and stash.bodies > 0:
+        return  # those may have been gathered
     stray = False
     for param, master in stash.masters.pairs(optimizer.param_groups):
         if master.grad is not None:
