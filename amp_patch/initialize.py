@@ -123,38 +123,53 @@ def initialize(
     Raises:
         ValueError, TypeError: an argument that cannot be honoured; nothing was changed then.
     """
-    arguments = {name: value for name, value in locals().items() if name not in ("models", "optimizers")}
-    return initialize_as(Dialect(), models, optimizers, **arguments)
+    if not isinstance(enabled, bool | int):
+        raise TypeError(
+            f"initialize: enabled is {enabled!r}; the third positional argument is `enabled`, so name the level: "
+            "opt_level='O1'"
+        )
+    policy = (
+        resolve(
+            opt_level,
+            dtype=dtype,
+            cast_model_type=cast_model_type,
+            patch_torch_functions=patch_torch_functions,
+            keep_batchnorm_fp32=keep_batchnorm_fp32,
+            master_weights=master_weights,
+            loss_scale=loss_scale,
+            cast_model_outputs=cast_model_outputs,
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+            allow_banned=allow_banned,
+            cpu_fp16=cpu_fp16,
+        )
+        if enabled
+        else None
+    )
+    return initialize_as(
+        Dialect(), models, optimizers, policy, num_losses, verbosity, keep_fp32, process_group, methods
+    )
 
 
 def initialize_as(
     dialect: Dialect,
     models: Any,
     optimizers: Any,
-    *,
-    enabled: bool,
-    num_losses: int,
-    verbosity: int,
+    policy: Policy | None,
+    num_losses: int = 1,
+    verbosity: int = 1,
     keep_fp32: Any = (),
     process_group: Any = None,
     methods: tuple[str, ...] = (),
-    **overrides: Any,
 ) -> Any:
-    """`initialize` in a dialect; `overrides` are the arguments of `policy.resolve`, `opt_level` among them."""
-    if not isinstance(enabled, bool | int):
-        raise TypeError(
-            f"initialize: enabled is {enabled!r}; the third positional argument is `enabled`, so name the level: "
-            "opt_level='O1'"
-        )
+    """`initialize` in a dialect, at a resolved policy; None is `enabled=False`."""
     model_list, optimizer_list = _as_list(models), _as_list(optimizers)
     targets = [optimizer_side.innermost(optimizer) for optimizer in optimizer_list]
-    if not enabled:
+    if policy is None:
         for target in targets:
             if getattr(target, "_amp_stash", None) is None:
                 target._amp_stash = dialect.stash(OPT_LEVELS["O0"], [], enabled=False)
         return _apex_form(models, optimizers, model_list, optimizer_list)
-
-    policy = resolve(**overrides)
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
     kept = _check(model_list, targets, policy, keep_fp32, methods, dialect)

@@ -84,10 +84,11 @@ class Masters:
         return master if known is None else known[0]
 
 
-def gather(pairs: Iterable[tuple[Tensor, Tensor]], inverse: Tensor | None) -> FoundInf:
+def gather(pairs: Iterable[tuple[Tensor, Tensor]], inverse: Tensor | None, *, keep: bool = False) -> FoundInf:
     """Turn the scaled gradients of the parameters into unscaled ones of their masters; no sync.
 
-    With a master: `master.grad = param.grad * inverse [+ master.grad]` in FP32, and `param.grad` becomes None.
+    With a master: `master.grad = param.grad * inverse [+ master.grad]` in FP32, and `param.grad` becomes None, unless
+    `keep` leaves it as it is.
     A parameter that is its own master: `param.grad *= inverse` in place. One fused pass each.
 
     Args:
@@ -124,7 +125,8 @@ def gather(pairs: Iterable[tuple[Tensor, Tensor]], inverse: Tensor | None) -> Fo
             master.grad = _fp32_like(param, grad, batch)
             if earlier is not None:
                 sums.append((master, earlier))
-        param.grad = None
+        if not keep:
+            param.grad = None
     found = {device: batch.run(inverse, device) for device, batch in batches.items()}
     for master, earlier in sums:
         assert master.grad is not None

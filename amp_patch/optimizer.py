@@ -10,17 +10,17 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from amp_patch import clip, links, subclass
+from amp_patch import clip, links, regions, subclass
 from amp_patch.masters import Masters, gather
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.scaler import LossScaler, inverse_of
 
-_TRANSIENT = ("handles", "owner", "siblings", "process_group", "names", "set_aside", "unowned")
+_TRANSIENT = ("handles", "owner", "quiet", "siblings", "process_group", "names", "set_aside", "unowned")
 
 
 class Pending:
@@ -55,7 +55,10 @@ class Stash:
         masters: the pairs of parameters and masters.
         pending: set while the model's gradients are still scaled (`delay_unscale=True`).
         step_skipped: whether the last `optimizer.step()` was skipped because of an overflow.
+        keeps_scaled_gradients: whether low-precision gradients stay on the model, scaled, when masters have got them.
     """
+
+    keeps_scaled_gradients: ClassVar[bool] = False
 
     policy: Policy
     scalers: list[LossScaler]
@@ -77,6 +80,7 @@ class Stash:
     process_group: Any = None
     handles: list[Any] = field(default_factory=list)
     owner: weakref.ref[Any] | None = None  # the optimizer
+    quiet: regions.region | None = None  # the region without casts that a running step is in
 
     @property
     def scales_loss(self) -> bool:
@@ -91,6 +95,7 @@ class Stash:
             state,
             handles=[],
             owner=None,
+            quiet=None,
             siblings=[],
             unowned=[],
             process_group=None,
@@ -284,7 +289,7 @@ def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | Non
     `inverse` is of the scale that the loss was multiplied by; None where it was not, and nothing is checked.
     """
     stashes: list[Stash] = [optimizer._amp_stash for optimizer in optimizers]
-    found = gather(distinct_pairs(optimizers), inverse)
+    found = gather(distinct_pairs(optimizers), inverse, keep=any(stash.keeps_scaled_gradients for stash in stashes))
     for stash in stashes:
         stash.pending = None
         stash.gathered = True
@@ -344,19 +349,23 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
         stash.set_aside = SetAside(grads, values)
         for master, _ in grads:
             master.grad = None
-    if closure is None:
+    watched = None if closure is None else _watched(stash, closure)
+    if regions.current() is not None:  # what an optimizer computes is computed in the types of what it updates
+        stash.quiet = regions.region(None)
+        stash.quiet.__enter__()
+    if watched is None:
         return None
-    watched = _watched(stash, closure)
     return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
 
 
 def _watched(stash: Stash, closure: Callable[[], Any]) -> Callable[[], Any]:
-    """`closure`, whose `scale_loss` must not take the running step for one that an exception ended."""
+    """`closure` under the casts of now, whose `scale_loss` must not take the running step for an abandoned one."""
+    within = regions.as_now(closure)
 
     def watched() -> Any:
         stash.in_closure = True
         try:
-            return closure()
+            return within()
         finally:
             stash.in_closure = False
 
@@ -371,6 +380,7 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     stash.step_depth -= 1
     if stash.step_depth > 0:
         return
+    _leave_quiet(stash)
     _put_back(optimizer, stash)
     linked = stash.masters.linked()
     if not stash.step_skipped:
@@ -440,10 +450,19 @@ def recover(optimizer: Any, stash: Stash) -> None:
     if stash.in_closure:
         return
     stash.step_depth = 0
+    _leave_quiet(stash)
     _put_back(optimizer, stash)
 
 
+def _leave_quiet(stash: Stash) -> None:
+    if stash.quiet is not None:
+        stash.quiet.__exit__(None, None, None)
+        stash.quiet = None
+
+
 def _warn_of_ungathered(optimizer: Any, stash: Stash) -> None:
+    if stash.keeps_scaled_gradients and stash.bodies > 0:
+        return  # those may have been gathered
     stray = False
     for param, master in stash.masters.pairs(optimizer.param_groups):
         if master.grad is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -24,6 +24,8 @@ class AmpOptimizerState(core.Stash):
         lazy_init_called: Apex made masters at the first backward pass; ours exist from `initialize` on, so it is True.
         properties: the `frontend.Properties` of the training.
     """
+
+    keeps_scaled_gradients: ClassVar[bool] = True  # scripts read `param.grad` after scale_loss, and after the step
 
     lazy_init_called: bool = True
     properties: Any = None

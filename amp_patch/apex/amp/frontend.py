@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from amp_patch.apex.amp._amp_state import _amp_state, maybe_print, warn_or_err
 from amp_patch.apex.amp.handle import AmpHandle, dialect
 from amp_patch.initialize import initialize_as, load_state_dict, newest_training, state_dict
-from amp_patch.policy import OPT_LEVELS, Policy
+from amp_patch.policy import OPT_LEVELS, Policy, resolve
 
 _CASTS_FUNCTIONS = ("O1", "O4")
 
@@ -107,7 +108,7 @@ def initialize(
     optimizers: Any = None,
     enabled: bool = True,
     opt_level: str = "O1",
-    cast_model_type: torch.dtype | None = None,
+    cast_model_type: torch.dtype | bool | None = None,
     patch_torch_functions: bool | str | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | str | None = None,
@@ -133,45 +134,40 @@ def initialize(
         RuntimeError: an override that contradicts the level (printed while `_amp_state.hard_override`, and dropped).
         ValueError, TypeError: any other argument that cannot be honoured. Nothing was changed then.
     """
-    if enabled is None:
-        enabled = False
-    overrides = {
+    if isinstance(enabled, str):
+        raise TypeError(f"initialize: enabled, the third argument, is {enabled!r}; name the level: opt_level='O1'")
+    if not enabled:
+        _amp_state.opt_properties = Properties()
+        return initialize_as(dialect(), models, optimizers, None)
+    overrides: dict[str, Any] = {
         "cast_model_type": cast_model_type,
         "patch_torch_functions": patch_torch_functions,
         "keep_batchnorm_fp32": keep_batchnorm_fp32,
         "master_weights": master_weights,
-        "loss_scale": loss_scale,
     }
-    if enabled:
-        for name, value in overrides.items():
-            if (objection := _objection(opt_level, name, value)) is not None:
-                warn_or_err(f"initialize: {name}={value} contradicts opt_level {opt_level!r}: {objection}")
-                overrides[name] = None
-    before = newest_training()
-    result = initialize_as(
-        dialect(),
-        models,
-        optimizers,
-        enabled=enabled,
-        opt_level=opt_level,
+    for name, value in overrides.items():
+        if (objection := _objection(opt_level, name, value)) is not None:
+            warn_or_err(f"initialize: {name}={value} contradicts opt_level {opt_level!r}: {objection}")
+            overrides[name] = None
+    policy = resolve(
+        opt_level,
+        dtype=dtype,
+        loss_scale=loss_scale,
         cast_model_outputs=cast_model_outputs,
-        num_losses=num_losses,
-        verbosity=verbosity,
         min_loss_scale=min_loss_scale,
         max_loss_scale=max_loss_scale,
-        dtype=dtype,
-        keep_fp32=keep_fp32,
         allow_banned=allow_banned,
         cpu_fp16=cpu_fp16,
-        process_group=process_group,
-        methods=methods,
         **overrides,
     )
+    if cast_model_type is False:  # weights stay as they came, and those that came in half get masters all the same
+        policy = replace(policy, cast_model_type=None)
+    result = initialize_as(
+        dialect(), models, optimizers, policy, num_losses, verbosity, keep_fp32, process_group, methods
+    )
     training = newest_training()
-    properties = Properties() if training is before or training is None else _describe(training.policy, Properties())
-    _amp_state.opt_properties = properties
-    if training is before or training is None:
-        return result
+    assert training is not None
+    _amp_state.opt_properties = properties = _describe(training.policy, Properties())
     _amp_state.verbosity = verbosity
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     _amp_state.handle = AmpHandle(training.policy.loss_scale, verbose=verbosity == 2, training=training)

@@ -1,0 +1,30 @@
+"""A process in which `import apex` finds amp_patch's, for the tests of the drop-in surface."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import amp_patch.apex as shim
+
+LEVELS = ("O0", "O1", "O2", "O3")
+
+
+@pytest.fixture
+def amp() -> Iterator[Any]:
+    """`from apex import amp`, with a fresh state object; nothing called apex afterwards."""
+    before = {name for name in sys.modules if name.partition(".")[0] in ("apex", "amp_C", "apex_C")}
+    assert not before
+    shim.install()
+    module = importlib.import_module("apex.amp")
+    known = dict(vars(module._amp_state))
+    try:
+        yield module
+    finally:
+        vars(module._amp_state).clear()
+        vars(module._amp_state).update(known)
+        shim.uninstall()
