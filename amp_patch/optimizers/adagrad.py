@@ -54,6 +54,8 @@ class FusedAdagrad(FusedOptimizer):
     State: `sum` (FP32).
     """
 
+    _settings = (*FusedOptimizer._settings, "adagrad_w_mode")
+
     def __init__(
         self,
         params: Any,

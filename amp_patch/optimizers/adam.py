@@ -1,4 +1,4 @@
-"""FusedAdam: Adam and AdamW on torch's fused kernels."""
+"""FusedAdam: Adam and AdamW on torch's fused kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
-from amp_patch.optimizers.common import FusedOptimizer, Group, Number, Tensors, computable, count, gradients, wide
+from amp_patch.optimizers.common import (
+    FusedOptimizer,
+    Group,
+    Number,
+    Tensors,
+    computable,
+    count,
+    decay,
+    gradients,
+    wide,
+)
 
 # A count of steps after which a bias correction 1 - beta ** count is 1, for every beta below 1.
 _FOREVER = 1e30
@@ -50,8 +60,9 @@ def adam(
             at = step.to(device=device, dtype=torch.float32).reshape(())
         else:
             at = torch.full((), float(step), device=device)
-        fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        fused(
+        if decoupled and weight_decay:
+            decay(p, lr * weight_decay, found_inf)
+        torch._fused_adam_(
             p,
             g,
             m,
@@ -61,7 +72,7 @@ def adam(
             lr=lr.reshape(()) if isinstance(lr, Tensor) else lr,
             beta1=betas[0],
             beta2=betas[1],
-            weight_decay=weight_decay,
+            weight_decay=0.0 if decoupled else weight_decay,
             eps=eps,
             amsgrad=False,
             maximize=False,
@@ -87,9 +98,11 @@ class FusedAdam(FusedOptimizer):
 
     State: `exp_avg`, `exp_avg_sq` (FP32); the count of steps is the group's, `group["step"]`, as in Apex.
 
-    Differs from torch.optim.AdamW in that count, and in the names; from Apex's in that betas are not rounded to FP32
+    Differs from torch.optim.AdamW in that count, and in the rounding of the weight decay (`decay` says how); from Apex's in that betas are not rounded to FP32
     before 1 is taken from them, and that `master_weights` needs no `capturable`.
     """
+
+    _settings = (*FusedOptimizer._settings, "adam_w_mode", "capturable", "master_weights")
 
     def __init__(
         self,
@@ -110,8 +123,6 @@ class FusedAdam(FusedOptimizer):
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.capturable = capturable
         self.master_weights = master_weights
-        if capturable:
-            self._step_supports_amp_scaling = True  # torch.amp.GradScaler then sets `grad_scale` and `found_inf`
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -120,6 +131,11 @@ class FusedAdam(FusedOptimizer):
             "weight_decay": weight_decay,
         }
         super().__init__(params, defaults, set_grad_none)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether torch.amp.GradScaler may leave unscaling and skipping to `step`, by `grad_scale` and `found_inf`."""
+        return self.capturable
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """torch's."""

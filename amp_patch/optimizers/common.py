@@ -80,6 +80,21 @@ def descend(params: list[Tensor], updates: list[Tensor], lr: Number) -> None:
         torch._foreach_add_(params, updates, alpha=-lr)
 
 
+def decay(params: list[Tensor], rate: Number, found_inf: Tensor | None = None) -> None:
+    """`params -= rate * params`, but where `found_inf` is not 0.
+
+    Not `params *= 1 - rate`, as torch has it: that factor's rounding in FP32 is the same at every step and adds up.
+    """
+    if found_inf is None and not isinstance(rate, Tensor):
+        torch._foreach_add_(params, params, alpha=-rate)
+        return
+    like = params[0]
+    rate = rate.to(like).reshape(()) if isinstance(rate, Tensor) else torch.full((), rate).to(like)
+    if found_inf is not None:
+        rate = torch.where(found_inf.reshape(()) != 0, 0.0, rate)
+    torch._foreach_sub_(params, torch._foreach_mul(params, rate))
+
+
 def bias_corrections(betas: tuple[float, float], step: int, on: bool) -> tuple[float, float]:
     """What the running averages are divided by after `step` steps: `1 - beta ** step`, or 1."""
     return (1 - betas[0] ** step, 1 - betas[1] ** step) if on else (1.0, 1.0)
@@ -92,6 +107,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     are FP32 (FP64 for float64). Parameters without a gradient are left alone, and a step that finds no gradient at all
     changes nothing, its count included: so a step that amp skips is exact.
     """
+
+    # The constructor's arguments that are no group's: torch's copies and pickles of an optimizer leave attributes out.
+    _settings: tuple[str, ...] = ("set_grad_none",)
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool) -> None:
         name = type(self).__name__
@@ -106,6 +124,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"{name}: betas={betas}, two numbers from 0 up to but not including 1 are wanted")
         self.set_grad_none = set_grad_none
         super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._settings}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

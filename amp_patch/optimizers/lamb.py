@@ -156,6 +156,8 @@ class FusedLAMB(FusedOptimizer):
     Gradients stay as they are; Apex overwrites them.
     """
 
+    _settings = (*FusedOptimizer._settings, "adam_w_mode", "use_nvlamb")
+
     def __init__(
         self,
         params: Any,

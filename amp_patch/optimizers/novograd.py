@@ -103,6 +103,8 @@ class FusedNovoGrad(FusedOptimizer):
     their type or go without a gradient. Apex's form is read.
     """
 
+    _settings = (*FusedOptimizer._settings, "moment_mode")
+
     def __init__(
         self,
         params: Any,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
-from amp_patch.optimizers.common import FusedOptimizer, Group, Number, Tensors, computable, gradients
+from amp_patch.optimizers.common import FusedOptimizer, Group, Number, Tensors, computable, decay, gradients
 
 
 def sgd(
@@ -40,10 +40,7 @@ def sgd(
         if not p:
             return
         if weight_decay and wd_after_momentum:
-            keep: Number = 1 - lr * weight_decay
-            if found_inf is not None:
-                keep = torch.where(found_inf.reshape(()) != 0, 1.0, keep).to(p[0].dtype)
-            torch._foreach_mul_(p, keep)
+            decay(p, lr * weight_decay, found_inf)
         torch._fused_sgd_(
             p,
             g,
@@ -72,6 +69,8 @@ class FusedSGD(FusedOptimizer):
 
     State: `momentum_buffer` (FP32), where there is momentum.
     """
+
+    _settings = (*FusedOptimizer._settings, "wd_after_momentum", "materialize_master_grads")
 
     def __init__(
         self,
