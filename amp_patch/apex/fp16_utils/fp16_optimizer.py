@@ -30,8 +30,8 @@ class FP16_Optimizer:
         optimizer.backward(loss)  # in place of loss.backward()
         optimizer.step()
 
-    `backward` leaves scaled gradients in the low-precision parameters and unscaled FP32 ones in their masters, which the
-    wrapped optimizer updates; `step` rounds the masters into the parameters. With a dynamic scale a step after an
+    `backward` leaves scaled gradients in the low-precision parameters and unscaled FP32 ones in their masters, which
+    the wrapped optimizer updates; `step` rounds the masters into the parameters. With a dynamic scale a step after an
     overflow is skipped; a static one checks nothing. Parameters that are FP32 are their own masters.
 
     Args:
@@ -263,7 +263,7 @@ class FP16_Optimizer:
                 return loss
             if self.loss_scale == before:
                 raise FloatingPointError(
-                    f"FP16_Optimizer.step: the closure's gradients are not finite at the smallest loss scale, {before:g}"
+                    f"FP16_Optimizer.step: the closure's gradients are not finite at the smallest scale, {before:g}"
                 )
 
     def _held(self) -> list[Tensor]:
