@@ -196,7 +196,10 @@ def check(optimizer: Any, policy: Policy) -> None:
 def innermost(optimizer: Any) -> Any:
     """The optimizer inside of wrappers that keep it as `.optim` or `.optimizer` (LARC, Noam schedules)."""
     seen: set[int] = set()
-    while not isinstance(optimizer, torch.optim.Optimizer) and id(optimizer) not in seen:
+    # Some wrappers are Optimizers too, for the sake of schedulers, and say so on their class.
+    while id(optimizer) not in seen and (
+        not isinstance(optimizer, torch.optim.Optimizer) or getattr(type(optimizer), "wraps_an_optimizer", False)
+    ):
         seen.add(id(optimizer))
         inner = getattr(optimizer, "optim", None) or getattr(optimizer, "optimizer", None)
         if inner is None or not callable(getattr(inner, "step", None)):

@@ -1,1 +1,12 @@
+"""`apex.normalization`: the fused norms, over torch's."""
+
 from __future__ import annotations
+
+from amp_patch.apex.normalization.fused_layer_norm import (
+    FusedLayerNorm,
+    FusedRMSNorm,
+    MixedFusedLayerNorm,
+    MixedFusedRMSNorm,
+)
+
+__all__ = ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"]

@@ -1,0 +1,283 @@
+"""`FP16_Optimizer`: an optimizer of half-precision parameters that keeps FP32 masters and scales the loss itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from amp_patch import links, masters, multi_tensor
+from amp_patch.apex.fp16_utils.fp16util import clip_grad_norm
+from amp_patch.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
+from amp_patch.policy import LOW_PRECISION
+
+logger = logging.getLogger("amp_patch")
+
+# What a dynamic scale begins with here, in Apex too; `DynamicLossScaler` alone begins with 2**32.
+_DYNAMIC: dict[str, Any] = {"init_scale": 2.0**16, "scale_window": 2000}
+
+
+class FP16_Optimizer:
+    """Wraps an optimizer whose parameters are float16 or bfloat16, float32, or a mixture.
+
+    ::
+
+        optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True)
+        optimizer.zero_grad()
+        optimizer.backward(loss)  # in place of loss.backward()
+        optimizer.step()
+
+    `backward` leaves scaled gradients in the low-precision parameters and unscaled FP32 ones in their masters, which
+    the wrapped optimizer updates; `step` rounds the masters into the parameters. With a dynamic scale a step after an
+    overflow is skipped; a static one checks nothing. Parameters that are FP32 are their own masters.
+
+    Args:
+        init_optimizer: any optimizer, or wrapper of one (LARC). Its groups hold the masters from now on.
+        static_loss_scale, dynamic_loss_scale, dynamic_loss_args: a number; or True, and arguments for
+            `DynamicLossScaler`, whose scale begins with 2**16 here and grows after 2000 clean iterations.
+        verbose: whether skipped steps are logged (logger "amp_patch").
+
+    Attributes:
+        optimizer: the wrapped one. overflow: whether the last gradients overflowed. loss_scale, state, param_groups:
+        can be set. fp16_groups, fp32_from_fp16_groups, fp32_from_fp32_groups: per group of the optimizer the
+        low-precision parameters, their masters, and the parameters without one.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: Any,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        for index, group in enumerate(init_optimizer.param_groups):
+            for param in group["params"]:
+                if param.dtype not in (torch.float32, *LOW_PRECISION):
+                    raise TypeError(
+                        f"FP16_Optimizer: group {index} has a parameter of {param.dtype}; wanted float16, bfloat16 or "
+                        "float32"
+                    )
+        self.dynamic_loss_scale = bool(dynamic_loss_scale)
+        self.loss_scaler = (
+            DynamicLossScaler(**{**_DYNAMIC, **(dynamic_loss_args or {})})
+            if dynamic_loss_scale
+            else LossScaler(static_loss_scale)
+        )
+        self.verbose = verbose
+        self.optimizer = init_optimizer
+        self.overflow = False
+        self.first_closure_call_this_step = True
+        self.clip_grad_norm = clip_grad_norm
+        self._masters = masters.Masters()
+        self._own_unscaled = False  # whether the gradients of parameters without master were unscaled in place
+        self._scale_of_grads = self.loss_scale  # which the low-precision gradients have
+        for group in init_optimizer.param_groups:
+            self._masters.attach(init_optimizer, group)
+        groups = [self._masters.pairs([group]) for group in init_optimizer.param_groups]
+        self.fp16_groups = [[p for p, m in pairs if p is not m] for pairs in groups]
+        self.fp32_from_fp16_groups = [[m for p, m in pairs if p is not m] for pairs in groups]
+        self.fp32_from_fp32_groups = [[m for p, m in pairs if p is m] for pairs in groups]
+        if init_optimizer.state:
+            init_optimizer.load_state_dict(init_optimizer.state_dict())  # torch casts the state to its parameters' type
+
+    @property
+    def all_fp16_params(self) -> list[Tensor]:
+        return [param for group in self.fp16_groups for param in group]
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+        return [param for group in self.fp32_from_fp16_groups for param in group]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        return [param for group in self.fp32_from_fp32_groups for param in group]
+
+    @property
+    def loss_scale(self) -> float:
+        return self.loss_scaler.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler.cur_scale = LossScaler(value).cur_scale
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
+
+    def __getstate__(self) -> NoReturn:
+        raise RuntimeError("FP16_Optimizer cannot be pickled or copied: save its state_dict()")
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise RuntimeError("FP16_Optimizer cannot be unpickled: load a state_dict()")
+
+    def zero_grad(self, set_grads_to_None: bool = False, *, set_to_none: bool = False) -> None:
+        """Zero the gradients of masters and of the model's parameters in place, or make them None."""
+        for tensor in (*self._held(), *self.all_fp16_params):
+            if set_grads_to_None or set_to_none:
+                tensor.grad = None
+            elif tensor.grad is not None:
+                tensor.grad = tensor.grad.detach().zero_()
+
+    def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
+        """Backward through the FP32 value of `loss` times the scale; gradients add to those that are there.
+
+        With `update_master_grads=False`, for the first of several losses, call `update_master_grads` before `step`.
+        """
+        # What this backward adds must have the unit of the gradients that it is added to.
+        moved = self.loss_scale / self._scale_of_grads
+        if moved != 1.0:
+            _multiply(self.all_fp16_params, moved)
+        if self._own_unscaled or moved != 1.0:
+            _multiply(self.all_fp32_from_fp32_params, self.loss_scale if self._own_unscaled else moved)
+        self._own_unscaled, self._scale_of_grads = False, self.loss_scale
+        (loss.float() * self.loss_scale).backward(retain_graph=retain_graph)
+        if update_master_grads:
+            self.update_master_grads()
+
+    @torch.no_grad()
+    def update_master_grads(self) -> None:
+        """Give the masters the model's gradients, unscaled, in FP32; a master whose parameter has none gets None.
+
+        One fused pass each for low-precision and FP32 parameters on a device. A dynamic scale moves here, with one
+        sync; `overflow` says whether a gradient was not finite.
+        """
+        inverse = 1.0 / self._scale_of_grads
+        found: dict[torch.device, Tensor] = {}
+        lists: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+        for param, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True):
+            if param.grad is None:
+                master.grad = None
+                continue
+            if master.grad is None:
+                master.grad = torch.empty_like(master)
+            sources, targets = lists.setdefault(param.device, ([], []))
+            sources.append(param.grad)
+            targets.append(master.grad)
+        for device, (sources, targets) in lists.items():
+            found[device] = torch.zeros((), device=device)
+            multi_tensor.multi_tensor_scale(sources, targets, inverse, found[device])
+        if not self._own_unscaled:
+            _multiply(self.all_fp32_from_fp32_params, inverse, found)
+            self._own_unscaled = True
+        if self.dynamic_loss_scale:
+            self.overflow = any(found_inf.item() for found_inf in found.values())
+            self.loss_scaler.update_scale(self.overflow)
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip the FP32 gradients, in place; returns their total norm before, or -1 after an overflow."""
+        return -1 if self.overflow else self.clip_grad_norm(self._held(), max_norm, norm_type)
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """Per group of the optimizer the FP32 gradients, None for a parameter without; None after an overflow."""
+        if self.overflow:
+            logger.warning("FP16_Optimizer.inspect_master_grad_data: the gradients overflowed, there are none to see")
+            return None
+        return [[None if p.grad is None else p.grad.data for p in group["params"]] for group in self.param_groups]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the masters, then the model's parameters; nothing at all after an overflow.
+
+        A `closure` zeroes gradients, computes the loss, calls `self.backward(loss)` and returns the loss. While it
+        overflows it is called again, with the smaller scale.
+
+        Raises:
+            FloatingPointError: a closure overflows at the smallest scale.
+        """
+        if closure is None and self.overflow:
+            if self.verbose:
+                logger.warning("Gradient overflow: skipped the step; loss scale is now %g", self.loss_scale)
+            return None
+        linked = self._masters.linked()
+        links.reconcile(linked)  # the user may have written into the model, or loaded a checkpoint
+        if closure is None:
+            result = self.optimizer.step()
+        else:
+            try:
+                result = self.optimizer.step(lambda: self._evaluate(closure))
+            finally:
+                self.first_closure_call_this_step = True
+        links.publish(linked)
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale, the wrapped optimizer's state and the masters; of plain types, as `torch.load` wants them."""
+        return {
+            "loss_scaler": dict(vars(self.loss_scaler)),
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "first_closure_call_this_step": self.first_closure_call_this_step,
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": [[master.detach() for master in group] for group in self.fp32_from_fp16_groups],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave, here or in Apex; the model's parameters get the masters' values too."""
+        scaler = state_dict["loss_scaler"]
+        values = dict(scaler) if isinstance(scaler, dict) else dict(vars(scaler))
+        if "_loss_scale" in values:  # Apex pickled amp's scaler
+            values["cur_scale"] = values["_loss_scale"]
+        saved_groups = state_dict["fp32_from_fp16"]
+        shapes = [[tuple(m.shape) for m in group] for group in self.fp32_from_fp16_groups]
+        saved_shapes = [[tuple(m.shape) for m in group] for group in saved_groups]
+        if shapes != saved_shapes:
+            raise ValueError(
+                f"FP16_Optimizer.load_state_dict: masters have shapes {saved_shapes} in the state, {shapes} here; "
+                "make the model and the optimizer as they were when it was saved"
+            )
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
+        self.loss_scaler = DynamicLossScaler(**_DYNAMIC) if self.dynamic_loss_scale else LossScaler()
+        vars(self.loss_scaler).update({k: v for k, v in values.items() if k in vars(self.loss_scaler)})
+        self.overflow = state_dict["overflow"]
+        self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
+        for group, saved_group in zip(self.fp32_from_fp16_groups, saved_groups, strict=True):
+            for master, saved in zip(group, saved_group, strict=True):
+                master.copy_(saved)
+        links.publish(self._masters.linked())
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        if not self.first_closure_call_this_step:
+            links.publish(self._masters.linked())  # the optimizer has moved the masters since its first call
+        self.first_closure_call_this_step = False
+        while True:
+            before = self.loss_scale
+            loss = closure()
+            if not self.overflow:
+                return loss
+            if self.loss_scale == before:
+                raise FloatingPointError(
+                    f"FP16_Optimizer.step: the closure's gradients are not finite at the smallest scale, {before:g}"
+                )
+
+    def _held(self) -> list[Tensor]:
+        """What the wrapped optimizer updates."""
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+
+@torch.no_grad()
+def _multiply(params: list[Tensor], factor: float, found: dict[torch.device, Tensor] | None = None) -> None:
+    """Multiply the gradients of `params` in place; note per device in `found` whether one is not finite."""
+    grads: dict[torch.device, list[Tensor]] = {}
+    for param in params:
+        if param.grad is not None:
+            grads.setdefault(param.device, []).append(param.grad.detach())
+    for device, tensors in grads.items():
+        found_inf = None if found is None else found.setdefault(device, torch.zeros((), device=device))
+        multi_tensor.multi_tensor_unscale(tensors, factor, found_inf)

@@ -1,0 +1,164 @@
+"""Half-precision models and lists of FP32 master parameters, kept by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch import multi_tensor
+
+__all__ = [
+    "BN_convert_float",
+    "FP16Model",
+    "clip_grad_norm",
+    "convert_module",
+    "convert_network",
+    "master_params_to_model_params",
+    "model_grads_to_master_grads",
+    "network_to_half",
+    "prep_param_lists",
+    "to_python_float",
+    "tofp16",
+]
+
+
+class tofp16(nn.Module):
+    """Gives its input in float16."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input.half()
+
+
+def BN_convert_float(module: nn.Module) -> nn.Module:
+    """Make the batch norms in `module` that have weights float32, in place; returns `module`."""
+    for child in module.modules():
+        if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.affine:
+            child.float()
+    return module
+
+
+def network_to_half(network: nn.Module) -> nn.Sequential:
+    """`network` in float16, in place, save its batch norms, behind a cast of the input.
+
+    The parameters stay the same objects, but their names begin with "1." in the result.
+    """
+    return nn.Sequential(tofp16(), BN_convert_float(network.half()))
+
+
+@torch.no_grad()
+def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the floating parameters, gradients and buffers of `module` itself, not its children's, in place."""
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        if tensor.is_floating_point():
+            grad, tensor.grad = tensor.grad, None  # a gradient has its tensor's type at any time
+            tensor.data = tensor.data.to(dtype)
+            tensor.grad = None if grad is None else grad.to(dtype)
+
+
+def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast `network` in place, save the batch norms that have weights; returns `network`."""
+    for module in network.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
+            continue
+        convert_module(module, dtype)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    return network
+
+
+class FP16Model(nn.Module):
+    """`network` in float16, in place, save its batch norms; tensors that come in are cast to float16."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = convert_network(network, torch.half)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.network(*(tensor.half() for tensor in inputs))
+
+
+def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[Tensor]]:
+    """`(model_params, master_params)`: the trainable parameters, and FP32 copies of them that require grad.
+
+    With `flat_master` there is one master, of one dimension, with a gradient of zeros; parameters may have any types
+    (Apex wants one), but must be on one device.
+    """
+    model_params = [param for param in model.parameters() if param.requires_grad]
+    copies = [param.detach().clone().float() for param in model_params]
+    if not flat_master:
+        return model_params, [copy.requires_grad_() for copy in copies]
+    devices = sorted({str(param.device) for param in model_params})
+    if len(devices) != 1:
+        raise ValueError(
+            f"prep_param_lists: flat_master puts all parameters into one tensor, but they are on {devices or 'nothing'}"
+            "; use flat_master=False"
+        )
+    master = nn.Parameter(torch.cat([copy.flatten() for copy in copies]))
+    master.grad = torch.zeros_like(master)
+    return model_params, [master]
+
+
+@torch.no_grad()
+def model_grads_to_master_grads(
+    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
+) -> None:
+    """Copy the gradients of the model, as they are (scaled ones stay scaled), to the masters' FP32 gradients.
+
+    In place where a master has a gradient. A parameter without one gives its master None, or zeros in a flat master.
+    """
+    if not flat_master:
+        for param, master in zip(model_params, master_params, strict=True):
+            if param.grad is None:
+                master.grad = None
+            elif master.grad is None:
+                master.grad = torch.empty_like(master)
+        grads = [(p.grad, m.grad) for p, m in zip(model_params, master_params, strict=True)]
+    else:
+        (master,) = master_params
+        if master.grad is None:
+            master.grad = torch.empty_like(master)
+        grads = []
+        for param, part in zip(model_params, _parts(master.grad, model_params), strict=True):
+            if param.grad is None:
+                part.zero_()
+            else:
+                grads.append((param.grad, part))
+    _copy((grad, copy) for grad, copy in grads if grad is not None and copy is not None)
+
+
+@torch.no_grad()
+def master_params_to_model_params(
+    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
+) -> None:
+    """Round the masters into the model's parameters, in place."""
+    masters = _parts(master_params[0], model_params) if flat_master else master_params
+    _copy(zip(masters, model_params, strict=True))
+
+
+def to_python_float(t: Any) -> float:
+    """The one value of a tensor, or of a sequence, as a number. Syncs with the tensor's device."""
+    return t.item() if hasattr(t, "item") else t[0]
+
+
+def clip_grad_norm(parameters: Any, max_norm: float, norm_type: float = 2.0, **kwargs: Any) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_`, which at O2 clips the masters of the parameters that it is given."""
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, **kwargs)
+
+
+def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of `flat`, one for each tensor in `like`, of its shape."""
+    views = flat.detach().split([tensor.numel() for tensor in like])
+    return [view.view(tensor.shape) for view, tensor in zip(views, like, strict=True)]
+
+
+def _copy(pairs: Iterable[tuple[Any, Tensor]]) -> None:
+    by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+    for source, target in pairs:
+        sources, targets = by_device.setdefault(target.device, ([], []))
+        sources.append(source)
+        targets.append(target)
+    for sources, targets in by_device.values():
+        multi_tensor.multi_tensor_scale(sources, targets, 1.0)

@@ -1,0 +1,330 @@
+"""`apex.normalization.fused_layer_norm`: layer norm and RMS norm with Apex's rules for types.
+
+Statistics and arithmetic are FP32 (FP64 for float64) and the result is rounded once: to the input's type, or to the
+weight's in the functions and modules called "mixed". Input and weight may have different types everywhere; Apex's
+"fused" ones refused that, so that they failed in the casts of O1. Inside `torch.autocast` tensors are cast to its type
+first, as Apex did. Differentiable any number of times, on CPU and CUDA.
+
+`memory_efficient` is accepted and changes nothing: torch keeps the input for backward, Apex could keep the output.
+
+Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
+"""
+
+from __future__ import annotations
+
+import numbers
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = [
+    "FusedLayerNorm",
+    "FusedLayerNormAffineFunction",
+    "FusedLayerNormAffineMixedDtypesFunction",
+    "FusedLayerNormFunction",
+    "FusedRMSNorm",
+    "FusedRMSNormAffineFunction",
+    "FusedRMSNormAffineMixedDtypesFunction",
+    "FusedRMSNormFunction",
+    "MixedFusedLayerNorm",
+    "MixedFusedRMSNorm",
+    "fused_layer_norm",
+    "fused_layer_norm_affine",
+    "fused_rms_norm",
+    "fused_rms_norm_affine",
+    "manual_rms_norm",
+    "mixed_dtype_fused_layer_norm_affine",
+    "mixed_dtype_fused_rms_norm_affine",
+]
+
+Shape = int | Sequence[int]
+
+
+def fused_layer_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """`(input - mean) / sqrt(var + eps)` over the last dimensions, of shape `normalized_shape`; in the input's type."""
+    (input,) = _autocast(input)
+    return _layer_norm(input, normalized_shape, None, None, eps, input.dtype)
+
+
+def fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """`fused_layer_norm(input) * weight + bias`, rounded once to the input's type."""
+    input, weight, bias = _autocast(input, weight, bias)
+    return _layer_norm(input, normalized_shape, weight, bias, eps, input.dtype)
+
+
+def mixed_dtype_fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """`fused_layer_norm(input) * weight + bias`, rounded once to the weight's type."""
+    input, weight, bias = _autocast(input, weight, bias)
+    return _layer_norm(input, normalized_shape, weight, bias, eps, weight.dtype)
+
+
+def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
+    """`input / sqrt(mean(input**2) + eps)` over the last dimensions; in the input's type."""
+    (input,) = _autocast(input)
+    return _rms_norm(input, normalized_shape, None, eps, input.dtype)
+
+
+def fused_rms_norm_affine(
+    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """`fused_rms_norm(input) * weight`, rounded once to the input's type."""
+    input, weight = _autocast(input, weight)
+    return _rms_norm(input, normalized_shape, weight, eps, input.dtype)
+
+
+def mixed_dtype_fused_rms_norm_affine(
+    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """`fused_rms_norm(input) * weight`, rounded once to the weight's type."""
+    input, weight = _autocast(input, weight)
+    return _rms_norm(input, normalized_shape, weight, eps, weight.dtype)
+
+
+def manual_rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float) -> Tensor:
+    """RMS norm with the roundings of T5's: to the weight's type before the weight is multiplied in, if that is low.
+
+    FP32 out, or the weight's float16 or bfloat16.
+    """
+    wide = _widen(input)
+    dims = tuple(range(-len(normalized_shape), 0))
+    normal = wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + eps)
+    if weight is None:
+        return normal
+    return weight * (normal.to(weight.dtype) if weight.dtype in (torch.float16, torch.bfloat16) else normal)
+
+
+def _layer_norm(
+    input: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
+) -> Tensor:
+    if any(t is not None and t.dtype is not input.dtype for t in (weight, bias)) or dtype is not input.dtype:
+        # torch's kernel for one type computes in FP32 by itself; for two it exists on the CPU only.
+        input, weight, bias = _widen(input), _widen(weight), _widen(bias)
+    return F.layer_norm(input, _as_shape(shape), weight, bias, eps).to(dtype)
+
+
+def _rms_norm(input: Tensor, shape: Shape, weight: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
+    # Always widened: torch rounds low-precision inputs a second time before it multiplies the weight in.
+    return F.rms_norm(_widen(input), list(_as_shape(shape)), _widen(weight), eps).to(dtype)
+
+
+def _widen(tensor: Any) -> Any:
+    return tensor if tensor is None or tensor.dtype is torch.float64 else tensor.float()
+
+
+def _as_shape(shape: Shape) -> tuple[int, ...]:
+    return (int(shape),) if isinstance(shape, numbers.Integral) else tuple(shape)  # type: ignore[arg-type]
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t.dtype is torch.float64 else t.to(dtype) for t in tensors)
+
+
+# What Apex's autograd functions were called; code calls their `apply`, and looks for `memory_efficient` among the
+# parameters of their `forward`.
+
+
+class FusedLayerNormFunction:
+    """`fused_layer_norm`, by `apply(input, normalized_shape, eps, memory_efficient=False)`."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False) -> Tensor:
+        return _layer_norm(input, normalized_shape, None, None, eps, input.dtype)
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Tensor:
+        return cls.forward(None, *args, **kwargs)
+
+
+class FusedLayerNormAffineFunction:
+    """`fused_layer_norm_affine`, by `apply(input, weight, bias, normalized_shape, eps, memory_efficient=False)`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        return _layer_norm(input, normalized_shape, weight, bias, eps, input.dtype)
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Tensor:
+        return cls.forward(None, *args, **kwargs)
+
+
+class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
+    """The same, in the weight's type."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        return _layer_norm(input, normalized_shape, weight, bias, eps, weight.dtype)
+
+
+class FusedRMSNormFunction:
+    """`fused_rms_norm`, by `apply(input, normalized_shape, eps, memory_efficient=False)`."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False) -> Tensor:
+        return _rms_norm(input, normalized_shape, None, eps, input.dtype)
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Tensor:
+        return cls.forward(None, *args, **kwargs)
+
+
+class FusedRMSNormAffineFunction:
+    """`fused_rms_norm_affine`, by `apply(input, weight, normalized_shape, eps, memory_efficient=False)`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
+    ) -> Tensor:
+        return _rms_norm(input, normalized_shape, weight, eps, input.dtype)
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Tensor:
+        return cls.forward(None, *args, **kwargs)
+
+
+class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
+    """The same, in the weight's type."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
+    ) -> Tensor:
+        return _rms_norm(input, normalized_shape, weight, eps, weight.dtype)
+
+
+class _Norm(nn.Module):
+    """The parameters of a norm: `weight` and, where the class has one, `bias`, of shape `normalized_shape`."""
+
+    has_bias: bool
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__()
+        self.normalized_shape = torch.Size(_as_shape(normalized_shape))
+        self.eps = eps
+        self.elementwise_affine = elementwise_affine
+        self.memory_efficient = memory_efficient
+        for name in ("weight", "bias") if self.has_bias else ("weight",):
+            empty = nn.Parameter(torch.empty(self.normalized_shape)) if elementwise_affine else None
+            self.register_parameter(name, empty)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Ones into the weight, zeros into the bias."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.has_bias and self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+
+
+class FusedLayerNorm(_Norm):
+    """Layer norm over the last dimensions, of shape `normalized_shape`; the result has the input's type.
+
+    At O2 and O3 its parameters are low precision like any other module's but a batch norm's, as in Apex.
+    """
+
+    has_bias = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.weight is None or self.bias is None:
+            return fused_layer_norm(input, self.normalized_shape, self.eps)
+        return fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
+
+
+class FusedRMSNorm(_Norm):
+    """RMS norm over the last dimensions, of shape `normalized_shape`; the result has the input's type."""
+
+    has_bias = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.weight is None:
+            return fused_rms_norm(input, self.normalized_shape, self.eps)
+        return fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps)
+
+
+def _check_affine(name: str, kwargs: dict[str, Any]) -> None:
+    """What the mixed modules do with the argument that they lack: warn, or refuse it, as Apex does."""
+    unknown = sorted(set(kwargs) - {"elementwise_affine"})
+    if unknown:
+        raise TypeError(f"{name}: unexpected arguments {', '.join(unknown)}")
+    if "elementwise_affine" in kwargs:
+        if not kwargs["elementwise_affine"]:
+            raise RuntimeError(f"{name}: elementwise_affine is False, and the type of the result is the weight's")
+        warnings.warn(f"{name} is always affine and has no argument elementwise_affine: leave it out", stacklevel=3)
+
+
+class MixedFusedLayerNorm(FusedLayerNorm):
+    """`FusedLayerNorm` whose result has the weight's type."""
+
+    def __init__(
+        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
+    ) -> None:
+        _check_affine("MixedFusedLayerNorm", kwargs)
+        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
+
+    def forward(self, input: Tensor) -> Tensor:
+        assert self.weight is not None and self.bias is not None
+        return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
+
+
+class MixedFusedRMSNorm(FusedRMSNorm):
+    """`FusedRMSNorm` whose result has the weight's type."""
+
+    def __init__(
+        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
+    ) -> None:
+        _check_affine("MixedFusedRMSNorm", kwargs)
+        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
+
+    def forward(self, input: Tensor) -> Tensor:
+        assert self.weight is not None
+        return mixed_dtype_fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps)

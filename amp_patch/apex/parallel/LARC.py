@@ -1,0 +1,154 @@
+"""`apex.parallel.LARC`: layer-wise adaptive rates, as a wrapper of any optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch import multi_tensor
+
+__all__ = ["LARC"]
+
+
+class LARC(torch.optim.Optimizer):
+    """Scale each parameter's gradient by the ratio of its norm to the gradient's, then let `optimizer` step.
+
+    ::
+
+        for p with a gradient g, in a group with lr and weight_decay; nothing is changed where |p| or |g| is 0:
+            local = trust_coefficient * |p| / (|g| + weight_decay * |p| + eps)
+            g = (g + weight_decay * p) * (min(local / lr, 1) if clip else local)
+        optimizer.step() with weight_decay 0
+
+    You et al. 2017, arXiv:1708.03888. Gradients are changed in place; norms are FP32; no sync with the device. Where a
+    gradient is 0 and the parameter is not, the parameter stays as it is, without weight decay, as in Apex.
+
+    It is an Optimizer to schedulers; `state`, `param_groups` and whatever it lacks are the inner one's. Under amp it may
+    be made before or after `initialize`: it acts on unscaled FP32 gradients, and not at all in a step that is skipped.
+
+    Args:
+        optimizer: the optimizer to wrap, also as the attribute `optim`.
+        trust_coefficient, clip, eps: as above.
+    """
+
+    optim: Any
+    wraps_an_optimizer = True  # amp works on the one inside
+
+    def __init__(self, optimizer: Any, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8) -> None:
+        # Not Optimizer's: groups, state and hooks are the inner optimizer's.
+        self.optim = optimizer
+        self.trust_coefficient = trust_coefficient
+        self.eps = eps
+        self.clip = clip
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optim":  # a copy in the making
+            raise AttributeError(name)
+        return getattr(self.optim, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Not `step`, which a scheduler sets on the instance.
+        return {name: vars(self)[name] for name in ("optim", "trust_coefficient", "eps", "clip")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    def __repr__(self) -> str:
+        return repr(self.optim)
+
+    @property
+    def state(self) -> Any:
+        return self.optim.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optim.state = value
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optim.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optim.load_state_dict(state_dict)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self.optim.zero_grad(*args, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optim.add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Adapt the gradients and step. A closure is called once, before that.
+
+        Raises:
+            RuntimeError: a sparse gradient; nothing was changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        decays = [(group, group["weight_decay"]) for group in self.param_groups if "weight_decay" in group]
+        adapted = False
+
+        def adapt(*args: Any) -> None:
+            nonlocal adapted
+            if not adapted:  # a step that calls super().step() comes here twice
+                adapted = True
+                self._adapt()
+
+        try:
+            if isinstance(self.optim, torch.optim.Optimizer):
+                # In its step, behind amp's hook: gradients are unscaled by then, or taken away in a step to be skipped.
+                handle = self.optim.register_step_pre_hook(adapt)
+                try:
+                    result = self.optim.step()
+                finally:
+                    handle.remove()
+            else:
+                adapt()
+                result = self.optim.step()
+        finally:
+            for group, decay in decays:
+                group["weight_decay"] = decay
+        return result if closure is None else loss
+
+    @torch.no_grad()
+    def _adapt(self) -> None:
+        for index, group in enumerate(self.param_groups):
+            if any(param.grad is not None and param.grad.is_sparse for param in group["params"]):
+                raise RuntimeError(f"LARC.step: group {index} has a sparse gradient, whose parameter it cannot scale")
+        for group in self.param_groups:
+            decay = group.get("weight_decay", 0)
+            if "weight_decay" in group:
+                group["weight_decay"] = 0
+            by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+            for param in group["params"]:
+                if param.grad is not None:
+                    params, grads = by_device.setdefault(param.device, ([], []))
+                    params.append(param.detach())
+                    grads.append(param.grad.detach())
+            for params, grads in by_device.values():
+                factors = self._factors(params, grads, group["lr"], decay)
+                if decay:
+                    torch._foreach_add_(grads, params, alpha=decay)
+                torch._foreach_mul_(grads, factors)
+
+    def _factors(self, params: list[Tensor], grads: list[Tensor], lr: Any, decay: float) -> list[Tensor]:
+        _, param_norms = multi_tensor.multi_tensor_l2norm(params, per_tensor=True)
+        _, grad_norms = multi_tensor.multi_tensor_l2norm(grads, per_tensor=True)
+        factors = self.trust_coefficient * param_norms / (grad_norms + param_norms * decay + self.eps)
+        if self.clip:
+            factors = (factors / lr).clamp(max=1.0)
+        # Weight decay is added first: it is nothing where the parameter is 0, and must be where the gradient is.
+        factors = factors.masked_fill(param_norms == 0, 1.0).masked_fill(grad_norms == 0, 0.0)
+        return list(factors.unbind())

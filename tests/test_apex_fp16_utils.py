@@ -1,0 +1,466 @@
+"""apex.fp16_utils: models and masters by hand, the loss scalers, FP16_Optimizer."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from conftest import DEVICES
+from torch import nn
+
+from amp_patch.apex import fp16_utils
+from amp_patch.apex.fp16_utils import *  # noqa: F403  scripts do, and it must give everything
+from amp_patch.apex.fp16_utils import (
+    BN_convert_float,
+    DynamicLossScaler,
+    FP16_Optimizer,
+    FP16Model,
+    LossScaler,
+    clip_grad_norm,
+    convert_module,
+    convert_network,
+    master_params_to_model_params,
+    model_grads_to_master_grads,
+    network_to_half,
+    prep_param_lists,
+    to_python_float,
+    tofp16,
+)
+
+LOW = [torch.float16, torch.bfloat16]
+
+
+def test_import_star_gives_what_the_imagenet_template_uses():
+    for name in fp16_utils.__all__:
+        assert globals()[name] is getattr(fp16_utils, name)
+    assert {"network_to_half", "prep_param_lists", "to_python_float", "FP16_Optimizer"} <= set(fp16_utils.__all__)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False), nn.Sequential(nn.Linear(3, 2))
+    )
+
+
+def dtypes(module):
+    return {name: tensor.dtype for name, tensor in module.state_dict().items() if tensor.is_floating_point()}
+
+
+HALF_NET = {
+    **dict.fromkeys(("0.weight", "0.bias", "3.0.weight", "3.0.bias"), torch.float16),
+    **dict.fromkeys(("1.weight", "1.bias", "1.running_mean", "1.running_var"), torch.float32),
+    **dict.fromkeys(("2.running_mean", "2.running_var"), torch.float16),  # no weights: not kept, as in Apex
+}
+
+
+def test_network_to_half_casts_the_input_and_keeps_batch_norms():
+    network = net()
+    params = list(network.parameters())
+    model = network_to_half(network)
+    assert isinstance(model[0], tofp16) and model[1] is network and dtypes(network) == HALF_NET
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+    assert BN_convert_float(nn.BatchNorm2d(3).half()).weight.dtype is torch.float32
+    assert nn.Sequential(*model[1][:2])(torch.randn(5, 4).half()).dtype is torch.float16
+    assert tofp16()(torch.randn(3)).dtype is torch.float16
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_convert_network_casts_gradients_too(dtype):
+    network = net()
+    network[0](torch.randn(5, 4)).sum().backward()
+    before = network[0].weight.grad.clone()
+    assert convert_network(network, dtype) is network
+    assert network[0].weight.dtype is network[0].weight.grad.dtype is dtype
+    torch.testing.assert_close(network[0].weight.grad.float(), before, rtol=1e-2, atol=1e-2)
+    assert network[3][0].weight.grad is None and network[1].weight.dtype is torch.float32
+    network = net()
+    convert_module(network, dtype)
+    assert network[0].weight.dtype is torch.float32, "a child's"
+    recurrent = convert_network(nn.LSTM(2, 2), dtype)
+    assert {p.dtype for p in recurrent.parameters()} == {dtype}
+
+
+def test_fp16model_casts_its_inputs():
+    model = FP16Model(nn.Bilinear(2, 3, 1))
+    assert model(torch.randn(4, 2), torch.randn(4, 3)).dtype is torch.float16
+    assert model.network.weight.dtype is torch.float16
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Masters by hand
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("dtype", LOW)
+def test_training_with_prep_param_lists(device, flat, dtype):
+    model = nn.Linear(2, 2, bias=False).to(device, dtype)
+    frozen = nn.Linear(2, 2).to(device, dtype).requires_grad_(False)
+    both = nn.ModuleList([model, frozen])
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    model_params, master_params = prep_param_lists(both, flat_master=flat)
+    assert model_params == [model.weight]
+    (master,) = master_params
+    assert master.dtype is torch.float32 and master.requires_grad and master.dim() == (1 if flat else 2)
+    optimizer = torch.optim.SGD(master_params, lr=2.0**-12)
+    model(torch.tensor([[1.0, 2.0]], device=device, dtype=dtype)).sum().backward()
+    model_grads_to_master_grads(model_params, master_params, flat_master=flat)
+    assert master.grad.dtype is torch.float32 and master.grad.flatten().tolist() == [1.0, 2.0, 1.0, 2.0]
+    gradient = master.grad
+    for _ in range(2):
+        model_grads_to_master_grads(model_params, master_params, flat_master=flat)
+        assert master.grad is gradient and gradient.flatten().tolist() == [1.0, 2.0, 1.0, 2.0]
+        optimizer.step()
+    expected = torch.tensor([1.0, 2.0, 3.0, 4.0]) - torch.tensor([1.0, 2.0, 1.0, 2.0]) * 2.0**-11
+    assert master.flatten().tolist() == expected.tolist()
+    master_params_to_model_params(model_params, master_params, flat_master=flat)
+    assert model.weight.flatten().tolist() == expected.to(dtype).tolist()
+
+
+def test_a_stale_gradient_does_not_stay_in_a_master():
+    model = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)]).half()
+    for flat in (False, True):
+        params, masters = prep_param_lists(model, flat)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        model_grads_to_master_grads(params, masters, flat)
+        params[0].grad = None
+        model_grads_to_master_grads(params, masters, flat)
+        if flat:
+            assert masters[0].grad.tolist() == [0.0, 1.0]
+        else:
+            assert masters[0].grad is None and masters[1].grad.tolist() == [[1.0]]
+
+
+def test_flat_master_takes_several_types_and_refuses_several_devices():
+    model = network_to_half(net())
+    params, (master,) = prep_param_lists(model, flat_master=True)
+    assert master.tolist() == torch.cat([p.detach().float().flatten() for p in params]).tolist()
+    with pytest.raises(ValueError, match="use flat_master=False"):
+        prep_param_lists(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")]), flat_master=True)
+
+
+def test_to_python_float_and_clip_grad_norm():
+    assert to_python_float(torch.tensor([2.5])) == 2.5 and to_python_float([2.5]) == 2.5
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = torch.tensor([3.0, 4.0])
+    assert clip_grad_norm([param], 1.0) == 5.0
+    torch.testing.assert_close(param.grad, torch.tensor([0.6, 0.8]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loss scalers
+
+
+def test_the_static_scaler():
+    scaler = LossScaler(128.0)
+    bad = nn.Parameter(torch.zeros(1))
+    bad.grad = torch.tensor([math.inf])
+    assert scaler.has_overflow([bad]) is False
+    scaler.update_scale(True)
+    assert scaler.loss_scale == scaler.cur_scale == 128.0 and LossScaler().loss_scale == 1
+    assert scaler.scale_gradient(None, (torch.ones(1), None), None) == (torch.tensor([128.0]), None)
+    weight = nn.Parameter(torch.ones(1))
+    scaler.backward((weight * 2).sum())
+    assert weight.grad.tolist() == [256.0]
+    with pytest.raises(ValueError, match="scale is 0; wanted a finite positive"):
+        LossScaler(0)
+
+
+def test_the_story_of_a_dynamic_scaler():
+    scaler = DynamicLossScaler(init_scale=8.0, scale_factor=2.0, scale_window=3)
+    story = [  # overflow -> scale, cur_iter, last_overflow_iter
+        (True, 4.0, 1, 0),
+        (False, 4.0, 2, 0),
+        (False, 4.0, 3, 0),
+        (False, 8.0, 4, 0),
+        (False, 8.0, 5, 0),
+        (True, 4.0, 6, 5),
+        (True, 2.0, 7, 6),
+        (True, 1.0, 8, 7),
+        (True, 1.0, 9, 8),  # Apex's floor
+    ]
+    for overflow, scale, iteration, last in story:
+        scaler.update_scale(overflow)
+        assert (scaler.cur_scale, scaler.loss_scale, scaler.cur_iter, scaler.last_overflow_iter) == (
+            scale,
+            scale,
+            iteration,
+            last,
+        )
+    assert DynamicLossScaler().loss_scale == 2.0**32
+    capped = DynamicLossScaler(init_scale=8.0, scale_window=1, max_loss_scale=16.0)
+    for _ in range(3):
+        capped.update_scale(False)
+    assert capped.loss_scale == 16.0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_has_overflow(device, dtype, value):
+    scaler = DynamicLossScaler()
+    params = [nn.Parameter(torch.zeros(3, dtype=dtype, device=device)) for _ in range(3)]
+    assert not scaler.has_overflow(params)
+    params[1].grad = torch.ones_like(params[1])
+    params[2].grad = torch.ones_like(params[2]) * torch.finfo(torch.float16).max  # the sum is past FP16
+    assert not scaler.has_overflow(p for p in params)
+    params[2].grad[1] = value
+    assert scaler.has_overflow(p for p in params)
+
+
+def test_a_sparse_gradient_is_looked_at():
+    table = nn.Embedding(3, 2, sparse=True)
+    (table(torch.tensor([1, 1])) * math.inf).sum().backward()
+    assert table.weight.grad.is_sparse and DynamicLossScaler().has_overflow(table.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# FP16_Optimizer
+
+
+def layer(dtype, device="cpu"):
+    """A low-precision layer and an FP32 one behind it; numbers that make every gradient exact."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False).to(dtype), nn.Linear(2, 1, bias=False)).to(device)
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1.0, 0.5], [-0.5, 1.0]]))
+        model[1].weight.copy_(torch.tensor([[1.0, 2.0]]))
+    return model
+
+
+def loss_of(model, x=(1.0, 2.0), factor=1.0):
+    device, dtype = model[0].weight.device, model[0].weight.dtype
+    hidden = model[0](torch.tensor([x], device=device, dtype=dtype))
+    return (model[1](hidden.to(model[1].weight.dtype)) * factor).sum()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=2.0**-10, momentum=0.5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"static_loss_scale": 128.0},
+        {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 64.0, "scale_window": 2}, "verbose": False},
+    ],
+)
+def test_the_masters_do_what_the_optimizer_does_to_fp32_weights(device, dtype, kwargs):
+    model, plain = layer(dtype, device), layer(torch.float32, device)
+    optimizer, plain_optimizer = FP16_Optimizer(sgd(model), **kwargs), sgd(plain)
+    for step in range(5):
+        optimizer.zero_grad(set_grads_to_None=step % 2 == 0)
+        plain_optimizer.zero_grad()
+        optimizer.backward(loss_of(model))
+        loss_of(plain).backward()
+        if dtype is torch.float32 or step == 0:  # later on the roundings of the weights differ
+            for mine, theirs in zip(optimizer.inspect_master_grad_data()[0], plain.parameters(), strict=True):
+                assert mine.dtype is torch.float32 and torch.equal(mine, theirs.grad)
+        optimizer.step()
+        plain_optimizer.step()
+        assert not optimizer.overflow
+        masters = optimizer.param_groups[0]["params"]
+        torch.testing.assert_close(list(masters), list(plain.parameters()), rtol=1e-4, atol=1e-4)
+        assert torch.equal(model[0].weight, masters[0].to(dtype))
+        assert model[1].weight is masters[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW])
+def test_gradients_add_up_over_backwards_also_when_the_scale_moves_between(dtype):
+    model, plain = layer(dtype), layer(torch.float32)
+    optimizer = FP16_Optimizer(
+        sgd(model), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 4.0, "scale_window": 1}
+    )
+    for x in ((1.0, 2.0), (2.0, 1.0)):
+        optimizer.backward(loss_of(model, x))
+        loss_of(plain, x).backward()
+    assert optimizer.loss_scale == 16.0
+    optimizer.backward(loss_of(model), update_master_grads=False)
+    optimizer.backward(loss_of(model), update_master_grads=False)
+    optimizer.update_master_grads()
+    for _ in range(2):
+        loss_of(plain).backward()
+    assert [g.tolist() for g in optimizer.inspect_master_grad_data()[0]] == [
+        p.grad.tolist() for p in plain.parameters()
+    ]
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_an_overflow_changes_nothing_and_the_next_step_goes_on(dtype, caplog):
+    model = layer(dtype)
+    optimizer = FP16_Optimizer(sgd(model), dynamic_loss_scale=True)
+    assert optimizer.loss_scale == 65536.0
+    optimizer.loss_scale = 128.0
+    optimizer.backward(loss_of(model))
+    optimizer.step()
+    before = copy.deepcopy((model.state_dict(), optimizer.optimizer.state_dict()))
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model, factor=math.inf))
+    assert optimizer.overflow and optimizer.loss_scale == 64.0
+    assert optimizer.clip_master_grads(1.0) == -1
+    assert optimizer.inspect_master_grad_data() is None
+    assert optimizer.step() is None
+    assert "loss scale is now 64" in caplog.text
+    after = model.state_dict(), optimizer.optimizer.state_dict()
+    assert all(torch.equal(before[0][k], after[0][k]) for k in before[0])
+    assert str(before[1]) == str(after[1])
+    model.zero_grad()  # only the model's, as scripts do
+    optimizer.backward(loss_of(model))
+    assert not optimizer.overflow
+    optimizer.step()
+    assert not torch.equal(before[0]["1.weight"], model[1].weight)
+
+
+def test_a_static_scale_checks_nothing():
+    model = layer(torch.float16)
+    optimizer = FP16_Optimizer(sgd(model), static_loss_scale=2.0)
+    optimizer.backward(loss_of(model, factor=math.inf))
+    assert not optimizer.overflow and optimizer.loss_scale == 2.0
+
+
+def test_clipping_is_of_the_masters():
+    model = layer(torch.float16)
+    optimizer = FP16_Optimizer(sgd(model), static_loss_scale=64.0)
+    optimizer.backward(loss_of(model))
+    grads = optimizer.inspect_master_grad_data()[0]
+    norm = torch.cat([g.flatten() for g in grads]).norm()
+    assert optimizer.clip_master_grads(1.0) == norm
+    torch.testing.assert_close(torch.cat([g.flatten() for g in grads]).norm(), torch.tensor(1.0))
+    assert optimizer.clip_master_grads(100.0, norm_type=math.inf) <= 1.0
+
+
+def test_a_parameter_without_a_gradient_leaves_no_stale_one():
+    model = layer(torch.float16)
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    optimizer.backward(loss_of(model))
+    model.zero_grad(set_to_none=True)
+    before = copy.deepcopy(model.state_dict())
+    optimizer.update_master_grads()
+    optimizer.step()
+    assert optimizer.inspect_master_grad_data() == [[None, None]]
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_a_closure_is_called_again_while_it_overflows():
+    model = layer(torch.float16)
+    optimizer = FP16_Optimizer(
+        torch.optim.LBFGS(model.parameters(), lr=2.0**-6, max_iter=3),
+        dynamic_loss_scale=True,
+        dynamic_loss_args={"init_scale": 2.0**17},
+    )
+    seen = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model).float().square()
+        seen.append((optimizer.loss_scale, model[0].weight.detach().clone()))
+        optimizer.backward(loss)
+        return loss
+
+    first = loss_of(model).item() ** 2
+    assert optimizer.step(closure).item() == first
+    assert seen[0][0] > seen[-1][0], "the first scale overflows here"
+    assert not torch.equal(seen[0][1], seen[-1][1]), "the model follows the masters inside of a step"
+    assert loss_of(model).item() ** 2 < first
+    with pytest.raises(FloatingPointError, match="smallest scale, 1"):
+        optimizer.step(lambda: optimizer.backward(loss_of(model, factor=math.nan)))
+    assert optimizer.first_closure_call_this_step
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_resuming_is_exact(dtype):
+    def make():
+        model = layer(dtype)
+        return model, FP16_Optimizer(sgd(model), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 64.0})
+
+    def train(model, optimizer):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model))
+        optimizer.step()
+
+    model, optimizer = make()
+    train(model, optimizer)
+    optimizer.loss_scaler.last_overflow_iter = 7
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file)  # plain types: not refused by its default, weights_only
+    twin, twins_optimizer = make()
+    twin.load_state_dict(saved["model"])
+    twins_optimizer.load_state_dict(saved["optimizer"])
+    assert vars(twins_optimizer.loss_scaler) == vars(optimizer.loss_scaler)
+    for _ in range(2):
+        train(model, optimizer)
+        train(twin, twins_optimizer)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(*(o.param_groups[0]["params"] for o in (optimizer, twins_optimizer)), strict=True)
+    )
+    assert str(twins_optimizer.state_dict()) == str(optimizer.state_dict())
+    other = FP16_Optimizer(sgd(nn.Linear(3, 3).to(dtype)))
+    with pytest.raises(ValueError, match=r"masters have shapes \[\[\(2, 2\)\]\] in the state"):
+        other.load_state_dict(saved["optimizer"])
+
+
+def test_a_checkpoint_of_apex_s_is_understood():
+    class Scaler:  # amp.scaler.LossScaler, which Apex pickled whole
+        _loss_scale = None
+
+    model = layer(torch.float16)
+    optimizer = FP16_Optimizer(sgd(model), dynamic_loss_scale=True)
+    state = optimizer.state_dict()
+    state["loss_scaler"] = Scaler()
+    state["loss_scaler"]._loss_scale = 4.0
+    optimizer.load_state_dict(state)
+    assert optimizer.loss_scale == 4.0
+
+
+def test_weights_loaded_into_the_model_alone_reach_the_masters():
+    model = layer(torch.float16)
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    with torch.no_grad():
+        model[0].weight.fill_(2.0)
+    optimizer.backward(loss_of(model))
+    optimizer.step()
+    assert model[0].weight.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_what_scripts_reach_for():
+    model = layer(torch.float16)
+    inner = sgd(model)
+    optimizer = FP16_Optimizer(inner, verbose=False)
+    assert optimizer.optimizer is inner and optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert optimizer.all_fp16_params == [model[0].weight]
+    assert optimizer.all_fp32_from_fp16_params == [inner.param_groups[0]["params"][0]]
+    assert optimizer.all_fp32_from_fp32_params == [model[1].weight]
+    assert optimizer.fp16_groups == [[model[0].weight]] and optimizer.fp32_from_fp32_groups == [[model[1].weight]]
+    with pytest.raises(RuntimeError, match="save its state_dict"):
+        pickle.dumps(optimizer)
+    with pytest.raises(TypeError, match=r"group 0 has a parameter of torch\.float64"):
+        FP16_Optimizer(sgd(nn.Linear(1, 1).double()))
+
+
+def test_state_from_before_wrapping_moves_to_the_masters():
+    model = layer(torch.float16)
+    inner = sgd(model)
+    loss_of(model).backward()
+    inner.step()
+    optimizer = FP16_Optimizer(inner)
+    master = optimizer.all_fp32_from_fp16_params[0]
+    assert optimizer.state[master]["momentum_buffer"].dtype is torch.float32
+    assert model[0].weight not in optimizer.state
