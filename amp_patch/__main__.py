@@ -1,14 +1,15 @@
-"""`python -m amp_patch info`: which versions, kernels and devices are in use, and why."""
+"""`python -m amp_patch`: `info` says what is in use and why; `run` runs scripts written for Apex."""
 
 from __future__ import annotations
 
 import argparse
 import platform
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from amp_patch import __version__, casts, multi_tensor
+from amp_patch import __version__, casts, multi_tensor, run
 from amp_patch.cpu_fp16 import has_fp16_arithmetic
 
 
@@ -30,17 +31,29 @@ def info(_: argparse.Namespace) -> None:
         print(f"{name:<10} {value}")
 
 
-# A subcommand is a line here and a function above; its docstring is its help.
-COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {"info": info}
+class Command(NamedTuple):
+    run: Callable[[argparse.Namespace], None]
+    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+
+
+# A subcommand is a line here and a function; its docstring is its help.
+COMMANDS = {
+    "info": Command(info),
+    "run": Command(run.run, run.add_arguments),
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m amp_patch", description="The opt-level switch for PyTorch.")
+    # No abbreviations: argparse would look for them among the arguments of the script that `run` is given, too.
+    parser = argparse.ArgumentParser(
+        prog="python -m amp_patch", description="The opt-level switch for PyTorch.", allow_abbrev=False
+    )
     subcommands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, command in COMMANDS.items():
-        subcommands.add_parser(name, help=command.__doc__, description=command.__doc__)
+        words = command.run.__doc__
+        command.add_arguments(subcommands.add_parser(name, help=words, description=words, allow_abbrev=False))
     args = parser.parse_args(arguments)
-    COMMANDS[args.command](args)
+    COMMANDS[args.command].run(args)
 
 
 if __name__ == "__main__":

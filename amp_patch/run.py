@@ -1,0 +1,132 @@
+"""`python -m amp_patch run train.py`: a script written for Apex runs as it is.
+
+The script cannot tell `python -m amp_patch run train.py` from `python train.py`, save that `import apex` works and that
+torch is imported already. It becomes `sys.modules["__main__"]` itself, so what it pickles is found again; a module, a
+folder and a zip file go through the function of runpy that the interpreter calls for them.
+
+Child processes: a forked one has everything. One that multiprocessing spawns (torch.multiprocessing, DataLoader
+workers) imports the script anew and needs the install before that; it is told in the data that multiprocessing sends
+ahead of the script's name. The alternative, PYTHONPATH with a `sitecustomize`, would reach every Python that the script
+starts, other people's tools too, and hide the machine's own `sitecustomize`. A launcher names us itself: `torchrun
+--nproc-per-node 2 -m amp_patch run train.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import multiprocessing.spawn
+import os
+import pkgutil
+import runpy
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.machinery import SourceFileLoader
+from types import ModuleType, TracebackType
+from typing import Any
+
+import amp_patch.apex
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "python -m amp_patch run [-h] [-m] script ..."
+    parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module, as in python -m")
+    parser.add_argument("script", help="a script, or a folder or zip file with a __main__.py, or after -m a module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments, --help included")
+
+
+def run(args: argparse.Namespace) -> None:
+    """run a script written for Apex as it is: its `import apex` finds amp_patch"""
+    main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins  # which exec would give as a dict, as for any module but this one
+    execute: Callable[[], Any]
+    if args.module:
+        # sys.path begins with the working directory already, as it should.
+        execute = partial(runpy._run_module_as_main, args.script)  # type: ignore[attr-defined]
+    elif pkgutil.get_importer(args.script) is not None:  # a folder or a zip file
+        _leave_working_directory()
+        sys.path.insert(0, os.path.abspath(args.script))
+        execute = partial(runpy._run_module_as_main, "__main__", False)  # type: ignore[attr-defined]
+    else:
+        loader = SourceFileLoader("__main__", os.path.abspath(args.script))
+        try:
+            source = loader.get_data(loader.path)
+        except OSError as error:
+            print(f"python -m amp_patch run: can't open file {loader.path!r}: {error}", file=sys.stderr)
+            sys.exit(2)
+        if _leave_working_directory():
+            sys.path.insert(0, os.path.dirname(os.path.realpath(loader.path)))
+        execute = partial(_run_file, loader, source, main)
+    sys.argv = ["-m" if args.module else args.script, *args.arguments]
+    begin()  # after sys.path: a real Apex beside the script is the one that it would import
+    # The second name is what a spawned process has for it, and multiprocessing made it one for our own main module.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+    try:
+        execute()
+    except BaseException:
+        sys.excepthook = partial(_report, sys.excepthook, main.__dict__)
+        raise
+
+
+def begin() -> None:
+    """Install amp_patch's apex in this process and in those that multiprocessing will start from it."""
+    amp_patch.apex.install()
+    multiprocessing.spawn.get_preparation_data = partial(_preparation_data, multiprocessing.spawn.get_preparation_data)
+
+
+def _leave_working_directory() -> bool:
+    """Take from sys.path what `python -m` put first; False if it was told to put nothing there (`python -P`)."""
+    if getattr(sys.flags, "safe_path", False):  # Python 3.11 has it
+        return False
+    del sys.path[0]
+    return True
+
+
+def _run_file(loader: SourceFileLoader, source: bytes, main: ModuleType) -> None:
+    main.__dict__.update(__loader__=loader, __file__=loader.path, __cached__=None)
+    exec(loader.source_to_code(source, loader.path), main.__dict__)
+
+
+def _report(
+    hook: Callable[..., Any],
+    namespace: dict[str, Any],
+    kind: type[BaseException],
+    error: BaseException,
+    traceback: TracebackType | None,
+) -> None:
+    """`hook`, for the part of the traceback that the script would have had without us."""
+    found = traceback
+    while found is not None and found.tb_frame.f_globals is not namespace:
+        found = found.tb_next
+    if found is not None or isinstance(error, SyntaxError):  # without a frame of its own the script does not compile
+        error.__traceback__ = traceback = found  # Python's own hook prints that, not its argument
+    hook(kind, error, traceback)
+
+
+class _Call:
+    """Pickles as a call: whoever unpickles it calls `function(*arguments)`."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.function = function
+        self.arguments = arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.function, self.arguments
+
+
+def _preparation_data(original: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
+    """What multiprocessing tells a new process before that imports the script, and with it: `begin()`."""
+    data = original(name)
+    if name == "ignore":
+        # These are for a fork server, which is told no more than the script's path and would import it without Apex.
+        # Its children are told all of it, and import the script then.
+        return {key: value for key, value in data.items() if not key.startswith("init_main")}
+    # The child reads this with a sys.path of its own, on which amp_patch need not be. `prepare` sets that, and will
+    # again, from the rest of the data.
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    data["amp_patch"] = (
+        _Call(multiprocessing.spawn.prepare, {"sys_path": [*data["sys_path"], ours]}),
+        _Call(begin),
+    )
+    return data
