@@ -163,10 +163,13 @@ def _lower(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Pol
     return _emulate(function, args, kwargs, policy, saves_low)
 
 
-def _einsum(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-    # Of one operand it is a view (whose writer means the operand itself), or sums: nothing is multiplied.
-    several = sum(1 for _ in _tensors((args, kwargs))) > 1
-    return _lower(function, args, kwargs, policy) if several else function(*args, **kwargs)
+def _of_several(rule: Rule) -> Rule:
+    def einsum(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+        # Of one operand it is a view (whose writer means the operand itself), or sums: nothing is multiplied.
+        several = sum(1 for _ in _tensors((args, kwargs))) > 1
+        return rule(function, args, kwargs, policy) if several else function(*args, **kwargs)
+
+    return einsum
 
 
 def _rnn(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
@@ -218,6 +221,37 @@ def _widest_emulated(function: Callable[..., Any], args: Args, kwargs: Kwargs, p
     if policy.patch_torch_functions:
         args, kwargs = _promoted(args, kwargs)
     return _emulate(function, args, kwargs, policy)
+
+
+def _mixed_fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    _refuse_fp64((args, kwargs), _name(function))
+    if len({tensor.dtype for tensor in _tensors((args, kwargs)) if tensor.dtype in _WIDTH}) > 1:
+        args, kwargs = _cast_args(args, _raised, _FLOAT32), _cast_kwargs(kwargs, _raised, _FLOAT32)
+    return function(*args, **kwargs)
+
+
+def _refuse_fp64(values: Any, name: str) -> None:
+    """Apex promotes FP16 with FP32 and nothing else."""
+    found = sorted({str(tensor.dtype) for tensor in _tensors(values) if tensor.dtype in _WIDTH})
+    if len(found) > 1 and str(torch.float64) in found:
+        raise NotImplementedError(
+            f"{name}: got tensors of {' and '.join(found)}, which Apex's lists do not promote; cast the float64 tensor "
+            "with .float(), or call inside amp.disable_casts()"
+        )
+
+
+def _in_place_fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    if args and isinstance(args[0], Tensor) and _is_low(args[0]):
+        name = _name(function)
+        raise NotImplementedError(
+            f"{name}: got a {args[0].dtype} tensor to change in place, and the result is FP32 by Apex's lists; use "
+            f"{name.removesuffix('_')}, which returns a new tensor, or call inside amp.disable_casts()"
+        )
+    return _fp32(function, args, kwargs, policy)
+
+
+def _none(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    return function(*args, **kwargs)
 
 
 def _match_self(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
@@ -272,6 +306,8 @@ def _user_fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy:
 def _user_promote(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     seen: list[Tensor] = []
     map_tensors(lambda tensor: seen.append(tensor) or tensor, (args, kwargs))  # type: ignore[func-returns-value]
+    if policy.op_lists == "apex":
+        _refuse_fp64(seen, _name(function))
     widest = _widest(tuple(seen), {})
     if widest is not None:
         args, kwargs = _cast_trees((args, kwargs), _matched, widest)
@@ -280,7 +316,7 @@ def _user_promote(function: Callable[..., Any], args: Args, kwargs: Kwargs, poli
 
 RULES: dict[str, Rule] = {
     "lower": _lower,
-    "einsum": _einsum,
+    "einsum": _of_several(_lower),
     "rnn": _rnn,
     "fp32": _fp32,
     "batch_norm": _batch_norm,
@@ -290,10 +326,14 @@ RULES: dict[str, Rule] = {
     "banned": _banned,
     "rnn_input": _rnn_input,
     "disabled": _disabled,
+    "none": _none,
+    "einsum_widest": _of_several(_widest_emulated),
+    "mixed_fp32": _mixed_fp32,
+    "in_place_fp32": _in_place_fp32,
     "user_lower": _user_lower,
     "user_fp32": _user_fp32,
     "user_widest": _user_promote,
 }
 
 # What acts also while FP16 is emulated and nothing is cast; all others wait for `policy.patch_torch_functions`.
-EMULATED = frozenset({"lower", "einsum", "rnn", "fp32", "emulated", "match_self", "disabled"})
+EMULATED = frozenset({"lower", "einsum", "einsum_widest", "rnn", "fp32", "emulated", "match_self", "disabled"})
