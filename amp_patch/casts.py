@@ -46,6 +46,7 @@ __all__ = [
     "half_function",
     "install",
     "installed",
+    "leave_alone",
     "promote_function",
     "region",
     "register_float_function",
@@ -362,6 +363,11 @@ def register_float_function(module: Any, name: str) -> None:
 def register_promote_function(module: Any, name: str) -> None:
     """As `register_half_function`, with the rule of `promote_function`."""
     _register(module, name, "user_widest", "register_promote_function")
+
+
+def leave_alone(module: Any, name: str) -> None:
+    """As `register_half_function`, with no rule: calls of `module.name` are not cast, and nothing in them is refused."""
+    _register(module, name, "none", "leave_alone")
 
 
 def _half_rule(module: Any, name: str) -> str:

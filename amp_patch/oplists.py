@@ -19,7 +19,7 @@ In Apex's variant alone:
 
     none            left alone.
     einsum_widest   as emulated, for two operands and more.
-    mixed_fp32      as widest, but tensors without dimensions count, and FP64 beside a narrower type is refused.
+    mixed_fp32      as widest, but tensors without dimensions count, and FP64 beside low precision is refused.
     in_place_fp32   in place on FP32: a low-precision first argument is refused, the other tensors become FP32.
 
 What promotes by itself (arithmetic, comparisons, `cat`, `stack`, `where`, most two-tensor math) is not listed: what

@@ -225,18 +225,19 @@ def _widest_emulated(function: Callable[..., Any], args: Args, kwargs: Kwargs, p
 
 def _mixed_fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     _refuse_fp64((args, kwargs), _name(function))
-    if len({tensor.dtype for tensor in _tensors((args, kwargs)) if tensor.dtype in _WIDTH}) > 1:
+    if len({tensor.dtype for tensor in _tensors((args, kwargs)) if tensor.dtype in _WIDTH}) > 1:  # else as it is
         args, kwargs = _cast_args(args, _raised, _FLOAT32), _cast_kwargs(kwargs, _raised, _FLOAT32)
     return function(*args, **kwargs)
 
 
 def _refuse_fp64(values: Any, name: str) -> None:
-    """Apex promotes FP16 with FP32 and nothing else."""
-    found = sorted({str(tensor.dtype) for tensor in _tensors(values) if tensor.dtype in _WIDTH})
-    if len(found) > 1 and str(torch.float64) in found:
+    """Apex promotes low precision with FP32 and nothing else. (It refused FP32 with FP64 too, which torch promotes.)"""
+    found = {tensor.dtype for tensor in _tensors(values)}
+    if torch.float64 in found and (_FLOAT16 in found or _BFLOAT16 in found):
+        low = _FLOAT16 if _FLOAT16 in found else _BFLOAT16
         raise NotImplementedError(
-            f"{name}: got tensors of {' and '.join(found)}, which Apex's lists do not promote; cast the float64 tensor "
-            "with .float(), or call inside amp.disable_casts()"
+            f"{name}: got tensors of {low} and torch.float64, which Apex's lists do not promote; cast the float64 "
+            "tensor with .float(), or call inside amp.disable_casts()"
         )
 
 
@@ -265,6 +266,12 @@ def _match_self(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy
     return function(*args, **kwargs)
 
 
+INSTEAD_OF_BANNED = (
+    "Drop the sigmoid before it and use binary_cross_entropy_with_logits (torch.nn.BCEWithLogitsLoss), or cast the "
+    "inputs with .float(), or pass allow_banned=True to initialize() to run it in FP32"
+)
+
+
 def _banned(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     if not policy.allow_banned:
         for tensor in _tensors((args, kwargs)):
@@ -272,9 +279,7 @@ def _banned(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Po
                 # Apex raises NotImplementedError here, torch RuntimeError; the first is a subclass of the second.
                 raise NotImplementedError(
                     f"{function.__name__}: got a {tensor.dtype} tensor; the logarithms of low-precision probabilities "
-                    "overflow. Drop the sigmoid before it and use binary_cross_entropy_with_logits "
-                    "(torch.nn.BCEWithLogitsLoss), or cast the inputs with .float(), or pass allow_banned=True to "
-                    "initialize() to run it in FP32"
+                    f"overflow. {INSTEAD_OF_BANNED}"
                 )
     return _fp32(function, args, kwargs, policy)
 
