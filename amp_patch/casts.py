@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 
 from amp_patch import multi_tensor
 from amp_patch.cpu_fp16 import settle
-from amp_patch.oplists import OPLISTS
+from amp_patch.oplists import OPLISTS, rules_by_name
 from amp_patch.patch import Patches
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.regions import (
@@ -46,6 +46,7 @@ __all__ = [
     "half_function",
     "install",
     "installed",
+    "leave_alone",
     "promote_function",
     "region",
     "register_float_function",
@@ -132,14 +133,19 @@ class _Function(staticmethod):
         return f"<casts of {self.__wrapped__!r}>"
 
 
-def _wrap(original: Any, rule: str, reduced: tuple[Any, ...]) -> Any:
-    """`original` with its arguments cast by `rule` while casts act; it binds as a method exactly if `original` does."""
-    apply, emulated = RULES[rule], rule in EMULATED
+def _wrap(original: Any, rule: str, reduced: tuple[Any, ...], apex_rule: str | None = None) -> Any:
+    """`original` with its arguments cast by `rule` while casts act; it binds as a method exactly if `original` does.
+
+    `apex_rule` takes its place under a policy of Apex's lists.
+    """
+    differs = apex_rule is not None and apex_rule != rule
+    torchs, apexs = (RULES[rule], rule in EMULATED), (RULES[apex_rule or rule], (apex_rule or rule) in EMULATED)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         policy = current()
         if policy is None or (kwargs and kwargs.get("out") is not None):
             return original(*args, **kwargs)
+        apply, emulated = apexs if differs and policy.op_lists == "apex" else torchs
         if not (policy.patch_torch_functions or emulated):  # what acts is only the emulation of FP16 on a CPU
             return original(*args, **kwargs)
         return apply(original, args, kwargs, policy)
@@ -169,51 +175,63 @@ def _register_with_jit(wrapper: Any, original: Any) -> None:
 
 _lock = threading.RLock()
 _patches: Patches | None = None
+_installed: set[str] = set()  # which op lists, while installed
 _originals: dict[tuple[int, str], Any] = {}  # (id of the owner, name) -> what a wrapper replaced, while installed
-_wrappers: dict[tuple[int, str, str], tuple[Any, Any]] = {}  # (id of the original, rule, backend) -> both; made once
+_wrappers: dict[tuple[int, str, str, str], tuple[Any, Any]] = {}  # (id of the original, rules, backend) -> both
 _registered: dict[tuple[int, str], tuple[Any, str, str]] = {}  # the user's: (owner, name, rule)
 
 
-def install() -> None:
+def install(op_lists: str = "torch") -> None:
     """Replace the functions on the op lists, and the user's registered ones, by their wrappers. Idempotent.
 
-    Without a policy (`region`, `set_default`) the wrappers call straight through. If anything fails, nothing is
-    replaced. A name that this torch does not have is left out.
+    ``"apex"`` also replaces those that only Apex's lists have (arithmetic, comparisons): a policy with that `op_lists`
+    needs them, and a process without one does not pay for them. Without a policy (`region`, `set_default`) the wrappers
+    call straight through. If anything fails, nothing is replaced. A name that this torch does not have is left out.
     """
     global _patches
-    if _patches is not None:
+    if op_lists in _installed:
         return
     with _lock:
-        if _patches is not None:
+        if op_lists in _installed:
             return
-        patches = Patches()
+        patches = _patches or Patches()
+        torchs, apexs = rules_by_name("torch"), rules_by_name("apex")
         try:
-            for address, rules in OPLISTS.items():
+            for address, name in apexs if op_lists == "apex" else torchs:
+                if _patches is not None and (address, name) in torchs:
+                    continue
                 owner = _resolve(address)
-                for rule, names in rules.items():
-                    for name in names:
-                        if hasattr(owner, name):
-                            _replace(patches, owner, name, rule)
-            _keep_regions_in_checkpoints(patches)
-            for owner, name, rule in _registered.values():  # after the lists: the user's rule takes their place
-                _replace(patches, owner, name, rule)
+                # What the user registered takes the place of the lists.
+                if hasattr(owner, name) and (id(owner), name) not in _registered:
+                    key = address, name
+                    _replace(patches, owner, name, torchs.get(key, "none"), apexs[key])
+            if _patches is None:
+                _keep_regions_in_checkpoints(patches)
+                for owner, name, rule in _registered.values():
+                    _replace(patches, owner, name, rule, rule)
         except BaseException:
             patches.remove()
-            _originals.clear()
+            _forget_installation()
             raise
         _patches = patches
+        _installed.update(("torch", op_lists))
 
 
 def uninstall() -> None:
     """Put back every attribute that `install` replaced: the very objects, inherited ones inherited again."""
-    global _patches
     with _lock:
         if _patches is not None:
             try:
                 _patches.remove()
             finally:
-                _patches = None
-                _originals.clear()
+                _forget_installation()
+
+
+def _forget_installation() -> None:
+    global _patches
+    _patches = None
+    _originals.clear()
+    _installed.clear()
 
 
 def installed() -> bool:
@@ -251,12 +269,12 @@ def _resolve(address: str) -> Any:
     return owner
 
 
-def _replace(patches: Patches, owner: Any, name: str, rule: str) -> None:
+def _replace(patches: Patches, owner: Any, name: str, rule: str, apex_rule: str) -> None:
     found = inspect.getattr_static(owner, name, None) if isinstance(owner, type) else getattr(owner, name)
     original = _originals.setdefault((id(owner), name), found)
-    key = (id(original), rule, backend())
+    key = (id(original), rule, apex_rule, backend())
     if key not in _wrappers:
-        _wrappers[key] = (original, _wrapper_at(owner, name, original, rule))
+        _wrappers[key] = (original, _wrapper_at(owner, name, original, rule, apex_rule))
     patches.set(owner, name, _wrappers[key][1])
 
 
@@ -264,20 +282,20 @@ def _replace(patches: Patches, owner: Any, name: str, rule: str) -> None:
 _COMPILED = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
-def _wrapper_at(owner: Any, name: str, original: Any, rule: str) -> Any:
+def _wrapper_at(owner: Any, name: str, original: Any, rule: str, apex_rule: str) -> Any:
     if isinstance(owner, type):
         module, path = owner.__module__, f"{owner.__qualname__}.{name}"
     else:
         module, path = owner.__name__, name
     reduced = (pkgutil.resolve_name, (f"{module}:{path}",))
     if isinstance(original, (staticmethod, classmethod)) and not isinstance(original, _Function):
-        return type(original)(_wrap(original.__func__, rule, reduced))
-    wrapper = _wrap(original, rule, reduced)
+        return type(original)(_wrap(original.__func__, rule, reduced, apex_rule))
+    wrapper = _wrap(original, rule, reduced, apex_rule)
     if isinstance(wrapper, types.FunctionType) and getattr(original, "__module__", None) is None:
         # A method that torch.Tensor inherits from its C base: give it an address where it can be found, for pickle.
         wrapper.__module__, wrapper.__qualname__ = module, path
     if backend() == "cpp" and isinstance(original, _COMPILED) and not rule.startswith("user_"):
-        wrapper = state().wrap(original, wrapper, rule)
+        wrapper = state().wrap(original, wrapper, rule, apex_rule)
     if isinstance(original, types.BuiltinFunctionType):
         _register_with_jit(wrapper, original)
     return wrapper
@@ -347,6 +365,11 @@ def register_promote_function(module: Any, name: str) -> None:
     _register(module, name, "user_widest", "register_promote_function")
 
 
+def leave_alone(module: Any, name: str) -> None:
+    """As `register_half_function`, with no rule: calls of `module.name` are not cast, and nothing in them is refused."""
+    _register(module, name, "none", "leave_alone")
+
+
 def _half_rule(module: Any, name: str) -> str:
     """Of a function whose FP16 may be emulated the rule that does both: the user's would leave it native."""
     for address, rules in OPLISTS.items():
@@ -364,7 +387,7 @@ def _register(module: Any, name: str, rule: str, caller: str) -> None:
         raise TypeError(f"{caller}: {where}.{name} is not a function, it is {getattr(module, name)!r}")
     with _lock:
         if _patches is not None:
-            _replace(_patches, module, name, rule)
+            _replace(_patches, module, name, rule, rule)
         _registered[id(module), name] = (module, name, rule)
 
 

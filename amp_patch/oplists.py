@@ -1,7 +1,7 @@
-"""The op lists: owner -> rule -> names. Data only.
+"""The op lists: owner -> rule -> names. Data, and one way to read it.
 
 After today's torch: the CUDA lists of its autocast op reference, on every device. Apex's lists are the ancestor, and
-add what torch's reference leaves to other mechanisms. The rules:
+add what torch's reference leaves to other mechanisms; `APEX` says where they gave another type. The rules:
 
     lower       FP32 (and the other half type) tensors become `policy.dtype`.
     einsum      the same, for two operands and more: of one nothing is multiplied.
@@ -15,8 +15,15 @@ add what torch's reference leaves to other mechanisms. The rules:
     rnn_input   a check of the input's type against the weights', which the casts make moot.
     disabled    a switch that reads as False: the fused path behind it would bypass the lists.
 
+In Apex's variant alone:
+
+    none            left alone.
+    einsum_widest   as emulated, for two operands and more.
+    mixed_fp32      as widest, but tensors without dimensions count, and FP64 beside low precision is refused.
+    in_place_fp32   in place on FP32: a low-precision first argument is refused, the other tensors become FP32.
+
 What promotes by itself (arithmetic, comparisons, `cat`, `stack`, `where`, most two-tensor math) is not listed: what
-needs no cast costs nothing. `tests/test_oplists.py` calls every name here.
+needs no cast costs nothing. `tests/test_oplists.py` calls every name of `OPLISTS`, `tests/test_apex_lists.py` of `APEX`.
 """
 
 from __future__ import annotations
@@ -327,3 +334,108 @@ OPTIONAL: frozenset[str] = frozenset(
         "torch.pairwise_distance",
     }
 )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Apex's variant, for scripts written for it (`Policy.op_lists`). Only what differs: a name here has this rule in the
+# variant, all others have that of OPLISTS. It differs where a call that ran in Apex gave another type there: Apex left
+# the function alone (torch.softmax, batch norms, einsum), or listed what torch promotes by itself. What raised in Apex
+# (mixed types, no half kernel) keeps today's rule, and so does what torch has got since Apex's lists were last edited,
+# in 2020 (attention, linalg, rms_norm, huber_loss and others).
+
+_COMPARISONS = ("eq", "equal", "ge", "gt", "le", "lt", "ne")
+
+_APEX_MIXED = ("add", "addcdiv", "addcmul", "atan2", "cross", "div", "mul", *_COMPARISONS)
+
+# The in-place forms of Apex's FP32 list.
+_APEX_IN_PLACE = (
+    "acos_",
+    "asin_",
+    "cosh_",
+    "exp_",
+    "expm1_",
+    "log10_",
+    "log2_",
+    "log_",
+    "reciprocal_",
+    "rsqrt_",
+    "sinh_",
+    "tan_",
+)
+
+# Not Apex's, in whose lists softmax stood for F.softmax alone, and so on.
+_APEX_UNLISTED = ("log1p", "log_softmax", "logsumexp", "softmax")
+
+APEX: dict[str, dict[str, tuple[str, ...]]] = {
+    "torch": {
+        "none": ("batch_norm", "instance_norm"),
+        "einsum_widest": ("einsum",),
+        "emulated": ("chain_matmul",),
+        "widest": (
+            *_APEX_UNLISTED,
+            "binary_cross_entropy_with_logits",
+            "cosine_embedding_loss",
+            "cosine_similarity",
+            "frobenius_norm",
+            "group_norm",
+            "hinge_embedding_loss",
+            "kl_div",
+            "layer_norm",
+            "margin_ranking_loss",
+            "native_layer_norm",
+            "pairwise_distance",
+            "poisson_nll_loss",
+            "std_mean",
+            "triplet_margin_loss",
+            "var_mean",
+        ),
+        "mixed_fp32": _APEX_MIXED,
+        "in_place_fp32": _APEX_IN_PLACE,
+    },
+    "torch.functional": {"einsum_widest": ("einsum",), "emulated": ("chain_matmul",)},
+    "torch.nn.functional": {
+        "none": ("batch_norm", "instance_norm"),
+        "fp32": ("grid_sample",),
+        "widest": ("pairwise_distance",),
+    },
+    "torch.Tensor": {
+        # `x **= 2` makes a new tensor of a low-precision x; so do `x += y` and the like, of mixed types.
+        "fp32": ("__ipow__", "cpu"),
+        "widest": _APEX_UNLISTED,
+        "mixed_fp32": (
+            *_APEX_MIXED,
+            "__add__",
+            "__div__",
+            "__eq__",
+            "__ge__",
+            "__gt__",
+            "__iadd__",
+            "__idiv__",
+            "__imul__",
+            "__isub__",
+            "__itruediv__",
+            "__le__",
+            "__lt__",
+            "__mul__",
+            "__ne__",
+            "__radd__",
+            "__rmul__",
+            "__rsub__",
+            "__sub__",
+            "__truediv__",
+        ),
+        "in_place_fp32": (*_APEX_IN_PLACE, "cumprod_", "cumsum_", "erfinv_", "pow_", "renorm_"),
+    },
+}
+
+
+def rules_by_name(op_lists: str) -> dict[tuple[str, str], str]:
+    """(owner, name) -> rule, of the variant ``"torch"`` (OPLISTS) or ``"apex"`` (OPLISTS with what APEX changes)."""
+    tables = {"torch": (OPLISTS,), "apex": (OPLISTS, APEX)}[op_lists]
+    return {
+        (owner, name): rule
+        for table in tables
+        for owner, rules in table.items()
+        for rule, names in rules.items()
+        for name in names
+    }

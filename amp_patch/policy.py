@@ -10,6 +10,7 @@ import torch
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 CPU_FP16 = ("auto", "emulate", "native")
+OP_LISTS = ("torch", "apex")
 
 # A scale and its FP32 inverse must both be normal numbers: gradients are multiplied by the inverse.
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
@@ -34,6 +35,8 @@ class Policy:
         allow_banned: run functions that have no safe low-precision form in FP32 instead of refusing them.
         cpu_fp16: how FP16 tensors on a CPU are multiplied: "native", or "emulate" (cpu_fp16.py); "auto" until
             `cpu_fp16.settle` has decided.
+        op_lists: whose rules the patched functions follow: "torch", or "apex" (oplists.py), for scripts that were
+            written for Apex; `casts.install("apex")` then installs the names that only Apex listed.
     """
 
     opt_level: str
@@ -48,6 +51,7 @@ class Policy:
     max_loss_scale: float = 2.0**24
     allow_banned: bool = False
     cpu_fp16: str = "auto"
+    op_lists: str = "torch"
 
     def __str__(self) -> str:
         fields = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")

@@ -163,10 +163,13 @@ def _lower(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Pol
     return _emulate(function, args, kwargs, policy, saves_low)
 
 
-def _einsum(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-    # Of one operand it is a view (whose writer means the operand itself), or sums: nothing is multiplied.
-    several = sum(1 for _ in _tensors((args, kwargs))) > 1
-    return _lower(function, args, kwargs, policy) if several else function(*args, **kwargs)
+def _of_several(rule: Rule) -> Rule:
+    def einsum(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+        # Of one operand it is a view (whose writer means the operand itself), or sums: nothing is multiplied.
+        several = sum(1 for _ in _tensors((args, kwargs))) > 1
+        return rule(function, args, kwargs, policy) if several else function(*args, **kwargs)
+
+    return einsum
 
 
 def _rnn(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
@@ -220,6 +223,38 @@ def _widest_emulated(function: Callable[..., Any], args: Args, kwargs: Kwargs, p
     return _emulate(function, args, kwargs, policy)
 
 
+def _mixed_fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    _refuse_fp64((args, kwargs), _name(function))
+    if len({tensor.dtype for tensor in _tensors((args, kwargs)) if tensor.dtype in _WIDTH}) > 1:  # else as it is
+        args, kwargs = _cast_args(args, _raised, _FLOAT32), _cast_kwargs(kwargs, _raised, _FLOAT32)
+    return function(*args, **kwargs)
+
+
+def _refuse_fp64(values: Any, name: str) -> None:
+    """Apex promotes low precision with FP32 and nothing else. (It refused FP32 with FP64 too, which torch promotes.)"""
+    found = {tensor.dtype for tensor in _tensors(values)}
+    if torch.float64 in found and (_FLOAT16 in found or _BFLOAT16 in found):
+        low = _FLOAT16 if _FLOAT16 in found else _BFLOAT16
+        raise NotImplementedError(
+            f"{name}: got tensors of {low} and torch.float64, which Apex's lists do not promote; cast the float64 "
+            "tensor with .float(), or call inside amp.disable_casts()"
+        )
+
+
+def _in_place_fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    if args and isinstance(args[0], Tensor) and _is_low(args[0]):
+        name = _name(function)
+        raise NotImplementedError(
+            f"{name}: got a {args[0].dtype} tensor to change in place, and the result is FP32 by Apex's lists; use "
+            f"{name.removesuffix('_')}, which returns a new tensor, or call inside amp.disable_casts()"
+        )
+    return _fp32(function, args, kwargs, policy)
+
+
+def _none(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    return function(*args, **kwargs)
+
+
 def _match_self(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     if not (args and isinstance(args[0], Tensor)):
         return function(*args, **kwargs)  # torch says what is wrong with it
@@ -231,6 +266,12 @@ def _match_self(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy
     return function(*args, **kwargs)
 
 
+INSTEAD_OF_BANNED = (
+    "Drop the sigmoid before it and use binary_cross_entropy_with_logits (torch.nn.BCEWithLogitsLoss), or cast the "
+    "inputs with .float(), or pass allow_banned=True to initialize() to run it in FP32"
+)
+
+
 def _banned(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     if not policy.allow_banned:
         for tensor in _tensors((args, kwargs)):
@@ -238,9 +279,7 @@ def _banned(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Po
                 # Apex raises NotImplementedError here, torch RuntimeError; the first is a subclass of the second.
                 raise NotImplementedError(
                     f"{function.__name__}: got a {tensor.dtype} tensor; the logarithms of low-precision probabilities "
-                    "overflow. Drop the sigmoid before it and use binary_cross_entropy_with_logits "
-                    "(torch.nn.BCEWithLogitsLoss), or cast the inputs with .float(), or pass allow_banned=True to "
-                    "initialize() to run it in FP32"
+                    f"overflow. {INSTEAD_OF_BANNED}"
                 )
     return _fp32(function, args, kwargs, policy)
 
@@ -272,6 +311,8 @@ def _user_fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy:
 def _user_promote(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     seen: list[Tensor] = []
     map_tensors(lambda tensor: seen.append(tensor) or tensor, (args, kwargs))  # type: ignore[func-returns-value]
+    if policy.op_lists == "apex":
+        _refuse_fp64(seen, _name(function))
     widest = _widest(tuple(seen), {})
     if widest is not None:
         args, kwargs = _cast_trees((args, kwargs), _matched, widest)
@@ -280,7 +321,7 @@ def _user_promote(function: Callable[..., Any], args: Args, kwargs: Kwargs, poli
 
 RULES: dict[str, Rule] = {
     "lower": _lower,
-    "einsum": _einsum,
+    "einsum": _of_several(_lower),
     "rnn": _rnn,
     "fp32": _fp32,
     "batch_norm": _batch_norm,
@@ -290,10 +331,14 @@ RULES: dict[str, Rule] = {
     "banned": _banned,
     "rnn_input": _rnn_input,
     "disabled": _disabled,
+    "none": _none,
+    "einsum_widest": _of_several(_widest_emulated),
+    "mixed_fp32": _mixed_fp32,
+    "in_place_fp32": _in_place_fp32,
     "user_lower": _user_lower,
     "user_fp32": _user_fp32,
     "user_widest": _user_promote,
 }
 
 # What acts also while FP16 is emulated and nothing is cast; all others wait for `policy.patch_torch_functions`.
-EMULATED = frozenset({"lower", "einsum", "rnn", "fp32", "emulated", "match_self", "disabled"})
+EMULATED = frozenset({"lower", "einsum", "einsum_widest", "rnn", "fp32", "emulated", "match_self", "disabled"})

@@ -60,6 +60,7 @@ struct Acting {
   bool on = false;        // there is a policy
   bool patches = false;   // its casts are those of the op lists
   bool emulates = false;  // FP16 on a CPU (amp_patch/cpu_fp16.py): Python's, whether it patches or not
+  bool apex = false;      // by Apex's op lists
   ScalarType low = ScalarType::Half;
 };
 
@@ -74,6 +75,7 @@ Followed follow_policy(const py::object& policy) {
     followed.acting.on = true;
     followed.acting.patches = py::cast<bool>(policy.attr("patch_torch_functions"));
     followed.acting.emulates = py::cast<bool>(py::getattr(policy, "emulates", py::bool_(false)));
+    followed.acting.apex = py::cast<std::string>(py::getattr(policy, "op_lists", py::str("torch"))) == "apex";
     followed.acting.low = py::cast<ScalarType>(policy.attr("dtype"));
   }
   return followed;
@@ -362,13 +364,34 @@ struct Widest {
 // --------------------------------------------------------------------------------------------------------------------
 // The rules
 
-enum class Rule { lower, fp32, batch_norm, widest, match_self, emulated, other };  // other: Python's alone
+// other: Python's alone
+enum class Rule { none, lower, fp32, batch_norm, widest, mixed_fp32, match_self, emulated, other };
+
+// Which of them act also while FP16 is emulated and nothing is cast; fp32 then alone, for some names.
+bool emulates(Rule rule, bool patches) {
+  switch (rule) {
+    case Rule::none:
+    case Rule::batch_norm:
+    case Rule::widest:
+    case Rule::mixed_fp32:
+      return false;
+    case Rule::fp32:
+      return !patches;
+    default:
+      return true;
+  }
+}
 
 Rule rule_named(const std::string& name) {
   static const std::unordered_map<std::string, Rule> rules = {
-      {"lower", Rule::lower},           {"fp32", Rule::fp32},
-      {"batch_norm", Rule::batch_norm}, {"widest", Rule::widest},
-      {"match_self", Rule::match_self}, {"emulated", Rule::emulated},
+      {"none", Rule::none},
+      {"lower", Rule::lower},
+      {"fp32", Rule::fp32},
+      {"batch_norm", Rule::batch_norm},
+      {"widest", Rule::widest},
+      {"mixed_fp32", Rule::mixed_fp32},
+      {"match_self", Rule::match_self},
+      {"emulated", Rule::emulated},
   };
   const auto found = rules.find(name);
   return found == rules.end() ? Rule::other : found->second;
@@ -380,9 +403,8 @@ enum class Route { original, python, cast };
 
 // Which way a call goes while casts act, and for `Route::cast` which cast. No Python code runs in here.
 Route route(Rule rule, const Acting& acting, const Arguments& given, Cast& cast) {
-  const bool emulated = rule == Rule::fp32 ? !acting.patches : rule != Rule::batch_norm && rule != Rule::widest;
-  if (acting.emulates && emulated) return Route::python;
-  if (!acting.patches) return Route::original;
+  if (acting.emulates && emulates(rule, acting.patches)) return Route::python;
+  if (!acting.patches || rule == Rule::none) return Route::original;
   if (rule == Rule::other) return Route::python;
   if (given.keyword(OUT) != nullptr) return Route::original;
 
@@ -410,6 +432,7 @@ Route route(Rule rule, const Acting& acting, const Arguments& given, Cast& cast)
       if (given.keyword(DTYPE) != nullptr) return Route::original;  // an explicit type is the user's word
       break;
     case Rule::emulated:
+    case Rule::mixed_fp32:
     case Rule::widest: {
       Widest widest;
       for (Py_ssize_t i = 0; i < given.size(); ++i) {
@@ -417,7 +440,12 @@ Route route(Rule rule, const Acting& acting, const Arguments& given, Cast& cast)
         if (!each_tensor(given.values[i], add)) return Route::python;
       }
       if (!widest.mixed) return Route::original;
-      cast.to = widest.dimensioned ? *widest.dimensioned : *widest.all;
+      if (rule == Rule::mixed_fp32 && *widest.all == ScalarType::Double) return Route::python;  // which refuses it
+      if (rule == Rule::mixed_fp32 || !widest.dimensioned) {
+        cast.to = *widest.all;
+      } else {
+        cast.to = *widest.dimensioned;
+      }
       break;
     }
     default:  // match_self
@@ -508,7 +536,7 @@ struct Wrapper {
   PyObject* reference;
   PyObject* weak_references;
   PyMethodDef definition;  // of the builtin: its name and docstring are the original's own
-  Rule rule;
+  Rule rule, apex_rule;
   const Known* known;    // null for most
   objobjargproc assign;  // of a `__setitem__` that is a type's own slot; else null
 };
@@ -561,7 +589,7 @@ PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flagged, Py
     return multiply(called.known->product, given, {now.low, true});
   }
   Cast cast{};
-  switch (route(called.rule, now, given, cast)) {
+  switch (route(now.apex ? called.apex_rule : called.rule, now, given, cast)) {
     case Route::python:
       return given.call(called.reference);
     case Route::cast:
@@ -683,7 +711,8 @@ bool make_types() {
 }
 
 // The C form of `reference`, the Python wrapper of `original`: a builtin for a builtin, else a callable that binds.
-py::object wrap(const py::object& original, const py::object& reference, const std::string& rule) {
+py::object wrap(const py::object& original, const py::object& reference, const std::string& rule,
+                const std::string& apex_rule) {
   auto* made = PyObject_GC_New(Wrapper, &WrapperType);
   const auto result = owned(reinterpret_cast<PyObject*>(made));
   made->vectorcall = &vectorcall;
@@ -691,6 +720,7 @@ py::object wrap(const py::object& original, const py::object& reference, const s
   made->reference = Py_NewRef(reference.ptr());
   made->weak_references = nullptr;
   made->rule = rule_named(rule);
+  made->apex_rule = rule_named(apex_rule);
   made->known = nullptr;
   made->assign = nullptr;
   made->definition = {};
@@ -702,7 +732,7 @@ py::object wrap(const py::object& original, const py::object& reference, const s
         slot.d_wrapped == reinterpret_cast<void*>(PyDescr_TYPE(&slot)->tp_as_mapping->mp_ass_subscript);
     if (assigns) made->assign = reinterpret_cast<objobjargproc>(slot.d_wrapped);
   }
-  if (made->rule == Rule::lower) made->known = known_product(original);
+  if (made->rule == Rule::lower && made->apex_rule == Rule::lower) made->known = known_product(original);
   if (!PyCFunction_Check(original.ptr())) return result;
 
   const PyMethodDef& found = *reinterpret_cast<PyCFunctionObject*>(original.ptr())->m_ml;
@@ -720,7 +750,7 @@ void bind_casts(py::module_& casts) {
     *name = owned(PyUnicode_InternFromString(text)).release().ptr();
   }
 
-  casts.def("wrap", &wrap);  // original, reference, rule -> callable
+  casts.def("wrap", &wrap);  // original, reference, rule, rule by Apex's lists -> callable
 
   // The state behind amp_patch/regions.py, which documents it (`PythonState`).
   casts.def("current", [] {

@@ -1,0 +1,25 @@
+"""The lists of one owner in Apex's form, read off `oplists.py`."""
+
+from __future__ import annotations
+
+from amp_patch.oplists import rules_by_name
+from amp_patch.rules import INSTEAD_OF_BANNED
+
+# What Apex called the names of which rules. The in-place names it derived from these.
+KINDS: dict[str, tuple[str, ...]] = {
+    "FP16_FUNCS": ("lower", "einsum", "rnn"),
+    "FP32_FUNCS": ("fp32",),
+    "CASTS": ("widest", "emulated", "einsum_widest", "mixed_fp32"),
+    "BANNED_FUNCS": ("banned",),
+}
+
+
+def names(address: str, kind: str) -> list[str]:
+    """The names of one of `KINDS` at `address` ("torch.nn.functional"), in a new list."""
+    rules = rules_by_name("apex").items()
+    return [name for (owner, name), rule in rules if owner == address and rule in KINDS[kind]]
+
+
+def banned(address: str) -> list[tuple[str, str]]:
+    """The banned names, each with what to do instead."""
+    return [(name, INSTEAD_OF_BANNED) for name in names(address, "BANNED_FUNCS")]
