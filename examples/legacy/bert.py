@@ -33,9 +33,9 @@ def parse_arguments():
     parser.add_argument("--num_hidden_layers", type=int, default=2)
     parser.add_argument("--num_attention_heads", type=int, default=4)
     parser.add_argument("--max_seq_length", type=int, default=32)
-    parser.add_argument("--train_batch_size", type=int, default=32, help="sequences in a step, accumulated ones too")
+    parser.add_argument("--train_batch_size", type=int, default=16, help="sequences in a step, accumulated ones too")
     parser.add_argument("--gradient_accumulation_steps", type=int, default=2)
-    parser.add_argument("--learning_rate", type=float, default=2e-2)
+    parser.add_argument("--learning_rate", type=float, default=1e-2)
     parser.add_argument("--warmup_proportion", type=float, default=0.1)
     parser.add_argument("--max_steps", type=int, default=60, help="length of the schedule")
     parser.add_argument("--steps", type=int, default=None, help="stop after so many steps, the whole schedule if unset")
@@ -102,7 +102,7 @@ class BertForMaskedLM(nn.Module):
 
     def init_weights(self, module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            module.weight.data.normal_(mean=0.0, std=0.05)
+            module.weight.data.normal_(mean=0.0, std=0.12)
         elif isinstance(module, BertLayerNorm):
             module.bias.data.zero_()
             module.weight.data.fill_(1.0)

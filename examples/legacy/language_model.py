@@ -21,9 +21,9 @@ parser = argparse.ArgumentParser(description="LSTM language model")
 parser.add_argument("--emsize", type=int, default=32, help="size of the embeddings")
 parser.add_argument("--nhid", type=int, default=64, help="hidden units per layer")
 parser.add_argument("--nlayers", type=int, default=2, help="number of layers")
-parser.add_argument("--lr", type=float, default=5e-3, help="initial learning rate")
+parser.add_argument("--lr", type=float, default=1e-2, help="initial learning rate")
 parser.add_argument("--clip", type=float, default=0.25, help="gradient clipping")
-parser.add_argument("--steps", type=int, default=80, help="segments to train on")
+parser.add_argument("--steps", type=int, default=100, help="segments to train on")
 parser.add_argument("--batch_size", type=int, default=16, metavar="N")
 parser.add_argument("--bptt", type=int, default=24, help="sequence length")
 parser.add_argument("--seed", type=int, default=0)
@@ -88,7 +88,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-4)
 model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)
 
 model.train()
-losses, overflows, total_loss = [], [], 0.0
+losses, norms, overflows, total_loss = [], [], [], 0.0
 hidden = model.init_hidden(args.batch_size)
 for batch in range(args.steps):
     i = (batch * args.bptt) % (train_data.size(0) - 1 - args.bptt)
@@ -107,6 +107,7 @@ for batch in range(args.steps):
     if is_overflow:
         overflows.append(batch)
     losses.append(loss.item())
+    norms.append(float(grad_norm))
     total_loss += loss.item()
     if (batch + 1) % args.log_interval == 0:
         cur_loss = total_loss / args.log_interval
@@ -120,5 +121,5 @@ for batch in range(args.steps):
 print(json.dumps({"opt_level": args.opt_level, "loss": losses[-1], "overflows": overflows}))
 if args.log:
     with open(args.log, "w") as f:
-        result = {"opt_level": args.opt_level, "losses": losses, "overflows": overflows, "amp": amp.state_dict()}
-        f.write(json.dumps(result) + "\n")
+        result = {"opt_level": args.opt_level, "losses": losses, "norms": norms, "overflows": overflows}
+        f.write(json.dumps(dict(result, amp=amp.state_dict())) + "\n")
