@@ -2,7 +2,7 @@
 
 `run(script, arguments)` runs a script of examples/legacy as it is, with an `apex` that does nothing: `amp.initialize`
 hands back what it gets, `scale_loss` yields the loss, and the fused optimizers and layers are written out below in
-torch's own operations, after the papers. The script must find no amp_patch in it. `.cuda()` and its like are
+torch's own operations, after the papers. `.cuda()` and its like are
 harmless on a machine without a GPU. As a program: `python tests/plain_apex.py SCRIPT ARGUMENTS...`.
 """
 
@@ -124,7 +124,7 @@ def _multi_tensor_scale(chunk_size: int, overflow: Tensor, lists: list[list[Tens
 
 
 def _multi_tensor_l2norm(chunk_size: int, overflow: Tensor, lists: list[list[Tensor]], per_tensor: bool) -> Any:
-    return torch.cat([t.flatten() for t in lists[0]]).norm(), None
+    return torch.cat([t.flatten() for t in lists[0]]).double().norm(), None
 
 
 def _unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
@@ -201,13 +201,13 @@ def without_cuda() -> Iterator[None]:
         yield
 
 
-def run(script: str, arguments: list[str], *, cuda: bool = False) -> None:
+def run(script: str, arguments: list[str], cuda: bool = False) -> None:
     """Run the script as __main__ with these arguments, and leave the process as it was.
 
     `cuda`: the script takes a GPU for granted.
     """
     stand_in = modules()
-    assert not sys.modules.keys() & stand_in.keys(), "another apex is there"
+    assert not sys.modules.keys() & {*stand_in, "amp_patch"}, "the baseline holds nothing of ours"
     with (
         mock.patch.object(sys, "argv", [script, *arguments]),
         without_cuda() if cuda else contextlib.nullcontext(),

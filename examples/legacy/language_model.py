@@ -29,6 +29,7 @@ parser.add_argument("--bptt", type=int, default=24, help="sequence length")
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--log-interval", type=int, default=20, metavar="N")
 parser.add_argument("--opt-level", type=str, default="O2")
+parser.add_argument("--init-loss-scale", type=float, default=0.0, help="0: Amp's own")
 parser.add_argument("--log", type=str, default="", help="where the losses go, one line of JSON")
 args = parser.parse_args()
 
@@ -86,6 +87,8 @@ criterion = nn.CrossEntropyLoss()
 # eps: 1e-8 is zero in FP16, where O3 keeps the optimizer's state.
 optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-4)
 model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)
+if args.init_loss_scale:
+    amp._amp_state.loss_scalers[0]._loss_scale = args.init_loss_scale
 
 model.train()
 losses, norms, overflows, total_loss = [], [], [], 0.0
