@@ -197,7 +197,9 @@ def without_cuda() -> Iterator[None]:
         }.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", stay))
-        stack.enter_context(mock.patch.object(torch, "empty", lambda *size, device="", **kwargs: empty(*size, **kwargs)))
+        stack.enter_context(
+            mock.patch.object(torch, "empty", lambda *size, device="", **kwargs: empty(*size, **kwargs))
+        )
         yield
 
 

@@ -50,14 +50,17 @@ def install() -> None:
         if _patches is not None:
             return
         ours = dict(_modules())
-        real = {name for name in ("apex", *TOP_LEVEL) if _real(name) is not None}
+        real: set[str] = set()
         patches = Patches()
         try:
             for name, module in ours.items():
-                found = _real(name) if name.partition(".")[0] in real else None
+                parent = name.rpartition(".")[0]
+                # Below a package that is ours everything is: a search there would load our files a second time.
+                found = _real(name) if not parent or parent in real else None
                 if found is None:
-                    _register(patches, name, module)
+                    _register(patches, name, module, below_real=parent in real)
                 else:
+                    real.add(name)
                     _add_missing(patches, found, module)
             finder = _Elsewhere()
             patches.apply(lambda: sys.meta_path.append(finder), lambda: sys.meta_path.remove(finder))

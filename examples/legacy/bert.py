@@ -258,9 +258,7 @@ def main():
             loss = criterion(logits.view(-1, vocab_size), labels.view(-1))
             # Unscaled once for the whole step, and left to take_optimizer_step to check.
             delay_unscale = micro_step < args.gradient_accumulation_steps
-            with amp.scale_loss(
-                loss, optimizer, delay_unscale=delay_unscale, delay_overflow_check=True
-            ) as scaled_loss:
+            with amp.scale_loss(loss, optimizer, delay_unscale=delay_unscale, delay_overflow_check=True) as scaled_loss:
                 scaled_loss.backward()
             average_loss += loss.item() / args.gradient_accumulation_steps
 
@@ -270,7 +268,9 @@ def main():
         losses.append(average_loss)
         norms.append(grad_norm)
         if args.local_rank == 0 and global_step % args.log_freq == 0:
-            print("step {} loss {:.4f} norm {:.3f} skipped {}".format(global_step, losses[-1], grad_norm, skipped_steps))
+            print(
+                "step {} loss {:.4f} norm {:.3f} skipped {}".format(global_step, losses[-1], grad_norm, skipped_steps)
+            )
 
     if args.local_rank == 0:
         if args.output:

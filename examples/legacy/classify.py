@@ -98,9 +98,7 @@ def main():
 
     model = Net().cuda()
     args.lr = args.lr * float(args.batch_size * args.world_size) / 256.0
-    optimizer = torch.optim.SGD(
-        model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay
-    )
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
 
     # Amp accepts values or strings for its options: what argparse gives goes straight through.
     model, optimizer = amp.initialize(

@@ -145,7 +145,9 @@ while iteration < opt.steps:
         losses.append(errD.item())
         losses_G.append(errG.item())
         if iteration % 20 == 0:
-            print("[%d/%d] Loss_D: %.4f Loss_G: %.4f D(x): %.4f" % (iteration, opt.steps, errD.item(), errG.item(), D_x))
+            print(
+                "[%d/%d] Loss_D: %.4f Loss_G: %.4f D(x): %.4f" % (iteration, opt.steps, errD.item(), errG.item(), D_x)
+            )
 
 print(json.dumps({"opt_level": opt.opt_level, "loss": losses[-1], "loss_G": losses_G[-1]}))
 if opt.log:
