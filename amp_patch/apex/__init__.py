@@ -105,11 +105,10 @@ def _real(name: str) -> ModuleType | None:
         return None
 
 
-def _register(patches: Patches, name: str, module: ModuleType) -> None:
-    parent, _, leaf = name.rpartition(".")
+def _register(patches: Patches, name: str, module: ModuleType, *, below_real: bool) -> None:
     patches.set_item(sys.modules, name, module)
-    # Importing has put ours into their parents already, where a parent may have replaced it since: `amp._amp_state`.
-    if parent and not sys.modules[parent].__name__.startswith(__name__):
+    if below_real:
+        parent, _, leaf = name.rpartition(".")
         patches.set(sys.modules[parent], leaf, module)
 
 
