@@ -458,7 +458,7 @@ def _enter(
     if policy.master_weights and targets:
         clip.install()
     if policy.patch_torch_functions or policy.emulates:
-        casts.install()
+        casts.install(policy.op_lists)
     if policy.patch_torch_functions:
         regions.set_default(policy)
 

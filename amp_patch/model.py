@@ -55,7 +55,7 @@ class ModelState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         if self.policy.patch_torch_functions or self.policy.emulates:
-            casts.install()  # this may be another process
+            casts.install(self.policy.op_lists)  # this may be another process
         if self.fast_path_off:
             forbid_fast_path()
 

@@ -9,6 +9,7 @@ import torch
 
 from amp_patch.apex.amp._amp_state import _amp_state, maybe_print, warn_or_err
 from amp_patch.apex.amp.handle import AmpHandle, dialect
+from amp_patch.apex.amp.lists import register_edits
 from amp_patch.initialize import initialize_as, load_state_dict, newest_training, state_dict
 from amp_patch.policy import OPT_LEVELS, Policy, resolve
 
@@ -160,8 +161,10 @@ def initialize(
         cpu_fp16=cpu_fp16,
         **overrides,
     )
+    policy = replace(policy, op_lists="apex")
     if cast_model_type is False:  # weights stay as they came, and those that came in half get masters all the same
         policy = replace(policy, cast_model_type=None)
+    register_edits()
     result = initialize_as(
         dialect(), models, optimizers, policy, num_losses, verbosity, keep_fp32, process_group, methods
     )

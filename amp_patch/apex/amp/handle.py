@@ -13,6 +13,7 @@ from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
 from amp_patch.apex.amp._amp_state import _amp_state
 from amp_patch.apex.amp._process_optimizer import AmpOptimizer, AmpOptimizerState
+from amp_patch.apex.amp.lists import register_edits
 from amp_patch.apex.amp.opt import OptimWrapper
 from amp_patch.apex.amp.scaler import LossScaler
 from amp_patch.cpu_fp16 import settle
@@ -73,8 +74,10 @@ class AmpHandle:
         self._was_default = True
         self._active = True
         if training is None:
-            self._policy = settle(resolve("O1", loss_scale=loss_scale, allow_banned=allow_banned), on_cpu=True)
-            casts.install()
+            policy = resolve("O1", loss_scale=loss_scale, allow_banned=allow_banned)
+            self._policy = settle(replace(policy, op_lists="apex"), on_cpu=True)
+            register_edits()
+            casts.install("apex")
             regions.set_default(self._policy)
 
     def is_active(self) -> bool:
