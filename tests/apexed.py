@@ -10,21 +10,25 @@ from typing import Any
 import pytest
 
 import amp_patch.apex as shim
+from amp_patch import casts
 
 LEVELS = ("O0", "O1", "O2", "O3")
 
 
-@pytest.fixture
-def amp() -> Iterator[Any]:
-    """`from apex import amp`, with a fresh state object; nothing called apex afterwards."""
+@pytest.fixture(name="amp")
+def apex_amp() -> Iterator[Any]:
+    """`from apex import amp`, with a fresh state object; nothing called apex and nothing registered afterwards."""
     before = {name for name in sys.modules if name.partition(".")[0] in ("apex", "amp_C", "apex_C")}
     assert not before
     shim.install()
     module = importlib.import_module("apex.amp")
-    known = dict(vars(module._amp_state))
+    known, registered = dict(vars(module._amp_state)), dict(casts._registered)
     try:
         yield module
     finally:
         vars(module._amp_state).clear()
         vars(module._amp_state).update(known)
+        casts.uninstall()
+        casts._registered.clear()
+        casts._registered.update(registered)
         shim.uninstall()

@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 import training
-from apexed import LEVELS, amp  # noqa: F401  a fixture
+from apexed import LEVELS, apex_amp  # noqa: F401  the fixture `amp`
 from conftest import DEVICES
 from torch import nn
 from torch.nn import functional as F
@@ -19,19 +19,19 @@ from training import ADAM, SGD, convnet, images, linear, same, weights
 INF = float("inf")
 
 
-def make(amp, level, lr=0.25, value=1.0, **kwargs):  # noqa: F811
+def make(amp, level, lr=0.25, value=1.0, **kwargs):
     """One weight whose gradient is the input, and its optimizer."""
     model = linear([[value]])
     return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=lr), opt_level=level, **kwargs)
 
 
-def backward(amp, model, optimizer, grad=0.125, **kwargs):  # noqa: F811
+def backward(amp, model, optimizer, grad=0.125, **kwargs):
     loss = (model(torch.ones(1, 1)).float() * grad).sum()
     with amp.scale_loss(loss, optimizer, **kwargs) as scaled_loss:
         scaled_loss.backward()
 
 
-def train(amp, model, optimizer, steps=20):  # noqa: F811
+def train(amp, model, optimizer, steps=20):
     losses = []
     for step in range(steps):
         inputs, targets = images(step % 4, next(model.parameters()).device.type)
@@ -61,13 +61,13 @@ NAMES = {
 
 
 @pytest.mark.parametrize("module", NAMES)
-def test_every_name_is_in_its_module(amp, module):  # noqa: F811
+def test_every_name_is_in_its_module(amp, module):
     found = importlib.import_module(module)
     names = NAMES[module].split()
     assert set(names) <= vars(found).keys() and set(names) <= set(found.__all__)
 
 
-def test_the_state_is_an_object_in_the_package_and_in_its_module(amp):  # noqa: F811
+def test_the_state_is_an_object_in_the_package_and_in_its_module(amp):
     scope: dict[str, object] = {}
     exec("from apex import amp\nimport apex.amp\nfrom apex.amp import _amp_state as in_package", scope)
     exec("from apex.amp._amp_state import _amp_state as in_module, maybe_print, master_params, warn_or_err", scope)
@@ -75,7 +75,7 @@ def test_the_state_is_an_object_in_the_package_and_in_its_module(amp):  # noqa: 
     assert type(scope["in_module"]).__name__ == "AmpState"
 
 
-def test_signatures_are_apexs(amp):  # noqa: F811
+def test_signatures_are_apexs(amp):
     def positional(function):
         parameters = inspect.signature(function).parameters.values()
         return [(p.name, p.default) for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
@@ -116,7 +116,7 @@ def test_signatures_are_apexs(amp):  # noqa: F811
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", LEVELS)
-def test_training_gives_the_losses_of_plain_fp32(amp, level, device):  # noqa: F811
+def test_training_gives_the_losses_of_plain_fp32(amp, level, device):
     plain = convnet(device=device)
     optimizer = ADAM(plain.parameters())
     expected = []
@@ -131,12 +131,11 @@ def test_training_gives_the_losses_of_plain_fp32(amp, level, device):  # noqa: F
     model, optimizer = amp.initialize(model, ADAM(model.parameters()), opt_level=level)
     losses = train(amp, model, optimizer)
     tolerance = {"O0": 0.0, "O1": 0.02, "O2": 0.02, "O3": 0.25}[level]
-    # A first step may be skipped while the scale settles; here no gradient is near FP16's end.
     assert losses == pytest.approx(expected, abs=tolerance)
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_returned_form_is_that_of_the_arguments(amp, level):  # noqa: F811
+def test_the_returned_form_is_that_of_the_arguments(amp, level):
     def fresh():
         net = linear([[1.0]])
         return net, SGD(net.parameters())
@@ -148,7 +147,7 @@ def test_the_returned_form_is_that_of_the_arguments(amp, level):  # noqa: F811
     assert amp.initialize(models=c, optimizers=opt_c, opt_level=level) == (c, opt_c)
     d, opt_d = fresh()
     assert amp.initialize([d], opt_d, opt_level=level) == ([d], opt_d)
-    assert amp.initialize(fresh()[0], None, opt_level=level).__class__.__name__ == "Linear"  # progan
+    assert isinstance(amp.initialize(fresh()[0], None, opt_level=level), nn.Linear)  # progan
     nets = [fresh()[0] for _ in range(5)]
     assert amp.initialize(nets, opt_level=level) == nets  # stylegan2: five models in one list
     e, opt_e = fresh()
@@ -156,7 +155,7 @@ def test_the_returned_form_is_that_of_the_arguments(amp, level):  # noqa: F811
     assert amp._amp_state.loss_scalers[0].loss_scale() == 128.0
 
 
-def test_the_default_level_is_o1(amp):  # noqa: F811
+def test_the_default_level_is_o1(amp):
     model = linear([[1.0]])
     amp.initialize(model, SGD(model.parameters()))
     assert amp._amp_state.opt_properties.opt_level == "O1"
@@ -164,7 +163,7 @@ def test_the_default_level_is_o1(amp):  # noqa: F811
 
 
 @pytest.mark.parametrize("fp16", [True, False])
-def test_inference_as_uniter_has_it(amp, fp16):  # noqa: F811
+def test_inference_as_uniter_has_it(amp, fp16):
     model = convnet().eval()
     inputs, _ = images(0)
     expected = model(inputs)
@@ -174,7 +173,7 @@ def test_inference_as_uniter_has_it(amp, fp16):  # noqa: F811
 
 
 @pytest.mark.parametrize("loss_scale", [0, 64])
-def test_o2_with_half_batch_norms_and_a_scale_from_argparse(amp, loss_scale):  # noqa: F811
+def test_o2_with_half_batch_norms_and_a_scale_from_argparse(amp, loss_scale):
     model = convnet()
     optimizer = ADAM(model.parameters())
     amp.initialize(
@@ -190,11 +189,10 @@ def test_o2_with_half_batch_norms_and_a_scale_from_argparse(amp, loss_scale):  #
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_parent_and_its_child_in_one_list(amp, level):  # noqa: F811
+def test_a_parent_and_its_child_in_one_list(amp, level):
     """OpenNMT-py."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     model.generator = nn.Linear(4, 3)
-    model.forward_body = None
     optimizer = SGD(model.parameters())
     [model, model.generator], optimizer = amp.initialize(
         [model, model.generator], optimizer, opt_level=level, loss_scale=128.0, keep_batchnorm_fp32=None
@@ -207,7 +205,7 @@ def test_a_parent_and_its_child_in_one_list(amp, level):  # noqa: F811
     assert not same(weights(model.generator), before)
 
 
-def test_disabled_leaves_everything_as_it_is(amp):  # noqa: F811
+def test_disabled_leaves_everything_as_it_is(amp):
     model = linear([[1.0]])
     plain = SGD(model.parameters())
     model, optimizer = amp.initialize(model, plain, enabled=False, opt_level="O2")
@@ -223,15 +221,15 @@ def test_disabled_leaves_everything_as_it_is(amp):  # noqa: F811
     assert model.weight.dtype is torch.float32
 
 
-def test_an_optimizer_that_nobody_initialized_is_named(amp):  # noqa: F811
+def test_an_optimizer_that_nobody_initialized_is_named(amp):
     make(amp, "O1")
     with pytest.raises(RuntimeError, match=r"never went through initialize"):
         with amp.scale_loss(torch.ones(()), SGD(linear([[1.0]]).parameters())):
             pass
 
 
-def test_a_second_training_that_is_disabled_leaves_the_first_one_on(amp):  # noqa: F811
-    model, optimizer = make(amp, "O1", loss_scale=4.0)
+def test_a_second_training_that_is_disabled_leaves_the_first_one_on(amp):
+    _model, optimizer = make(amp, "O1", loss_scale=4.0)
     other = linear([[1.0]])
     other, other_optimizer = amp.initialize(other, SGD(other.parameters()), enabled=False)
     with amp.scale_loss(torch.ones(()), optimizer) as scaled_loss:
@@ -240,7 +238,7 @@ def test_a_second_training_that_is_disabled_leaves_the_first_one_on(amp):  # noq
         assert scaled_loss.item() == 1.0
 
 
-def test_a_level_in_the_place_of_enabled_is_explained(amp):  # noqa: F811
+def test_a_level_in_the_place_of_enabled_is_explained(amp):
     model = linear([[1.0]])
     with pytest.raises(TypeError, match=r"name the level: opt_level='O1'"):
         amp.initialize(model, SGD(model.parameters()), "O1")
@@ -249,7 +247,7 @@ def test_a_level_in_the_place_of_enabled_is_explained(amp):  # noqa: F811
 @pytest.mark.parametrize(
     ("name", "value"), [("keep_batchnorm_fp32", True), ("master_weights", True), ("cast_model_type", torch.float16)]
 )
-def test_contradictions_of_o1_are_errors_or_by_hard_override_messages(amp, name, value, capsys):  # noqa: F811
+def test_contradictions_of_o1_are_errors_or_by_hard_override_messages(amp, name, value, capsys):
     model = linear([[1.0]])
     with pytest.raises(RuntimeError, match=rf"{name}=.* contradicts opt_level 'O1'"):
         amp.initialize(model, opt_level="O1", **{name: value})
@@ -260,20 +258,20 @@ def test_contradictions_of_o1_are_errors_or_by_hard_override_messages(amp, name,
     assert model.weight.dtype is torch.float32
 
 
-def test_arguments_of_ours_pass_too(amp):  # noqa: F811
+def test_arguments_of_ours_pass_too(amp):
     model = convnet()
     amp.initialize(model, ADAM(model.parameters()), opt_level="O2", dtype=torch.bfloat16, keep_fp32="head")
     assert (model.body[0].weight.dtype, model.head.weight.dtype) == (torch.bfloat16, torch.float32)
     assert amp._amp_state.opt_properties.cast_model_type is torch.bfloat16
 
 
-def test_cast_model_outputs(amp):  # noqa: F811
+def test_cast_model_outputs(amp):
     model = amp.initialize(convnet(), opt_level="O2", cast_model_outputs=torch.float16)
     assert model(images(0)[0]).dtype is torch.float16
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_models_that_are_half_already_come_in_when_allowed(amp, level):  # noqa: F811
+def test_models_that_are_half_already_come_in_when_allowed(amp, level):
     """Apex's own test suite and custom half layers."""
 
     def half():
@@ -294,7 +292,7 @@ def test_models_that_are_half_already_come_in_when_allowed(amp, level):  # noqa:
     assert model.weight.item() == 0.75
 
 
-def test_verbosity_decides_what_is_printed_and_says_at_overflows(amp, capsys, caplog):  # noqa: F811
+def test_verbosity_decides_what_is_printed_and_says_at_overflows(amp, capsys, caplog):
     make(amp, "O1", verbosity=False)
     assert capsys.readouterr().out == ""
     model, optimizer = make(amp, "O1")
@@ -313,7 +311,7 @@ def test_verbosity_decides_what_is_printed_and_says_at_overflows(amp, capsys, ca
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_list_of_optimizers_delayed(amp, level):  # noqa: F811
+def test_a_list_of_optimizers_delayed(amp, level):
     """XLM."""
     nets = [linear([[1.0]]) for _ in range(2)]
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.25) for net in nets]
@@ -330,7 +328,7 @@ def test_a_list_of_optimizers_delayed(amp, level):  # noqa: F811
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_one_scaler_for_each_task_and_the_reduction_inside_of_the_body(amp, level):  # noqa: F811
+def test_one_scaler_for_each_task_and_the_reduction_inside_of_the_body(amp, level):
     """UNITER: gradients are reduced in the body, where they are the raw scaled ones of the model."""
     model = linear([[1.0]])
     tasks = {"mlm": 0, "itm": 1}
@@ -357,8 +355,8 @@ def test_one_scaler_for_each_task_and_the_reduction_inside_of_the_body(amp, leve
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_loss_id_by_position(amp, level):  # noqa: F811
-    model, optimizer = make(amp, level, num_losses=2, loss_scale="dynamic")
+def test_loss_id_by_position(amp, level):
+    _model, optimizer = make(amp, level, num_losses=2, loss_scale="dynamic")
     amp._amp_state.loss_scalers[1]._loss_scale = 2.0**4
     with amp.scale_loss(torch.ones(()), optimizer, 1) as scaled_loss:
         assert scaled_loss.item() == 16.0
@@ -385,7 +383,7 @@ class Wrapper:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_wrapper_like_larc(amp, level):  # noqa: F811
+def test_a_wrapper_like_larc(amp, level):
     model = linear([[1.0]])
     optimizer = Wrapper(torch.optim.SGD(model.parameters(), lr=0.5))
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=4.0)
@@ -395,8 +393,8 @@ def test_a_wrapper_like_larc(amp, level):  # noqa: F811
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_closure_is_refused_where_the_loss_is_scaled(amp, level):  # noqa: F811
-    model, optimizer = make(amp, level, loss_scale=2.0)
+def test_a_closure_is_refused_where_the_loss_is_scaled(amp, level):
+    _model, optimizer = make(amp, level, loss_scale=2.0)
     with pytest.raises(RuntimeError, match="closure"):
         optimizer.step(lambda: None)
 
@@ -405,7 +403,7 @@ def test_a_closure_is_refused_where_the_loss_is_scaled(amp, level):  # noqa: F81
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_scale_takes_effect_when_written_and_is_current_when_read(amp, level):  # noqa: F811
+def test_the_scale_takes_effect_when_written_and_is_current_when_read(amp, level):
     """The BERT and ViT family, at whatever level the command line says."""
     model, optimizer = make(amp, level)
     amp._amp_state.loss_scalers[0]._loss_scale = 2**20
@@ -421,7 +419,7 @@ def test_the_scale_takes_effect_when_written_and_is_current_when_read(amp, level
     assert amp._amp_state.loss_scalers[0]._loss_scale == 2**19
 
 
-def test_a_scale_that_cannot_be_is_refused_and_the_old_one_kept(amp):  # noqa: F811
+def test_a_scale_that_cannot_be_is_refused_and_the_old_one_kept(amp):
     scaler = amp.scaler.LossScaler("dynamic")
     for value in (0, -1.0, INF, float("nan")):
         with pytest.raises(ValueError, match="_loss_scale"):
@@ -430,7 +428,7 @@ def test_a_scale_that_cannot_be_is_refused_and_the_old_one_kept(amp):  # noqa: F
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_growth_interval_and_the_count_are_honoured(amp, level):  # noqa: F811
+def test_the_growth_interval_and_the_count_are_honoured(amp, level):
     """GNMT: loss_scaler._scale_seq_len = 128."""
     model, optimizer = make(amp, level)
     loss_scaler = amp._amp_state.loss_scalers[0]
@@ -454,7 +452,7 @@ def test_the_growth_interval_and_the_count_are_honoured(amp, level):  # noqa: F8
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_shows_in_the_scaler_and_in_the_stash_until_it_is_over(amp, level):  # noqa: F811
+def test_an_overflow_shows_in_the_scaler_and_in_the_stash_until_it_is_over(amp, level):
     """NVIDIA's BERT counts steps by `_has_overflow` after the step, others ask `already_patched` before it."""
     model, optimizer = make(amp, level)
     loss_scaler = amp._amp_state.loss_scalers[0]
@@ -471,7 +469,7 @@ def test_an_overflow_shows_in_the_scaler_and_in_the_stash_until_it_is_over(amp, 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("overflow", [False, True])
-def test_overflow_checked_by_the_script_after_its_own_reduction(amp, level, overflow):  # noqa: F811
+def test_overflow_checked_by_the_script_after_its_own_reduction(amp, level, overflow):
     """NVIDIA's BERT with allreduce_post_accumulation: its buffer in the scaler's place, then update_scale()."""
     _amp_state = importlib.import_module("apex.amp._amp_state")._amp_state
     model, optimizer = make(amp, level)
@@ -505,7 +503,7 @@ def test_overflow_checked_by_the_script_after_its_own_reduction(amp, level, over
     assert scaler._unskipped == (1 if overflow else 3)
 
 
-def test_has_overflow_and_the_buffer_may_be_written(amp):  # noqa: F811
+def test_has_overflow_and_the_buffer_may_be_written(amp):
     scaler = amp.scaler.LossScaler("dynamic", init_scale=2.0**10, scale_window=2)
     scaler._has_overflow = True
     assert scaler.update_scale() is True and scaler.loss_scale() == 2.0**9
@@ -520,7 +518,7 @@ def test_has_overflow_and_the_buffer_may_be_written(amp):  # noqa: F811
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_scaler_by_itself_unscales(amp, device, dtype):  # noqa: F811
+def test_a_scaler_by_itself_unscales(amp, device, dtype):
     scaler = amp.scaler.LossScaler(4.0)
     model_grads = [torch.tensor([4.0, 8.0], dtype=dtype, device=device), None]
     master_grads = [torch.empty(2, device=device), None]
@@ -535,7 +533,7 @@ def test_a_scaler_by_itself_unscales(amp, device, dtype):  # noqa: F811
 
 
 @pytest.mark.parametrize("stashed", [False, True])
-def test_a_scaler_by_itself_finds_overflows_and_then_waits_to_be_cleared(amp, stashed):  # noqa: F811
+def test_a_scaler_by_itself_finds_overflows_and_then_waits_to_be_cleared(amp, stashed):
     scaler = amp.scaler.LossScaler("dynamic")
     bad, good, out = torch.tensor([INF]), torch.tensor([2.0**16]), torch.tensor([7.0])
     if stashed:
@@ -552,7 +550,7 @@ def test_a_scaler_by_itself_finds_overflows_and_then_waits_to_be_cleared(amp, st
 
 
 @pytest.mark.parametrize("start", [1, 2**14, "dynamic"])
-def test_a_scaler_by_itself_scales_a_gradient_penalty(amp, start):  # noqa: F811
+def test_a_scaler_by_itself_scales_a_gradient_penalty(amp, start):
     """progan: the scale of its own WGAN-GP term."""
     scaler = amp.scaler.LossScaler(start)
     inputs = torch.ones(2, 3, requires_grad=True)
@@ -563,21 +561,21 @@ def test_a_scaler_by_itself_scales_a_gradient_penalty(amp, start):  # noqa: F811
     assert scaler.loss_scale() == before / 2
 
 
-def test_a_static_scale_of_1_leaves_gradients_that_are_masters_alone(amp):  # noqa: F811
+def test_a_static_scale_of_1_leaves_gradients_that_are_masters_alone(amp):
     scaler = amp.scaler.LossScaler(1.0)
     grad = torch.tensor([INF])
     scaler.unscale([grad], [grad], None, models_are_masters=True)
     assert grad.item() == INF and not scaler._overflow_buf.any()
 
 
-def test_the_list_of_scalers_may_be_written(amp):  # noqa: F811
+def test_the_list_of_scalers_may_be_written(amp):
     """Plug-ins for other devices put scalers of their own there."""
     with pytest.raises(AttributeError, match="loss_scalers"):
         _ = amp._amp_state.loss_scalers
     amp._amp_state.loss_scalers = []
     amp._amp_state.loss_scalers.append(amp.scaler.LossScaler(1.0))
     assert len(amp._amp_state.loss_scalers) == 1
-    model, optimizer = make(amp, "O2")
+    _model, optimizer = make(amp, "O2")
     amp._amp_state.loss_scalers[0] = amp.scaler.LossScaler(32.0)
     with amp.scale_loss(torch.ones(()), optimizer) as scaled_loss:
         assert scaled_loss.item() == 32.0
@@ -586,7 +584,7 @@ def test_the_list_of_scalers_may_be_written(amp):  # noqa: F811
         assert scaled_loss.item() == 64.0
 
 
-def test_scalers_survive_copies(amp):  # noqa: F811
+def test_scalers_survive_copies(amp):
     scaler = amp.scaler.LossScaler("dynamic")
     scaler._loss_scale = 8.0
     for other in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
@@ -598,7 +596,7 @@ def test_scalers_survive_copies(amp):  # noqa: F811
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_state_dict_round_trip(amp, level, caplog):  # noqa: F811
+def test_state_dict_round_trip(amp, level, caplog):
     make(amp, level, num_losses=2, loss_scale="dynamic")
     amp._amp_state.loss_scalers[1]._loss_scale, amp._amp_state.loss_scalers[1]._unskipped = 8.0, 5
     destination = {}
@@ -617,7 +615,7 @@ def test_state_dict_round_trip(amp, level, caplog):  # noqa: F811
 # --- the optimizer's private names -----------------------------------------------------------------------------------
 
 
-def test_the_stash_lists_parameters_and_masters_in_the_order_of_the_groups(amp):  # noqa: F811
+def test_the_stash_lists_parameters_and_masters_in_the_order_of_the_groups(amp):
     model = convnet()
     groups = [{"params": model.head.parameters()}, {"params": model.body.parameters()}]
     model, optimizer = amp.initialize(model, torch.optim.SGD(groups, lr=0.1), opt_level="O2")
@@ -645,16 +643,16 @@ def test_the_stash_lists_parameters_and_masters_in_the_order_of_the_groups(amp):
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O3"])
-def test_without_masters_the_stash_has_no_lists_of_them(amp, level):  # noqa: F811
+def test_without_masters_the_stash_has_no_lists_of_them(amp, level):
     """fairseq's SlowMo asks hasattr(stash, "fp16_groups")."""
-    model, optimizer = make(amp, level)
+    _model, optimizer = make(amp, level)
     stash = optimizer._amp_stash
     assert not hasattr(stash, "fp16_groups") and not hasattr(stash, "all_fp32_from_fp16_params")
     assert len(stash.all_fp16_params) == (level == "O3") and len(stash.all_fp32_params) == (level != "O3")
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_resume_as_nvidias_bert_does(amp, level):  # noqa: F811
+def test_resume_as_nvidias_bert_does(amp, level):
     """The model before initialize; then the optimizer twice around lazy init; then the masters by value."""
 
     def fresh(checkpoint=None):
@@ -690,8 +688,8 @@ def test_resume_as_nvidias_bert_does(amp, level):  # noqa: F811
     assert same(weights(resumed), weights(model))
 
 
-def test_a_lazy_init_of_the_scripts_own_is_called_when_asked_for(amp):  # noqa: F811
-    model, optimizer = make(amp, "O2")
+def test_a_lazy_init_of_the_scripts_own_is_called_when_asked_for(amp):
+    _model, optimizer = make(amp, "O2")
     calls = []
     optimizer._lazy_init_maybe_master_weights = lambda: calls.append(1)
     optimizer._amp_lazy_init()
@@ -702,7 +700,7 @@ def test_a_lazy_init_of_the_scripts_own_is_called_when_asked_for(amp):  # noqa: 
     assert calls == [1] and optimizer._amp_stash.lazy_init_called is True
 
 
-def test_masters_written_by_the_script_are_published(amp):  # noqa: F811
+def test_masters_written_by_the_script_are_published(amp):
     """BMUF averages amp.master_params through .data, which no version counter tells."""
     model, optimizer = make(amp, "O2")
     for param in amp.master_params(optimizer):
@@ -712,12 +710,12 @@ def test_masters_written_by_the_script_are_published(amp):  # noqa: F811
     assert model.weight.item() == 3.0
     backward(amp, model, optimizer, 1.0)
     optimizer.step()
-    assert model.weight.item() == 3.0 or model.weight.item() == 2.75
+    assert model.weight.item() == 2.75
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("overflow", [False, True])
-def test_a_scale_loss_of_the_scripts_own_on_the_private_methods(amp, level, overflow):  # noqa: F811
+def test_a_scale_loss_of_the_scripts_own_on_the_private_methods(amp, level, overflow):
     """Prepare, backward, clear, post; the second micro-batch adds up."""
     _amp_state = importlib.import_module("apex.amp._amp_state")._amp_state
     model, optimizer = make(amp, level, loss_scale=4.0)
@@ -739,7 +737,7 @@ def test_a_scale_loss_of_the_scripts_own_on_the_private_methods(amp, level, over
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_gradients_flagged_by_hand_as_scaled_are_unscaled_by_the_step(amp, level):  # noqa: F811
+def test_gradients_flagged_by_hand_as_scaled_are_unscaled_by_the_step(amp, level):
     model, optimizer = make(amp, level, loss_scale=4.0)
     backward(amp, model, optimizer, 1.0, delay_unscale=True)
     stash = optimizer._amp_stash
@@ -752,7 +750,7 @@ def test_gradients_flagged_by_hand_as_scaled_are_unscaled_by_the_step(amp, level
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_models_and_optimizers_survive_copies(amp, level):  # noqa: F811
+def test_models_and_optimizers_survive_copies(amp, level):
     model, optimizer = make(amp, level, loss_scale=4.0)
     for copied, copied_optimizer in (
         copy.deepcopy((model, optimizer)),
@@ -776,7 +774,7 @@ def test_models_and_optimizers_survive_copies(amp, level):  # noqa: F811
         ("O3", torch.float16, False, False, False, 1.0),
     ],
 )
-def test_opt_properties_say_what_apexs_say(amp, level, cast, patch, keep, masters, scale):  # noqa: F811
+def test_opt_properties_say_what_apexs_say(amp, level, cast, patch, keep, masters, scale):
     make(amp, level)
     properties = amp._amp_state.opt_properties
     options = {
@@ -795,14 +793,14 @@ def test_opt_properties_say_what_apexs_say(amp, level, cast, patch, keep, master
     assert amp.frontend.opt_levels[level].brief.startswith(level)
 
 
-def test_opt_properties_show_overrides(amp):  # noqa: F811
+def test_opt_properties_show_overrides(amp):
     make(amp, "O2", keep_batchnorm_fp32="False", loss_scale="128.0")
     properties = amp._amp_state.opt_properties
     assert properties.keep_batchnorm_fp32 is False and properties.loss_scale == 128.0
 
 
-def test_enabled_may_be_written(amp):  # noqa: F811
-    model, optimizer = make(amp, "O2")
+def test_enabled_may_be_written(amp):
+    _model, optimizer = make(amp, "O2")
     amp._amp_state.opt_properties.enabled = False
     loss = torch.ones(())
     with amp.scale_loss(loss, optimizer) as scaled_loss:
@@ -811,7 +809,7 @@ def test_enabled_may_be_written(amp):  # noqa: F811
     assert amp._amp_state.opt_properties.enabled is False
 
 
-def test_properties_by_themselves(amp):  # noqa: F811
+def test_properties_by_themselves(amp):
     properties = amp.frontend.Properties()
     assert properties.enabled is False and properties.loss_scale == 1.0
     properties.opt_level = "O1"
@@ -833,7 +831,7 @@ def mm_dtype():
     return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
 
 
-def test_disable_casts_reaches_into_models(amp):  # noqa: F811
+def test_disable_casts_reaches_into_models(amp):
     """progan's penalty, ONNX export, evaluation "in pure fp32"."""
     model, optimizer = make(amp, "O1")
     inputs = torch.full((1, 1), 1 + 2**-12)
@@ -860,13 +858,13 @@ def test_disable_casts_reaches_into_models(amp):  # noqa: F811
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_disable_casts_is_legal_at_every_level(amp, level):  # noqa: F811
+def test_disable_casts_is_legal_at_every_level(amp, level):
     model, _ = make(amp, level)
     with amp.disable_casts():
         assert model(torch.ones(1, 1)).item() == 1.0
 
 
-def test_decorators_and_registrations(amp):  # noqa: F811
+def test_decorators_and_registrations(amp):
     """DCNv2 and detectron forms: float_function(_C.nms), a static forward, half_function(F.apply)."""
     seen = []
 
@@ -904,7 +902,7 @@ def test_decorators_and_registrations(amp):  # noqa: F811
     assert torch.sigmoid(torch.ones(2).half()).dtype is torch.float32
 
 
-def test_the_op_lists_are_apexs_and_their_edits_act(amp):  # noqa: F811
+def test_the_op_lists_are_apexs_and_their_edits_act(amp):
     half = torch.ones(2).half()
     with pytest.MonkeyPatch.context() as patch:
         lists = importlib.import_module("apex.amp.lists")
@@ -912,15 +910,15 @@ def test_the_op_lists_are_apexs_and_their_edits_act(amp):  # noqa: F811
         patch.setattr(lists.torch_overrides, "FP32_FUNCS", edited)
         make(amp, "O1")
         assert torch.sort(half).values.dtype is torch.float32
-    assert amp._amp_state.handle._training.policy.op_lists == "apex"
-    inside = nn.Module()
-    inside.forward = None
+    assert torch.softmax(half, 0).dtype is torch.float16, "Apex's lists had F.softmax alone"
+    assert F.softmax(half, 0).dtype is torch.float32
+    training.amp.restore()
     handle = amp.init()
-    assert handle._policy.op_lists == "apex"
+    assert torch.softmax(half, 0).dtype is torch.float16
     handle._deactivate()
 
 
-def test_the_handle_of_an_o1_training_deactivates_it(amp):  # noqa: F811
+def test_the_handle_of_an_o1_training_deactivates_it(amp):
     """fairseq's pre_export; the tearDown of Apex's own tests."""
     model, optimizer = make(amp, "O1")
     other = linear([[1.0]])
@@ -940,7 +938,7 @@ def test_the_handle_of_an_o1_training_deactivates_it(amp):  # noqa: F811
     assert other(torch.ones(1, 1)).dtype is torch.float16 and model(torch.ones(1, 1)).dtype is torch.float32
 
 
-def test_is_active_of_the_handle_may_be_written(amp):  # noqa: F811
+def test_is_active_of_the_handle_may_be_written(amp):
     model, _ = make(amp, "O1")
     amp._amp_state.handle._is_active = False
     assert mm_dtype() is torch.float32 and model(torch.ones(1, 1)).dtype is torch.float32
@@ -948,7 +946,7 @@ def test_is_active_of_the_handle_may_be_written(amp):  # noqa: F811
     assert mm_dtype() is torch.float16 and model(torch.ones(1, 1)).dtype is torch.float16
 
 
-def test_no_casts_inside_of_the_optimizers_step(amp):  # noqa: F811
+def test_no_casts_inside_of_the_optimizers_step(amp):
     """Apex disables them there: Muon, Shampoo and K-FAC multiply matrices."""
 
     class Shampoo(torch.optim.SGD):
@@ -981,7 +979,7 @@ def test_no_casts_inside_of_the_optimizers_step(amp):  # noqa: F811
 # --- the API before initialize ---------------------------------------------------------------------------------------
 
 
-def test_init_casts_and_deactivate_undoes_it(amp):  # noqa: F811
+def test_init_casts_and_deactivate_undoes_it(amp):
     handle = amp.init(enabled=True)
     assert amp._amp_state.handle is handle and handle.is_active()
     assert mm_dtype() is torch.float16 and torch.exp(torch.ones(1).half()).dtype is torch.float32
@@ -994,7 +992,7 @@ def test_init_casts_and_deactivate_undoes_it(amp):  # noqa: F811
     handle._deactivate()
 
 
-def test_init_disabled_does_nothing(amp):  # noqa: F811
+def test_init_disabled_does_nothing(amp):
     handle = amp.init(enabled=False)
     assert not handle.is_active() and mm_dtype() is torch.float32
     model = linear([[1.0]])
@@ -1012,7 +1010,7 @@ def test_init_disabled_does_nothing(amp):  # noqa: F811
 
 
 @pytest.mark.parametrize("overflow", [None, 0, 1])
-def test_a_wrapped_optimizer_scales_each_of_its_losses(amp, overflow):  # noqa: F811
+def test_a_wrapped_optimizer_scales_each_of_its_losses(amp, overflow):
     model = linear([[1.0]])
     handle = amp.init(loss_scale=4.0)
     optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.25), num_loss=2)
@@ -1030,17 +1028,16 @@ def test_a_wrapped_optimizer_scales_each_of_its_losses(amp, overflow):  # noqa: 
     assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.25
 
 
-def test_more_losses_than_announced_are_refused(amp):  # noqa: F811
+def test_more_losses_than_announced_are_refused(amp):
     model = linear([[1.0]])
     optimizer = amp.init().wrap_optimizer(SGD(model.parameters()))
     with optimizer.scale_loss(model(torch.ones(1, 1)).sum() / 8) as scaled_loss:
         scaled_loss.backward()
-    with pytest.raises(RuntimeError, match="num_loss=2"):
-        with optimizer.scale_loss(model(torch.ones(1, 1)).sum()):
-            pass
+    with pytest.raises(RuntimeError, match="num_loss=2"), optimizer.scale_loss(model(torch.ones(1, 1)).sum()):
+        pass
 
 
-def test_the_handles_own_scale_loss(amp):  # noqa: F811
+def test_the_handles_own_scale_loss(amp):
     model = linear([[1.0]])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     handle = amp.init(loss_scale=8.0)
@@ -1057,7 +1054,7 @@ def test_the_handles_own_scale_loss(amp):  # noqa: F811
         assert scaled_loss is loss
 
 
-def test_restore_undoes_the_old_api_too(amp):  # noqa: F811
+def test_restore_undoes_the_old_api_too(amp):
     model = linear([[1.0]])
     optimizer = SGD(model.parameters())
     plain = type(optimizer)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-import training
-from apexed import LEVELS, amp  # noqa: F401  a fixture
+from apexed import LEVELS, apex_amp  # noqa: F401  the fixture `amp`
 from conftest import DEVICES
 from torch import nn
 from training import ADAM, SGD, convnet, images, linear, same, weights
@@ -24,12 +21,12 @@ def micro_step(amp, model, optimizer, number=0, factor=1.0, **kwargs):
     return loss.item()
 
 
-def test_a_state_dict_is_a_name_of_the_module(amp):  # noqa: F811
+def test_a_state_dict_is_a_name_of_the_module(amp):
     """timm's ApexScaler looks into the module's own dict."""
     assert {"state_dict", "load_state_dict", "scale_loss", "initialize", "master_params"} <= amp.__dict__.keys()
 
 
-def test_b_load_state_dict_takes_no_other_arguments(amp):  # noqa: F811
+def test_b_load_state_dict_takes_no_other_arguments(amp):
     """swav's restart_from_checkpoint tries strict=False on everything and falls back on a TypeError."""
     model = linear([[1.0]])
     amp.initialize(model, SGD(model.parameters()), opt_level="O1")
@@ -43,7 +40,7 @@ def test_b_load_state_dict_takes_no_other_arguments(amp):  # noqa: F811
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_c_scale_loss_is_looked_up_on_the_module_and_the_stash_is_probed(amp, level):  # noqa: F811
+def test_c_scale_loss_is_looked_up_on_the_module_and_the_stash_is_probed(amp, level):
     """pytorch-lr-finder and its test."""
     model = linear([[1.0]])
     optimizer = SGD(model.parameters())
@@ -60,7 +57,7 @@ def test_c_scale_loss_is_looked_up_on_the_module_and_the_stash_is_probed(amp, le
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", [SGD, ADAM])
-def test_d_zero_grad_and_step_before_any_backward_change_nothing(amp, level, kind):  # noqa: F811
+def test_d_zero_grad_and_step_before_any_backward_change_nothing(amp, level, kind):
     """UNITER, ClipBERT, ALPRO: a hack for delay_unscale."""
     model = convnet()
     model, optimizer = amp.initialize(model, kind(model.parameters()), enabled=True, opt_level=level)
@@ -75,25 +72,23 @@ def test_d_zero_grad_and_step_before_any_backward_change_nothing(amp, level, kin
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_e_a_script_that_keeps_its_own_name_for_the_model_trains_it(amp, level):  # noqa: F811
+def test_e_a_script_that_keeps_its_own_name_for_the_model_trains_it(amp, level):
     """UNet3plus."""
     net = convnet()
     optimizer = ADAM(net.parameters())
     amp.initialize(net, optimizer, opt_level=level)
-    losses = [micro_step(amp, net, optimizer) for _ in range(10) if optimizer.zero_grad() is None]
-    assert math.isfinite(losses[-1])
-    before = weights(net)
-    for _ in range(5):
+    losses = []
+    for _ in range(10):
         optimizer.zero_grad()
-        micro_step(amp, net, optimizer)
+        losses.append(micro_step(amp, net, optimizer))
         optimizer.step()
-    assert not same(weights(net), before)
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("overflow", [False, True])
 @pytest.mark.parametrize("clear", ["model.zero_grad", "param.grad = None"])
-def test_f_gradients_never_pile_up_where_only_the_models_are_cleared(amp, level, overflow, clear):  # noqa: F811
+def test_f_gradients_never_pile_up_where_only_the_models_are_cleared(amp, level, overflow, clear):
     """tacotron2, Transformer-XL, dcgan; after a step and after a skipped one."""
     model = linear([[1.0]])
     model, optimizer = amp.initialize(
@@ -117,7 +112,7 @@ def test_f_gradients_never_pile_up_where_only_the_models_are_cleared(amp, level,
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_g_micro_batches_accumulate_without_delay_unscale_clipped_each_time(amp, level):  # noqa: F811
+def test_g_micro_batches_accumulate_without_delay_unscale_clipped_each_time(amp, level):
     """conv-ai (clips the masters every micro-step), MS-G3D, MiB."""
     model = linear([[1.0, 1.0]])
     model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.125), opt_level=level)
@@ -135,7 +130,7 @@ def test_g_micro_batches_accumulate_without_delay_unscale_clipped_each_time(amp,
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_h_gradients_removed_between_scale_loss_and_step_are_not_applied(amp, level):  # noqa: F811
+def test_h_gradients_removed_between_scale_loss_and_step_are_not_applied(amp, level):
     """swav freezes its prototypes so: p.grad = None where the model has the gradients. With masters they have them."""
     model = nn.Sequential(linear([[1.0]]), linear([[1.0]]))
     model, optimizer = amp.initialize(
@@ -151,7 +146,7 @@ def test_h_gradients_removed_between_scale_loss_and_step_are_not_applied(amp, le
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_h_an_edit_of_the_models_gradients_after_scale_loss_acts_where_they_are_the_optimizers(amp, level):  # noqa: F811
+def test_h_an_edit_of_the_models_gradients_after_scale_loss_acts_where_they_are_the_optimizers(amp, level):
     """hysts divides param.grad.data after the unscale; at O2 the masters have their own, and the division no effect."""
     model = linear([[1.0]])
     model, optimizer = amp.initialize(
@@ -172,7 +167,7 @@ def test_h_an_edit_of_the_models_gradients_after_scale_loss_acts_where_they_are_
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_i_the_norm_of_the_masters_is_nan_or_inf_after_an_overflow(amp, level):  # noqa: F811
+def test_i_the_norm_of_the_masters_is_nan_or_inf_after_an_overflow(amp, level):
     """tacotron2: is_overflow = math.isnan(grad_norm)."""
     model = linear([[1.0, 1.0]])
     model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, loss_scale="dynamic")
@@ -187,7 +182,7 @@ def test_i_the_norm_of_the_masters_is_nan_or_inf_after_an_overflow(amp, level): 
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_j_an_ema_of_state_dicts_moves_and_initialize_may_be_called_twice(amp, level):  # noqa: F811
+def test_j_an_ema_of_state_dicts_moves_and_initialize_may_be_called_twice(amp, level):
     """CMC: moment_update over two models, a second initialize on load; stylegan2 too."""
     model, ema = linear([[1.0]]), linear([[1.0]])
     model, optimizer = amp.initialize(
@@ -210,7 +205,7 @@ def test_j_an_ema_of_state_dicts_moves_and_initialize_may_be_called_twice(amp, l
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_k_losses_may_be_skipped_and_the_training_initialized_again_after_growing(amp, level):  # noqa: F811
+def test_k_losses_may_be_skipped_and_the_training_initialized_again_after_growing(amp, level):
     """progan, DeepPrivacy: some loss_ids stay unused, a scaler of the script's own, initialize for the grown nets."""
     wgan_gp_scaler = amp.scaler.LossScaler(1 if level == "O0" else 2**14)
     wgan_gp_scaler._loss_scale /= 2
@@ -219,8 +214,8 @@ def test_k_losses_may_be_skipped_and_the_training_initialized_again_after_growin
     discriminator, generator = nn.Sequential(linear([[1.0]])), linear([[1.0]])
     for stage in range(2):
         optimizers = [torch.optim.SGD(net.parameters(), lr=0.0625) for net in (discriminator, generator)]
-        losses = [None, lambda: discriminator(torch.ones(1, 1)).sum() / 8, None]
-        [discriminator, generator], [opt_d, opt_g] = amp.initialize(
+        losses = [None, discriminator, None]
+        [discriminator, generator], [opt_d, _opt_g] = amp.initialize(
             [discriminator, generator],
             optimizers,
             opt_level=level,
@@ -232,9 +227,9 @@ def test_k_losses_may_be_skipped_and_the_training_initialized_again_after_growin
         before = weights(discriminator)
         for _ in range(3):
             for loss_id, loss in enumerate(losses):
-                if loss is not None:
+                if loss is not None:  # its model
                     opt_d.zero_grad()
-                    with amp.scale_loss(loss(), opt_d, loss_id) as scaled_loss:
+                    with amp.scale_loss(loss(torch.ones(1, 1)).sum() / 8, opt_d, loss_id) as scaled_loss:
                         scaled_loss.backward()
                     opt_d.step()
         assert not same(weights(discriminator), before) and generator.weight.item() == 1.0
@@ -245,7 +240,7 @@ def test_k_losses_may_be_skipped_and_the_training_initialized_again_after_growin
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_l_a_scheduler_built_before_initialize_and_a_bool_verbosity(amp, level):  # noqa: F811
+def test_l_a_scheduler_built_before_initialize_and_a_bool_verbosity(amp, level):
     """srvp."""
     model = linear([[1.0]])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -261,7 +256,7 @@ def test_l_a_scheduler_built_before_initialize_and_a_bool_verbosity(amp, level):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_nothing_of_this_needs_a_gpu(amp, device):  # noqa: F811
+def test_nothing_of_this_needs_a_gpu(amp, device):
     """Apex refused models on a CPU."""
     model = convnet(device=device)
     model, optimizer = amp.initialize(model, ADAM(model.parameters()), opt_level="O2")
@@ -273,7 +268,7 @@ def test_nothing_of_this_needs_a_gpu(amp, device):  # noqa: F811
     assert losses[-1] < losses[0]
 
 
-def test_the_amp_module_works_as_a_state_object(amp):  # noqa: F811
+def test_the_amp_module_works_as_a_state_object(amp):
     """swav: restart_from_checkpoint(..., amp=apex.amp) for every name that the checkpoint has."""
     model = convnet()
     model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O1")
@@ -286,5 +281,3 @@ def test_the_amp_module_works_as_a_state_object(amp):  # noqa: F811
         except TypeError:
             thing.load_state_dict(checkpoint[name])
     assert amp._amp_state.loss_scalers[0]._loss_scale == 2.0**10
-    assert functools.reduce(getattr, ("state_dict",), amp)() == checkpoint["amp"]
-    assert isinstance(SimpleNamespace(amp=amp).amp.state_dict(), dict)
