@@ -12,6 +12,7 @@ import torch
 import training
 from apexed import LEVELS, apex_amp  # noqa: F401  the fixture `amp`
 from conftest import DEVICES
+from test_syncs import Syncs
 from torch import nn
 from torch.nn import functional as F
 from training import ADAM, SGD, convnet, images, linear, same, weights
@@ -223,9 +224,9 @@ def test_disabled_leaves_everything_as_it_is(amp):
 
 def test_an_optimizer_that_nobody_initialized_is_named(amp):
     make(amp, "O1")
-    with pytest.raises(RuntimeError, match=r"never went through initialize"):
-        with amp.scale_loss(torch.ones(()), SGD(linear([[1.0]]).parameters())):
-            pass
+    unseen = SGD(linear([[1.0]]).parameters())
+    with pytest.raises(RuntimeError, match=r"never went through initialize"), amp.scale_loss(torch.ones(()), unseen):
+        pass
 
 
 def test_a_second_training_that_is_disabled_leaves_the_first_one_on(amp):
@@ -592,6 +593,31 @@ def test_scalers_survive_copies(amp):
         assert (other._loss_scale, scaler._loss_scale) == (4.0, 8.0)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_private_names_cost_no_wait_for_the_device(amp, level, device):
+    """One in the step, as without them."""
+    model = convnet(device=device)
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
+    train(amp, model, optimizer, 2)
+    inputs, targets = images(0, device)
+    syncs = Syncs(device)
+    for delayed in (False, True):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        with syncs.counting():
+            context = amp.scale_loss(loss, optimizer, delay_overflow_check=delayed)
+            scaled_loss = context.__enter__()
+        assert syncs.count == 0
+        scaled_loss.backward()
+        with syncs.counting():
+            context.__exit__(None, None, None)
+        assert syncs.count == 0
+        with syncs.counting():
+            optimizer.step()
+        assert syncs.count == 1
+
+
 # --- state dict ------------------------------------------------------------------------------------------------------
 
 
@@ -708,9 +734,9 @@ def test_masters_written_by_the_script_are_published(amp):
     if hasattr(optimizer, "_master_params_to_model_params"):
         optimizer._master_params_to_model_params()
     assert model.weight.item() == 3.0
-    backward(amp, model, optimizer, 1.0)
+    backward(amp, model, optimizer, 0.5)
     optimizer.step()
-    assert model.weight.item() == 2.75
+    assert model.weight.item() == 2.875
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -47,9 +47,9 @@ def test_c_scale_loss_is_looked_up_on_the_module_and_the_stash_is_probed(amp, le
     assert not hasattr(optimizer, "_amp_stash")
     model, optimizer = amp.initialize(model, optimizer, opt_level=level)
     assert hasattr(optimizer, "_amp_stash")
-    with mock.patch.object(amp, "scale_loss", wraps=amp.scale_loss) as spy:
-        with amp.scale_loss(model(torch.ones(1, 1)).sum() / 8, optimizer) as scaled_loss:
-            scaled_loss.backward()
+    loss = model(torch.ones(1, 1)).sum() / 8
+    with mock.patch.object(amp, "scale_loss", wraps=amp.scale_loss) as spy, amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
     spy.assert_called_once()
     optimizer.step()
     assert model.weight.item() < 1.0
