@@ -424,6 +424,7 @@ APEX: dict[str, dict[str, tuple[str, ...]]] = {
             "__sub__",
             "__truediv__",
         ),
+        "match_self": ("addr_",),  # of mixed types its backward fails; other arithmetic in place is torch's as in Apex
         "in_place_fp32": (*_APEX_IN_PLACE, "cumprod_", "cumsum_", "erfinv_", "pow_", "renorm_"),
     },
 }

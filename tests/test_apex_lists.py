@@ -53,7 +53,10 @@ KINDS: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype]] = {
 POINTWISE = "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan"
 ARITHMETIC = "add mul div __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __div__"
 AUGMENTED = "__iadd__ __isub__ __imul__ __itruediv__ __idiv__"
-COMPARISONS = "eq equal ge gt le lt ne __eq__ __ge__ __gt__ __le__ __lt__ __ne__"
+COMPARISONS = {
+    "torch": "eq equal ge gt le lt ne",
+    "torch.Tensor": "eq equal ge gt le lt ne __eq__ __ge__ __gt__ __le__ __lt__ __ne__",
+}
 CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"
 BLAS = "addmm addmv addr matmul mm mv addbmm baddbmm bmm prelu"
 REDUCTIONS = "cumprod cumsum dist norm prod std sum var renorm pow"
@@ -98,7 +101,7 @@ ROWS = [
 ]
 
 # Arguments of what test_oplists.py has none for.
-TWO = {*ARITHMETIC.split(), *AUGMENTED.split(), *COMPARISONS.split(), "add_", "mul_", "div_"}
+TWO = {*ARITHMETIC.split(), *AUGMENTED.split(), *COMPARISONS["torch.Tensor"].split(), "add_", "mul_", "div_"}
 
 
 def arguments(owner: str, name: str, dtypes: list[torch.dtype], device: str) -> tuple[list[Any], dict[str, Any]]:
@@ -133,8 +136,8 @@ def test_types_forward_and_backward(owner: str, name: str, expected: tuple[torch
         floating = [tensor for tensor in flat(args) if tensor.dtype in (HALF, FULL)]
         if len(given) > len(floating):
             continue  # one tensor: nothing to mix
-        # A norm's statistics take no gradient. (They stand before its weights in F, behind them in torch.)
-        leaves = floating[:1] if name in ("batch_norm", "instance_norm") else floating
+        # Statistics and targets take no gradient.
+        leaves = floating[:1] if name in ("batch_norm", "instance_norm", "soft_margin_loss") else floating
         for leaf in leaves:
             leaf.requires_grad_()
         if owner == "torch.Tensor":
@@ -157,7 +160,7 @@ def test_the_variant_holds_only_differences_each_of_them_tested() -> None:
                 assert f"{owner}.{name}" in OPTIONAL or callable(original(getattr(resolve(owner), name)))
     told = {(owner, name) for owner, kinds in TABLE.items() for names in kinds.values() for name in names.split()}
     told |= {("torch.functional", name) for name in ("einsum", "chain_matmul")}  # torch's own, again
-    told |= {(owner, name) for owner in ("torch", "torch.Tensor") for name in COMPARISONS.split()}
+    told |= {(owner, name) for owner, names in COMPARISONS.items() for name in names.split()}
     told |= {(owner, name) for owner, names in REFUSED.items() for name in names.split()}
     assert {(owner, name) for owner, rules in APEX.items() for names in rules.values() for name in names} <= told
 
@@ -186,7 +189,9 @@ def test_a_tensor_without_dimensions_widens_as_any_other(low: torch.dtype, devic
         assert (x * 2.0).dtype is low and (1 - x).dtype is low and (x + 1).dtype is low, "a number is no tensor"
 
 
-@pytest.mark.parametrize(("owner", "name"), [(o, n) for o in ("torch", "torch.Tensor") for n in COMPARISONS.split()])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(owner, name) for owner in COMPARISONS for name in COMPARISONS[owner].split()]
+)
 def test_comparisons_compare_in_fp32(owner: str, name: str) -> None:
     # 2049 rounds to 2048 in FP16.
     low, full = torch.tensor([2048.0], dtype=HALF), torch.tensor(2049.0)
@@ -201,7 +206,7 @@ def test_low_precision_with_fp64_is_refused_and_fp32_with_fp64_is_not(owner: str
     for low in (HALF, BF16):
         for given in ([low, DOUBLE], [DOUBLE, low]):
             args, kwargs = arguments(owner, name, given, "cpu")
-            with inside, pytest.raises(NotImplementedError, match=f"{name}: got tensors of {low} and torch.float64"):
+            with inside, pytest.raises(NotImplementedError, match=f"got tensors of {low} and torch.float64"):
                 run(owner, name, args, kwargs)
             with casts.region(NATIVE):
                 run(owner, name, args, kwargs)
@@ -534,7 +539,7 @@ def test_the_lists_name_what_apex_named(owner: str) -> None:
     assert set(TABLE[owner]["float"].split()) <= set(module.FP32_FUNCS)
     if owner != "torch.nn.functional":
         named = {*module.CASTS, *lists.torch_overrides.SEQUENCE_CASTS, *module.FP32_FUNCS}
-        assert {*"add mul div addcmul addcdiv atan2 cross dot".split(), *COMPARISONS.split()[:7]} <= named
+        assert {"add", "mul", "div", "addcmul", "addcdiv", "atan2", "cross", "dot", "eq", "ne", "equal"} <= named
 
 
 def test_banned_functions_come_with_advice() -> None:
