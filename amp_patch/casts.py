@@ -197,7 +197,7 @@ def install(op_lists: str = "torch") -> None:
         patches = _patches or Patches()
         torchs, apexs = rules_by_name("torch"), rules_by_name("apex")
         try:
-            for address, name in apexs if op_lists == "apex" else torchs:
+            for address, name in rules_by_name(op_lists):
                 if _patches is not None and (address, name) in torchs:
                     continue
                 owner = _resolve(address)
@@ -366,7 +366,7 @@ def register_promote_function(module: Any, name: str) -> None:
 
 
 def leave_alone(module: Any, name: str) -> None:
-    """As `register_half_function`, with no rule: calls of `module.name` are not cast, and nothing in them is refused."""
+    """As `register_half_function`, with no rule: calls of `module.name` are not cast, and nothing is refused."""
     _register(module, name, "none", "leave_alone")
 
 

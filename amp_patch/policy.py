@@ -10,7 +10,6 @@ import torch
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 CPU_FP16 = ("auto", "emulate", "native")
-OP_LISTS = ("torch", "apex")
 
 # A scale and its FP32 inverse must both be normal numbers: gradients are multiplied by the inverse.
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126

@@ -33,12 +33,13 @@ def register_edits() -> None:
 
 
 def _register_edits(module: ModuleType) -> None:
-    made = {kind: set(names(module.ADDRESS, kind)) for kind in KINDS}
-    edited = {kind: {_name(entry) for entry in getattr(module, kind, ())} for kind in KINDS}
-    for kind, register in _REGISTER.items():
+    kinds = [kind for kind in KINDS if hasattr(module, kind)]
+    made = {kind: set(names(module.ADDRESS, kind)) for kind in kinds}
+    edited = {kind: {_name(entry) for entry in getattr(module, kind)} for kind in kinds}
+    for kind in _REGISTER.keys() & kinds:
         for name in sorted(edited[kind] - made[kind]):
             if hasattr(module.MODULE, name):
-                register(module.MODULE, name)
+                _REGISTER[kind](module.MODULE, name)
     for name in sorted(set().union(*made.values()) - set().union(*edited.values())):
         if hasattr(module.MODULE, name):
             casts.leave_alone(module.MODULE, name)
