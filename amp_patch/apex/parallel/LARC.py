@@ -26,8 +26,8 @@ class LARC(torch.optim.Optimizer):
     You et al. 2017, arXiv:1708.03888. Gradients are changed in place; norms are FP32; no sync with the device. Where a
     gradient is 0 and the parameter is not, the parameter stays as it is, without weight decay, as in Apex.
 
-    It is an Optimizer to schedulers; `state`, `param_groups` and whatever it lacks are the inner one's. Under amp it may
-    be made before or after `initialize`: it acts on unscaled FP32 gradients, and not at all in a step that is skipped.
+    It is an Optimizer to schedulers; `state`, `param_groups` and whatever it lacks are the inner one's. Under amp it
+    may be made before or after `initialize`: it acts on unscaled FP32 gradients, and not at all in a skipped step.
 
     Args:
         optimizer: the optimizer to wrap, also as the attribute `optim`.

@@ -195,3 +195,6 @@ def _reduce(how: _Sending, bucket: distributed.GradBucket) -> Future[Tensor]:
         return flat.copy_(total)
 
     return work.get_future().then(finish)
+
+
+_reduce.__annotations__.clear()  # torch compares them with its types, and would find them as text

@@ -11,8 +11,13 @@ from torch.nn import functional as F
 __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group"]
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
-    """torch's SyncBatchNorm with Apex's arguments; on the CPU too, which torch's refuses.
+_BatchNorm = nn.modules.batchnorm._BatchNorm
+
+
+class SyncBatchNorm(_BatchNorm):
+    """What torch's SyncBatchNorm computes, with Apex's arguments; on the CPU too, which torch's refuses.
+
+    As in Apex it is no `torch.nn.SyncBatchNorm`: torch's DistributedDataParallel refuses those on the CPU.
 
     The result has the input's type; statistics are FP32. In a process alone, and in eval mode, it is a batch norm.
 
@@ -33,7 +38,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_group = process_group
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
 
@@ -42,17 +48,21 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         swap = self.channel_last and input.dim() > 2
         channels_second = input.movedim(-1, 1) if swap else input
         if input.device.type != "cpu":
-            output = super().forward(channels_second)
+            output = nn.SyncBatchNorm.forward(self, channels_second)  # type: ignore[arg-type]
         elif self.training and self._world_size() > 1:
             output = self._synchronised(channels_second)
         else:
-            output = nn.modules.batchnorm._BatchNorm.forward(self, channels_second)
+            output = super().forward(channels_second)
         output = output.to(input.dtype)
         if swap:
             output = output.movedim(1, -1)
         if z is not None:
             output = output + z
         return F.relu(output) if self.fuse_relu else output
+
+    # What torch's forward asks of its `self`.
+    _check_input_dim: Any = nn.SyncBatchNorm._check_input_dim
+    _check_non_zero_input_channels: Any = nn.SyncBatchNorm._check_non_zero_input_channels
 
     def _world_size(self) -> int:
         if not (distributed.is_available() and distributed.is_initialized()):
@@ -116,7 +126,7 @@ def _convert(module: nn.Module, process_group: Any, channel_last: bool, made: di
     if id(module) in made:  # in two places
         return made[id(module)]
     result = made[id(module)] = module
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+    if isinstance(module, _BatchNorm):
         result = made[id(module)] = SyncBatchNorm(
             module.num_features,
             module.eps,
