@@ -1,4 +1,4 @@
-"""A process that has imported torch once, and forks a child for each job: a job starts in milliseconds, not seconds.
+"""A process that has imported torch and scikit-learn once, and forks a child for each job: a job starts in milliseconds, not seconds.
 
 The child is as good as new: nothing of amp_patch or of CUDA is in the process that it is a copy of.
 """
@@ -47,6 +47,7 @@ class Forks:
 
 
 def _serve() -> None:
+    import sklearn.datasets  # noqa: F401
     import torch
 
     torch.set_num_threads(1)

@@ -46,7 +46,7 @@ def parse_arguments():
     parser.add_argument("--resume_from_checkpoint", type=str, default=None)
     parser.add_argument("--output", type=str, default=None, help="where the checkpoint goes")
     parser.add_argument("--log_freq", type=int, default=10)
-    parser.add_argument("--log", type=str, default="", help="where the losses go, one line of JSON")
+    parser.add_argument("--curve", type=str, default="", help="where the losses go, one line of JSON")
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)))
     args = parser.parse_args()
     if args.train_batch_size % args.gradient_accumulation_steps:
@@ -285,9 +285,9 @@ def main():
             }
             torch.save(state, args.output)
         print(json.dumps({"opt_level": args.opt_level, "loss": losses[-1], "skipped": skipped_steps}))
-        if args.log:
+        if args.curve:
             result = {"opt_level": args.opt_level, "losses": losses, "norms": norms, "skipped": skipped_steps}
-            with open(args.log, "w") as f:
+            with open(args.curve, "w") as f:
                 f.write(json.dumps(result) + "\n")
 
 

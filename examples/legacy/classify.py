@@ -43,7 +43,7 @@ def parse():
     parser.add_argument("--opt-level", type=str, default="O1")
     parser.add_argument("--keep-batchnorm-fp32", type=str, default=None)
     parser.add_argument("--loss-scale", type=str, default=None)
-    parser.add_argument("--log", default="", type=str, metavar="PATH", help="the losses, one line of JSON")
+    parser.add_argument("--curve", default="", type=str, metavar="PATH", help="the losses, one line of JSON")
     return parser.parse_args()
 
 
@@ -157,8 +157,8 @@ def main():
     if args.local_rank == 0:
         result = {"opt_level": args.opt_level, "losses": curve, "prec1": prec1}
         print(json.dumps({"opt_level": args.opt_level, "loss": curve[-1], "prec1": prec1}))
-        if args.log:
-            with open(args.log, "w") as f:
+        if args.curve:
+            with open(args.curve, "w") as f:
                 f.write(json.dumps(result) + "\n")
 
 

@@ -30,7 +30,7 @@ parser.add_argument("--lr", type=float, default=0.001, help="learning rate")
 parser.add_argument("--beta1", type=float, default=0.5, help="beta1 for adam")
 parser.add_argument("--seed", type=int, default=0, help="manual seed")
 parser.add_argument("--opt-level", default="O1", help="amp opt_level, default='O1'")
-parser.add_argument("--log", default="", help="where the losses go, one line of JSON")
+parser.add_argument("--curve", default="", help="where the losses go, one line of JSON")
 opt = parser.parse_args()
 print(opt)
 
@@ -150,6 +150,6 @@ while iteration < opt.steps:
             )
 
 print(json.dumps({"opt_level": opt.opt_level, "loss": losses[-1], "loss_G": losses_G[-1]}))
-if opt.log:
-    with open(opt.log, "w") as f:
+if opt.curve:
+    with open(opt.curve, "w") as f:
         f.write(json.dumps({"opt_level": opt.opt_level, "losses": losses, "losses_G": losses_G}) + "\n")

@@ -30,7 +30,7 @@ parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--log-interval", type=int, default=20, metavar="N")
 parser.add_argument("--opt-level", type=str, default="O2")
 parser.add_argument("--init-loss-scale", type=float, default=0.0, help="0: Amp's own")
-parser.add_argument("--log", type=str, default="", help="where the losses go, one line of JSON")
+parser.add_argument("--curve", type=str, default="", help="where the losses go, one line of JSON")
 args = parser.parse_args()
 
 torch.manual_seed(args.seed)
@@ -122,7 +122,7 @@ for batch in range(args.steps):
         total_loss = 0.0
 
 print(json.dumps({"opt_level": args.opt_level, "loss": losses[-1], "overflows": overflows}))
-if args.log:
-    with open(args.log, "w") as f:
+if args.curve:
+    with open(args.curve, "w") as f:
         result = {"opt_level": args.opt_level, "losses": losses, "norms": norms, "overflows": overflows}
         f.write(json.dumps(dict(result, amp=amp.state_dict())) + "\n")

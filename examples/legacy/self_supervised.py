@@ -35,7 +35,7 @@ parser.add_argument("--syncbn_process_group_size", default=0, type=int, help="0:
 parser.add_argument("--opt-level", default="O1", type=str)
 parser.add_argument("--seed", default=0, type=int)
 parser.add_argument("--dump_checkpoint", default="", type=str, help="read where it exists, written in the end")
-parser.add_argument("--log", default="", type=str, help="where the losses go, one line of JSON")
+parser.add_argument("--curve", default="", type=str, help="where the losses go, one line of JSON")
 
 
 class Net(nn.Module):
@@ -113,8 +113,8 @@ def main():
             }
             torch.save(save_dict, args.dump_checkpoint)
         print(json.dumps({"opt_level": args.opt_level, "loss": losses[-1]}))
-        if args.log:
-            with open(args.log, "w") as f:
+        if args.curve:
+            with open(args.curve, "w") as f:
                 f.write(json.dumps({"opt_level": args.opt_level, "losses": losses}) + "\n")
     if args.world_size > 1:
         dist.destroy_process_group()
