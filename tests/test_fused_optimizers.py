@@ -146,7 +146,9 @@ def test_low_precision_parameters_are_stepped_in_fp32_and_rounded_once(make, fla
     twins = [nn.Parameter(p.detach().float()) for p in params]
     for p, twin in zip(params, twins, strict=True):
         twin.grad = p.grad.float()
+    versions = [p.grad._version for p in params]
     optimizer.step()
+    assert [p.grad._version for p in params] == versions  # gradients are only read
     make(twins, **flags).step()
     for p, twin in zip(params, twins, strict=True):
         assert torch.equal(p, twin.to(dtype)) and p.dtype is dtype
@@ -354,6 +356,8 @@ def test_a_parameter_that_joins_later_steps_as_if_it_were_alone(make):
     flags = required(make) | ({"max_grad_norm": None} if make is FusedLAMB else {})
     if make not in (FusedSGD, FusedAdagrad):
         flags["bias_correction"] = False
+    if make is FusedSGD:
+        flags["dampening"] = 0.5  # not of a buffer's first value
     both, alone = parameters(shapes=[(3,), (4,)]), parameters(shapes=[(3,), (4,)])[1:]
     optimizer = make(both, **flags)
     run(optimizer, both[:1], [7, 8])
@@ -572,6 +576,18 @@ def test_a_capturable_adam_keeps_its_numbers_on_the_device(device):
     assert isinstance(group["lr"], torch.Tensor) and group["lr"].device.type == device
     assert group["step"].dtype is torch.int32 and group["step"].item() == 3
     assert max(map(relative, params, twins)) <= 1e-6
+    saved = copy.deepcopy(twin.state_dict())  # its numbers are on the host
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"].device.type == optimizer.param_groups[0]["step"].device.type == device
+    with torch.no_grad():
+        torch._foreach_copy_(params, twins)
+    run(optimizer, params)
+    run(twin, twins)
+    assert max(map(relative, params, twins)) <= 1e-6
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # and the other way
+    twin.param_groups[0]["lr"] = 0.01
+    run(twin, twins)
+    assert twin.param_groups[0]["step"] == 9  # three times three
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -581,6 +597,7 @@ def test_a_capturable_adam_skips_on_the_device_under_torch_s_scaler(device):
     scaler = torch.amp.GradScaler(device, init_scale=4.0)
     twins = parameters(device=device, shapes=[(3,), (4,)])
     twin = FusedAdam(twins, lr=0.01)
+    optimizer.add_param_group({"params": parameters(device=device, shapes=[(2,)])})  # without gradients
     for step, bad in enumerate([False, True, False]):
         scaler.scale(torch.ones((), device=device))
         give_gradients(params, step)
@@ -705,6 +722,21 @@ def test_resume_at_o2_is_bit_exact(make):
     amp.load_state_dict(saved[2])
     training.train(resumed, twin, range(3, 6))
     assert training.same(training.weights(model), training.weights(resumed))
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v))], ids=["deepcopy", "pickle"]
+)
+@every
+def test_a_copy_under_amp_trains_on_alike(make, duplicate):
+    model = training.convnet()
+    optimizer = make(model.parameters(), **UNDER_AMP[make])
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    training.train(model, optimizer, 2)
+    twin, twins_optimizer = duplicate((model, optimizer))
+    training.train(model, optimizer, range(2, 4))
+    training.train(twin, twins_optimizer, range(2, 4))
+    assert training.same(training.weights(model), training.weights(twin))
 
 
 @every

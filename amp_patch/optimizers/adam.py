@@ -98,8 +98,9 @@ class FusedAdam(FusedOptimizer):
 
     State: `exp_avg`, `exp_avg_sq` (FP32); the count of steps is the group's, `group["step"]`, as in Apex.
 
-    Differs from torch.optim.AdamW in that count, and in the rounding of the weight decay (`decay` says how); from Apex's in that betas are not rounded to FP32
-    before 1 is taken from them, and that `master_weights` needs no `capturable`.
+    Differs from torch.optim.AdamW in that count, and in the rounding of the weight decay (`decay` says how); from
+    Apex's in that betas are not rounded to FP32 before 1 is taken from them, and that `master_weights` needs no
+    `capturable`.
     """
 
     _settings = (*FusedOptimizer._settings, "adam_w_mode", "capturable", "master_weights")
@@ -140,10 +141,15 @@ class FusedAdam(FusedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """torch's."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        self._to_device(self.param_groups[-1])
+
+    def _to_device(self, group: Group) -> None:
+        """Make the learning rate and the count of steps tensors beside the parameters, if `capturable`."""
         if self.capturable and group["params"]:
-            lr = torch.as_tensor(group["lr"], dtype=torch.float32)
-            group["lr"] = lr.detach().to(group["params"][0].device, copy=True)
+            device = group["params"][0].device
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).detach().to(device, copy=True)
+            if "step" in group:
+                group["step"] = torch.as_tensor(group["step"], dtype=torch.int32).reshape(1).to(device, copy=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch's; a state of torch.optim.Adam or AdamW, which counts per parameter, is continued too."""
@@ -152,6 +158,7 @@ class FusedAdam(FusedOptimizer):
             steps = [self.state[p]["step"] for p in group["params"] if "step" in self.state.get(p, ())]
             if "step" not in group and steps:
                 group["step"] = int(max(steps))
+            self._to_device(group)
 
     def step(
         self,
@@ -173,6 +180,8 @@ class FusedAdam(FusedOptimizer):
 
     def _update(self, work: list[tuple[Group, list[list[Tensor]]]]) -> None:
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None:
+            found_inf = (found_inf != 0).float()  # torch.amp.GradScaler adds up what its devices found
         for group, batches in work:
             step = self._count_on_device(group, found_inf) if self.capturable else count(group)
             for params in batches:
