@@ -261,7 +261,12 @@ def state_follows_params(optimizer: Any) -> None:
 
 
 def warn_of_small_eps(optimizer: Any) -> None:
-    """Warn where a group's `eps` is 0 in the dtype of its low-precision parameters: Adam then divides by 0."""
+    """Warn where a group's `eps` is 0 in the dtype of its low-precision parameters: Adam then divides by 0.
+
+    Not of an optimizer that says of itself that it `computes_in_fp32`.
+    """
+    if getattr(optimizer, "computes_in_fp32", False):
+        return
     for index, group in enumerate(optimizer.param_groups):
         eps = group.get("eps")
         dtypes = {p.dtype for p in group["params"] if p.dtype in LOW_PRECISION}
@@ -444,6 +449,8 @@ def _put_back(optimizer: Any, stash: Stash) -> None:
     for master, grad in stash.set_aside.grads:
         master.grad = grad
     for group, values in zip(optimizer.param_groups, stash.set_aside.group_values, strict=False):
+        for added in group.keys() - values.keys() - {"params"}:
+            del group[added]
         group.update(values)
     stash.set_aside = None
 

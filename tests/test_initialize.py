@@ -11,6 +11,7 @@ from torch import nn
 from training import LEVELS, SGD, backward, convnet, linear
 
 from amp_patch import amp
+from amp_patch.optimizers import FusedAdam
 
 
 def pair():
@@ -206,6 +207,11 @@ def test_eps_that_rounds_to_0_in_o3_s_type_is_warned_about_by_name():
 def test_eps_is_not_warned_about_where_it_holds(level, dtype):
     model = convnet()
     amp.initialize(model, torch.optim.Adam(model.parameters()), opt_level=level, dtype=dtype)
+
+
+def test_eps_is_not_warned_about_where_the_optimizer_computes_in_fp32():
+    model = convnet()
+    amp.initialize(model, FusedAdam(model.parameters()), opt_level="O3")
 
 
 @pytest.mark.parametrize("stage", ["enter_training", "cast"])

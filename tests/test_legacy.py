@@ -191,8 +191,6 @@ def compare(result: dict[str, Any], baseline: dict[str, Any], tolerance: Toleran
     assert mean(ours[-10:]) == pytest.approx(mean(plain[-10:]), rel=max(tolerance.end, 5e-2 * WITH_GPU))
 
 
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_baseline_learns(name, runs):
     losses = runs.baseline(PROGRAMS[name])["losses"]
@@ -230,9 +228,7 @@ def test_every_level_trains_to_the_losses_of_plain_fp32(name, level, runs):
 
 def test_a_static_scale_and_half_batch_norms_as_strings(runs):
     program = PROGRAMS["classify"]
-    result = runs.ours(
-        program, "--opt-level", "O2", "--keep-batchnorm-fp32", "False", "--loss-scale", "128.0"
-    )
+    result = runs.ours(program, "--opt-level", "O2", "--keep-batchnorm-fp32", "False", "--loss-scale", "128.0")
     assert "loss_scale = 128.0 <class 'str'>" in runs.printed
     compare(result, runs.baseline(program), program.tolerance["O2"])
 

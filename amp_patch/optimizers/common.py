@@ -110,6 +110,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # The constructor's arguments that are no group's: torch's copies and pickles of an optimizer leave attributes out.
     _settings: tuple[str, ...] = ("set_grad_none",)
+    computes_in_fp32 = True  # for amp_patch.initialize, which warns of an eps that is 0 in the parameters' type
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool) -> None:
         name = type(self).__name__
