@@ -23,6 +23,7 @@ import contextlib
 import functools
 import importlib
 import os
+import re
 import threading
 import time
 from collections import Counter
@@ -131,24 +132,28 @@ def _devices(patches: Patches) -> None:
 
 
 def _moves(patches: Patches) -> None:
-    move = Tensor.to
-
-    @functools.wraps(move)
-    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not _is_cuda(args[0] if args else kwargs.get("device")):
+    def redirected(move: Callable[..., Any], copies: Callable[[Any], bool]) -> Callable[..., Any]:
+        @functools.wraps(move)
+        def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not _is_cuda(args[0] if args else kwargs.get("device")):
+                return move(self, *args, **kwargs)
+            if args:
+                args = ("cpu", *args[1:])
+            else:
+                kwargs["device"] = "cpu"
+            if len(args) < 4 and copies(self):  # the fourth is `copy`
+                kwargs["copy"] = True
             return move(self, *args, **kwargs)
-        if args:
-            args = ("cpu", *args[1:])
-        else:
-            kwargs["device"] = "cpu"
-        if len(args) < 4 and not self.requires_grad:  # the fourth is `copy`
-            kwargs["copy"] = True
-        return move(self, *args, **kwargs)
+
+        return to
+
+    to = redirected(Tensor.to, lambda tensor: not tensor.requires_grad)
 
     def cuda(self: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:
         return to(self, "cuda", **kwargs)
 
     patches.set(Tensor, "to", to)
+    patches.set(torch.nn.Module, "to", redirected(torch.nn.Module.to, lambda module: False))
     patches.set(Tensor, "cuda", cuda)
     patches.set(Tensor, "pin_memory", lambda self, device=None: self)
     patches.set(Tensor, "record_stream", lambda self, stream: None)
@@ -429,7 +434,7 @@ def _parallel(patches: Patches) -> None:
 
 def _over_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
     def over_gloo(value: Any) -> Any:
-        return "gloo" if isinstance(value, str) and "nccl" in value.lower() else value
+        return "gloo" if isinstance(value, str) and re.fullmatch("nccl|.*cuda:nccl.*", value.lower()) else value
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

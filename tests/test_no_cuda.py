@@ -27,6 +27,7 @@ def on_cpu(*tensors: torch.Tensor) -> bool:
     return all(tensor.device.type == "cpu" for tensor in tensors)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("device", CUDA, ids=repr)
 def test_factories_make_their_tensors_on_the_cpu(cpu, device):
     like = torch.ones(3)
@@ -130,6 +131,7 @@ def test_types(cpu):
     assert nn.Linear(1, 1).type(torch.cuda.HalfTensor).weight.dtype == torch.half
 
 
+@pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
 def test_defaults(cpu):
     try:
         torch.set_default_tensor_type("torch.cuda.DoubleTensor")
@@ -190,11 +192,9 @@ def test_streams_and_events(cpu):
 def test_generators(cpu):
     generators = [torch.Generator(device) for device in ("cuda", "cuda:0", torch.device("cuda"), "cpu")]
     generators += [torch.Generator(device="cuda"), torch.Generator()]
-    for generator in generators:
-        assert isinstance(generator, torch.Generator)
-        generator.manual_seed(3)
-        assert torch.equal(torch.rand(2, generator=generator, device="cuda"), torch.rand(2, generator=generators[0]))
-        generators[0].manual_seed(3)
+    drawn = [torch.rand(2, generator=generator.manual_seed(3), device="cuda") for generator in generators]
+    assert all(torch.equal(numbers, drawn[0]) for numbers in drawn)
+    assert all(isinstance(generator, torch.Generator) for generator in generators)
     assert isinstance(torch.default_generator, torch.Generator) and not isinstance(3, torch.Generator)
 
 
@@ -207,7 +207,7 @@ def test_checkpoints_that_were_saved_on_cuda(cpu, tmp_path, monkeypatch):
     places += [lambda storage, location: storage.cuda(), lambda storage, location: storage.cuda(0), lambda s, l: s]
     for place in places:
         assert on_cpu(*torch.load(path, map_location=place, weights_only=True).values())
-    assert torch.ones(2).storage().untyped().to(device="cuda").device.type == "cpu"
+    assert torch.ones(2).untyped_storage().to(device="cuda").device.type == "cpu"
 
 
 def test_loaders_that_pin(cpu):
@@ -299,6 +299,7 @@ def test_an_amp_training_is_that_of_the_cpu(opt_level):
         no_cuda.uninstall()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_scripted_functions_keep_their_operators(cpu):
     @torch.jit.script
     def plus_zeros(x: torch.Tensor) -> torch.Tensor:
@@ -316,8 +317,7 @@ def snapshot() -> dict[tuple[str, str], int]:
 
 
 def test_uninstall_leaves_torch_as_it_was():
-    with pytest.raises(KeyError) if False else threading.Lock():
-        before = snapshot()
+    before = snapshot()
     no_cuda.install()
     no_cuda.install()
     assert snapshot() != before
