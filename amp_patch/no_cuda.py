@@ -71,7 +71,7 @@ def uninstall() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 1. Devices that go into torch
+# Devices that go into torch
 
 
 def _is_cuda(device: Any) -> bool:
@@ -105,6 +105,9 @@ def _takes_device(operator: str) -> bool:
 
 
 def _devices(patches: Patches) -> None:
+    defaults = importlib.import_module("torch.utils._device")
+    context = defaults.DeviceContext
+    defaults._device_constructors()  # torch's functions, not ours: it makes this set once
     special = ("to", "pin_memory", "is_pinned")
     for owner, prefix in (torch, ""), (torch.fft, "fft_"), (Tensor, ""):
         for name in dir(owner):
@@ -115,7 +118,6 @@ def _devices(patches: Patches) -> None:
                 patches.set(owner, name, _on_cpu(function))
 
     # `with torch.device("cuda")` and torch.set_default_device
-    context = importlib.import_module("torch.utils._device").DeviceContext
     original = context.__init__
     patches.set(context, "__init__", lambda self, device: original(self, "cpu" if _is_cuda(device) else device))
 
@@ -131,29 +133,32 @@ def _devices(patches: Patches) -> None:
     patches.set(torch, "Generator", GeneratorType("Generator", (), body))
 
 
+def _first_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (("cpu", *args[1:]), kwargs) if args else (args, {**kwargs, "device": "cpu"})
+
+
 def _moves(patches: Patches) -> None:
-    def redirected(move: Callable[..., Any], copies: Callable[[Any], bool]) -> Callable[..., Any]:
-        @functools.wraps(move)
-        def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not _is_cuda(args[0] if args else kwargs.get("device")):
-                return move(self, *args, **kwargs)
-            if args:
-                args = ("cpu", *args[1:])
-            else:
-                kwargs["device"] = "cpu"
-            if len(args) < 4 and copies(self):  # the fourth is `copy`
-                kwargs["copy"] = True
+    move, parse = Tensor.to, torch._C._nn._parse_to
+
+    @functools.wraps(move)
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not _is_cuda(args[0] if args else kwargs.get("device")):
             return move(self, *args, **kwargs)
+        args, kwargs = _first_on_cpu(args, kwargs)
+        if len(args) < 4 and not self.requires_grad:  # the fourth is `copy`
+            kwargs["copy"] = True
+        return move(self, *args, **kwargs)
 
-        return to
-
-    to = redirected(Tensor.to, lambda tensor: not tensor.requires_grad)
+    def parse_to(*args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(args[0] if args else kwargs.get("device")):
+            args, kwargs = _first_on_cpu(args, kwargs)
+        return parse(*args, **kwargs)
 
     def cuda(self: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:
         return to(self, "cuda", **kwargs)
 
     patches.set(Tensor, "to", to)
-    patches.set(torch.nn.Module, "to", redirected(torch.nn.Module.to, lambda module: False))
+    patches.set(torch._C._nn, "_parse_to", parse_to)  # of modules' and packed sequences' `to`
     patches.set(Tensor, "cuda", cuda)
     patches.set(Tensor, "pin_memory", lambda self, device=None: self)
     patches.set(Tensor, "record_stream", lambda self, stream: None)
@@ -187,7 +192,7 @@ def _checkpoints(patches: Patches) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 2. torch.cuda
+# torch.cuda
 
 
 class Stream:
@@ -346,11 +351,11 @@ def _answering(value: Any) -> Callable[..., Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. Types by name, and what asks for a backend
+# Types by name, and what asks for a backend
 
 
 class TypeName(str):
-    """"torch.HalfTensor", equal to "torch.cuda.HalfTensor" as well. Hashes as the first."""
+    """The name "torch.HalfTensor", equal to "torch.cuda.HalfTensor" as well. It hashes as the first."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, str) and str(self) == _without_cuda(other)
