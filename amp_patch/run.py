@@ -27,10 +27,12 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 import amp_patch.apex
+from amp_patch import no_cuda
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "python -m amp_patch run [-h] [-m] script ..."
+    parser.usage = "python -m amp_patch run [-h] [--device cpu] [-m] script ..."
+    parser.add_argument("--device", choices=["cpu"], help="cpu: where the script says CUDA, take the CPU")
     parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module, as in python -m")
     parser.add_argument("script", help="a script, or a folder or zip file with a __main__.py, or after -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments, --help included")
@@ -59,7 +61,9 @@ def run(args: argparse.Namespace) -> None:
             sys.path.insert(0, os.path.dirname(os.path.realpath(loader.path)))
         execute = partial(_run_file, loader, source, main)
     sys.argv = ["-m" if args.module else args.script, *args.arguments]
-    begin()  # after sys.path: a real Apex beside the script is the one that it would import
+    begin(args.device)  # after sys.path: a real Apex beside the script is the one that it would import
+    if args.device == "cpu":
+        print("amp_patch: CUDA is the CPU for this process (--device cpu)", file=sys.stderr)
     # The second name is what a spawned process has for it, and multiprocessing made it one for our own main module.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     try:
@@ -69,10 +73,16 @@ def run(args: argparse.Namespace) -> None:
         raise
 
 
-def begin() -> None:
-    """Install amp_patch's apex in this process and in those that multiprocessing will start from it."""
+def begin(device: str | None) -> None:
+    """Install amp_patch's apex in this process and in those that multiprocessing will start from it.
+
+    With `device="cpu"`, what the script does on CUDA happens on the CPU (no_cuda.py).
+    """
     amp_patch.apex.install()
-    multiprocessing.spawn.get_preparation_data = partial(_preparation_data, multiprocessing.spawn.get_preparation_data)
+    if device == "cpu":
+        no_cuda.install()
+    original = multiprocessing.spawn.get_preparation_data
+    multiprocessing.spawn.get_preparation_data = partial(_preparation_data, original, device)
 
 
 def _leave_working_directory() -> bool:
@@ -115,8 +125,8 @@ class _Call:
         return self.function, self.arguments
 
 
-def _preparation_data(original: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
-    """What multiprocessing tells a new process before that imports the script, and with it: `begin()`."""
+def _preparation_data(original: Callable[[str], dict[str, Any]], device: str | None, name: str) -> dict[str, Any]:
+    """What multiprocessing tells a new process before that imports the script, and with it: `begin(device)`."""
     data = original(name)
     if name == "ignore":
         # These are for a fork server, which is told no more than the script's path and would import it without Apex.
@@ -127,6 +137,6 @@ def _preparation_data(original: Callable[[str], dict[str, Any]], name: str) -> d
     ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     data["amp_patch"] = (
         _Call(multiprocessing.spawn.prepare, {"sys_path": [*data["sys_path"], ours]}),
-        _Call(begin),
+        _Call(begin, device),
     )
     return data

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -185,9 +186,9 @@ def test_processes_that_a_script_starts_find_apex_too(tmp_path):
 def test_a_fork_server_is_not_told_the_script():
     """It imports what it is told with a sys.path of its own, without Apex: from Python 3.14 on it does so."""
     name = "init_main_from_path"
-    prepared = run._preparation_data(lambda process: {name: "train.py", "sys_path": []}, "ignore")
-    assert prepared == {"sys_path": []}
-    assert name in run._preparation_data(lambda process: {name: "train.py", "sys_path": []}, "Process-1")
+    told = partial(run._preparation_data, lambda process: {name: "train.py", "sys_path": []}, None)
+    assert told("ignore") == {"sys_path": []}
+    assert name in told("Process-1")
 
 
 DISTRIBUTED = """
