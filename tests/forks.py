@@ -1,4 +1,4 @@
-"""A process that has imported torch and scikit-learn once, and forks a child for each job: a job starts in milliseconds, not seconds.
+"""A process that has imported torch and scikit-learn, and forks a child for each job: the job starts at once.
 
 The child is as good as new: nothing of amp_patch or of CUDA is in the process that it is a copy of.
 """
@@ -49,6 +49,7 @@ class Forks:
 def _serve() -> None:
     import sklearn.datasets  # noqa: F401
     import torch
+    import torch._dynamo  # what torch's optimizers import when the first of them is made
 
     torch.set_num_threads(1)
     sys.path.insert(0, str(TESTS))
