@@ -293,6 +293,13 @@ def test_models_that_are_half_already_come_in_when_allowed(amp, level):
     assert model.weight.item() == 0.75
 
 
+def test_cast_model_type_false_leaves_the_weights(amp):
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2", cast_model_type=False)
+    assert model.weight.dtype is torch.float32 and next(amp.master_params(optimizer)) is model.weight
+    assert amp._amp_state.opt_properties.loss_scale == "dynamic"
+
+
 def test_verbosity_decides_what_is_printed_and_says_at_overflows(amp, capsys, caplog):
     make(amp, "O1", verbosity=False)
     assert capsys.readouterr().out == ""
@@ -418,6 +425,36 @@ def test_the_scale_takes_effect_when_written_and_is_current_when_read(amp, level
     with amp.scale_loss(torch.ones(()), optimizer) as scaled_loss:
         assert scaled_loss.item() == 2**19
     assert amp._amp_state.loss_scalers[0]._loss_scale == 2**19
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_scale_written_in_mid_iteration_keeps_the_gradients_that_wait(amp, level):
+    model, optimizer = make(amp, level, loss_scale=4.0)
+    backward(amp, model, optimizer, 1.0, delay_unscale=True)
+    amp._amp_state.loss_scalers[0]._loss_scale *= 2
+    backward(amp, model, optimizer, 1.0)
+    optimizer.step()
+    assert model.weight.item() == 0.5
+
+
+def test_a_scale_written_at_o0_holds_wherever_scaling_matters(amp):
+    model, optimizer = make(amp, "O0")
+    amp._amp_state.loss_scalers[0]._loss_scale = 8.0
+    with pytest.raises(RuntimeError, match="closure"):
+        optimizer.step(lambda: None)
+    backward(amp, model, optimizer, 1.0, delay_unscale=True)
+    grown = nn.Parameter(torch.ones(1))
+    grown.grad = torch.full((1,), 8.0)  # of the backward pass above
+    optimizer.add_param_group({"params": [grown]})
+    assert grown.grad is None
+    optimizer.step()
+    assert model.weight.item() == 0.75
+
+
+def test_a_static_scaler_reports_an_overflow_and_asks_for_no_skip(amp):
+    scaler = amp.scaler.LossScaler(4.0)
+    scaler._overflow_buf.fill_(1)
+    assert scaler.update_scale() is False and scaler._has_overflow is True and scaler.loss_scale() == 4.0
 
 
 def test_a_scale_that_cannot_be_is_refused_and_the_old_one_kept(amp):
@@ -662,6 +699,8 @@ def test_the_stash_lists_parameters_and_masters_in_the_order_of_the_groups(amp):
     added = nn.Parameter(torch.ones(2).half())
     optimizer.add_param_group({"params": [added]})
     assert stash.all_fp16_params[-1] is added
+    model.head.requires_grad_(False)
+    assert len(stash.all_fp16_params) == len(stash.all_fp32_from_fp16_params) == len(halves) - 1
     for parameter in stash.all_fp32_from_fp16_params:
         parameter.grad = torch.zeros_like(parameter)
         parameter.grad = None
@@ -868,6 +907,7 @@ def test_disable_casts_reaches_into_models(amp):
         assert output.dtype is torch.float32 and output.item() == 1 + 2**-12
         with amp.scale_loss(output.sum(), optimizer) as scaled_loss:
             assert model(inputs).dtype is torch.float32
+            assert mm_dtype() is torch.float32
             scaled_loss.backward()
         assert mm_dtype() is torch.float32
     assert mm_dtype() is torch.float16 and model(inputs).dtype is torch.float16
@@ -1002,6 +1042,14 @@ def test_no_casts_inside_of_the_optimizers_step(amp):
     assert mm_dtype() is torch.float16
 
 
+def test_a_closure_that_step_calls_has_the_casts_of_the_training(amp):
+    model = linear([[1.0]])
+    seen = []
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O4")  # bfloat16: nothing is scaled
+    optimizer.step(lambda: seen.append(mm_dtype()))
+    assert seen == [torch.bfloat16]
+
+
 # --- the API before initialize ---------------------------------------------------------------------------------------
 
 
@@ -1052,6 +1100,17 @@ def test_a_wrapped_optimizer_scales_each_of_its_losses(amp, overflow):
         expected -= 0.0 if overflow is not None and iteration == 0 else 0.5
         assert model.weight.item() == expected
     assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.25
+
+
+def test_an_initialized_optimizer_can_be_wrapped(amp):
+    model, optimizer = make(amp, "O1")
+    wrapped = amp._amp_state.handle.wrap_optimizer(optimizer, num_loss=2)
+    assert len(optimizer._amp_stash.scalers) == 2 and len(optimizer._optimizer_step_pre_hooks) == 1
+    for _ in range(2):
+        with wrapped.scale_loss(model(torch.ones(1, 1)).float().sum() / 8) as scaled_loss:
+            scaled_loss.backward()
+    wrapped.step()
+    assert model.weight.item() == 1 - 0.25 / 4
 
 
 def test_more_losses_than_announced_are_refused(amp):
