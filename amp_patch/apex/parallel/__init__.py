@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
-from torch.distributed import ReduceOp
+from typing import Any
+
+from torch import distributed as _distributed
 
 from amp_patch.apex.parallel.distributed import DistributedDataParallel, Reducer
 from amp_patch.apex.parallel.sync_batchnorm import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
+
+ReduceOp: Any = getattr(_distributed, "ReduceOp", None)  # a torch may be built without
 
 __all__ = [
     "DistributedDataParallel",

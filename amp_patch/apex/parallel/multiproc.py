@@ -1,0 +1,41 @@
+"""`python -m amp_patch run -m apex.parallel.multiproc train.py --its --arguments`: one process of a script per GPU.
+
+As Apex's launcher of 2018, each gets `--world-size` and `--rank`; the output of all but the first goes to
+`GPU_<rank>.log`. One process where there is no GPU. New scripts use `torchrun`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+
+import torch
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str] | None = None, world_size: int | None = None) -> int:
+    """Run the script that `arguments` (by default the command line's) begin with; the first failure's exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    world_size = world_size or max(1, torch.cuda.device_count())
+    with contextlib.ExitStack() as files:
+        workers = []
+        for rank in range(world_size):
+            command = [sys.executable, "-m", "amp_patch", "run", *arguments]
+            for option, value in (("--world-size", world_size), ("--rank", rank)):
+                command = _with_option(command, option, str(value))
+            output = None if rank == 0 else files.enter_context(open(f"GPU_{rank}.log", "w"))
+            workers.append(subprocess.Popen(command, stdout=output))
+        return next((code for code in [worker.wait() for worker in workers] if code), 0)
+
+
+def _with_option(command: list[str], option: str, value: str) -> list[str]:
+    if option not in command:
+        return [*command, option, value]
+    place = command.index(option) + 1
+    return [*command[:place], value, *command[place + 1 :]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
