@@ -5,7 +5,6 @@ accumulation with delay_unscale, gradients flattened, averaged, unscaled and che
 a step skipped by hand, checkpoints with the master weights and the `_amp_stash` idiom that loads them.
 """
 
-# ruff: noqa: UP
 from __future__ import annotations
 
 import argparse

@@ -4,7 +4,7 @@ For a GPU, as such scripts are. Shows: the template's block of imports, options 
 amp.initialize, a prefetcher on a side stream, checkpoints with amp.state_dict().
 """
 
-# ruff: noqa: F403, F405, UP
+# ruff: noqa: F403, F405
 from __future__ import annotations
 
 import argparse

@@ -3,7 +3,6 @@
 Shows: lists in, lists out; num_losses and loss_id; gradients that only the models' zero_grad clears.
 """
 
-# ruff: noqa: UP
 from __future__ import annotations
 
 import argparse

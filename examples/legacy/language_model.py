@@ -5,7 +5,6 @@ Shows: hidden states carried and detached from segment to segment, clipping over
 the sign of an overflow, gradients cleared through the model.
 """
 
-# ruff: noqa: UP
 from __future__ import annotations
 
 import argparse

@@ -5,7 +5,6 @@ parameters whose gradients are dropped before the step, Amp's module handed arou
 Runs as one process, or under torchrun; the ranks share out the batch, so that both give the same curve.
 """
 
-# ruff: noqa: UP
 from __future__ import annotations
 
 import argparse
