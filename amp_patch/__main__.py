@@ -1,4 +1,4 @@
-"""`python -m amp_patch`: `info` says what is in use and why; `run` runs scripts written for Apex."""
+"""`python -m amp_patch`: `info` says what is in use, `run` runs scripts written for Apex, `check` reads them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from amp_patch import __version__, casts, multi_tensor, run
+from amp_patch import __version__, casts, check, multi_tensor, run
 from amp_patch.cpu_fp16 import has_fp16_arithmetic
 
 
@@ -40,6 +40,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "info": Command(info),
     "run": Command(run.run, run.add_arguments),
+    "check": Command(check.check, check.add_arguments),
 }
 
 

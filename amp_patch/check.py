@@ -1,0 +1,367 @@
+"""`python -m amp_patch check train.py folder`: which names of Apex do these files use, and does amp_patch serve them?
+
+The files are read, not run. Followed are imports under any name, wherever they stand, `importlib.import_module` with a
+literal, `hasattr` and `getattr` with a literal, attribute chains, and a name that is set to one. What a function was
+given, or a call returned, is not followed, save the optimizer's private names, which are recognised on any object.
+Whether a name is served is asked of the modules of `amp_patch.apex` themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import json
+import re
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import amp_patch.apex
+from amp_patch import surface
+
+SERVED, DIFFERS, MISSING = "served", "differs", "missing"
+ELEMENT = "[]"
+WIDTH = 80
+
+# Other compiled modules of Apex, which stand beside the package.
+EXTENSIONS = re.compile(r"(fused_layer_norm|fused_adam|fused_dense|mlp|xentropy|syncbn|.*masked_softmax)_cuda$")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paths", nargs="+", metavar="path", help="a Python file, a notebook, or a folder of them")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def check(args: argparse.Namespace) -> None:
+    """list the names of Apex that files use, without running them; exit code 1 if one is missing, 2 if a file is bad"""
+    uses, errors = read([Path(path) for path in args.paths])
+    findings = [finding(name, places) for name, places in sorted(uses.items())]
+    if args.json:
+        print(json.dumps({"names": [asdict(found) for found in findings], "errors": errors}, indent=2))
+    else:
+        print("\n".join(report(findings, errors)))
+    sys.exit(2 if errors else int(any(found.status == MISSING for found in findings)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which names of Apex resolve
+
+
+@cache
+def modules() -> dict[str, ModuleType]:
+    """Every module that install() registers, under Apex's name for it."""
+    return dict(amp_patch.apex._modules())
+
+
+@cache
+def _known() -> dict[str, Any]:
+    """What scripts reach through the state object or the optimizer, by the attribute's name: an instance or a class."""
+    amp = modules()
+    return {
+        "_amp_state": amp["apex.amp._amp_state"]._amp_state,
+        "loss_scalers": amp["apex.amp.scaler"].LossScaler(1.0),  # each of them
+        "opt_properties": amp["apex.amp.frontend"].Properties(),
+        "handle": amp["apex.amp.handle"].AmpHandle,
+        "_amp_stash": amp["apex.amp._process_optimizer"].AmpOptimizerState,
+    }
+
+
+def resolve(name: str) -> Any:
+    """What `name` is here, e.g. of "apex.amp._amp_state.loss_scalers[]._loss_scale".
+
+    None for an attribute that only instances have.
+
+    Raises:
+        AttributeError: amp_patch does not serve it.
+    """
+    parts = name.replace(ELEMENT, "").split(".")
+    if parts[0] == surface.OPTIMIZER:
+        return _attribute(modules()["apex.amp._process_optimizer"].AmpOptimizer, parts[1:])
+    for length in range(len(parts), 0, -1):
+        if (module := modules().get(".".join(parts[:length]))) is not None:
+            try:
+                return _attribute(module, parts[length:])
+            except AttributeError:
+                continue  # apex.amp._amp_state is a module for imports, and an object as an attribute
+    raise AttributeError(f"amp_patch does not serve {name}")
+
+
+def _attribute(found: Any, parts: list[str]) -> Any:
+    for part in parts:
+        if not hasattr(found, part) and not _declares(found, part):
+            raise AttributeError(part)
+        value = getattr(found, part, None)
+        found = value if isinstance(value, ModuleType) else _known().get(part, value)
+    return found
+
+
+def _declares(found: Any, name: str) -> bool:
+    """Whether instances have an attribute that need not be there now."""
+    kind = found if isinstance(found, type) else type(found)
+    return hasattr(kind, name) or any(name in inspect.get_annotations(base) for base in kind.__mro__)
+
+
+@cache
+def _differences() -> tuple[dict[str, str], dict[int, str]]:
+    """What differs from Apex, by name and by the identity of what the name stands for."""
+    by_name, by_id = {}, {}
+    for row in surface.ROWS:
+        for path in row.paths():
+            by_name[path] = row.difference
+            if callable(found := resolve(path)):  # it may have other names too; a number or a list may not
+                by_id[id(found)] = row.difference
+    return by_name, by_id
+
+
+@dataclass
+class Finding:
+    """One name of Apex: where it is used, and what becomes of it here."""
+
+    name: str
+    status: str
+    note: str
+    places: list[str]
+
+
+def finding(name: str, places: list[str]) -> Finding:
+    try:
+        found = resolve(name.removesuffix(".*"))
+    except AttributeError:
+        return Finding(name, MISSING, _elsewhere(name), places)
+    by_name, by_id = _differences()
+    difference = by_name.get(name) or by_id.get(id(found), "")
+    return Finding(name, DIFFERS if difference else SERVED, difference, places)
+
+
+def _elsewhere(name: str) -> str:
+    first, _, rest = name.partition(".")
+    if EXTENSIONS.match(first):
+        return "a compiled part of NVIDIA's apex, which scripts use through apex"
+    return amp_patch.apex.ELSEWHERE.get(rest.partition(".")[0], "") if first == "apex" else ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which names a file uses
+
+
+def read(paths: list[Path]) -> tuple[dict[str, list[str]], list[str]]:
+    """The names of Apex in the files, each with its places; and what could not be read, and why."""
+    uses: dict[str, list[str]] = {}
+    errors = []
+    for path in _files(paths):
+        try:
+            trees = list(_trees(path))
+            names = Names()
+            for _, tree in trees:
+                names.collect(tree)
+            for prefix, tree in trees:
+                for name, line in names.uses(tree):
+                    places = uses.setdefault(name, [])
+                    if (place := f"{prefix}{line}") not in places:
+                        places.append(place)
+        except (OSError, SyntaxError, ValueError) as error:
+            errors.append(_unreadable(path, error))
+    return uses, errors
+
+
+def _files(paths: list[Path]) -> Iterator[Path]:
+    for path in paths:
+        if not path.is_dir():
+            yield path
+            continue
+        for found in sorted(path.rglob("*")):
+            hidden = any(part.startswith(".") or part == "site-packages" for part in found.relative_to(path).parts)
+            if found.suffix in (".py", ".ipynb") and found.is_file() and not hidden:
+                yield found
+
+
+def _trees(path: Path) -> Iterator[tuple[str, ast.AST]]:
+    """The file, or each cell of a notebook: how its lines are called, and its syntax tree."""
+    if path.suffix != ".ipynb":
+        yield f"{path}:", _parsed(path.read_bytes(), path)
+        return
+    cells = json.loads(path.read_text(encoding="utf-8")).get("cells", [])
+    for number, cell in enumerate(cells, 1):
+        if cell.get("cell_type") == "code":
+            source = "".join(cell.get("source", ""))
+            if not source.startswith("%%"):  # another language, or a timing
+                # Lines for the shell and for the notebook; what is left may be a block's only line.
+                source = re.sub(r"^(\s*)[%!].*", r"\1pass", source, flags=re.MULTILINE)
+                yield f"{path}[{number}]:", _parsed(source, path)
+
+
+def _parsed(source: str | bytes, path: Path) -> ast.AST:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the script's own doubtful literals
+        return ast.parse(source, str(path))
+
+
+PYTHON2 = re.compile(r"^\s*(print\s+[^=(\s]|except\s[^:(]+,\s*\w+\s*:|raise\s+\w+\s*,|exec\s+[\"'])")
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    if isinstance(error, SyntaxError):
+        line = error.text or ""
+        way_out = "; it looks like Python 2: convert it first, for example with 2to3" if PYTHON2.match(line) else ""
+        return f"{path}:{error.lineno or 0}: not Python 3: {error.msg}{way_out}"
+    return f"{path}: {getattr(error, 'strerror', None) or error}"
+
+
+class Import(NamedTuple):
+    """What one clause of an import statement says: the name that it binds, to what, and what it asks for."""
+
+    bound: str
+    to: str
+    asked: str
+
+
+def _imported(node: ast.AST) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            first = alias.name.partition(".")[0]
+            yield Import(alias.asname or first, alias.name if alias.asname else first, alias.name)
+    elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        for alias in node.names:
+            path = f"{node.module}.{alias.name}"
+            if alias.name != "*":
+                yield Import(alias.asname or alias.name, path, path)
+                continue
+            yield Import("*", path, path)
+            for name in getattr(modules().get(node.module), "__all__", ()):
+                yield Import(name, f"{node.module}.{name}", path)
+
+
+def _is_apex(path: str) -> bool:
+    first = path.partition(".")[0]
+    return first in ("apex", *amp_patch.apex.TOP_LEVEL) or EXTENSIONS.match(first) is not None
+
+
+@cache
+def _optimizers_own() -> set[str]:
+    return {name for row in surface.ROWS if row.owner == surface.OPTIMIZER for name in row.names.split()}
+
+
+class Names:
+    """The names of one file that stand for something of Apex, whatever the scope."""
+
+    def __init__(self) -> None:
+        self.paths: dict[str, str] = {}
+        self.others: set[str] = set()  # names that stand for something else as well, perhaps in another branch
+
+    def collect(self, tree: ast.AST) -> None:
+        """Follow imports, and what is set to something of Apex."""
+        for node in ast.walk(tree):
+            for clause in _imported(node):
+                if _is_apex(clause.to):
+                    self.paths[clause.bound] = clause.to
+                else:
+                    self.others.add(clause.bound)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Name):
+                path = self.path(node.value)
+                if path is not None:
+                    self.paths.setdefault(target.id, path)
+                elif not isinstance(node.value, ast.Constant):  # `amp = None`
+                    self.others.add(target.id)
+
+    def path(self, node: ast.AST) -> str | None:
+        """The name of Apex that an expression stands for."""
+        if isinstance(node, ast.Name):
+            return self.paths.get(node.id)
+        if isinstance(node, ast.Attribute):
+            owner = self.path(node.value)
+            if owner is None and node.attr in _optimizers_own():
+                owner = surface.OPTIMIZER
+            return None if owner is None else f"{owner}.{node.attr}"
+        if isinstance(node, ast.Subscript):
+            owner = self.path(node.value)
+            return None if owner is None else owner + ELEMENT
+        if isinstance(node, ast.Call):
+            called = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            words = [arg.value if isinstance(arg, ast.Constant) else None for arg in node.args]
+            if called in ("import_module", "__import__") and words and isinstance(words[0], str):
+                return words[0] if _is_apex(words[0]) else None
+            if called in ("getattr", "hasattr") and len(words) > 1 and isinstance(words[1], str):
+                return self.path(ast.Attribute(node.args[0], words[1], ast.Load()))
+        return None
+
+    def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
+        """Every use of something of Apex in `tree`: its name, and its line."""
+        for clause in _imported(tree):
+            if _is_apex(clause.asked):
+                yield clause.asked, tree.lineno  # type: ignore[attr-defined]
+        path = self.path(tree)
+        if path is None or (isinstance(tree, ast.Name) and isinstance(tree.ctx, ast.Store)):
+            for child in ast.iter_child_nodes(tree):
+                yield from self.uses(child)
+            return
+        root: ast.AST = tree
+        while isinstance(root, (ast.Attribute, ast.Subscript)):
+            if isinstance(root, ast.Subscript):
+                yield from self.uses(root.slice)
+            root = root.value
+        path = path.removesuffix(ELEMENT)
+        # A question, or what another package has under a name that is one of Apex's elsewhere, need not be there.
+        asks = isinstance(root, ast.Call) and (getattr(root.func, "id", "") == "hasattr" or len(root.args) == 3)
+        if finding(path, []).status != MISSING or not (asks or getattr(root, "id", "") in self.others):
+            yield path, tree.lineno  # type: ignore[attr-defined]
+        if not isinstance(root, ast.Name):
+            for child in ast.iter_child_nodes(root):
+                yield from self.uses(child)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report
+
+
+def report(findings: list[Finding], errors: list[str]) -> Iterator[str]:
+    """Lines of at most 80 columns where names and paths allow it: what is missing first."""
+    column = min(max((len(found.name) for found in findings), default=0), 42)
+    for status in MISSING, DIFFERS, SERVED:
+        for found in findings:
+            if found.status == status:
+                yield from _lines(found, column)
+    for error in errors:
+        yield from _wrapped(error, "", "  ")
+    counts = [sum(found.status == status for found in findings) for status in (SERVED, DIFFERS, MISSING)]
+    if findings:
+        yield "{} names of Apex: {} served, {} of them otherwise than by Apex, {} missing".format(
+            len(findings), counts[0] + counts[1], *counts[1:]
+        )
+    else:
+        yield "no names of Apex"
+
+
+def _lines(found: Finding, column: int) -> Iterator[str]:
+    head = f"{found.status:<8} {found.name:<{column}}  "
+    places = _places(found.places)
+    if len(head) + len(places) > WIDTH:
+        yield head.rstrip()
+        yield from _wrapped(places, 11 * " ", 11 * " ")
+    else:
+        yield head + places
+    if found.note:
+        yield from _wrapped(found.note, 11 * " ", 11 * " ")
+
+
+def _places(places: list[str], most: int = 4) -> str:
+    """`a.py:1, 5, b.py:3 and 4 more`."""
+    shown, last = "", ""
+    for place in places[:most]:
+        file, _, line = place.rpartition(":")
+        shown += f"{', ' if shown else ''}{line if file == last else place}"
+        last = file
+    return shown + (f" and {len(places) - most} more" if len(places) > most else "")
+
+
+def _wrapped(text: str, first: str, later: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+    )

@@ -1,0 +1,163 @@
+"""The surface of Apex as data: what serves each name here, and what differs from Apex. `check` and the README read it.
+
+A difference is something that a script could notice. The rows hold every public name of `amp_patch.apex` and the
+private names that scripts use; the names themselves are asked of the modules (check.py).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """One name or family: `names` of `owner`, which is a module or, as scripts reach it, an object."""
+
+    owner: str
+    names: str  # separated by blanks
+    served_by: str
+    difference: str = ""
+
+    def paths(self) -> list[str]:
+        """The full names, as in `apex.amp.initialize`."""
+        return [f"{self.owner}.{name}" for name in self.names.split()]
+
+
+# What scripts call the optimizer that `initialize` returned: its private names are recognised on any object.
+OPTIMIZER = "optimizer"
+
+ROWS = (
+    Row(
+        "apex.amp",
+        "initialize",
+        "amp_patch.initialize",
+        "runs on the CPU too; masters exist at once, not from the first backward pass on; the loss scale stays above "
+        "2**-24 unless min_loss_scale says otherwise",
+    ),
+    Row(
+        "apex.amp",
+        "scale_loss master_params state_dict load_state_dict disable_casts",
+        "amp_patch, functions of these names",
+    ),
+    Row(
+        "apex.amp",
+        "half_function float_function promote_function "
+        "register_half_function register_float_function register_promote_function",
+        "amp_patch, functions of these names",
+        "act at any time, before initialize and after it",
+    ),
+    Row("apex.amp", "init", "amp_patch.casts", "verbose prints no casts; weights are cast once a forward in any case"),
+    Row("apex.amp.handle", "AmpHandle NoOpHandle", "amp_patch.casts", "enable_caching=False changes nothing"),
+    Row("apex.amp.opt", "OptimWrapper", "amp_patch.scale_loss"),
+    Row("apex.amp.frontend", "Properties O0 O1 O2 O3 opt_levels", "amp_patch.policy"),
+    Row(
+        "apex.amp.lists.functional_overrides",
+        "MODULE FP16_FUNCS FP32_FUNCS BANNED_FUNCS",
+        "amp_patch.oplists",
+        "hold torch's newer functions as well; edits act from the next initialize on",
+    ),
+    Row("apex.amp.lists.torch_overrides", "MODULE FP16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS", "the same", "the same"),
+    Row("apex.amp.lists.tensor_overrides", "MODULE FP16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS", "the same", "the same"),
+    Row("apex.amp._amp_state", "_amp_state AmpState maybe_print warn_or_err", "the newest initialize"),
+    Row(
+        "apex.amp._amp_state",
+        "loss_scalers opt_properties handle verbosity allow_incoming_model_not_fp32 hard_override "
+        "min_loss_scale max_loss_scale",
+        "the newest initialize, read and written",
+    ),
+    Row("apex.amp.scaler", "LossScaler", "amp_patch.scaler.LossScaler", "min_loss_scale is 2**-24 unless given"),
+    Row(
+        "apex.amp._amp_state.loss_scalers[]",
+        "loss_scale update_scale clear_overflow_state unscale unscale_with_stashed "
+        "_loss_scale _unskipped _scale_seq_len _has_overflow _overflow_buf _min_loss_scale _max_loss_scale",
+        "amp_patch.scaler.LossScaler, read and written",
+    ),
+    Row("apex.amp._process_optimizer", "AmpOptimizerState", "amp_patch.optimizer.Stash"),
+    Row(
+        OPTIMIZER,
+        "_amp_stash _amp_lazy_init _lazy_init_maybe_master_weights _master_params_to_model_params "
+        "_prepare_amp_backward _post_amp_backward",
+        "the optimizer that initialize returned",
+    ),
+    Row(
+        f"{OPTIMIZER}._amp_stash",
+        "lazy_init_called already_patched params_have_scaled_gradients",
+        "amp_patch.optimizer.Stash",
+    ),
+    Row(
+        f"{OPTIMIZER}._amp_stash",
+        "all_fp16_params all_fp32_params all_fp32_from_fp16_params all_fp32_from_fp32_params "
+        "fp16_groups fp32_from_fp16_groups fp32_from_fp32_groups",
+        "amp_patch.optimizer.Stash",
+        "made anew when read: edit the tensors, not the lists",
+    ),
+    Row(
+        "apex.parallel",
+        "DistributedDataParallel",
+        "torch's DistributedDataParallel",
+        "torch decides when to reduce what: delay_allreduce, allreduce_trigger_params, num_allreduce_streams and their "
+        "like have no effect",
+    ),
+    Row("apex.parallel", "Reducer ReduceOp", "torch.distributed"),
+    Row("apex.parallel.distributed", "flat_dist_call", "torch.distributed"),
+    Row(
+        "apex.parallel",
+        "SyncBatchNorm convert_syncbn_model create_syncbn_process_group",
+        "torch's SyncBatchNorm; on the CPU torch.distributed",
+    ),
+    Row("apex.parallel.LARC", "LARC", "amp_patch.apex.parallel.LARC"),
+    Row(
+        "apex.optimizers",
+        "FusedAdam FusedLAMB FusedSGD FusedNovoGrad FusedAdagrad",
+        "amp_patch.optimizers",
+        "state is FP32; gradients are only read: Apex's FusedLAMB overwrites them",
+    ),
+    Row(
+        "apex.normalization",
+        "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm",
+        "torch.nn.functional.layer_norm and rms_norm",
+        "memory_efficient has no effect",
+    ),
+    Row(
+        "apex.normalization.fused_layer_norm",
+        "fused_layer_norm fused_layer_norm_affine mixed_dtype_fused_layer_norm_affine fused_rms_norm "
+        "fused_rms_norm_affine mixed_dtype_fused_rms_norm_affine manual_rms_norm FusedLayerNormFunction "
+        "FusedLayerNormAffineFunction FusedLayerNormAffineMixedDtypesFunction FusedRMSNormFunction "
+        "FusedRMSNormAffineFunction FusedRMSNormAffineMixedDtypesFunction",
+        "the same",
+        "memory_efficient has no effect",
+    ),
+    Row(
+        "apex.fp16_utils",
+        "network_to_half convert_network convert_module BN_convert_float tofp16 FP16Model prep_param_lists "
+        "model_grads_to_master_grads master_params_to_model_params clip_grad_norm to_python_float",
+        "amp_patch.apex.fp16_utils",
+    ),
+    Row("apex.fp16_utils", "FP16_Optimizer LossScaler DynamicLossScaler", "amp_patch.apex.fp16_utils"),
+    Row("apex.multi_tensor_apply", "multi_tensor_applier MultiTensorApply", "amp_patch.apex.multi_tensor_apply"),
+    Row(
+        "amp_C",
+        "multi_tensor_scale multi_tensor_axpby multi_tensor_l2norm multi_tensor_l2norm_mp multi_tensor_l2norm_scale "
+        "multi_tensor_unscale_l2norm multi_tensor_norm_out update_scale_hysteresis",
+        "amp_patch.multi_tensor",
+    ),
+    Row(
+        "amp_C",
+        "multi_tensor_sgd multi_tensor_adam multi_tensor_adam_capturable multi_tensor_adam_capturable_master "
+        "multi_tensor_adagrad multi_tensor_novograd multi_tensor_lamb multi_tensor_lamb_stage1_cuda "
+        "multi_tensor_lamb_stage2_cuda",
+        "amp_patch.optimizers",
+        "gradients are only read: Apex's multi_tensor_lamb leaves the update in them",
+    ),
+    Row("apex_C", "flatten unflatten", "torch._utils"),
+)
+
+
+def markdown() -> str:
+    """The rows as the README's table."""
+    lines = ["| name | served by | differs from Apex |", "|---|---|---|"]
+    for row in ROWS:
+        names = row.names.split()
+        family = f"`{row.owner}`: " + ", ".join(f"`{name}`" for name in names)
+        shown = f"`{row.owner}.{names[0]}`" if len(names) == 1 else family
+        lines.append(f"| {shown} | {row.served_by} | {row.difference or 'nothing'} |")
+    return "\n".join(lines)

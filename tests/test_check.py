@@ -1,0 +1,204 @@
+"""`python -m amp_patch check`, and the table of the surface that it and the README show."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from amp_patch import check, surface
+from amp_patch.__main__ import main
+
+ROOT = Path(__file__).parents[1]
+AMP = "apex.amp"
+
+
+def names_in(tmp_path: Path, source: str, file: str = "train.py") -> dict[str, list[str]]:
+    """The names that a script uses, with the lines."""
+    path = tmp_path / file
+    path.write_text(source)
+    uses, errors = check.read([path])
+    assert not errors
+    return {name: [place.removeprefix(f"{path}:") for place in places] for name, places in uses.items()}
+
+
+FORMS = {
+    "from apex import amp\namp.initialize(m)": {AMP: ["1"], "apex.amp.initialize": ["2"]},
+    "import apex\napex.amp.scale_loss": {"apex": ["1"], "apex.amp.scale_loss": ["2"]},
+    "import apex.amp\napex.amp.init()": {AMP: ["1"], "apex.amp.init": ["2"]},
+    "import apex.amp as a\na.init()": {AMP: ["1"], "apex.amp.init": ["2"]},
+    "from apex.parallel import DistributedDataParallel as DDP\nDDP(m)": {
+        "apex.parallel.DistributedDataParallel": ["1", "2"]
+    },
+    "import amp_C as c\nc.multi_tensor_scale(1, b, l, 1.)": {"amp_C": ["1"], "amp_C.multi_tensor_scale": ["2"]},
+    "from apex.fp16_utils import *\ntofp16()\nprint()": {
+        "apex.fp16_utils.*": ["1"],
+        "apex.fp16_utils.tofp16": ["2"],
+    },
+    "from apex import amp\namp._amp_state.loss_scalers[0]._loss_scale = 2**20": {
+        AMP: ["1"],
+        "apex.amp._amp_state.loss_scalers[]._loss_scale": ["2"],
+    },
+    "from apex.amp import _amp_state as s\nx = s.loss_scalers[i]\nx.loss_scale()": {
+        "apex.amp._amp_state": ["1"],
+        "apex.amp._amp_state.loss_scalers": ["2"],
+        "apex.amp._amp_state.loss_scalers[].loss_scale": ["3"],
+    },
+    "from apex.amp._amp_state import _amp_state\n_amp_state.opt_properties.master_weights": {
+        "apex.amp._amp_state._amp_state": ["1"],
+        "apex.amp._amp_state._amp_state.opt_properties.master_weights": ["2"],
+    },
+    "for p in self.opt._amp_stash.all_fp16_params:\n  opt._lazy_init_maybe_master_weights()": {
+        "optimizer._amp_stash.all_fp16_params": ["1"],
+        "optimizer._lazy_init_maybe_master_weights": ["2"],
+    },
+    "if hasattr(optimizer, '_amp_stash'): pass": {"optimizer._amp_stash": ["1"]},
+    "try:\n  from apex import amp\nexcept ImportError:\n  amp = None\namp.initialize()\namp.gone": {
+        AMP: ["2"],
+        "apex.amp.initialize": ["5"],
+        "apex.amp.gone": ["6"],
+    },
+    "from importlib import import_module\na = import_module('apex.amp')\na.initialize()": {
+        AMP: ["2"],
+        "apex.amp.initialize": ["3"],
+    },
+    "def f():\n  import apex\n  return getattr(apex.amp, 'initialize')": {
+        "apex": ["2"],
+        "apex.amp.initialize": ["3"],
+        AMP: ["3"],
+    },
+    "from apex.contrib.sparsity import ASP": {"apex.contrib.sparsity.ASP": ["1"]},
+    "import fused_layer_norm_cuda": {"fused_layer_norm_cuda": ["1"]},
+    # Not Apex's: another package's amp, a question, a relative import, a name of somebody's own.
+    "from apex import amp\nfrom torch.cuda import amp\namp.autocast()": {AMP: ["1"]},
+    "import apex\nhasattr(apex, 'transformer')\ngetattr(apex.amp, 'gone', None)": {"apex": ["1", "2"], AMP: ["3"]},
+    "from .apex import amp\nfrom . import apex\nimport apexes\namp.x\napex = 3": {},
+}
+
+
+@pytest.mark.parametrize("source", FORMS)
+def test_names_are_found_in_every_form(tmp_path, source):
+    assert names_in(tmp_path, source) == FORMS[source]
+
+
+def test_what_becomes_of_a_name():
+    def status(name: str) -> tuple[str, str]:
+        found = check.finding(name, [])
+        return found.status, found.note
+
+    assert status("apex.amp.master_params") == status("amp_C.multi_tensor_scale") == ("served", "")
+    assert status("apex.parallel.DistributedDataParallel")[0] == "differs"
+    # By whatever path it is reached.
+    assert status("apex.parallel.distributed.DistributedDataParallel") == status(
+        "apex.parallel.DistributedDataParallel"
+    )
+    assert status("apex.amp.frontend.initialize") == status("apex.amp.initialize")
+    for name in "apex.amp.gone", "amp_C.gone", "apex.amp._amp_state.loss_scalers[].gone", "optimizer._amp_stash.gone":
+        assert status(name) == ("missing", "")
+    assert status("apex.contrib.sparsity.ASP") == ("missing", check.amp_patch.apex.ELSEWHERE["contrib"])
+    assert status("fused_layer_norm_cuda")[0] == "missing"
+
+
+def test_the_report_and_the_exit_code(tmp_path, capsys):
+    (tmp_path / "a.py").write_text("from apex import amp\namp.master_params(o)\n")
+    (tmp_path / "b.py").write_text("import apex.contrib.sparsity\nfrom apex.parallel import DistributedDataParallel\n")
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "c.py").write_text("import apex.gone")
+
+    def run(*arguments: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["check", *arguments])
+        return ended.value.code, capsys.readouterr().out
+
+    code, printed = run(str(tmp_path))
+    assert code == 1
+    lines = printed.splitlines()
+    assert [line.split()[:2] for line in lines if line[0] != " "] == [
+        ["missing", "apex.contrib.sparsity"],
+        ["differs", "apex.parallel.DistributedDataParallel"],
+        ["served", "apex.amp"],
+        ["served", "apex.amp.master_params"],
+        ["4", "names"],
+    ]
+    assert lines[-1] == "4 names of Apex: 3 served, 1 of them otherwise than by Apex, 1 missing"
+    assert f"{tmp_path}/b.py:1" in printed and "apex.contrib" in printed
+    assert all(len(line) <= 80 for line in lines if str(tmp_path) not in line)
+
+    code, printed = run("--json", str(tmp_path / "a.py"))
+    assert code == 0
+    assert json.loads(printed) == {
+        "names": [
+            {"name": "apex.amp", "status": "served", "note": "", "places": [f"{tmp_path}/a.py:1"]},
+            {"name": "apex.amp.master_params", "status": "served", "note": "", "places": [f"{tmp_path}/a.py:2"]},
+        ],
+        "errors": [],
+    }
+
+
+BAD = {
+    "two.py": ("import apex\nprint 'epoch'\n", r"two\.py:2: not Python 3.*Python 2.*2to3"),
+    "except.py": ("try:\n  pass\nexcept IOError, e:\n  pass\n", r"except\.py:3: not Python 3.*Python 2"),
+    "broken.py": ("def f(:\n", r"broken\.py:1: not Python 3: (?!.*Python 2)"),
+    "null.py": ("x = '\0'\n", r"null\.py:"),
+    "bad.ipynb": ("{", r"bad\.ipynb: "),
+    "missing.py": (None, r"missing\.py: No such file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_read_is_said_and_the_rest_is_read(tmp_path, capsys, name):
+    source, words = BAD[name]
+    if source is not None:
+        (tmp_path / name).write_text(source)
+    (tmp_path / "good.py").write_text("import apex.amp")
+    with pytest.raises(SystemExit) as ended:
+        main(["check", str(tmp_path / name), str(tmp_path / "good.py")])
+    assert ended.value.code == 2
+    printed = capsys.readouterr().out
+    assert "served   apex.amp" in printed
+    assert re.search(words, " ".join(printed.split()))
+
+
+def test_notebooks(tmp_path):
+    cells = [
+        {"cell_type": "markdown", "source": "from apex import amp"},
+        {"cell_type": "code", "source": ["!pip install apex\n", "%matplotlib inline\n", "from apex import amp\n"]},
+        {"cell_type": "code", "source": "if x:\n    !ls\namp.initialize(model)"},
+        {"cell_type": "code", "source": "%%bash\nfrom apex import amp"},
+    ]
+    used = names_in(tmp_path, json.dumps({"cells": cells}), "train.ipynb")
+    path = tmp_path / "train.ipynb"
+    assert used == {"apex.amp": [f"{path}[2]:3"], "apex.amp.initialize": [f"{path}[3]:3"]}
+
+
+def test_the_legacy_programs_are_served(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["check", str(ROOT / "examples" / "legacy")])
+    assert ended.value.code == 0
+    assert "apex.amp.initialize" in capsys.readouterr().out
+
+
+def test_each_name_of_the_table_resolves():
+    for row in surface.ROWS:
+        assert row.served_by and row.names.split()
+        for path in row.paths():
+            check.resolve(path)
+
+
+def test_each_public_name_is_in_the_table():
+    paths = [path for row in surface.ROWS for path in row.paths()]
+    assert len(paths) == len(set(paths))
+    told = {id(check.resolve(path)) for path in paths} | {id(module) for module in check.modules().values()}
+    public = {
+        f"{name}.{public}" for name, module in check.modules().items() for public in getattr(module, "__all__", ())
+    }
+    assert len(public) > 100
+    assert not {name for name in public if name not in paths and id(check.resolve(name)) not in told}
+
+
+def test_the_readme_shows_the_table():
+    readme = (ROOT / "README.md").read_text()
+    shown = readme.partition("<!-- surface: begin -->\n")[2].partition("\n<!-- surface: end -->")[0]
+    assert shown == surface.markdown()
