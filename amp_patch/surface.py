@@ -30,14 +30,17 @@ ROWS = (
         "apex.amp",
         "initialize",
         "amp_patch.initialize",
-        "runs on the CPU too; masters exist at once, not from the first backward pass on; the loss scale stays above "
-        "2**-24 unless min_loss_scale says otherwise",
+        "runs on the CPU too, and any number of times; masters exist at once, not from the first backward pass on; the "
+        "loss scale stays above 2**-24 unless min_loss_scale says otherwise",
     ),
     Row(
         "apex.amp",
-        "scale_loss master_params state_dict load_state_dict disable_casts",
-        "amp_patch, functions of these names",
+        "scale_loss",
+        "amp_patch.scale_loss",
+        "where gradients add up, only the first overflow before a step moves the scale; a static one skips steps too",
     ),
+    Row("apex.amp", "disable_casts", "amp_patch.disable_casts", "of its thread; at every level"),
+    Row("apex.amp", "master_params state_dict load_state_dict", "amp_patch, functions of these names"),
     Row(
         "apex.amp",
         "half_function float_function promote_function "
@@ -63,6 +66,7 @@ ROWS = (
         "loss_scalers opt_properties handle verbosity allow_incoming_model_not_fp32 hard_override "
         "min_loss_scale max_loss_scale",
         "the newest initialize, read and written",
+        "of opt_properties only `enabled` acts when it is written",
     ),
     Row("apex.amp.scaler", "LossScaler", "amp_patch.scaler.LossScaler", "min_loss_scale is 2**-24 unless given"),
     Row(
@@ -70,6 +74,7 @@ ROWS = (
         "loss_scale update_scale clear_overflow_state unscale unscale_with_stashed "
         "_loss_scale _unskipped _scale_seq_len _has_overflow _overflow_buf _min_loss_scale _max_loss_scale",
         "amp_patch.scaler.LossScaler, read and written",
+        "reading one waits for the device; scale_loss does not call unscale(), so overriding it has no effect",
     ),
     Row("apex.amp._process_optimizer", "AmpOptimizerState", "amp_patch.optimizer.Stash"),
     Row(
@@ -82,6 +87,7 @@ ROWS = (
         f"{OPTIMIZER}._amp_stash",
         "lazy_init_called already_patched params_have_scaled_gradients",
         "amp_patch.optimizer.Stash",
+        "lazy_init_called is True from the start; already_patched is read only",
     ),
     Row(
         f"{OPTIMIZER}._amp_stash",
@@ -95,19 +101,27 @@ ROWS = (
         "DistributedDataParallel",
         "torch's DistributedDataParallel",
         "torch decides when to reduce what: delay_allreduce, allreduce_trigger_params, num_allreduce_streams and their "
-        "like have no effect",
+        "like have no effect; find_unused_parameters is True unless given",
     ),
     Row("apex.parallel", "Reducer ReduceOp", "torch.distributed"),
     Row("apex.parallel.distributed", "flat_dist_call", "torch.distributed"),
+    Row("apex.parallel.multiproc", "main", "amp_patch run, once a GPU"),
     Row(
         "apex.parallel",
         "SyncBatchNorm convert_syncbn_model create_syncbn_process_group",
         "torch's SyncBatchNorm; on the CPU torch.distributed",
     ),
-    Row("apex.parallel.LARC", "LARC", "amp_patch.apex.parallel.LARC"),
+    Row("apex.parallel.LARC", "LARC", "amp_patch.apex.parallel.LARC", "schedulers take it for an optimizer"),
     Row(
         "apex.optimizers",
-        "FusedAdam FusedLAMB FusedSGD FusedNovoGrad FusedAdagrad",
+        "FusedAdam",
+        "torch's fused Adam and AdamW",
+        "master_weights needs no capturable, and its masters are in the state; the old step(grads=...) is refused",
+    ),
+    Row("apex.optimizers", "FusedSGD", "torch's fused SGD", "materialize_master_grads has no effect"),
+    Row(
+        "apex.optimizers",
+        "FusedLAMB FusedNovoGrad FusedAdagrad",
         "amp_patch.optimizers",
         "state is FP32; gradients are only read: Apex's FusedLAMB overwrites them",
     ),
@@ -115,7 +129,7 @@ ROWS = (
         "apex.normalization",
         "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm",
         "torch.nn.functional.layer_norm and rms_norm",
-        "memory_efficient has no effect",
+        "memory_efficient has no effect; weights and inputs may differ in type",
     ),
     Row(
         "apex.normalization.fused_layer_norm",
@@ -132,13 +146,24 @@ ROWS = (
         "model_grads_to_master_grads master_params_to_model_params clip_grad_norm to_python_float",
         "amp_patch.apex.fp16_utils",
     ),
-    Row("apex.fp16_utils", "FP16_Optimizer LossScaler DynamicLossScaler", "amp_patch.apex.fp16_utils"),
-    Row("apex.multi_tensor_apply", "multi_tensor_applier MultiTensorApply", "amp_patch.apex.multi_tensor_apply"),
+    Row(
+        "apex.fp16_utils",
+        "FP16_Optimizer LossScaler DynamicLossScaler",
+        "amp_patch.apex.fp16_utils",
+        "a closure whose loss is never finite is an error, not an endless loop",
+    ),
+    Row(
+        "apex.multi_tensor_apply",
+        "multi_tensor_applier MultiTensorApply",
+        "amp_patch.apex.multi_tensor_apply",
+        "available is True without the extension too; the chunk size has no effect",
+    ),
     Row(
         "amp_C",
         "multi_tensor_scale multi_tensor_axpby multi_tensor_l2norm multi_tensor_l2norm_mp multi_tensor_l2norm_scale "
         "multi_tensor_unscale_l2norm multi_tensor_norm_out update_scale_hysteresis",
         "amp_patch.multi_tensor",
+        "a product that overflows on its cast raises the flag too",
     ),
     Row(
         "amp_C",

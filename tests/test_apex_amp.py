@@ -1147,3 +1147,12 @@ def test_restore_undoes_the_old_api_too(amp):
     assert type(optimizer) is not plain
     training.amp.restore()
     assert type(optimizer) is plain and not hasattr(optimizer, "_amp_stash") and mm_dtype() is torch.float32
+
+
+def test_an_fp16_optimizer_is_refused(amp):
+    model = nn.Linear(2, 2).half()
+    optimizer = importlib.import_module("apex.fp16_utils").FP16_Optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), verbose=False
+    )
+    with pytest.raises(RuntimeError, match="pass the optimizer that it was made from"):
+        amp.initialize(nn.Linear(2, 2), [optimizer])

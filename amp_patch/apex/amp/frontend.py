@@ -10,6 +10,7 @@ import torch
 from amp_patch.apex.amp._amp_state import _amp_state, maybe_print, warn_or_err
 from amp_patch.apex.amp.handle import AmpHandle, dialect
 from amp_patch.apex.amp.lists import register_edits
+from amp_patch.apex.fp16_utils import FP16_Optimizer
 from amp_patch.initialize import initialize_as, load_state_dict, newest_training, state_dict
 from amp_patch.policy import OPT_LEVELS, Policy, resolve
 
@@ -132,7 +133,8 @@ def initialize(
     The arguments behind the star are amp_patch's own. `amp._amp_state` then speaks of this training.
 
     Raises:
-        RuntimeError: an override that contradicts the level (printed while `_amp_state.hard_override`, and dropped).
+        RuntimeError: an override that contradicts the level (printed while `_amp_state.hard_override`, and dropped); an
+            FP16_Optimizer.
         ValueError, TypeError: any other argument that cannot be honoured. Nothing was changed then.
     """
     if isinstance(enabled, str):
@@ -140,6 +142,12 @@ def initialize(
     if not enabled:
         _amp_state.opt_properties = Properties()
         return initialize_as(dialect(), models, optimizers, None)
+    for optimizer in optimizers if isinstance(optimizers, list | tuple) else [optimizers]:
+        if isinstance(optimizer, FP16_Optimizer):
+            raise RuntimeError(
+                "initialize: optimizers holds an FP16_Optimizer, which keeps masters and a loss scale by itself; pass "
+                "the optimizer that it was made from"
+            )
     overrides: dict[str, Any] = {
         "cast_model_type": cast_model_type,
         "patch_torch_functions": patch_torch_functions,
