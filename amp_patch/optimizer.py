@@ -72,6 +72,7 @@ class Stash:
     in_closure: bool = False
     open: bool = False  # whether a `scale_loss` body of this optimizer is running
     bodies: int = 0  # how many were begun
+    left: set[int] = field(default_factory=set)  # ids of the parameters whose gradients were kept on the model
     gathered: bool = False  # whether a backward has brought gradients since the last step
     unowned: list[Tensor] = field(default_factory=list)  # the models' trainable parameters that no optimizer holds
     set_aside: SetAside | None = None
@@ -101,6 +102,7 @@ class Stash:
             process_group=None,
             names={},
             set_aside=None,
+            left=set(),  # ids of another process
             step_depth=0,
             in_closure=False,
             open=False,
@@ -145,6 +147,7 @@ class AmpOptimizer(subclass.Generated):
                 param.grad = None
             stash.pending = None
             stash.found.clear()
+            stash.left.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """torch's; float16 and bfloat16 parameters of the group get masters where the policy has them."""
@@ -298,9 +301,12 @@ def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | Non
     """
     stashes: list[Stash] = [optimizer._amp_stash for optimizer in optimizers]
     found = gather(distinct_pairs(optimizers), inverse, keep=any(stash.keeps_scaled_gradients for stash in stashes))
-    for stash in stashes:
+    for optimizer, stash in zip(optimizers, stashes, strict=True):
         stash.pending = None
         stash.gathered = True
+        if stash.keeps_scaled_gradients:
+            pairs = stash.masters.pairs(optimizer.param_groups)
+            stash.left = {id(param) for param, master in pairs if param is not master and param.grad is not None}
     if inverse is None:
         return
     overall = torch.zeros_like(scaler.scale_tensor)
@@ -346,6 +352,7 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     settle(optimizer)
     links.reconcile(stash.masters.linked())
     _warn_of_ungathered(optimizer, stash)
+    _drop_removed(optimizer, stash)
     overflowed = _read_found(stash)
     stash.step_skipped = bool(overflowed)
     for scaler in overflowed:
@@ -394,6 +401,7 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if not stash.step_skipped:
         links.publish(linked)
     stash.gathered = False
+    stash.left.clear()
     awaited = _awaited_by_others(optimizer, stash)
     for _, link in linked:
         if id(link.master) not in awaited:
@@ -468,6 +476,19 @@ def _leave_quiet(stash: Stash) -> None:
     if stash.quiet is not None:
         stash.quiet.__exit__(None, None, None)
         stash.quiet = None
+
+
+def _drop_removed(optimizer: Any, stash: Stash) -> None:
+    """Where a script has set some gradients of the model to None since they were gathered, drop their masters' too.
+
+    It wants those parameters left alone (frozen for a while), as happens where they are the optimizer's own. All of
+    them None is a script that has done with the model's gradients: the masters' are there to step with.
+    """
+    kept = [pair for pair in stash.masters.pairs(optimizer.param_groups) if id(pair[0]) in stash.left]
+    removed = [master for param, master in kept if param.grad is None]
+    if len(removed) < len(kept):
+        for master in removed:
+            master.grad = None
 
 
 def _warn_of_ungathered(optimizer: Any, stash: Stash) -> None:

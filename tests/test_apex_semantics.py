@@ -130,19 +130,44 @@ def test_g_micro_batches_accumulate_without_delay_unscale_clipped_each_time(amp,
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_h_gradients_removed_between_scale_loss_and_step_are_not_applied(amp, level):
-    """swav freezes its prototypes so: p.grad = None where the model has the gradients. With masters they have them."""
+@pytest.mark.parametrize("where", ["model", "masters"])
+def test_h_gradients_removed_between_scale_loss_and_step_are_not_applied(amp, level, where):
+    """swav freezes its prototypes so: p.grad = None of some parameters of the model."""
     model = nn.Sequential(linear([[1.0]]), linear([[1.0]]))
     model, optimizer = amp.initialize(
         model, torch.optim.SGD(model.parameters(), lr=0.25), opt_level=level, loss_scale=4.0
     )
     with amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
-    frozen = list(amp.master_params(optimizer))[1]
+    frozen = model[1].weight if where == "model" else list(amp.master_params(optimizer))[1]
     assert frozen.grad is not None
     frozen.grad = None
     optimizer.step()
     assert (model[0].weight.item(), model[1].weight.item()) == (0.75, 1.0)
+
+
+def test_h_gradients_of_the_whole_model_removed_before_the_step_are_the_masters_already(amp):
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.25), opt_level="O2", loss_scale=4.0
+    )
+    with amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    model.weight.grad = None
+    optimizer.step()
+    assert model.weight.item() == 0.75
+
+
+def test_h_a_parameter_that_only_the_first_micro_batch_used_is_not_taken_for_removed(amp):
+    model = nn.ModuleList([linear([[1.0]]), linear([[1.0]])])
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.25), opt_level="O2", loss_scale=4.0
+    )
+    for used in model:
+        with amp.scale_loss(used(torch.ones(1, 1).half()).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    optimizer.step()
+    assert [part.weight.item() for part in model] == [0.75, 0.75]
 
 
 @pytest.mark.parametrize("level", LEVELS)

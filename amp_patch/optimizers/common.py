@@ -133,7 +133,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:  # of another optimizer, maybe: torch's AdamW has no bias_correction
             for key, value in self.defaults.items():
-                group.setdefault(key, value)
+                if key != "differentiable":  # a mark of torch's, set by the line above
+                    group.setdefault(key, value)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """torch's; without an argument gradients are dropped or zeroed as `set_grad_none` of the constructor says."""
