@@ -308,9 +308,11 @@ class Names:
                 yield from self.uses(root.slice)
             root = root.value
         path = path.removesuffix(ELEMENT)
-        # A question, or what another package has under a name that is one of Apex's elsewhere, need not be there.
+        # A question, an attribute that is only written, or what another package has under a name that is one of Apex's
+        # elsewhere, need not be there.
+        written = isinstance(getattr(tree, "ctx", None), ast.Store)
         asks = isinstance(root, ast.Call) and (getattr(root.func, "id", "") == "hasattr" or len(root.args) == 3)
-        if finding(path, []).status != MISSING or not (asks or getattr(root, "id", "") in self.others):
+        if finding(path, []).status != MISSING or not (asks or written or getattr(root, "id", "") in self.others):
             yield path, tree.lineno  # type: ignore[attr-defined]
         if not isinstance(root, ast.Name):
             for child in ast.iter_child_nodes(root):

@@ -129,6 +129,9 @@ class GradScaler(torch.amp.GradScaler):
         if not stepped and isinstance(optimizer, torch.optim.Optimizer):
             optimizer._opt_called = True  # type: ignore[attr-defined] # else the scheduler warns that it came before the first step
         state["stage"] = OptState.STEPPED
+        if not stepped and (stash := _stash(optimizer)) is not None:
+            stash.step_skipped = True
+            optimizer_side.consume(optimizer_side.innermost(optimizer), stash)  # as after a step that it skips itself
         return stepped if result is None else result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -203,7 +206,9 @@ class GradScaler(torch.amp.GradScaler):
         if stash is None:
             params = [p for group in optimizer.param_groups for p in group["params"]]
             return gather([(p, p) for p in params], inv_scale)
-        found = gather(optimizer_side.distinct_pairs([optimizer_side.innermost(optimizer)]), inv_scale)
+        target = optimizer_side.innermost(optimizer)
+        optimizer_side.recover(target, stash)
+        found = gather(optimizer_side.distinct_pairs([target]), inv_scale)
         stash.pending, stash.gathered = None, True
         return found
 

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import casts, clip, keep, links, regions
+from amp_patch import casts, clip, keep, links, regions, replicas
 from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
 from amp_patch.backward import ScaledBackward
 from amp_patch.cpu_fp16 import settle
 from amp_patch.optimizer import AmpOptimizer, Stash
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy, resolve, scale_number
-from amp_patch.scaler import LossScaler
+from amp_patch.scaler import LossScaler, is_first_rank
 
 logger = logging.getLogger("amp_patch")
 
@@ -146,9 +146,12 @@ def initialize(
         if enabled
         else None
     )
-    return initialize_as(
+    result = initialize_as(
         Dialect(), models, optimizers, policy, num_losses, verbosity, keep_fp32, process_group, methods
     )
+    if (training := newest_training()) is not None and enabled and is_first_rank():
+        logger.info("amp_patch: %s", training.policy)
+    return result
 
 
 def initialize_as(
@@ -187,7 +190,6 @@ def initialize_as(
         methods=tuple(methods),
         process_group=process_group,
     )
-    logger.info("amp_patch: %s", policy)
     return _apex_form(models, optimizers, model_list, optimizer_list)
 
 
@@ -380,6 +382,7 @@ def restore() -> None:
     regions.set_default(None)
     casts.uninstall()
     clip.uninstall()
+    replicas.uninstall()
     model_side.allow_fast_path()
     if errors:
         raise errors[0]
@@ -457,6 +460,7 @@ def _enter(
         optimizer_side.warn_of_small_eps(target)
     if policy.master_weights and targets:
         clip.install()
+        replicas.install()
     if policy.patch_torch_functions or policy.emulates:
         casts.install(policy.op_lists)
     if policy.patch_torch_functions:

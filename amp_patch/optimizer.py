@@ -6,21 +6,23 @@ other methods are overridden in a generated subclass.
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from amp_patch import clip, links, regions, subclass
+from amp_patch import clip, links, regions, replicas, subclass
 from amp_patch.masters import Masters, gather
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.scaler import LossScaler, inverse_of
 
-_TRANSIENT = ("handles", "owner", "quiet", "siblings", "process_group", "names", "set_aside", "unowned")
+_TRANSIENT = ("handles", "owner", "quiet", "siblings", "step_frame", "process_group", "names", "set_aside", "unowned")
 
 
 class Pending:
@@ -28,12 +30,13 @@ class Pending:
 
     def __init__(self, scaler: LossScaler) -> None:
         self.scaler = scaler
-        self.updates = scaler.updates
+        self.scaling = scaler.scales
+        self.updates, self.edits = scaler.updates, scaler.edits
         self.scale = scaler.scale_tensor.clone()
 
     def has_scale_of(self, scaler: LossScaler) -> bool:
         """Whether `scaler` surely has this scale still; told on the host, without a sync."""
-        return self.scaler is scaler and self.updates == scaler.updates
+        return self.scaler is scaler and (self.updates, self.edits) == (scaler.updates, scaler.edits)
 
 
 @dataclass
@@ -69,7 +72,7 @@ class Stash:
     # Per scaler what its backward passes found since the last step, on the device.
     found: list[tuple[LossScaler, Tensor]] = field(default_factory=list)
     step_depth: int = 0
-    in_closure: bool = False
+    step_frame: FrameType | None = None  # the call of `step` that is running, if it has not been left by an exception
     open: bool = False  # whether a `scale_loss` body of this optimizer is running
     bodies: int = 0  # how many were begun
     left: set[int] = field(default_factory=set)  # ids of the parameters whose gradients were kept on the model
@@ -104,11 +107,12 @@ class Stash:
             set_aside=None,
             left=set(),  # ids of another process
             step_depth=0,
-            in_closure=False,
+            step_frame=None,
             open=False,
         )
         if self.policy.master_weights:
             clip.install()  # this may be another process
+            replicas.install()
 
     def note_found(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Remember, on the device, that gradients of `scaler`'s loss went into the next step."""
@@ -143,6 +147,7 @@ class AmpOptimizer(subclass.Generated):
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
         stash = _stash(self)
         if stash is not None:
+            recover(self, stash)
             for param, _ in stash.masters.linked():
                 param.grad = None
             stash.pending = None
@@ -238,6 +243,7 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     stash = _stash(optimizer)
     if stash is None:
         return
+    recover(optimizer, stash)
     settle(optimizer)
     for handle in stash.handles:
         handle.remove()
@@ -325,10 +331,10 @@ def settle(optimizer: Any) -> None:
     """Unscale gradients that a delayed exit of `scale_loss` left scaled; no sync."""
     stash = _stash(optimizer)
     if stash is not None and stash.pending is not None:
-        scaler, current = stash.pending.scaler, stash.pending.has_scale_of(stash.pending.scaler)
-        unscale([optimizer], scaler, inverse_of(stash.pending.scale) if scaler.scales else None)
-        if current:  # else this loss has moved its scale since, with another optimizer
-            scaler.update()
+        pending = stash.pending
+        unscale([optimizer], pending.scaler, inverse_of(pending.scale) if pending.scaling else None)
+        if pending.updates == pending.scaler.updates:  # else this loss moved its scale since, with another optimizer
+            pending.scaler.update()
 
 
 def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -339,12 +345,14 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     stash = _stash(optimizer)
     if stash is None or not stash.enabled:
         return None
+    recover(optimizer, stash)
     stash.step_depth += 1
     if stash.step_depth > 1:  # a subclass's step that calls super().step() fires the hooks twice
         return None
+    stash.step_frame = sys._getframe(1)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is not None and stash.scales_loss:
-        stash.step_depth = 0
+        recover(optimizer, stash, running=None)
         raise RuntimeError(
             f"{subclass.base_class(optimizer).__name__}.step: a closure computes new gradients inside step(), after "
             "the check for overflow; under loss scaling call the closure's body first, then step() without it"
@@ -364,27 +372,13 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
         stash.set_aside = SetAside(grads, values)
         for master, _ in grads:
             master.grad = None
-    watched = None if closure is None else _watched(stash, closure)
+    watched = None if closure is None else regions.as_now(closure)
     if regions.current() is not None:  # what an optimizer computes is computed in the types of what it updates
         stash.quiet = regions.region(None)
         stash.quiet.__enter__()
     if watched is None:
         return None
     return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
-
-
-def _watched(stash: Stash, closure: Callable[[], Any]) -> Callable[[], Any]:
-    """`closure` under the casts of now, whose `scale_loss` must not take the running step for an abandoned one."""
-    within = regions.as_now(closure)
-
-    def watched() -> Any:
-        stash.in_closure = True
-        try:
-            return within()
-        finally:
-            stash.in_closure = False
-
-    return watched
 
 
 def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -395,15 +389,21 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     stash.step_depth -= 1
     if stash.step_depth > 0:
         return
-    _leave_quiet(stash)
-    _put_back(optimizer, stash)
-    linked = stash.masters.linked()
+    if stash.set_aside is not None:
+        for master, grad in stash.set_aside.grads:
+            master.grad = grad
+    recover(optimizer, stash, running=None)
     if not stash.step_skipped:
-        links.publish(linked)
+        links.publish(stash.masters.linked())
+    consume(optimizer, stash)
+
+
+def consume(optimizer: Any, stash: Stash) -> None:
+    """Forget the gradients that a step, taken or skipped, was for: the masters' that nobody else waits for."""
     stash.gathered = False
     stash.left.clear()
     awaited = _awaited_by_others(optimizer, stash)
-    for _, link in linked:
+    for _, link in stash.masters.linked():
         if id(link.master) not in awaited:
             link.master.grad = None  # consumed: scripts that clear only the model's gradients never see it
     stash.found.clear()
@@ -454,8 +454,6 @@ def _read_found(stash: Stash) -> list[LossScaler]:
 def _put_back(optimizer: Any, stash: Stash) -> None:
     if stash.set_aside is None:
         return
-    for master, grad in stash.set_aside.grads:
-        master.grad = grad
     for group, values in zip(optimizer.param_groups, stash.set_aside.group_values, strict=False):
         for added in group.keys() - values.keys() - {"params"}:
             del group[added]
@@ -463,11 +461,24 @@ def _put_back(optimizer: Any, stash: Stash) -> None:
     stash.set_aside = None
 
 
-def recover(optimizer: Any, stash: Stash) -> None:
-    """Unless a closure runs inside of `step` now: an exception there kept the post-hook from running."""
-    if stash.in_closure:
+_LOOK: Any = object()
+
+
+def recover(optimizer: Any, stash: Stash, running: FrameType | None = _LOOK) -> None:
+    """After an exception in `step`, which kept the post-hook from running: put back what the pre-hook changed.
+
+    Nothing while the step is running: a closure is, or a subclass's step that calls its parent's. `running` is that
+    call, if the caller knows. Gradients that overflowed stay away: they may have been cleared since.
+    """
+    if stash.step_depth == 0 and stash.step_frame is None:
         return
-    stash.step_depth = 0
+    if running is _LOOK:
+        running = sys._getframe(1)
+        while running is not None and running is not stash.step_frame:
+            running = running.f_back
+    if running is not None:
+        return
+    stash.step_depth, stash.step_frame = 0, None
     _leave_quiet(stash)
     _put_back(optimizer, stash)
 

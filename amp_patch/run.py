@@ -112,6 +112,8 @@ def _report(
     if found is not None or isinstance(error, SyntaxError):  # without a frame of its own the script does not compile
         error.__traceback__ = traceback = found  # Python's own hook prints that, not its argument
     hook(kind, error, traceback)
+    if "not compiled with CUDA" in str(error) or "Found no NVIDIA driver" in str(error):
+        print("amp_patch: to try this script on the CPU: python -m amp_patch run --device cpu ...", file=sys.stderr)
 
 
 class _Call:

@@ -40,7 +40,8 @@ class LossScaler:
         dynamic: whether the scale moves.
         scales: whether the loss is multiplied at all: a static scale of 1 costs nothing and checks nothing.
         growth_interval: how many clean backward passes in a row let a dynamic scale grow.
-        updates: how many times `update` ran, on the host: tells without a sync whether the scale can have changed.
+        updates, edits: how many times `update` ran and somebody set the scale, on the host: they tell without a sync
+            whether it can have changed.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class LossScaler:
         self.max_loss_scale = max_loss_scale
         self.growth_interval = GROWTH_INTERVAL
         self.verbosity = verbosity
-        self.updates = 0
+        self.updates = self.edits = 0
         self._scale = torch.tensor(start, dtype=torch.float32)
         self._growth_tracker = torch.tensor(0, dtype=torch.int32)
         self._found_inf = torch.tensor(0.0)
@@ -125,7 +126,7 @@ class LossScaler:
         """
         self._skips += 1
         self._skips_in_a_row += 1
-        if self.verbosity < 1 or not _is_first_rank():
+        if self.verbosity < 1 or not is_first_rank():
             return
         scale = self.loss_scale()
         powers_of_two = self._skips & (self._skips - 1) == 0
@@ -145,7 +146,7 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the fields of `state_dict`; KeyError before anything is written if one is missing."""
         scale, unskipped = float(state["loss_scale"]), int(state["unskipped"])
-        self.updates += 1
+        self.edits += 1
         self._scale.fill_(scale)
         self._growth_tracker.fill_(unskipped)
 
@@ -155,6 +156,6 @@ def inverse_of(scale: Tensor) -> Tensor:
     return scale.double().reciprocal().float()
 
 
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
     distributed = torch.distributed
     return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0

@@ -87,7 +87,7 @@ ROWS = (
         f"{OPTIMIZER}._amp_stash",
         "lazy_init_called already_patched params_have_scaled_gradients",
         "amp_patch.optimizer.Stash",
-        "lazy_init_called is True from the start; already_patched is read only",
+        "lazy_init_called is True from the start",
     ),
     Row(
         f"{OPTIMIZER}._amp_stash",

@@ -447,3 +447,11 @@ def test_lists_of_nothing_are_legal(name):
     short, flag = name.removeprefix("multi_tensor_"), buffer()
     getattr(amp_C, name)(CHUNK, flag, [[] for _ in range(lists.get(short, 1))], *rest[short])
     assert flag.item() == 0
+
+
+def test_the_norm_of_what_is_unscaled_does_not_overflow_before():
+    flag = torch.zeros(1, dtype=torch.int32)
+    total, each = amp_C.multi_tensor_unscale_l2norm(
+        65536, flag, [[torch.full((4,), 2.0**100)]], torch.tensor([2.0**-100]), True
+    )
+    assert total.item() == each.item() == 2.0 and flag.item() == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import math
 import pickle
 
 import pytest
@@ -1156,3 +1157,60 @@ def test_an_fp16_optimizer_is_refused(amp):
     )
     with pytest.raises(RuntimeError, match="pass the optimizer that it was made from"):
         amp.initialize(nn.Linear(2, 2), [optimizer])
+
+
+def test_a_scale_written_before_a_delayed_step_leaves_its_gradients_their_own(amp):
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.25), opt_level="O1", loss_scale=128.0
+    )
+    with amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    amp._amp_state.loss_scalers[0]._loss_scale = 1.0
+    optimizer.step()
+    assert model.weight.item() == 0.75
+
+
+def test_an_overflow_before_a_scale_was_written_is_not_charged_to_the_next_iteration(amp):
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.25), opt_level="O1", verbosity=0)
+    scaler = amp._amp_state.loss_scalers[0]
+    with amp.scale_loss(model(torch.ones(1, 1)).sum() * math.inf, optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    scaler._loss_scale = 2.0**12
+    optimizer.step()
+    assert scaler._has_overflow and model.weight.item() == 1.0
+    after = scaler.loss_scale()
+    optimizer.zero_grad()
+    with amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert scaler.loss_scale() == after and scaler._unskipped == 1 and not scaler._has_overflow
+
+
+def test_an_old_handle_leaves_a_newer_training_alone(amp):
+    model = linear([[1.0]])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    handle = amp._amp_state.handle
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    handle._deactivate()
+    assert optimizer._amp_stash.policy.opt_level == "O2"
+    assert len(optimizer._amp_stash.all_fp32_from_fp16_params) == 1
+
+
+def test_already_patched_can_be_written(amp):
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.25), opt_level="O2", verbosity=0)
+    for factor, written, moved in ((1.0, True, 0.0), (1.0, False, 0.25)):
+        with amp.scale_loss(model(torch.ones(1, 1)).sum() * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer._amp_stash.already_patched = written
+        assert optimizer._amp_stash.already_patched is written
+        optimizer.step()
+        assert model.weight.item() == 1.0 - moved
+
+
+def test_the_level_is_said_once_in_rank_0_s_words(amp, caplog, capsys):
+    with caplog.at_level("INFO"):
+        amp.initialize(nn.Linear(1, 1), opt_level="O1")
+    assert capsys.readouterr().out.count("O1") + caplog.text.count("O1 (") == 1

@@ -103,6 +103,12 @@ def test_a_module_that_is_not_served_says_where_to_go(no_apex, statement):
         exec(statement, {})
 
 
+def test_a_name_that_a_served_module_lacks_is_an_import_error_of_python_s(no_apex):
+    shim.install()
+    with pytest.raises(ImportError, match=r"cannot import name 'Foo' from 'amp_patch\.apex\.normalization'"):
+        exec("from apex.normalization import Foo", {})
+
+
 def test_an_install_that_fails_changes_nothing(no_apex, monkeypatch):
     before = dict(sys.modules)
 

@@ -101,6 +101,14 @@ def test_what_becomes_of_a_name():
     assert status("fused_layer_norm_cuda")[0] == "missing"
 
 
+def test_an_attribute_that_is_only_written_is_not_missing(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text("from apex import amp\namp._amp_state.loss_scalers[0]._overfloat_buf = 1\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["check", str(path)])
+    assert ended.value.code == 0
+
+
 def test_the_report_and_the_exit_code(tmp_path, capsys):
     (tmp_path / "a.py").write_text("from apex import amp\namp.master_params(o)\n")
     (tmp_path / "b.py").write_text("import apex.contrib.sparsity\nfrom apex.parallel import DistributedDataParallel\n")

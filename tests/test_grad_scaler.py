@@ -12,6 +12,7 @@ from conftest import DEVICES
 from torch import nn
 
 from amp_patch import amp
+from amp_patch.apex.parallel.LARC import LARC
 
 INF = float("inf")
 
@@ -278,3 +279,36 @@ def test_a_disabled_scaler_does_nothing():
 def test_arguments_that_cannot_be(arguments, error, said):
     with pytest.raises(error, match=said):
         amp.GradScaler(**{"device": "cpu", **arguments})
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "model's gradients"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_skipped_step_of_initialize_s_optimizer_leaves_nothing_for_the_next(level, clear):
+    model, optimizer = model_and_optimizer()
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+    scaler = amp.GradScaler("cpu", init_scale=8.0)
+    for overflow in (False, True, False):
+        if clear == "optimizer":
+            optimizer.zero_grad()
+        else:
+            for param in model.parameters():
+                param.grad = None
+        scaler.scale(model(torch.ones(1, 3)).float().sum() * (INF if overflow else 1.0)).backward()
+        assert scaler.step(optimizer) is not overflow
+        assert optimizer._amp_stash.step_skipped is overflow
+        scaler.update()
+        assert all(param.isfinite().all() for param in model.parameters())
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, amp.GradScaler])
+def test_larc_over_a_fused_optimizer_gets_unscaled_gradients_and_skips(kind):
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = LARC(torch.optim.SGD(model.parameters(), lr=0.125, fused=True), trust_coefficient=1e3)
+    scaler = kind("cpu", init_scale=1024.0)
+    before = model.weight.detach().clone()
+    for factor, moved in ((1.0, 0.125), (INF, 0.125)):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 4)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.allclose(before - model.weight, torch.full((1, 4), moved))

@@ -291,3 +291,63 @@ def test_found_inf_stays_on_the_device_until_the_step(monkeypatch):
     assert reads == []
     optimizer.step()
     assert len(reads) == 1
+
+
+class Raising(torch.optim.SGD):
+    """Raises in the middle of a step while `broken`."""
+
+    broken = False
+
+    def step(self, closure=None):
+        if self.broken:
+            raise KeyError("planted")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("level", training.LEVELS)
+@pytest.mark.parametrize("value", [0.5, math.inf])
+@pytest.mark.parametrize("again", ["retry", "scale_loss", "grad_scaler"])
+def test_a_step_that_an_exception_left_is_over(level, value, again):
+    model = linear([[1.0]])
+    optimizer = Raising(model.parameters(), lr=1.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+    def scaled_backward(value: float) -> None:
+        optimizer.zero_grad()
+        backward(model(torch.full((1, 1), value)).sum() / 4, optimizer)
+
+    scaled_backward(value)
+    optimizer.broken = True
+    with pytest.raises(KeyError):
+        torch.optim.Optimizer.profile_hook_step(Raising.step)(optimizer)
+    optimizer.broken = False
+    if again == "retry":
+        optimizer.step()
+        if level not in ("O0", "O3", "O4", "O5"):  # the loss is scaled, and the overflow seen
+            assert model.weight.item() == (1.0 if value == math.inf else 0.875)
+        return
+    if again == "scale_loss":
+        scaled_backward(0.5)
+        optimizer.step()
+    else:
+        scaler = amp.GradScaler("cpu", init_scale=8.0)
+        optimizer.zero_grad()
+        scaler.scale(model(torch.full((1, 1), 0.5)).sum() / 4).backward()
+        assert scaler.step(optimizer) is True
+    assert model.weight.item() == 0.875
+    assert next(iter(amp.master_params(optimizer))).item() == 0.875
+
+
+def test_casts_are_back_after_a_step_that_an_exception_left_and_restore():
+    a = torch.ones(2, 2)
+    for _ in range(2):
+        model = linear([[1.0]])
+        optimizer = Raising(model.parameters(), lr=1.0)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        assert torch.mm(a, a).dtype is torch.float16
+        backward(model(torch.ones(1, 1)).sum() / 4, optimizer)
+        optimizer.broken = True
+        with pytest.raises(KeyError):
+            torch.optim.Optimizer.profile_hook_step(Raising.step)(optimizer)
+        amp.restore()
+        assert torch.mm(a, a).dtype is torch.float32

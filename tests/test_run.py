@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from amp_patch import run
 
@@ -220,3 +221,10 @@ def test_the_script_may_be_a_package_beside_a_real_apex(tmp_path):
     (tmp_path / "train.py").write_text("import apex\nfrom apex import amp\nprint(apex.theirs, amp.__name__)\n")
     for arguments, cwd in ([str(tmp_path / "train.py")], ROOT), (["-m", "train"], tmp_path):
         assert python("-m", "amp_patch", "run", *arguments, cwd=cwd) == ["True amp_patch.apex.amp\n", "", 0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the script finds its GPU")
+def test_a_script_that_finds_no_gpu_is_told_what_to_try(tmp_path):
+    (tmp_path / "train.py").write_text("import torch\ntorch.nn.Linear(2, 2).cuda()\n")
+    _, errors, code = python("-m", "amp_patch", "run", "train.py", cwd=tmp_path)
+    assert code == 1 and errors.splitlines()[-1].endswith("python -m amp_patch run --device cpu ...")

@@ -398,6 +398,7 @@ def _two_ranks(rank, folder):
         with pytest.raises(ValueError, match="wrapped in DistributedDataParallel"):
             amp.initialize(DistributedDataParallel(linear([[1.0]])), opt_level="O2")
         for level in LEVELS:
+            torch.manual_seed(rank)  # DDP makes the weights equal, and the masters with them
             model = convnet()
             model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
             wrapped = DistributedDataParallel(model)

@@ -124,8 +124,8 @@ class _Elsewhere:
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         # `from apex import contrib` asks for it under the name that this package has.
         first, _, rest = fullname.removeprefix("amp_patch.").partition(".")
-        if first != "apex" or not rest:
-            return None
+        if first != "apex" or not rest or f"apex.{rest.partition('.')[0]}" in sys.modules:
+            return None  # below a module that is there Python's own words are right
         served = sorted(name for name in sys.modules if name.startswith("apex.") and name.count(".") == 1)
         hint = ELSEWHERE.get(rest.partition(".")[0], "")
         # Without `name=`, with which `from apex import contrib` would put its own words in place of these.

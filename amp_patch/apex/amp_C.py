@@ -160,9 +160,10 @@ def multi_tensor_unscale_l2norm(
 ) -> tuple[Tensor, Tensor]:
     """The norms of `x * inv_scale` as `multi_tensor_l2norm` has them; x is only read. `inv_scale`: one element."""
     (x,) = _lists("multi_tensor_unscale_l2norm", tensor_lists, "x")
-    total, each = _norms("multi_tensor_unscale_l2norm", noop_flag, x, per_tensor)
-    factor = torch.as_tensor(inv_scale, dtype=total.dtype, device=total.device).reshape(1)
-    return total * factor, each * factor
+    unscaled = [torch.empty_like(t, dtype=wide(t.dtype)) for t in x]
+    if x:
+        multi_tensor.multi_tensor_scale(x, unscaled, torch.as_tensor(inv_scale, device=x[0].device).float().reshape(()))
+    return _norms("multi_tensor_unscale_l2norm", noop_flag, unscaled, per_tensor)
 
 
 @torch.no_grad()

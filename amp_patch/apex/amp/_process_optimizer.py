@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from amp_patch import links
@@ -35,6 +36,12 @@ class AmpOptimizerState(core.Stash):
     def already_patched(self) -> bool:
         """Whether the next step will be skipped because of an overflow. Syncs with the device."""
         return self.enabled and any(bool(found_inf) for _, found_inf in self.found)
+
+    @already_patched.setter
+    def already_patched(self, value: bool) -> None:
+        self.found.clear()
+        if value and self.scalers:
+            self.note_found(self.scalers[0], torch.ones_like(self.scalers[0].scale_tensor))
 
     @property
     def params_have_scaled_gradients(self) -> bool:

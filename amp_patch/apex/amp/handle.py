@@ -111,8 +111,9 @@ class AmpHandle:
             if (model := model_ref()) is not None and model_side.policy_of(model) is before:
                 model_side.set_policy(model, after)
         for ref in self._training.optimizers:
-            if (optimizer := ref()) is not None and getattr(optimizer, "_amp_stash", None) is not None:
-                optimizer._amp_stash.policy = after
+            stash = None if (optimizer := ref()) is None else getattr(optimizer, "_amp_stash", None)
+            if stash is not None and stash.policy is before:  # it may have begun another training since
+                stash.policy = after
 
     def _deactivate(self) -> None:
         """Undo the casts: torch's functions do what they do without amp."""

@@ -24,6 +24,9 @@ class OptimWrapper:
     All other attributes are the optimizer's.
     """
 
+    # Not the wrapped one's: torch's GradScaler would set on this object what that one reads.
+    _step_supports_amp_scaling = False
+
     def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int) -> None:
         self._optimizer = optimizer
         self._amp_handle = amp_handle

@@ -66,7 +66,7 @@ class LossScaler(core.LossScaler):
     def _loss_scale(self, value: float) -> None:
         number = scale_number("LossScaler: _loss_scale", value)
         self._scale.fill_(number)
-        self.updates += 1
+        self.edits += 1
         self.scales = self.dynamic or number != 1.0
 
     @property

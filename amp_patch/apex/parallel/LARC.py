@@ -36,6 +36,8 @@ class LARC(torch.optim.Optimizer):
 
     optim: Any
     wraps_an_optimizer = True  # amp works on the one inside
+    # Not the inner one's: GradScaler would leave the gradients scaled and tell this object, not that, what to skip.
+    _step_supports_amp_scaling = False
 
     def __init__(self, optimizer: Any, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8) -> None:
         # Not Optimizer's: groups, state and hooks are the inner optimizer's.
