@@ -31,7 +31,8 @@ ROWS = (
         "initialize",
         "amp_patch.initialize",
         "runs on the CPU too, and any number of times; masters exist at once, not from the first backward pass on; the "
-        "loss scale stays above 2**-24 unless min_loss_scale says otherwise",
+        "loss scale stays above 2**-24 unless min_loss_scale says otherwise; optimizer.step(closure) is refused where "
+        "losses are scaled; at O2 too a gradient that the script sets to None before the step is not applied",
     ),
     Row(
         "apex.amp",
