@@ -246,7 +246,8 @@ def scale_loss(
 
     Inside the body the model's gradients are the raw scaled ones. On exit the masters' gradients are unscaled (FP32;
     added to what earlier exits left), the model's low-precision ones become None, and what overflowed is recorded on
-    the device; nothing here waits for the device. `optimizer.step()` then skips on overflow, which costs one sync.
+    the device; nothing here waits for the device. `optimizer.step()` then skips on overflow, which costs one sync; or
+    none with an optimizer that skips on the device itself: torch's `fused=True`, FusedSGD, FusedAdam(capturable=True).
 
     Args:
         loss: a floating tensor, any shape.

@@ -22,7 +22,18 @@ from amp_patch.masters import Masters, gather
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.scaler import LossScaler, inverse_of
 
-_TRANSIENT = ("handles", "owner", "quiet", "siblings", "step_frame", "process_group", "names", "set_aside", "unowned")
+_TRANSIENT = (
+    "handles",
+    "owner",
+    "quiet",
+    "siblings",
+    "step_frame",
+    "process_group",
+    "names",
+    "set_aside",
+    "unowned",
+    "stepped",
+)
 
 
 class Pending:
@@ -47,6 +58,33 @@ class SetAside:
     group_values: list[dict[str, Any]]
 
 
+class Verdict:
+    """What a step whose optimizer skipped on the device, or not, found; on its way to the host, without a sync."""
+
+    def __init__(self, found: list[tuple[LossScaler, Tensor]]) -> None:
+        self.scalers = [scaler for scaler, _ in found]
+        flags = torch.stack([found_inf.reshape(()) for _, found_inf in found])
+        self.overflow = flags.amax()
+        self._arrived: Any = None
+        if flags.is_cuda:
+            self._flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+            self._flags.copy_(flags, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(flags.device))
+        else:
+            self._flags = flags
+
+    def here(self) -> bool:
+        """Whether `read` needs no wait."""
+        return self._arrived is None or bool(self._arrived.query())
+
+    def read(self) -> list[LossScaler]:
+        """The scalers whose losses overflowed; waits for the device if it must. Tells the others that they stepped."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return _overflowed(self.scalers, self._flags.tolist())
+
+
 @dataclass
 class Stash:
     """Everything amp_patch knows of one optimizer: `optimizer._amp_stash`.
@@ -57,7 +95,6 @@ class Stash:
         enabled: False after `initialize(enabled=False)`: every call passes through.
         masters: the pairs of parameters and masters.
         pending: set while the model's gradients are still scaled (`delay_unscale=True`).
-        step_skipped: whether the last `optimizer.step()` was skipped because of an overflow.
         keeps_scaled_gradients: whether low-precision gradients stay on the model, scaled, when masters have got them.
     """
 
@@ -68,9 +105,14 @@ class Stash:
     enabled: bool = True
     masters: Masters = field(default_factory=Masters)
     pending: Pending | None = None
-    step_skipped: bool = False
+    last_skipped: bool = False  # of the last step that is no verdict
+    # Of steps that skipped on the device or did not: the newest last.
+    verdicts: list[Verdict] = field(default_factory=list)
+    # id of a master -> how much state the optimizer had of it after a step that the host knows was taken.
+    stepped: dict[int, int] = field(default_factory=dict)
     # Per scaler what its backward passes found since the last step, on the device.
     found: list[tuple[LossScaler, Tensor]] = field(default_factory=list)
+    told: bool = False  # whether the optimizer has the overflow flag of the step that is running
     step_depth: int = 0
     step_frame: FrameType | None = None  # the call of `step` that is running, if it has not been left by an exception
     open: bool = False  # whether a `scale_loss` body of this optimizer is running
@@ -87,11 +129,34 @@ class Stash:
     quiet: regions.region | None = None  # the region without casts that a running step is in
 
     @property
+    def step_skipped(self) -> bool:
+        """Whether the last `optimizer.step()` was skipped because of an overflow.
+
+        Syncs with the device where the optimizer skips there (`skips_on_device`), else not.
+        """
+        self.hear(wait=True)
+        return self.last_skipped
+
+    @step_skipped.setter
+    def step_skipped(self, skipped: bool) -> None:
+        self.hear(wait=True)
+        self.last_skipped = skipped
+
+    def hear(self, *, wait: bool = False) -> None:
+        """Take note of the verdicts that have arrived; of all of them if `wait`, which syncs."""
+        while self.verdicts and (wait or self.verdicts[0].here()):
+            overflowed = self.verdicts.pop(0).read()
+            self.last_skipped = bool(overflowed)
+            for scaler in overflowed:
+                scaler.skipped(lambda: "not known, the step was skipped on the device")
+
+    @property
     def scales_loss(self) -> bool:
         """Whether any loss of the training is multiplied."""
         return any(scaler.scales for scaler in self.scalers)
 
     def __getstate__(self) -> dict[str, Any]:
+        self.hear(wait=True)
         return {name: value for name, value in vars(self).items() if name not in _TRANSIENT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -106,6 +171,8 @@ class Stash:
             names={},
             set_aside=None,
             left=set(),  # ids of another process
+            stepped={},
+            told=False,
             step_depth=0,
             step_frame=None,
             open=False,
@@ -182,8 +249,10 @@ class AmpOptimizer(subclass.Generated):
         else:
             parent(state)
         stash = _stash(self)
-        if stash is not None and not stash.handles:
-            register_hooks(self, stash)
+        if stash is not None:
+            stash.stepped.clear()  # the state is another one now
+            if not stash.handles:
+                register_hooks(self, stash)
 
 
 def check(optimizer: Any, policy: Policy) -> None:
@@ -340,7 +409,7 @@ def settle(optimizer: Any) -> None:
 def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Pre-hook of `step`; `args` begins with the optimizer. Returns other arguments, or None to keep these.
 
-    Where the loss is scaled, one sync with the device: did a gradient overflow?
+    Where the loss is scaled, one sync with the device: did a gradient overflow? None if the optimizer skips there.
     """
     stash = _stash(optimizer)
     if stash is None or not stash.enabled:
@@ -361,17 +430,23 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     links.reconcile(stash.masters.linked())
     _warn_of_ungathered(optimizer, stash)
     _drop_removed(optimizer, stash)
-    overflowed = _read_found(stash)
-    stash.step_skipped = bool(overflowed)
-    for scaler in overflowed:
-        scaler.skipped(lambda: culprits(optimizer))
-    if stash.step_skipped:
-        # An optimizer does nothing where there is no gradient; what some count per group is put back afterwards.
-        grads = [(m, m.grad) for _, m in stash.masters.pairs(optimizer.param_groups) if m.grad is not None]
-        values = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        stash.set_aside = SetAside(grads, values)
-        for master, _ in grads:
-            master.grad = None
+    stash.hear()
+    if skips_on_device(optimizer, stash):
+        stash.verdicts.append(Verdict(stash.found))
+        optimizer.grad_scale, optimizer.found_inf = None, stash.verdicts[-1].overflow
+        stash.told = True
+    else:
+        overflowed = _read_found(stash)
+        stash.step_skipped = bool(overflowed)
+        for scaler in overflowed:
+            scaler.skipped(lambda: culprits(optimizer))
+        if overflowed:
+            # An optimizer does nothing where there is no gradient; what some count per group is put back afterwards.
+            grads = [(m, m.grad) for _, m in stash.masters.pairs(optimizer.param_groups) if m.grad is not None]
+            values = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            stash.set_aside = SetAside(grads, values)
+            for master, _ in grads:
+                master.grad = None
     watched = None if closure is None else regions.as_now(closure)
     if regions.current() is not None:  # what an optimizer computes is computed in the types of what it updates
         stash.quiet = regions.region(None)
@@ -389,11 +464,14 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     stash.step_depth -= 1
     if stash.step_depth > 0:
         return
+    skipped = stash.set_aside is not None
     if stash.set_aside is not None:
         for master, grad in stash.set_aside.grads:
             master.grad = grad
+    elif not stash.told and _may_skip_on_device(optimizer, stash):
+        _note_stepped(optimizer, stash)
     recover(optimizer, stash, running=None)
-    if not stash.step_skipped:
+    if not skipped:  # of a step that the device skipped, the values that are there already
         links.publish(stash.masters.linked())
     consume(optimizer, stash)
 
@@ -441,14 +519,50 @@ def _awaited_by_others(optimizer: Any, stash: Stash) -> set[int]:
 def _read_found(stash: Stash) -> list[LossScaler]:
     if not stash.found:
         return []
-    flags = torch.stack([found_inf.to(stash.found[0][1].device) for _, found_inf in stash.found]).tolist()
-    overflowed = []
-    for (scaler, _), flag in zip(stash.found, flags, strict=True):
-        if flag:
-            overflowed.append(scaler)
-        else:
+    flags = torch.stack([found_inf.to(stash.found[0][1].device) for _, found_inf in stash.found])
+    return _overflowed([scaler for scaler, _ in stash.found], flags.tolist())
+
+
+def _overflowed(scalers: list[LossScaler], flags: list[float]) -> list[LossScaler]:
+    """Those of the scalers whose flag is up; the others are told that the step was taken."""
+    for scaler, flag in zip(scalers, flags, strict=True):
+        if not flag:
             scaler.stepped()
-    return overflowed
+    return [scaler for scaler, flag in zip(scalers, flags, strict=True) if flag]
+
+
+def waits(device: torch.device) -> bool:
+    """Whether reading a value of `device` makes the host wait for all that was asked of it before."""
+    return device.type != "cpu"
+
+
+def skips_on_device(optimizer: Any, stash: Stash) -> bool:
+    """Whether the coming step can be given its overflow flag on the device, as torch.amp.GradScaler gives it.
+
+    Then nothing waits: the host learns later what happened. The first step of a parameter is not one of these, because
+    torch's fused SGD fills its momentum by host knowledge that it was the first; nor is the one after a skip, so that
+    messages about several skips in a row can name the parameters.
+    """
+    if not _may_skip_on_device(optimizer, stash) or stash.last_skipped:
+        return False
+    state, stepped = optimizer.state, stash.stepped
+    return all(
+        type(master) in (Tensor, nn.Parameter) and stepped.get(id(master)) == len(state.get(master, ()))
+        for _, master in stash.masters.pairs(optimizer.param_groups)
+        if master.grad is not None
+    )
+
+
+def _may_skip_on_device(optimizer: Any, stash: Stash) -> bool:
+    able = getattr(optimizer, "skips_on_device", getattr(optimizer, "_step_supports_amp_scaling", False))
+    devices = {found_inf.device for _, found_inf in stash.found} if able else set()
+    return len(devices) == 1 and waits(devices.pop())
+
+
+def _note_stepped(optimizer: Any, stash: Stash) -> None:
+    for _, master in stash.masters.pairs(optimizer.param_groups):
+        if master.grad is not None:
+            stash.stepped[id(master)] = len(optimizer.state.get(master, ()))
 
 
 def _put_back(optimizer: Any, stash: Stash) -> None:
@@ -479,6 +593,9 @@ def recover(optimizer: Any, stash: Stash, running: FrameType | None = _LOOK) -> 
     if running is not None:
         return
     stash.step_depth, stash.step_frame = 0, None
+    if stash.told:
+        stash.told = False
+        del optimizer.grad_scale, optimizer.found_inf
     _leave_quiet(stash)
     _put_back(optimizer, stash)
 

@@ -71,6 +71,7 @@ class FusedSGD(FusedOptimizer):
     """
 
     _settings = (*FusedOptimizer._settings, "wd_after_momentum", "materialize_master_grads")
+    skips_on_device = True  # for amp_patch.initialize: `step` reads `self.found_inf`
 
     def __init__(
         self,
@@ -101,6 +102,7 @@ class FusedSGD(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none)
 
     def _update(self, work: list[tuple[Group, list[list[Tensor]]]]) -> None:
+        found_inf = getattr(self, "found_inf", None)
         for group, batches in work:
             for params in batches:
                 # A buffer's first value is the gradient itself, also of a parameter that joins later.
@@ -121,4 +123,5 @@ class FusedSGD(FusedOptimizer):
                         nesterov=group["nesterov"],
                         wd_after_momentum=self.wd_after_momentum,
                         first_run=first_run,
+                        found_inf=None if found_inf is None else found_inf.to(some[0].device),
                     )
