@@ -29,6 +29,7 @@ from amp_patch.initialize import (
     scale_loss,
     state_dict,
 )
+from amp_patch.microscope import inspect
 
 __version__ = "0.1.0"
 
@@ -45,6 +46,7 @@ __all__ = [
     "fp32_copy",
     "half_function",
     "initialize",
+    "inspect",
     "load_state_dict",
     "master_params",
     "multi_tensor",

@@ -59,7 +59,7 @@ class ScaledBackward:
         if self.scaling:
             self._set_bystanders_aside()
         for optimizer, stash in zip(self.optimizers, self.stashes, strict=True):
-            stash.open = True
+            stash.open, stash.scale = True, self.scale
             stash.bodies += 1
             recover(optimizer, stash)
         for stash, pairs, new in self._parts():
@@ -104,7 +104,7 @@ class ScaledBackward:
         if not self.begun:
             return
         for stash in self.stashes:
-            stash.open = False
+            stash.open, stash.scale = False, None
         inverse = inverse_of(self.scale) if self.set_aside else None
         for param, earlier, owner, bodies in self.set_aside:
             if param.grad is None or (owner is not None and owner.pending is not None):

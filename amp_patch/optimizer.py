@@ -116,6 +116,7 @@ class Stash:
     step_depth: int = 0
     step_frame: FrameType | None = None  # the call of `step` that is running, if it has not been left by an exception
     open: bool = False  # whether a `scale_loss` body of this optimizer is running
+    scale: Tensor | None = None  # that body's
     bodies: int = 0  # how many were begun
     left: set[int] = field(default_factory=set)  # ids of the parameters whose gradients were kept on the model
     gathered: bool = False  # whether a backward has brought gradients since the last step
@@ -176,6 +177,7 @@ class Stash:
             step_depth=0,
             step_frame=None,
             open=False,
+            scale=None,
         )
         if self.policy.master_weights:
             clip.install()  # this may be another process

@@ -1,0 +1,64 @@
+"""Histogram of exponents: exact counts of numbers that are written out, and what FP16 itself makes of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import DEVICES, DTYPES
+
+from amp_patch.histogram import Histogram
+
+
+def histogram(values, **kwargs):
+    counted = Histogram()
+    counted.add(torch.as_tensor(values), **kwargs)
+    return counted
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_number_is_counted_once_at_its_power_of_two(dtype, device):
+    numbers = [0.0, -0.0, 1.0, -1.5, 1.99, 2.0, 0.25, float("inf"), float("-inf"), float("nan")]
+    counted = histogram(torch.tensor(numbers, dtype=dtype, device=device))
+    assert counted.counts == {-2: 1, 0: 3, 1: 1}
+    assert (counted.zeros, counted.not_finite, counted.total) == (2, 3, 10)
+
+
+def test_the_ends_of_fp32():
+    smallest = torch.tensor([1], dtype=torch.int32).view(torch.float32)
+    assert histogram(torch.cat([smallest, torch.tensor([torch.finfo(torch.float32).max])])).counts == {-149: 1, 127: 1}
+
+
+def test_counts_add_up_and_shapes_do_not_matter():
+    counted = Histogram()
+    assert (counted.total, counted.counts, counted.best_scale()) == (0, {}, 1.0)
+    for values in (torch.ones(2, 3), torch.ones(()), torch.empty(0), torch.full((2, 2), 4.0).t()):
+        counted.add(values)
+    assert counted.counts == {0: 7, 2: 4}
+
+
+@pytest.mark.parametrize("factor", [2.0**-16, torch.tensor(2.0**-16)])
+def test_a_factor_shifts_the_exponents(factor):
+    assert histogram([1.0, 3.0], factor=factor).counts == {-16: 1, -15: 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("power", [0, 8, -8])
+def test_what_is_lost_is_what_the_cast_loses(power, dtype):
+    """1.5 * 2**e for each e: in the middle of its slot, so that rounding at the border cannot tell otherwise."""
+    values = torch.tensor([1.5 * 2.0**e for e in range(-120, 121)] + [0.0, float("inf")])
+    scale = 2.0**power
+    finite = values[(values != 0) & values.isfinite()]
+    cast = (finite * scale).to(dtype)
+    counted = histogram(values)
+    assert math.isclose(counted.flushed(scale, dtype), (cast == 0).double().mean().item())
+    assert math.isclose(counted.overflowed(scale, dtype), cast.isinf().double().mean().item())
+
+
+def test_the_best_scale_is_the_largest_that_overflows_nothing():
+    counted = histogram([2.0**-30, 1.5 * 2.0**-10])
+    assert counted.best_scale() == 2.0**25
+    assert counted.overflowed(2.0**25) == 0 and counted.overflowed(2.0**26) == 0.5
+    assert counted.flushed(1.0) == 0.5 and counted.flushed(2.0**25) == 0

@@ -1,0 +1,209 @@
+"""inspect: planted faults are named, and what it counts is what torch's one-liners count."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import training
+from conftest import DEVICES
+from torch import nn
+from torch.nn import functional as F
+
+from amp_patch import amp
+from amp_patch.microscope import inspect
+
+
+class RMSNorm(nn.Module):
+    """As many models write it: the square of what is above 255 is infinite in FP16."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 2.0**-30) * self.weight
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4, bias=False)
+        self.norm = RMSNorm(4)
+        self.block = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        self.head = nn.Linear(4, 2, bias=False)
+
+    def forward(self, x):
+        return self.head(self.block(self.norm(self.first(x))))
+
+
+def identity(model, **factors):
+    """Weights that pass every number on, times the factor of their layer."""
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                module.weight.copy_(torch.eye(*module.weight.shape) * factors.get(name.replace(".", "_"), 1.0))
+    return model
+
+
+def look(level, device, factors, value=1.0, weight=1.0, **options):
+    """One inspected step of a Net on a constant input; the loss is `weight` times the sum of its output."""
+    model = identity(Net(), **factors).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, **{"loss_scale": 1.0, **options})
+    with inspect(model, optimizer) as seen:
+        loss = model(torch.full((1, 4), value, device=device)).float().sum() * weight
+        training.backward(loss, optimizer)
+        optimizer.step()
+    return seen
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_an_overflow_in_forward_is_found_in_its_layer(level, device):
+    assert look(level, device, {"block_1": 3e4}).not_finite is None
+    seen = look(level, device, {"block_0": 3e4, "block_1": 3e4})
+    assert (seen.not_finite.module, seen.not_finite.direction) == ("block.1", "forward")
+    assert seen.not_finite.largest_input == pytest.approx(3e4, rel=1e-3)
+    assert seen.keep_fp32()[0] == "block.1"
+    assert "block.1" in str(seen.not_finite) and "step 0" in str(seen.not_finite)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_an_overflow_in_backward_is_found_in_its_layer(level, device):
+    """The head's gradient is 2**8 at its input; times 2**10 in block.1's backward that is 2**18."""
+    factors = {"head": 2.0**-7, "block_1": 2.0**10, "block_0": 2.0**-10}
+    seen = look(level, device, factors, weight=2.0**15)
+    assert seen.not_finite.direction == "backward"
+    assert seen.not_finite.module == "block.1"
+    assert seen.not_finite.largest_input == 2.0**8
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_norm_whose_variance_overflows(level, device):
+    seen = look(level, device, {"first": 300.0})
+    assert (seen.not_finite.module, seen.not_finite.direction) == ("norm", "forward")
+    assert seen.not_finite.op == "pow" and seen.not_finite.largest_input == 300.0
+    assert seen.keep_fp32() == ["norm"] or seen.keep_fp32()[0] == "norm"
+    fixed = look(level, device, {"first": 300.0}, keep_fp32=seen.keep_fp32()[0])
+    assert fixed.not_finite is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_gradient_that_flushes_to_zero_is_counted_where_it_was(device):
+    """At O0: what FP16 would lose. The gradient of head is 2**-26 everywhere, the one of block.0 2**-36."""
+    seen = look("O0", device, {"head": 2.0**-10}, weight=2.0**-26)
+    head, block = seen.gradients["head.weight"], seen.gradients["block.0.weight"]
+    assert set(head.counts) == {-26} and min(block.counts) == -36
+    assert head.flushed(1.0) == 1.0 and head.flushed(2.0) == 0.0
+    assert block.flushed(2.0) == 1.0 and block.flushed(2.0**11) == 0.0
+    assert seen.best_scale() == 2.0**41
+    assert seen.not_finite is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_gradients_are_counted_without_their_scale(level, device):
+    seen = look(level, device, {}, loss_scale=1024.0)
+    plain = look("O0", device, {})
+    assert seen.scale == 1024.0
+    for name, histogram in plain.gradients.items():
+        assert seen.gradients[name].counts == histogram.counts, name
+    assert set(seen.activation_gradients["head"].counts) == {10}  # as they flowed
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_error_is_that_against_fp32_on_the_same_input(level, dtype, device):
+    model = training.convnet(device=device)
+    images, classes = training.images(0, device)
+    reference = copy.deepcopy(model)
+    model = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, dtype=dtype)[0]
+    given, made = {}, {}
+
+    def note(name):
+        def hook(_, args, output):
+            given[name], made[name] = args[0], output
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(note(name)) for name, module in model.named_modules() if not any(module.children())
+    ]
+    with inspect(model) as seen:
+        F.cross_entropy(model(images), classes)
+    for handle in handles:
+        handle.remove()
+    assert seen.errors.keys() == made.keys() and max(seen.errors.values()) > 0
+    for name, error in seen.errors.items():
+        with torch.no_grad(), amp.disable_casts():
+            exact = reference.get_submodule(name)(given[name].float())
+        expected = (made[name].float() - exact).norm() / exact.norm()
+        assert error == pytest.approx(expected.item(), rel=1e-3, abs=1e-7), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_is_left_behind_and_nothing_is_changed(device):
+    """The inspected steps give the weights of those that nobody looked at; batch norms count each batch once."""
+    runs = []
+    for inspected in (False, True):
+        model = training.convnet(device=device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+        if inspected:
+            with inspect(model, optimizer) as seen:
+                training.train(model, optimizer, 3)
+            assert seen.step == 3 and seen.not_finite is None
+            assert seen.activations["body.0"].total == 3 * 8 * 4 * 64
+        else:
+            training.train(model, optimizer, 3)
+        training.train(model, optimizer, range(3, 5))
+        runs.append(training.weights(model))
+        for module in model.modules():
+            assert not module._forward_hooks and not module._forward_pre_hooks
+        assert not any(param._backward_hooks for param in model.parameters())
+    assert training.same(*runs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_mask_of_infinities_does_no_harm(device):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x).masked_fill(torch.eye(4, device=x.device).bool(), float("-inf")).softmax(-1)
+
+    model = Masked().to(device)
+    with inspect(model) as seen:
+        model(torch.ones(4, 4, device=device)).square().sum().backward()
+    assert seen.not_finite is None
+    with inspect(model) as seen:
+        model(torch.ones(4, 4, device=device)).log().sum().backward()
+    assert (seen.not_finite.op, seen.not_finite.module) == ("log", None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_step_of_the_first_overflow_is_told(device):
+    model = training.linear([[2.0]], device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O3", loss_scale=1.0)
+    with inspect(model, optimizer) as seen:
+        for value in (1.0, 1.0, 6e4, 1.0):
+            training.backward(model(torch.full((1, 1), value, device=device)).sum(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (seen.not_finite.module, seen.not_finite.step, seen.step) == ("", 2, 4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_error_in_the_block_leaves_no_hook(device):
+    model = training.convnet(device=device)
+    with pytest.raises(RuntimeError), inspect(model):
+        model(torch.ones(1, 3, 8, 8, device=device))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
