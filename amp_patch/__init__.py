@@ -19,6 +19,7 @@ from amp_patch.casts import (
     register_half_function,
     register_promote_function,
 )
+from amp_patch.find_scale import find_loss_scale
 from amp_patch.grad_scaler import GradScaler
 from amp_patch.initialize import (
     fp32_copy,
@@ -42,6 +43,7 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "disable_casts",
+    "find_loss_scale",
     "float_function",
     "fp32_copy",
     "half_function",

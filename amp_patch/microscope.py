@@ -107,7 +107,7 @@ def inspect(model: nn.Module, optimizers: Any = None) -> Iterator[Inspection]:
 
     Args:
         model: what `initialize` returned, or any module.
-        optimizers: its optimizer, or several: their loss scale is divided out of the gradients, their steps are counted.
+        optimizers: its optimizer, or several: their loss scale is divided out of the gradients, their steps counted.
     """
     one_or_many = optimizers if isinstance(optimizers, list | tuple) else [] if optimizers is None else [optimizers]
     targets = [optimizer.innermost(each) for each in one_or_many]

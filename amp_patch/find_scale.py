@@ -1,0 +1,103 @@
+"""find_loss_scale: by how much the loss of a batch can be multiplied, and by how much it has to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch import regions
+from amp_patch.model import policy_of
+
+_LOWEST, _HIGHEST = -24, 120  # powers of two that are tried
+
+
+class LossScaleRange(NamedTuple):
+    """Loss scales, powers of two, between which a batch's gradients neither overflow nor flush to zero.
+
+    Attributes:
+        lowest: the smallest at which no number of a parameter's gradient is 0 that is not 0 at `highest`.
+        highest: the largest at which all of them are finite.
+    """
+
+    lowest: float
+    highest: float
+
+
+def find_loss_scale(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any) -> LossScaleRange:
+    """The range of static loss scales that are safe for this batch::
+
+        amp.initialize(model, optimizer, opt_level="O2")
+        amp.find_loss_scale(model, torch.nn.functional.cross_entropy, (inputs, targets)).highest
+
+    Runs `loss_fn(model(*inputs), targets)` and its backward some sixteen times, in the types of the model's opt level,
+    by bisection: overflows are those of the real backward, of activations' gradients too. Leave a margin below
+    `highest`: other batches have larger gradients. Parameters, gradients, buffers and the random numbers that come
+    next are as before. Syncs with the device.
+
+    Args:
+        model: what `initialize` returned. At a level without FP16 the range is that of FP32 or BF16.
+        loss_fn: from the model's output and the targets to a loss of one element.
+        batch: (inputs, ..., targets): the last goes to `loss_fn`, the others to the model.
+
+    Raises:
+        TypeError: a batch that is no such tuple.
+        ValueError: the loss is not one finite number, or even at a scale of 2**-24 a gradient overflows.
+    """
+    if not isinstance(batch, list | tuple) or len(batch) < 2:
+        raise TypeError(f"find_loss_scale: batch is a {type(batch).__name__}; wanted a tuple (inputs, ..., targets)")
+    params = [param for param in model.parameters() if param.requires_grad]
+    *inputs, targets = batch
+
+    def gradients(power: int) -> list[Tensor]:
+        with _undone(model), regions.everywhere(policy_of(model)):
+            loss = loss_fn(model(*inputs), targets)
+            if loss.numel() != 1 or not bool(torch.isfinite(loss)):
+                raise ValueError(
+                    f"find_loss_scale: the loss has shape {list(loss.shape)} and values {loss.detach().tolist()}; "
+                    "wanted one finite number"
+                )
+            scaled = loss.float() * 2.0**power
+            found = torch.autograd.grad(scaled.reshape(()), params, allow_unused=True)
+            return [grad.detach() for grad in found if grad is not None]
+
+    def finite(power: int) -> bool:
+        return all(bool(torch.isfinite(grad).all()) for grad in gradients(power))
+
+    def zeros(power: int) -> int:
+        return sum(int((grad == 0).sum()) for grad in gradients(power))
+
+    if not finite(_LOWEST):
+        raise ValueError(
+            f"find_loss_scale: a gradient of {type(model).__name__} overflows even at a loss scale of 2**{_LOWEST}; "
+            "amp.inspect names the module"
+        )
+    highest = _last(finite, _LOWEST, _HIGHEST)
+    fewest = zeros(highest)
+    lowest = -_last(lambda negated: zeros(-negated) == fewest, -highest, -_LOWEST)
+    return LossScaleRange(2.0**lowest, 2.0**highest)
+
+
+def _last(holds: Callable[[int], bool], first: int, last: int) -> int:
+    """The last number for which it holds, by bisection; it holds for `first`, and no more once it does not."""
+    while first < last:
+        middle = (first + last + 1) // 2
+        first, last = (middle, last) if holds(middle) else (first, middle - 1)
+    return first
+
+
+@contextmanager
+def _undone(model: nn.Module) -> Iterator[None]:
+    """Put back buffers (a batch norm counts its batches) and the state of the random generators."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices=sorted(d.index for d in devices)):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)

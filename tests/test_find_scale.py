@@ -1,0 +1,86 @@
+"""find_loss_scale: ranges that can be written down, and the training that they promise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import training
+from conftest import DEVICES
+from torch.nn import functional as F
+
+from amp_patch import amp
+
+LEVELS = ("O1", "O2", "O3")
+
+
+def total(output, weight):
+    return (output.float() * weight).sum()
+
+
+def one_layer(level, device, **options):
+    model = training.linear([[1.0, 1.0]], device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return amp.initialize(model, optimizer, opt_level=level, **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_range_of_gradients_that_are_written_out(level, device):
+    """The gradients are (2**-20, 1): times 2**15 is the most that FP16 holds, 2**-4 brings the small one to 2**-24."""
+    model, _ = one_layer(level, device)
+    inputs = torch.tensor([[2.0**-20, 1.0]], device=device)
+    assert amp.find_loss_scale(model, total, (inputs, torch.ones((), device=device))) == (2.0**-4, 2.0**15)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_small_losses_want_large_scales(level, device):
+    model, _ = one_layer(level, device)
+    inputs = torch.tensor([[1.0, 1.0]], device=device)
+    found = amp.find_loss_scale(model, total, (inputs, torch.tensor(2.0**-40, device=device)))
+    assert found == (2.0**16, 2.0**55)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_is_changed(device):
+    model = training.convnet(device=device)
+    model.head = torch.nn.Sequential(torch.nn.Dropout(0.5), model.head)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+    batch = training.images(0, device)
+    for param in amp.master_params(optimizer):
+        param.grad = torch.ones_like(param)
+    before, random = training.weights(model), torch.random.get_rng_state()
+    found = amp.find_loss_scale(model, F.cross_entropy, batch)
+    assert training.same(before, training.weights(model))
+    assert torch.equal(random, torch.random.get_rng_state())
+    assert all(bool((param.grad == 1).all()) for param in amp.master_params(optimizer))
+    assert all(param.grad is None for param in model.parameters() if param.dtype is torch.float16)
+    assert found.lowest < found.highest
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_highest_scale_trains_and_the_next_one_overflows(level, device):
+    def skipped(factor):
+        model = training.convnet(device=device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+        scale = amp.find_loss_scale(model, F.cross_entropy, training.images(0, device)).highest * factor
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
+        training.train(model, optimizer, 1)
+        return optimizer._amp_stash.step_skipped
+
+    assert not skipped(1.0)
+    assert skipped(2.0)
+
+
+def test_bad_input_is_named():
+    model, _ = one_layer("O2", "cpu")
+    with pytest.raises(TypeError, match="find_loss_scale: batch is a Tensor"):
+        amp.find_loss_scale(model, total, torch.ones(2))
+    inputs = torch.ones(1, 2)
+    with pytest.raises(ValueError, match=r"find_loss_scale: the loss has shape \[1, 1\] and values \[\[inf\]\]"):
+        amp.find_loss_scale(model, lambda y, w: y * w, (inputs, float("inf")))
+    with pytest.raises(ValueError, match="overflows even at a loss scale"):
+        amp.find_loss_scale(model, total, (inputs, 2.0**100))
