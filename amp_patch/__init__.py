@@ -29,6 +29,7 @@ from amp_patch.initialize import (
     scale_loss,
     state_dict,
 )
+from amp_patch.shards import fsdp_policy
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ __all__ = [
     "disable_casts",
     "float_function",
     "fp32_copy",
+    "fsdp_policy",
     "half_function",
     "initialize",
     "load_state_dict",
