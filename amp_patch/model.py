@@ -54,7 +54,12 @@ class ModelState:
     handles: list[Any] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "on_demand": True, "exposed": [], "handles": []}  # a copy has parameters of its own, and no masters
+        return {
+            **vars(self),
+            "on_demand": True,
+            "exposed": [],
+            "handles": [],
+        }  # a copy has parameters of its own, and no masters
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

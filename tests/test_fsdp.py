@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from ranks import RankError, Ranks
 from torch import Tensor, nn
 
 from amp_patch import amp, optimizers
@@ -128,7 +128,8 @@ def restored() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("level", "dtype", "maker"),
-    [(*kind, "SGD") for kind in KINDS] + [("O2", torch.float16, name) for name in ("Adam", "FusedAdam", "FusedAdagrad")],
+    [(*kind, "SGD") for kind in KINDS]
+    + [("O2", torch.float16, name) for name in ("Adam", "FusedAdam", "FusedAdagrad")],
 )
 def test_two_ranks_train_as_one_process(ranks, level, dtype, maker):
     scale = {} if level == "O0" else {"loss_scale": 1024.0}
@@ -147,30 +148,33 @@ def test_two_ranks_train_as_one_process(ranks, level, dtype, maker):
 
 
 class Rows(nn.Module):
-    """Gradients that a test chooses: row i of the weight gets the i-th input. Rank 0 holds row 0, rank 1 the other."""
+    """Gradients that a test chooses: row i of the weight gets a quarter of the i-th input. Rank 0 holds row 0, rank 1 the other."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2, 3))
 
     def forward(self, rows: Tensor) -> Tensor:
-        return (self.weight * rows.unsqueeze(1)).sum()
+        return 0.25 * (self.weight * rows.unsqueeze(1)).float().sum()
 
 
-def overflow_in_one_shard(level: str, dtype: Any, form: str, where: int) -> list[Any]:
-    """Three steps, the second with an overflow in the shard of the rank `where` alone; what this rank saw of each."""
+def overflow_in_one_shard(level: str, dtype: Any, form: str, where: int, mesh: Any = None) -> list[Any]:
+    """Three steps, the second with an overflow in the shard `where` alone; what this rank saw of each."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = fully_shard(Rows(), mp_policy=amp.fsdp_policy(level, dtype=dtype))
-    fused = form == "GradScaler, fused"
+    mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("replicas", "shards")) if mesh else None
+    model = fully_shard(Rows(), mp_policy=amp.fsdp_policy(level, dtype=dtype), mesh=mesh)
+    fused = form == "GradScaler without initialize, fused"
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5, fused=True) if fused else ADAM(model.parameters())
-    if form != "GradScaler, fused" and form != "GradScaler":
-        kwargs = {"loss_scale": "dynamic"}
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0, **kwargs)
+    if not form.startswith("GradScaler without"):
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level=level, dtype=dtype, loss_scale="dynamic", verbosity=0
+        )
     scaler = amp.GradScaler("cpu")
     seen = []
     for step in range(3):
-        rows = torch.full((2,), 0.25)
+        rows = torch.ones(2)
         if step == 1:
             rows[where] = float("inf")
         optimizer.zero_grad()
@@ -195,9 +199,9 @@ def overflow_in_one_shard(level: str, dtype: Any, form: str, where: int) -> list
         ("O1", torch.float16, "scale_loss"),
         ("O2", torch.float16, "scale_loss"),
         ("O2", torch.bfloat16, "scale_loss"),
-        ("O2", torch.float16, "GradScaler of initialize"),
-        ("O0", None, "GradScaler"),
-        ("O0", None, "GradScaler, fused"),
+        ("O2", torch.float16, "GradScaler"),
+        ("O0", None, "GradScaler without initialize"),
+        ("O0", None, "GradScaler without initialize, fused"),
     ],
 )
 def test_an_overflow_in_one_shard_is_skipped_by_all(ranks, level, dtype, form, where):
@@ -209,7 +213,47 @@ def test_an_overflow_in_one_shard_is_skipped_by_all(ranks, level, dtype, form, w
     assert all(torch.equal(a[3], b[3]) for a, b in zip(*both, strict=True))
 
 
-def overflow_that_is_told(caplog_level: int) -> None:
+@pytest.mark.parametrize("mesh", [(2, 1), (1, 2)])
+def test_an_overflow_is_skipped_by_all_on_a_mesh_of_two_dimensions(ranks, mesh):
+    both = ranks(overflow_in_one_shard, "O1", torch.float16, "scale_loss", 0, mesh)
+    for seen in both:
+        assert [(skipped, scale) for skipped, scale, _, _ in seen] == [(False, 2**16), (True, 2**15), (False, 2**15)]
+    assert [seen[1][2] for seen in both] == [False, mesh == (1, 2)]
+
+
+@pytest.mark.slow
+def test_an_overflow_is_skipped_by_replicas_of_shards(four):
+    seen = four(overflow_in_one_shard, "O2", torch.float16, "scale_loss", 1, (2, 2))
+    assert [[skipped for skipped, _, _, _ in one] for one in seen] == [[False, True, False]] * 4
+    assert [one[1][2] for one in seen] == [True, False, True, False], "the shards of the others are finite"
+    assert all(torch.equal(one[2][3], seen[0][2][3]) for one in seen)
+
+
+def tensor_parallel(level: str) -> list[Any]:
+    """The first layer's columns are on two ranks; a gradient of the second one's overflows, of a static scale too."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = nn.Sequential(nn.Linear(2, 4, bias=False), nn.Linear(4, 1, bias=False))
+    with torch.no_grad():
+        model[0].weight.fill_(1.0), model[1].weight.copy_(torch.tensor([[1.0, 1.0, 1.0, 2.0]]))
+    mesh = init_device_mesh("cpu", (2,))
+    model = parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    # Half the largest FP16 number, times 2 in one column.
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, loss_scale=40000.0, verbosity=0)
+    backward(model(torch.ones(1, 2)).float().sum(), optimizer)
+    finite = torch.isfinite(model[0].weight.grad.to_local()).all().item()
+    optimizer.step()
+    return [finite, optimizer._amp_stash.step_skipped, full(model[0].weight).detach()]
+
+
+def test_an_overflow_is_skipped_by_all_where_tensors_are_parallel(ranks):
+    first, second = ranks(tensor_parallel, "O1")
+    assert [first[:2], second[:2]] == [[True, True], [False, True]]
+    assert torch.equal(first[2], torch.ones(4, 2)) and torch.equal(second[2], torch.ones(4, 2))
+
+
+def overflow_that_is_told() -> None:
     """The first rank alone names what overflowed, and waits for nobody."""
     from torch.distributed.fsdp import fully_shard
 
@@ -222,7 +266,7 @@ def overflow_that_is_told(caplog_level: int) -> None:
 
 
 def test_the_message_about_an_overflow_asks_no_other_rank(ranks):
-    ranks(overflow_that_is_told, 0, timeout=20)
+    ranks(overflow_that_is_told, timeout=20)
 
 
 def overflow_in_the_reduction(reduce_dtype: torch.dtype) -> tuple[bool, bool]:
@@ -234,7 +278,7 @@ def overflow_in_the_reduction(reduce_dtype: torch.dtype) -> tuple[bool, bool]:
     model.set_gradient_divide_factor(1.0)
     model.set_force_sum_reduction_for_comms(True)  # gloo has no other
     model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2", loss_scale=4.0, verbosity=0)
-    backward(model(torch.tensor([10000.0, 1.0])), optimizer)
+    backward(model(torch.tensor([40000.0, 1.0])), optimizer)
     finite = torch.isfinite(model.weight.grad.to_local()).all().item()
     optimizer.step()
     return finite, optimizer._amp_stash.step_skipped
@@ -293,6 +337,94 @@ def two_scales() -> str:
 
 def test_two_losses_cannot_be_held_back_at_two_scales(ranks):
     assert all("one loss_id" in message for message in ranks(two_scales))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints. A step has four micro-batches, however many ranks share them.
+
+
+def resumable(level: str, dtype: Any, steps: range, load: str = "", save: str = "", end: int = 0) -> Any:
+    """Train `steps`, from the checkpoint `load` if there is one; save one after step 2; rank 1 dies in step `end`."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    scale = {"loss_scale": "dynamic", "max_loss_scale": 1024.0}
+    model, optimizer = sharded_training(level, dtype, "Adam", **scale)
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def state() -> dict[str, Any]:
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        return {"model": of_model, "optimizer": of_optimizer, "amp": amp.state_dict()}
+
+    if load:
+        found = state()
+        dcp.load(found, checkpoint_id=load)
+        set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+        amp.load_state_dict(found["amp"])
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for micro in range(rank, 4, world):
+            loss = loss_of(model, step, micro)
+            model.set_requires_gradient_sync(micro + world >= 4)
+            backward(loss * world / 4, optimizer)
+            total += loss.detach() / 4
+        if end and step == end and rank == 1:
+            os._exit(9)
+        optimizer.step()
+        dist.all_reduce(total)
+        losses.append(total.item())
+        if step == 2 and save:
+            dcp.save(state(), checkpoint_id=save)
+    return losses, weights(model), amp.state_dict()["loss_scaler0"], optimizer.state_dict()["state"][0]["step"].item()
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Ranks]:
+    with Ranks(1) as processes:
+        yield processes
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with Ranks(4) as processes:
+        yield processes
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O1", torch.float16), ("O2", torch.float16), ("O5", None)])
+def test_a_killed_training_resumes_to_the_bit_of_one_that_was_not(ranks, tmp_path, level, dtype):
+    straight = ranks(resumable, level, dtype, range(6))
+    with pytest.raises(RankError, match="exit code 9"):
+        ranks(resumable, level, dtype, range(6), "", str(tmp_path / "saved"), 4)
+    resumed = ranks(resumable, level, dtype, range(3, 6), str(tmp_path / "saved"))
+    for (losses, trained, scale, count), (tail, again, scale_again, count_again) in zip(straight, resumed, strict=True):
+        assert tail == losses[3:] and same(again, trained)
+        assert (scale_again, count_again) == (scale, count)
+        assert scale == {"loss_scale": 1024.0, "unskipped": 6} and count == 6
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("one", "ranks"), ("ranks", "one"), pytest.param("ranks", "four", marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize(("level", "dtype"), [("O1", torch.float16), ("O2", torch.bfloat16), ("O2", torch.float16)])
+def test_another_number_of_ranks_goes_on_from_a_checkpoint(request, tmp_path, level, dtype, before, after):
+    saved = str(tmp_path / "saved")
+    losses, straight, scale, count = request.getfixturevalue(before)(resumable, level, dtype, range(6), "", saved)[0]
+    tail, trained, *rest = request.getfixturevalue(after)(resumable, level, dtype, range(3, 6), saved)[0]
+    torch.testing.assert_close(tail, losses[3:], rtol=1e-5, atol=0)
+    for mine, other in zip(trained, straight, strict=True):
+        torch.testing.assert_close(mine, other, rtol=2e-5, atol=2e-6)
+    assert rest == [scale, count] and scale["unskipped"] == 6
+
+
+def test_a_checkpoint_of_o2_loads_into_a_plain_model(ranks, tmp_path):
+    """Its weights are FP32, and so is what `full_tensor` gives on each rank."""
+    _, trained, _, _ = ranks(resumable, "O2", torch.float16, range(3))[0]
+    model = network()
+    model.load_state_dict(dict(zip(model.state_dict(), trained, strict=True)))
+    assert {value.dtype for value in trained} == {torch.float32}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
