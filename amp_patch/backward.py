@@ -58,8 +58,8 @@ class ScaledBackward:
         held = [stash.pending for stash in self.stashes if stash.pending is not None and stash.pending.held_back]
         if not all(pending.has_scale_of(self.scaler) for pending in held):
             raise RuntimeError(
-                "scale_loss: fully_shard holds gradients of an earlier micro-batch back that were scaled otherwise than "
-                "this loss is; give all losses of such an iteration one loss_id, or call "
+                "scale_loss: fully_shard holds gradients of an earlier micro-batch back that were scaled otherwise "
+                "than this loss is; give all losses of such an iteration one loss_id, or call "
                 "model.set_requires_gradient_sync(True) before the last backward with another loss_id"
             )
         self.begun = True

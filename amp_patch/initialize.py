@@ -85,10 +85,12 @@ def initialize(
 ) -> Any:
     """Prepare models and optimizers for mixed-precision training at an opt level, in place.
 
-    Call it after the model is on its device and before it is wrapped (DataParallel, DDP); after torch's `fully_shard`,
-    though, and then after the optimizer is made. Sharded with the `mp_policy` of the level (`amp.fsdp_policy`), at O2
-    the FP32 shards are the masters, and O3 is refused. It may be called any number of times: each call makes a training with its own policy and loss scalers. A model given again keeps the values of
+    Call it after the model is on its device and before it is wrapped (DataParallel, DDP). It may be called any number
+    of times: each call makes a training with its own policy and loss scalers. A model given again keeps the values of
     its masters; at another level it is cast anew, and its earlier optimizers must be given again too.
+
+    A model for torch's `fully_shard` (FSDP2) is sharded first, with `mp_policy=amp.fsdp_policy(opt_level)`, then its
+    optimizer is made, then this is called. At O2 its FP32 shards are the masters; O3 is refused.
 
     Args:
         models: a module, or a list or tuple of them (a module and its child may both be in it). FP32.

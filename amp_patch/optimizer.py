@@ -501,10 +501,12 @@ def culprits(optimizer: Any) -> str:
     """The parameters whose gradients are not finite, by name. Syncs with the device."""
     stash: Stash = optimizer._amp_stash
     lines = []
+    sharded = False
     for index, group in enumerate(optimizer.param_groups):
         for position, master in enumerate(group["params"]):
             if master.grad is None:
                 continue
+            sharded = sharded or shards.is_dtensor(master.grad)
             # Of a sharded one this process's part: it may be the only process to ask.
             grad = master.grad._values() if master.grad.is_sparse else shards.local(master.grad)
             if bool(torch.isfinite(grad).all()):
@@ -512,7 +514,7 @@ def culprits(optimizer: Any) -> str:
             param = next(p for p, m in stash.masters.pairs([{"params": [master]}]))
             name = stash.names.get(id(param), f"group {index}, parameter {position}")
             lines.append(f"{name} ({'NaN' if bool(torch.isnan(grad).any()) else 'Inf'})")
-    shown = ", ".join(lines[:8]) or "no gradient any more"
+    shown = ", ".join(lines[:8]) or f"no gradient {'in the shards of this process' if sharded else 'any more'}"
     return shown + (f" and {len(lines) - 8} more" if len(lines) > 8 else "")
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -148,7 +150,7 @@ def test_two_ranks_train_as_one_process(ranks, level, dtype, maker):
 
 
 class Rows(nn.Module):
-    """Gradients that a test chooses: row i of the weight gets a quarter of the i-th input. Rank 0 holds row 0, rank 1 the other."""
+    """Gradients that a test chooses: row i of the weight gets a quarter of the i-th input. Each rank holds a row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,20 +255,31 @@ def test_an_overflow_is_skipped_by_all_where_tensors_are_parallel(ranks):
     assert torch.equal(first[2], torch.ones(4, 2)) and torch.equal(second[2], torch.ones(4, 2))
 
 
-def overflow_that_is_told() -> None:
-    """The first rank alone names what overflowed, and waits for nobody."""
+def overflow_that_is_told(where: int) -> list[str]:
+    """What this rank says of an overflow in the shard `where`."""
     from torch.distributed.fsdp import fully_shard
 
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("amp_patch").addHandler(handler)
     model = fully_shard(Rows())
     model, optimizer = amp.initialize(model, ADAM(model.parameters()), opt_level="O1", loss_scale=0.5)
-    backward(model(torch.tensor([float("inf"), 1.0])), optimizer)
+    rows = torch.ones(2)
+    rows[where] = float("inf")
+    backward(model(rows), optimizer)
     optimizer.step()
+    logging.getLogger("amp_patch").removeHandler(handler)
     assert optimizer._amp_stash.step_skipped
-    dist.barrier()
+    return told
 
 
-def test_the_message_about_an_overflow_asks_no_other_rank(ranks):
-    ranks(overflow_that_is_told, timeout=20)
+@pytest.mark.parametrize("where", [0, 1])
+def test_the_message_about_an_overflow_is_of_the_first_rank_and_asks_no_other(ranks, where):
+    first, second = ranks(overflow_that_is_told, where, timeout=20)
+    assert "skipped the step" in first[-1] and second == []
+    known = "weight (Inf)" if where == 0 else "no gradient in the shards of this process"
+    assert first[-1].endswith(f"not finite: {known}")
 
 
 def overflow_in_the_reduction(reduce_dtype: torch.dtype) -> tuple[bool, bool]:
@@ -567,7 +580,7 @@ def kept(level: str) -> tuple[Any, Any, float]:
         model, SGD(model.parameters()), opt_level=level, keep_fp32="3", loss_scale=256.0, verbosity=0
     )
     losses = []
-    for step in range(20):
+    for _ in range(20):
         optimizer.zero_grad()
         loss = loss_of(model, 0, dist.get_rank())
         backward(loss, optimizer)
@@ -596,8 +609,7 @@ def steps_in_one_region() -> tuple[list[Tensor], list[Tensor]]:
         model = shard(network())
         optimizer = SGD(model.parameters())
         scaler = amp.GradScaler("cpu", init_scale=1024.0)
-        outer = amp.autocast("cpu", dtype=torch.bfloat16, enabled=around == "the steps")
-        with outer:
+        with amp.autocast("cpu", dtype=torch.bfloat16) if around == "the steps" else nullcontext():
             for step in range(3):
                 optimizer.zero_grad()
                 with amp.autocast("cpu", dtype=torch.bfloat16):

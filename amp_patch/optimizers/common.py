@@ -156,8 +156,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: a gradient is sparse. Nothing was changed.
-            TypeError: a parameter is of another type than those above, or sharded (`fully_shard`) where the update takes
-            norms of whole tensors. Nothing was changed.
+            TypeError: a parameter is of another type than those above, or a DTensor where the update takes norms of whole
+            tensors. Nothing was changed.
         """
         loss = None
         if closure is not None:
@@ -186,8 +186,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
             if self.norms_of_tensors and shards.is_dtensor(param):
                 raise TypeError(
-                    f"{which} is sharded, and {type(self).__name__} takes norms of whole tensors, of which this process "
-                    "holds a part: use FusedAdam, FusedSGD or FusedAdagrad, or torch.optim.AdamW"
+                    f"{which} is sharded, and {type(self).__name__} takes norms of whole tensors, of which this "
+                    "process holds a part: use FusedAdam, FusedSGD or FusedAdagrad, or torch.optim.AdamW"
                 )
             if param.dtype not in multi_tensor.DTYPES:
                 wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in multi_tensor.DTYPES)
