@@ -156,8 +156,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: a gradient is sparse. Nothing was changed.
-            TypeError: a parameter is of another type than those above, or a DTensor where the update takes norms of whole
-            tensors. Nothing was changed.
+            TypeError: a parameter is of another type than those above, or a DTensor where the update takes norms of
+            whole tensors. Nothing was changed.
         """
         loss = None
         if closure is not None:
