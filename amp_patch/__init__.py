@@ -31,6 +31,7 @@ from amp_patch.initialize import (
     state_dict,
 )
 from amp_patch.microscope import inspect
+from amp_patch.shards import fsdp_policy
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ __all__ = [
     "find_loss_scale",
     "float_function",
     "fp32_copy",
+    "fsdp_policy",
     "half_function",
     "initialize",
     "inspect",

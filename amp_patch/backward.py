@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from amp_patch import masters
+from amp_patch import masters, shards
 from amp_patch.optimizer import Pending, Stash, distinct_pairs, recover, unscale
 from amp_patch.scaler import LossScaler, inverse_of
 
@@ -55,6 +55,13 @@ class ScaledBackward:
                 "scale_loss: an optimizer of this call is in the body of another scale_loss already; end that one "
                 "first (gradients add up over several), or add the losses"
             )
+        held = [stash.pending for stash in self.stashes if stash.pending is not None and stash.pending.held_back]
+        if not all(pending.has_scale_of(self.scaler) for pending in held):
+            raise RuntimeError(
+                "scale_loss: fully_shard holds gradients of an earlier micro-batch back that were scaled otherwise "
+                "than this loss is; give all losses of such an iteration one loss_id, or call "
+                "model.set_requires_gradient_sync(True) before the last backward with another loss_id"
+            )
         self.begun = True
         if self.scaling:
             self._set_bystanders_aside()
@@ -76,6 +83,12 @@ class ScaledBackward:
                 masters.rescale(new, factor, own_only=False)
                 stash.pending = self.now
         self.had_grad = {id(param) for param, _ in distinct_pairs(self.optimizers) if param.grad is not None}
+
+    def must_delay(self) -> bool:
+        """Whether FSDP modules hold gradients back, so that only a later backward can bring them all."""
+        modules = {id(m): m for stash in self.stashes for ref in stash.sharded if (m := ref()) is not None}
+        self.now.held_back = self.scaling and shards.hold_gradients_back(modules.values())
+        return self.now.held_back
 
     def delay(self) -> None:
         """The gradients stay where they are, scaled, and are known to be so."""
@@ -113,6 +126,7 @@ class ScaledBackward:
             if owner is None or owner.bodies == bodies:  # else a body of its own, inside this one, has unscaled it
                 found = masters.gather([(param, param)], inverse)
                 if owner is not None:
+                    found = shards.agree(found, [param])
                     owner.note_found(self.scaler, found[param.grad.device].to(self.scale.device))
             if earlier is not None:
                 param.grad = param.grad + earlier

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from amp_patch import multi_tensor
+from amp_patch import multi_tensor, regions, shards
 from amp_patch import optimizer as optimizer_side
 from amp_patch.masters import gather
+from amp_patch.model import refuse_sharded_since
 from amp_patch.policy import scale_number
 
 
@@ -116,7 +117,9 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError(
                 "GradScaler.step: this optimizer has stepped since the last update(); call update() first"
             )
-        on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
+        sharded = any(shards.is_dtensor(p) for group in optimizer.param_groups for p in group["params"])
+        # The flag on the device would have to be a DTensor too.
+        on_device = getattr(optimizer, "_step_supports_amp_scaling", False) and not sharded
         if state["stage"] is OptState.READY and (_stash(optimizer) is not None or not on_device):
             self.unscale_(optimizer)
         if on_device:
@@ -126,6 +129,7 @@ class GradScaler(torch.amp.GradScaler):
             return stepped if result is None else result
         stepped = not any(found.item() for found in state["found_inf_per_device"].values())
         result = optimizer.step(*args, **kwargs) if stepped else None
+        regions.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
         if not stepped and isinstance(optimizer, torch.optim.Optimizer):
             optimizer._opt_called = True  # type: ignore[attr-defined] # else the scheduler warns that it came before the first step
         state["stage"] = OptState.STEPPED
@@ -205,10 +209,12 @@ class GradScaler(torch.amp.GradScaler):
         stash = _stash(optimizer)
         if stash is None:
             params = [p for group in optimizer.param_groups for p in group["params"]]
-            return gather([(p, p) for p in params], inv_scale)
+            return shards.agree(gather([(p, p) for p in params], inv_scale), params)
         target = optimizer_side.innermost(optimizer)
+        refuse_sharded_since((ref() for ref in stash.models), "GradScaler.unscale_")
         optimizer_side.recover(target, stash)
-        found = gather(optimizer_side.distinct_pairs([target]), inv_scale)
+        pairs = optimizer_side.distinct_pairs([target])
+        found = shards.agree(gather(pairs, inv_scale), [param for param, _ in pairs])
         stash.pending, stash.gathered = None, True
         return found
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import casts, clip, keep, links, regions, replicas
+from amp_patch import casts, clip, keep, links, regions, replicas, shards
 from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
 from amp_patch.backward import ScaledBackward
@@ -88,6 +88,9 @@ def initialize(
     Call it after the model is on its device and before it is wrapped (DataParallel, DDP). It may be called any number
     of times: each call makes a training with its own policy and loss scalers. A model given again keeps the values of
     its masters; at another level it is cast anew, and its earlier optimizers must be given again too.
+
+    A model for torch's `fully_shard` (FSDP2) is sharded first, with `mp_policy=amp.fsdp_policy(opt_level)`, then its
+    optimizer is made, then this is called. At O2 its FP32 shards are the masters; O3 is refused.
 
     Args:
         models: a module, or a list or tuple of them (a module and its child may both be in it). FP32.
@@ -167,6 +170,8 @@ def initialize_as(
 ) -> Any:
     """`initialize` in a dialect, at a resolved policy; None is `enabled=False`."""
     model_list, optimizer_list = _as_list(models), _as_list(optimizers)
+    for module in shards.fsdp_modules(m for m in model_list if isinstance(m, nn.Module)):
+        module.reshard()  # after a forward its parameters may be the gathered ones, which no optimizer holds
     targets = [optimizer_side.innermost(optimizer) for optimizer in optimizer_list]
     if policy is None:
         for target in targets:
@@ -255,7 +260,8 @@ def scale_loss(
         loss_id: which scale, below `initialize(num_losses=...)`.
         model: unused; Apex has it.
         delay_unscale: leave the gradients scaled where they are, for the next micro-batch to add to. The last
-            micro-batch of an iteration has it False. (A step with gradients still scaled unscales them itself.)
+            micro-batch of an iteration has it False. (A step with gradients still scaled unscales them itself.) Where
+            fully_shard holds gradients back (`set_requires_gradient_sync(False)`) it is so without being asked.
         delay_overflow_check: unscale, but leave moving the scale to a later exit of this `loss_id`. The optimizer
             skips all the same if it overflowed.
 
@@ -278,6 +284,7 @@ def scale_loss(
         came = f"a tensor of {loss.dtype}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise TypeError(f"scale_loss: loss is {came}; wanted a floating-point tensor")
     stash = next(stash for stash in stashes if stash.enabled)
+    model_side.refuse_sharded_since((ref() for stash in stashes for ref in stash.models), "scale_loss")
     scaler = _scaler(stash, loss_id).to(loss.device)
     scaling = scaler.scales
 
@@ -293,6 +300,7 @@ def scale_loss(
         except BaseException:
             backward.abandon()
             raise
+        delay_unscale = backward.must_delay() or delay_unscale
         if delay_unscale:
             backward.delay()
         else:
@@ -411,6 +419,7 @@ def _check(
     for model in models:
         if model_side.policy_of(model) is None and not dialect.models_may_be_low_precision:
             model_side.check_fp32(model, policy, kept)
+    shards.check(models, policy, kept)
     return kept
 
 
@@ -445,9 +454,16 @@ def _enter(
     owned = {id(p) for target in targets for group in target.param_groups for p in group["params"]}
     everything = {id(p): p for model in models for p in model.parameters()}
     unowned: list[Tensor] = [p for key, p in everything.items() if key not in owned and p.requires_grad]
+    sharded = [weakref.ref(module) for module in shards.fsdp_modules(models)]
     for target in targets:
         stash = training.dialect.stash(
-            policy, training.scalers, siblings=training.optimizers, unowned=unowned, process_group=process_group
+            policy,
+            training.scalers,
+            siblings=training.optimizers,
+            unowned=unowned,
+            process_group=process_group,
+            models=training.models,
+            sharded=sharded,
         )
         optimizer_side.name_parameters(stash, models)
         optimizer_side.enter_training(target, stash, about_to_be_cast, training.dialect.optimizer)

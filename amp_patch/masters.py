@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import links, multi_tensor
+from amp_patch import links, multi_tensor, shards
 from amp_patch.policy import LOW_PRECISION
 
 Groups = list[dict[str, Any]]
@@ -96,7 +96,8 @@ def gather(pairs: Iterable[tuple[Tensor, Tensor]], inverse: Tensor | None, *, ke
         inverse: FP32, shape []; None for a scale of 1 whose gradients nobody checks.
 
     Returns:
-        Per device an FP32 tensor of one element: 1.0 if a gradient there was not finite.
+        Per device an FP32 tensor of one element: 1.0 if a gradient there was not finite. Of sharded gradients this
+        process's shards count: `shards.agree` tells the others.
     """
     batches: dict[torch.device, _Batch] = {}
     sums: list[tuple[Tensor, Tensor]] = []  # (master, its earlier gradient): where one of the two is sparse
@@ -185,8 +186,13 @@ def _fp32_like(param: Tensor, grad: Tensor, batch: _Batch) -> Tensor:
 
 
 def _values(param: Tensor, grad: Tensor) -> Tensor:
-    """The gradient as dense real values, to be written in place: of a sparse one its values, coalesced first."""
-    if grad.is_sparse:
+    """The gradient as dense real values, to be written in place: of a sparse one its values, coalesced first.
+
+    Of a sharded one what this process holds.
+    """
+    if shards.is_dtensor(grad):
+        grad = shards.local(grad)
+    elif grad.is_sparse:
         if not grad.is_coalesced():
             param.grad = grad = grad.coalesce()
         grad = grad._values()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import casts, links, regions, subclass, tree
+from amp_patch import casts, links, regions, shards, subclass, tree
 from amp_patch.patch import Patches
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
 
@@ -41,6 +41,8 @@ class ModelState:
         on_demand: whether a state dict makes the masters: for models that no optimizer trains, copies among them.
         exposed: parameters whose masters a state dict handed out; a user may write through it.
         fast_path_off: whether torch's fused encoder layers would meet modules that were kept.
+        sharded: whether the model went through `fully_shard` before.
+        handles: of hooks on FSDP modules inside the model.
     """
 
     policy: Policy
@@ -48,9 +50,16 @@ class ModelState:
     on_demand: bool = False
     exposed: list[links.Linked] = field(default_factory=list)
     fast_path_off: bool = False
+    sharded: bool = False
+    handles: list[Any] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "on_demand": True, "exposed": []}  # a copy has parameters of its own, and no masters
+        return {
+            **vars(self),
+            "on_demand": True,
+            "exposed": [],
+            "handles": [],
+        }  # a copy has parameters of its own, and no masters
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -163,6 +172,11 @@ def check(model: Any) -> None:
         raise ValueError(
             f"initialize: the model is wrapped in {name}; pass the model itself and wrap what initialize() returns"
         )
+    if shards.is_fsdp1(model):
+        raise ValueError(
+            f"initialize: the model is wrapped in {name}, whose flattened shards no overflow check of ours agrees on; "
+            "shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead, then call initialize()"
+        )
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
             f"initialize: {name} is a ScriptModule, whose class and forward cannot be extended; pass the model that it "
@@ -211,13 +225,19 @@ def check_fp32(model: nn.Module, policy: Policy, kept: list[nn.Module]) -> None:
 
 
 def to_cast(models: list[nn.Module], kept: list[nn.Module]) -> tuple[list[nn.Parameter], list[tuple[nn.Module, str]]]:
-    """What a cast changes: the FP32 parameters outside of `kept`, each once, and the FP32 buffers (module, name)."""
+    """What a cast changes: the FP32 parameters outside of `kept`, each once, and the FP32 buffers (module, name).
+
+    Not sharded parameters: fully_shard gathers their FP32 shards in another type.
+    """
     modules = {id(m): m for model in models for m in model.modules()}
     for root in kept:
         for module in root.modules():
             modules.pop(id(module), None)
     params = {
-        id(p): p for m in modules.values() for p in m._parameters.values() if p is not None and p.dtype is torch.float32
+        id(p): p
+        for m in modules.values()
+        for p in m._parameters.values()
+        if p is not None and p.dtype is torch.float32 and not shards.is_dtensor(p)
     }
     buffers = [
         (m, name)
@@ -260,8 +280,9 @@ def use_cpu(models: Iterable[nn.Module]) -> bool:
 def low_buffers_of(model: nn.Module) -> frozenset[str]:
     """The names of the buffers of `model` that are low precision before any cast of ours."""
     if isinstance(model, AmpModel):
-        known: frozenset[str] = vars(model)["_amp"].low_buffers
-        return known
+        state: ModelState | None = vars(model).get("_amp")
+        if state is not None:
+            return state.low_buffers
     return frozenset(name for name, buffer in model.named_buffers() if buffer.dtype in LOW_PRECISION)
 
 
@@ -284,6 +305,10 @@ def enter_training(
         forbid_fast_path()
     for model in models:
         state = ModelState(policy, low_buffers_of(model), on_demand, fast_path_off=fused)
+        state.sharded = shards.is_fsdp(model)
+        if policy.patch_torch_functions:
+            # A weight's cast must not outlive the gathered weight, or nothing is saved by giving that up.
+            state.handles = [m.register_forward_hook(_drop_casts) for m in shards.fsdp_modules([model])]
         _give(model, AmpModel, state, tuple(name for name in methods if hasattr(model, name)))
 
 
@@ -295,15 +320,17 @@ def forbid_fast_path() -> None:
 def reflatten(model: nn.Module) -> None:
     """Make the weights of RNNs one block of memory again, which cuDNN wants and a cast undoes."""
     for module in model.modules():
-        if isinstance(module, nn.RNNBase):
+        if isinstance(module, nn.RNNBase) and not any(map(shards.is_dtensor, module.parameters())):
             module.flatten_parameters()
 
 
 def restore(model: nn.Module) -> None:
     """Undo `cast` and `enter_training`: FP32 weights (the masters' values), FP32 buffers, the model's own class."""
-    if not isinstance(model, AmpModel):
+    if not isinstance(model, AmpModel) or _policy(model) is None:
         return
     low_buffers = vars(model)["_amp"].low_buffers
+    for handle in vars(model)["_amp"].handles:
+        handle.remove()
     for module in model.modules():
         if isinstance(module, subclass.Generated):
             _take(module)
@@ -356,15 +383,43 @@ def set_policy(model: nn.Module, policy: Policy) -> None:
         vars(model)["_amp"].policy = policy
 
 
+def refuse_sharded_since(models: Iterable[nn.Module | None], caller: str) -> None:
+    """Raise if `fully_shard` took one of a training's models after `initialize` did, which got its optimizer then."""
+    for model in models:
+        state = None if model is None else vars(model).get("_amp")
+        if state is not None and shards.is_fsdp(model) and not state.sharded:
+            raise RuntimeError(
+                f"{caller}: fully_shard was called on this {type(model).__name__} after initialize() and put other "
+                "parameters in place of those that the optimizer and its masters hold; call fully_shard first, with "
+                "mp_policy=amp.fsdp_policy(opt_level), then make the optimizer, then call initialize()"
+            )
+
+
+def _drop_casts(*_: Any) -> None:
+    regions.drop_cache()
+
+
+def _is_under_fsdp(module: nn.Module) -> bool:
+    """Whether ours is not the outermost class of `module`, because `fully_shard` came later."""
+    return "_amp_base" not in vars(type(module)) and shards.is_fsdp(module)
+
+
 def _give(module: nn.Module, mixin: type[subclass.Generated], state: ModelState, key: tuple[str, ...] = ()) -> None:
     if isinstance(module, subclass.Generated):
         _take(module)
-    subclass.give(module, mixin, key)
+    if not isinstance(module, mixin):  # else it has the class beneath fully_shard's
+        subclass.give(module, mixin, key)
+    elif module._amp_key != key:
+        raise ValueError(
+            f"initialize: methods {key} of a {type(module).__name__} that was given {module._amp_key} before "
+            "fully_shard; name them in that call too"
+        )
     vars(module)["_amp"] = state
 
 
 def _take(module: nn.Module) -> None:
-    subclass.take(module)
+    if not _is_under_fsdp(module):  # else its class stays: without the state it behaves as the base
+        subclass.take(module)
     vars(module).pop("_amp", None)
 
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from amp_patch import clip, links, regions, replicas, subclass
+from amp_patch import clip, links, regions, replicas, shards, subclass
 from amp_patch.masters import Masters, gather
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.scaler import LossScaler, inverse_of
@@ -33,6 +33,8 @@ _TRANSIENT = (
     "set_aside",
     "unowned",
     "stepped",
+    "models",
+    "sharded",
 )
 
 
@@ -44,6 +46,7 @@ class Pending:
         self.scaling = scaler.scales
         self.updates, self.edits = scaler.updates, scaler.edits
         self.scale = scaler.scale_tensor.clone()
+        self.held_back = False  # whether some of them are inside of FSDP modules, out of reach
 
     def has_scale_of(self, scaler: LossScaler) -> bool:
         """Whether `scaler` surely has this scale still; told on the host, without a sync."""
@@ -125,6 +128,8 @@ class Stash:
     names: dict[int, str] = field(default_factory=dict)  # id(param) -> qualified name, for messages
     siblings: list[Any] = field(default_factory=list)  # weak references to the training's optimizers
     process_group: Any = None
+    models: list[Any] = field(default_factory=list)  # weak references to the training's models
+    sharded: list[Any] = field(default_factory=list)  # and to the FSDP modules in them
     handles: list[Any] = field(default_factory=list)
     owner: weakref.ref[Any] | None = None  # the optimizer
     quiet: regions.region | None = None  # the region without casts that a running step is in
@@ -168,6 +173,8 @@ class Stash:
             quiet=None,
             siblings=[],
             unowned=[],
+            models=[],
+            sharded=[],
             process_group=None,
             names={},
             set_aside=None,
@@ -377,15 +384,17 @@ def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | Non
     `inverse` is of the scale that the loss was multiplied by; None where it was not, and nothing is checked.
     """
     stashes: list[Stash] = [optimizer._amp_stash for optimizer in optimizers]
-    found = gather(distinct_pairs(optimizers), inverse, keep=any(stash.keeps_scaled_gradients for stash in stashes))
+    pairs = distinct_pairs(optimizers)
+    found = gather(pairs, inverse, keep=any(stash.keeps_scaled_gradients for stash in stashes))
     for optimizer, stash in zip(optimizers, stashes, strict=True):
         stash.pending = None
         stash.gathered = True
         if stash.keeps_scaled_gradients:
-            pairs = stash.masters.pairs(optimizer.param_groups)
-            stash.left = {id(param) for param, master in pairs if param is not master and param.grad is not None}
+            own = stash.masters.pairs(optimizer.param_groups)
+            stash.left = {id(param) for param, master in own if param is not master and param.grad is not None}
     if inverse is None:
         return
+    found = shards.agree(found, [param for param, _ in pairs])
     overall = torch.zeros_like(scaler.scale_tensor)
     for found_inf in found.values():
         overall = torch.maximum(overall, found_inf.to(overall.device))
@@ -473,6 +482,7 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     elif not stash.told and _may_skip_on_device(optimizer, stash):
         _note_stepped(optimizer, stash)
     recover(optimizer, stash, running=None)
+    regions.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
     if not skipped:  # of a step that the device skipped, the values that are there already
         links.publish(stash.masters.linked())
     consume(optimizer, stash)
@@ -493,17 +503,20 @@ def culprits(optimizer: Any) -> str:
     """The parameters whose gradients are not finite, by name. Syncs with the device."""
     stash: Stash = optimizer._amp_stash
     lines = []
+    sharded = False
     for index, group in enumerate(optimizer.param_groups):
         for position, master in enumerate(group["params"]):
             if master.grad is None:
                 continue
-            grad = master.grad._values() if master.grad.is_sparse else master.grad
+            sharded = sharded or shards.is_dtensor(master.grad)
+            # Of a sharded one this process's part: it may be the only process to ask.
+            grad = master.grad._values() if master.grad.is_sparse else shards.local(master.grad)
             if bool(torch.isfinite(grad).all()):
                 continue
             param = next(p for p, m in stash.masters.pairs([{"params": [master]}]))
             name = stash.names.get(id(param), f"group {index}, parameter {position}")
             lines.append(f"{name} ({'NaN' if bool(torch.isnan(grad).any()) else 'Inf'})")
-    shown = ", ".join(lines[:8]) or "no gradient any more"
+    shown = ", ".join(lines[:8]) or f"no gradient {'in the shards of this process' if sharded else 'any more'}"
     return shown + (f" and {len(lines) - 8} more" if len(lines) > 8 else "")
 
 

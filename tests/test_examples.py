@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("sklearn", reason="the examples' digits come with scikit-learn")
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 # Run by name below, each with a test of what it shows. A new example without one fails test_every_example_is_tested.
-SCRIPTS = ("minimal", "accumulate", "clip", "resume", "gan", "opt_levels")
+SCRIPTS = ("minimal", "accumulate", "clip", "resume", "gan", "opt_levels", "fsdp")
 MODULES = ("data", "tasks", "curves")
 
 
@@ -96,6 +97,32 @@ def test_opt_levels_ends_with_a_row_for_each_level_and_a_picture(tmp_path):
         assert len(re.findall(rf"^ *{level} +\d", printed, re.MULTILINE)) == 2
     assert "Loss curves:" in printed
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def torchrun(example: str, processes: int, *arguments: str, cwd: Path) -> str:
+    """What `torchrun --nproc-per-node <processes> examples/<example>.py` prints; overflows are told on stderr."""
+    launcher = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    script = [*launcher, "--master-port", "0", str(EXAMPLES / f"{example}.py"), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    done = subprocess.run(script, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="NCCL wants a GPU for each of the two ranks")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_fsdp_resumes_on_another_number_of_processes(level, tmp_path):
+    flags = ("--opt-level", level, "--checkpoints", "saved", "--steps")
+    begun = torchrun("fsdp", 2, *flags, "50", cwd=tmp_path)
+    resumed = torchrun("fsdp", 1, *flags, "100", cwd=tmp_path)
+    straight = torchrun("fsdp", 2, "--opt-level", level, "--steps", "100", cwd=tmp_path)
+    loss = [rf"step +{step}  loss ([\d.]+)" for step in (50, 100)]
+    assert number(loss[0], begun) == number(loss[0], straight), "the same bits"
+    # One process rounds the gradients of a whole batch to FP16 at once, two those of its halves.
+    assert number(loss[1], resumed) == pytest.approx(number(loss[1], straight), abs=2e-2)
+    bits = [number(rf"{level}: {n} ranks, held-out ([\d.]+)", out) for n, out in ((2, begun), (1, resumed))]
+    assert 3.5 < bits[1] < bits[0] < 5
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch import multi_tensor
+from amp_patch import multi_tensor, shards
 
 Tensors = Sequence[Tensor]
 Group = dict[str, Any]
@@ -34,9 +34,12 @@ def computable(written: Sequence[Tensors], read: Sequence[Tensors]) -> Iterator[
         written: lists of floating tensors on one device, parameters first; their type decides.
         read: more of them. All of one length, tensors of one place of one shape.
 
+    Of sharded tensors what this process holds is computed on.
+
     Yields:
         The lists of `written`, and those of `read`.
     """
+    written, read = ([[shards.local(t) for t in ts] for ts in lists] for lists in (written, read))
     taken: list[tuple[Tensor, Tensor]] = []  # (original, stand-in)
 
     def stand_in(t: Tensor, like: Tensor | None) -> Tensor:
@@ -110,6 +113,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # The constructor's arguments that are no group's: torch's copies and pickles of an optimizer leave attributes out.
     _settings: tuple[str, ...] = ("set_grad_none",)
+    norms_of_tensors = False  # whether a parameter's update depends on norms of whole tensors
     computes_in_fp32 = True  # for amp_patch.initialize, which warns of an eps that is 0 in the parameters' type
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool) -> None:
@@ -152,7 +156,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: a gradient is sparse. Nothing was changed.
-            TypeError: a parameter is of another type than those above. Nothing was changed.
+            TypeError: a parameter is of another type than those above, or a DTensor where the update takes norms of
+            whole tensors. Nothing was changed.
         """
         loss = None
         if closure is not None:
@@ -178,6 +183,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"{which} has a sparse gradient ({param.grad.layout}), a dense one is wanted: "
                     f"{type(self).__name__} does not support sparse gradients, use torch.optim.SparseAdam for such "
                     "parameters, or a module that gives dense ones (nn.Embedding(sparse=False))"
+                )
+            if self.norms_of_tensors and shards.is_dtensor(param):
+                raise TypeError(
+                    f"{which} is sharded, and {type(self).__name__} takes norms of whole tensors, of which this "
+                    "process holds a part: use FusedAdam, FusedSGD or FusedAdagrad, or torch.optim.AdamW"
                 )
             if param.dtype not in multi_tensor.DTYPES:
                 wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in multi_tensor.DTYPES)

@@ -157,6 +157,7 @@ class FusedLAMB(FusedOptimizer):
     """
 
     _settings = (*FusedOptimizer._settings, "adam_w_mode", "use_nvlamb")
+    norms_of_tensors = True
 
     def __init__(
         self,

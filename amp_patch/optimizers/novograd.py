@@ -104,6 +104,7 @@ class FusedNovoGrad(FusedOptimizer):
     """
 
     _settings = (*FusedOptimizer._settings, "moment_mode")
+    norms_of_tensors = True
 
     def __init__(
         self,

@@ -1,0 +1,205 @@
+"""Parameters in shards: DTensors, and the modules of torch's `fully_shard`. All knowledge of the two is here.
+
+Nothing of torch.distributed is imported before somebody else has: a process without DTensors does not pay for them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch.policy import LOW_PRECISION, Policy, resolve
+
+FoundInf = dict[torch.device, Tensor]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# DTensors.
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether `tensor` is one process's part of a larger one."""
+    if type(tensor) is Tensor or type(tensor) is nn.Parameter:
+        return False
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return dtensor is not None and isinstance(tensor, dtensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of `tensor` that this process holds, as a plain tensor that shares its memory; else `tensor` itself."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        part: Any = tensor.to_local()  # type: ignore[attr-defined]
+    return part.wait() if hasattr(part, "wait") else part  # a collective that made it may be under way
+
+
+def agree(found: FoundInf, params: Iterable[Tensor]) -> FoundInf:
+    """Let all processes that hold a part of `params` know of an overflow that one of them found; no sync.
+
+    Each of them calls this with the same parameters. One all-reduce of four bytes for each dimension of their meshes.
+
+    Args:
+        found: per device an FP32 tensor of one element; may be overwritten.
+
+    Returns:
+        The same, equal on all processes. `found` itself where nothing is sharded.
+    """
+    meshes = dict.fromkeys(param.device_mesh for param in params if is_dtensor(param))  # type: ignore[attr-defined]
+    if not meshes:
+        return found
+    device = next(iter(found)) if found else torch.device(next(iter(meshes)).device_type)
+    overall = torch.zeros((), device=device)
+    for flag in found.values():
+        overall = torch.maximum(overall, flag.to(device).reshape(()))
+    groups = {id(group): (group, mesh.device_type) for mesh in meshes for group in mesh.get_all_groups()}
+    for group, kind in groups.values():
+        # Gradients that are offloaded to the CPU are reduced where their mesh is.
+        flag = overall if device.type == kind else overall.to(kind)
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)
+        overall = flag.to(device)
+    return {where: overall.to(where) for where in found} or {device: overall}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# FSDP2. What a module's state says of its policy and of its gradients is not public: `_policy_of` and `_param_groups`
+# look for it, and where a torch has it no more, nothing is refused and no gradient is known to be held back.
+
+
+def is_fsdp(module: Any) -> bool:
+    """Whether `module` went through torch's `fully_shard`."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)
+
+
+def is_fsdp1(module: Any) -> bool:
+    """Whether `module` is wrapped in the older FullyShardedDataParallel."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    return kind is not None and isinstance(module, kind)
+
+
+def fsdp_modules(models: Iterable[nn.Module]) -> list[Any]:
+    """The modules in `models` that went through `fully_shard`, each once."""
+    return list({id(m): m for model in models for m in model.modules() if is_fsdp(m)}.values())
+
+
+def hold_gradients_back(modules: Iterable[Any]) -> bool:
+    """Whether some gradients of a backward pass now stay unreduced inside of these FSDP modules, out of sight.
+
+    `set_requires_gradient_sync(False)` makes it so, for all micro-batches of an iteration but the last.
+    """
+    return any(
+        not (getattr(group, "reduce_grads", True) and getattr(group, "all_reduce_grads", True))
+        for module in modules
+        for group in _param_groups(module)
+    )
+
+
+def fsdp_policy(
+    opt_level: str = "O1", *, dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None
+) -> Any:
+    """torch's `MixedPrecisionPolicy` of an opt level, for `fully_shard(module, mp_policy=...)`::
+
+        fully_shard(model, mp_policy=amp.fsdp_policy(level))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+
+    At O2 and O5 the modules compute in the level's type while their shards stay FP32: these are the masters, and no
+    others are made. At O0, O1 and O4 it is FP32; so is the one of a module that stays FP32 inside a cast model (a batch
+    norm, `keep_fp32`), which is sharded for itself, before the modules around it.
+
+    Args:
+        opt_level, dtype: as in `initialize`.
+        reduce_dtype: the type in which gradients are summed over the processes. None: FP32.
+
+    Raises:
+        ValueError: O3, which keeps no FP32 weights; a level or dtype that cannot be.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = resolve(opt_level, dtype=dtype)
+    if policy.cast_model_type is not None and not policy.master_weights:
+        raise ValueError(f"fsdp_policy: {_no_masters(policy)}")
+    if policy.cast_model_type is not None and reduce_dtype is None:
+        reduce_dtype = torch.float32
+    return MixedPrecisionPolicy(param_dtype=policy.cast_model_type, reduce_dtype=reduce_dtype)
+
+
+def check(models: list[nn.Module], policy: Policy, kept: list[nn.Module]) -> None:
+    """Raise unless each sharded parameter of the models is gathered in the type that `policy` gives it.
+
+    `kept`: the modules that stay FP32.
+    """
+    stays = {id(module) for root in kept for module in root.modules()}
+    for model in models:
+        for name, module, fsdp in _governed(model, "", None):
+            sharded = next((key for key, p in module._parameters.items() if p is not None and is_dtensor(p)), None)
+            if sharded is not None:
+                _check_one(f"{name}.{sharded}".lstrip("."), policy, id(module) in stays, fsdp)
+
+
+def _check_one(name: str, policy: Policy, stays: bool, fsdp: Any) -> None:
+    low, level = policy.cast_model_type, policy.opt_level
+    if low is not None and not policy.master_weights:
+        raise ValueError(f"initialize: parameter {name!r} is sharded; {_no_masters(policy)}")
+    if fsdp is None:
+        if low is not None and not stays:
+            raise ValueError(
+                f"initialize: parameter {name!r} is a DTensor that no fully_shard gathers, and opt_level {level!r} "
+                f"casts weights to {low}: shard its module with fully_shard(..., mp_policy=amp.fsdp_policy({level!r})),"
+                " or choose opt_level='O1'"
+            )
+        return
+    known, found = _param_dtype(fsdp)
+    wanted = torch.float32 if low is None or stays else low
+    if not known or found is wanted:
+        return
+    if stays and low is not None:
+        raise ValueError(
+            f"initialize: parameter {name!r} stays FP32 at opt_level {level!r} (a batch norm's, or keep_fp32), and "
+            f"fully_shard gathers it in {found}; shard its module for itself, before the one around it: "
+            "fully_shard(module, mp_policy=amp.fsdp_policy('O0')); or pass keep_batchnorm_fp32=False"
+        )
+    other = "" if found not in LOW_PRECISION or low is not None else ", or choose opt_level='O2' with its dtype"
+    raise ValueError(
+        f"initialize: fully_shard gathers parameter {name!r} in {found}, and opt_level {level!r} wants {wanted}; shard "
+        f"with fully_shard(..., mp_policy=amp.fsdp_policy({level!r}, dtype={policy.dtype})){other}"
+    )
+
+
+def _no_masters(policy: Policy) -> str:
+    return (
+        f"opt_level {policy.opt_level!r} without master weights would keep no FP32 weights, but fully_shard's shards "
+        "are FP32 and serve as masters at no further cost: choose opt_level='O2'"
+    )
+
+
+def _governed(module: nn.Module, name: str, fsdp: Any) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Each module inside `module`, with its name and the FSDP module whose policy its parameters follow, if any."""
+    fsdp = module if is_fsdp(module) else fsdp
+    yield name, module, fsdp
+    for key, child in module.named_children():
+        yield from _governed(child, f"{name}.{key}".lstrip("."), fsdp)
+
+
+def _param_dtype(module: Any) -> tuple[bool, torch.dtype]:
+    """Whether it is known, and in which type `module` gathers its FP32 parameters."""
+    policy = getattr(_state(module), "_mp_policy", None)
+    return policy is not None, getattr(policy, "param_dtype", None) or torch.float32
+
+
+def _param_groups(module: Any) -> list[Any]:
+    state = _state(module)
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    group = getattr(state, "_fsdp_param_group", None)  # torch 2.6 to 2.10 have one
+    return [] if group is None else [group]
+
+
+def _state(module: Any) -> Any:
+    state = getattr(module, "_get_fsdp_state", None)
+    return None if state is None else state()
