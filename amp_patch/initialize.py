@@ -260,8 +260,10 @@ def scale_loss(
         loss_id: which scale, below `initialize(num_losses=...)`.
         model: unused; Apex has it.
         delay_unscale: leave the gradients scaled where they are, for the next micro-batch to add to. The last
-            micro-batch of an iteration has it False. (A step with gradients still scaled unscales them itself.) Where
-            fully_shard holds gradients back (`set_requires_gradient_sync(False)`) it is so without being asked.
+            micro-batch of an iteration has it False. (A step with gradients still scaled unscales them itself.)
+            Implied for a cast model (O2, O3) whose forward ran under DistributedDataParallel's `no_sync()`: DDP
+            reduces the model's gradients, so their sum stays there until the backward that does so. And where
+            fully_shard holds gradients back (`set_requires_gradient_sync(False)`).
         delay_overflow_check: unscale, but leave moving the scale to a later exit of this `loss_id`. The optimizer
             skips all the same if it overflowed.
 
@@ -300,7 +302,7 @@ def scale_loss(
         except BaseException:
             backward.abandon()
             raise
-        delay_unscale = backward.must_delay() or delay_unscale
+        delay_unscale = backward.must_delay() or delay_unscale or any(map(_gradients_stay_local, targets))
         if delay_unscale:
             backward.delay()
         else:
@@ -462,10 +464,11 @@ def _enter(
             siblings=training.optimizers,
             unowned=unowned,
             process_group=process_group,
-            models=training.models,
             sharded=sharded,
         )
         optimizer_side.name_parameters(stash, models)
+        held = {id(p) for group in target.param_groups for p in group["params"]}
+        stash.models = [weakref.ref(m) for m in models if any(id(p) in held for p in m.parameters())]
         optimizer_side.enter_training(target, stash, about_to_be_cast, training.dialect.optimizer)
     model_side.enter_training(models, kept, policy, methods, on_demand=not targets)
     if policy.cast_model_type is not None:
@@ -477,7 +480,8 @@ def _enter(
         optimizer_side.warn_of_small_eps(target)
     if policy.master_weights and targets:
         clip.install()
-        replicas.install()
+    if targets and (policy.master_weights or policy.scales_loss):
+        replicas.follow(models, training.scalers)
     if policy.patch_torch_functions or policy.emulates:
         casts.install(policy.op_lists)
     if policy.patch_torch_functions:
@@ -505,6 +509,12 @@ def _targets(optimizers: Any) -> list[Any]:
                 "`model, optimizer = amp.initialize(model, optimizer, opt_level=...)` first"
             )
     return list(targets.values())
+
+
+def _gradients_stay_local(optimizer: Any) -> bool:
+    """Whether the low-precision gradients of the last backward wait for a later one to be reduced: `no_sync()`."""
+    models = [model for ref in optimizer._amp_stash.models if (model := ref()) is not None]
+    return any(map(model_side.gradients_stay_local, models))
 
 
 def _scaler(stash: Stash, loss_id: int) -> LossScaler:

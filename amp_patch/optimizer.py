@@ -17,24 +17,24 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from amp_patch import clip, links, regions, replicas, shards, subclass
+from amp_patch import clip, links, regions, replicas, shards, subclass, zero
 from amp_patch.masters import Masters, gather
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.scaler import LossScaler, inverse_of
 
 _TRANSIENT = (
     "handles",
+    "models",
+    "names",
     "owner",
+    "process_group",
     "quiet",
+    "set_aside",
+    "sharded",
     "siblings",
     "step_frame",
-    "process_group",
-    "names",
-    "set_aside",
-    "unowned",
     "stepped",
-    "models",
-    "sharded",
+    "unowned",
 )
 
 
@@ -127,9 +127,9 @@ class Stash:
     set_aside: SetAside | None = None
     names: dict[int, str] = field(default_factory=dict)  # id(param) -> qualified name, for messages
     siblings: list[Any] = field(default_factory=list)  # weak references to the training's optimizers
+    models: list[weakref.ref[nn.Module]] = field(default_factory=list)  # those that have parameters of this optimizer
     process_group: Any = None
-    models: list[Any] = field(default_factory=list)  # weak references to the training's models
-    sharded: list[Any] = field(default_factory=list)  # and to the FSDP modules in them
+    sharded: list[Any] = field(default_factory=list)  # weak references to the FSDP modules in the training's models
     handles: list[Any] = field(default_factory=list)
     owner: weakref.ref[Any] | None = None  # the optimizer
     quiet: regions.region | None = None  # the region without casts that a running step is in
@@ -172,9 +172,9 @@ class Stash:
             owner=None,
             quiet=None,
             siblings=[],
-            unowned=[],
             models=[],
             sharded=[],
+            unowned=[],
             process_group=None,
             names={},
             set_aside=None,
@@ -235,6 +235,8 @@ class AmpOptimizer(subclass.Generated):
         stash = _stash(self)
         if stash is not None and stash.enabled:
             _refuse_known(self, stash, param_group)
+            if stash.policy.master_weights:
+                zero.check_new_group(self)
         super().add_param_group(param_group)  # type: ignore[misc]
         if stash is None or not stash.enabled:
             return
@@ -244,6 +246,7 @@ class AmpOptimizer(subclass.Generated):
                 param.grad = None  # scaled, by whichever backward passes reached it before it had an optimizer
         if stash.policy.master_weights:
             stash.masters.attach(self, group)
+            zero.repartition(self)
 
     def __getstate__(self) -> dict[str, Any]:
         parent = getattr(super(), "__getstate__", None)  # object has one since Python 3.11
@@ -277,6 +280,7 @@ def check(optimizer: Any, policy: Policy) -> None:
             f"initialize: LBFGS evaluates the loss inside step(), which opt_level {policy.opt_level!r} cannot scale or "
             "gather; use it at O0, or at O4 (bfloat16 casts, no loss scaling)"
         )
+    zero.check(optimizer, policy)
 
 
 def innermost(optimizer: Any) -> Any:
@@ -301,6 +305,7 @@ def enter_training(
     if stash.policy.master_weights:
         for group in optimizer.param_groups:
             stash.masters.attach(optimizer, group, about_to_be_cast)
+        zero.repartition(optimizer)
     optimizer._amp_stash = stash
     subclass.give(optimizer, mixin)
     register_hooks(optimizer, stash)
@@ -327,6 +332,7 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
         handle.remove()
     linked = stash.masters.linked()
     stash.masters.detach(optimizer)
+    zero.repartition(optimizer)
     if isinstance(optimizer, subclass.Generated):
         subclass.take(optimizer)
     del optimizer._amp_stash
@@ -338,6 +344,7 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
 
 def state_follows_params(optimizer: Any) -> None:
     """Cast the optimizer's state to its parameters' dtypes, by torch's own rules for loading a state."""
+    optimizer = zero.stateful(optimizer)
     if getattr(optimizer, "state", None) and any(
         isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0 and value.dtype is not param.dtype
         for param, state in optimizer.state.items()
