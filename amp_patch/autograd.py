@@ -126,9 +126,8 @@ def _under(casts: _Casts, outside: _Casts) -> Iterator[None]:
     """These casts and no others, where `outside` act."""
     policy, native = casts
     with ExitStack() as stack:
-        if policy is not outside.policy:
-            stack.enter_context(regions.region(policy))
         for kind in {*native, *outside.native}:
             if native.get(kind) is not outside.native.get(kind):
                 stack.enter_context(torch.autocast(kind, native.get(kind), enabled=kind in native))
+        stack.enter_context(regions.region(policy))  # after torch's, inside of which ours would step aside
         yield
