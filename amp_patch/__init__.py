@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 
+from torch.amp import is_autocast_available
+
 from amp_patch import multi_tensor
 from amp_patch.autograd import custom_bwd, custom_fwd
 from amp_patch.casts import (
@@ -45,6 +47,7 @@ __all__ = [
     "fp32_copy",
     "half_function",
     "initialize",
+    "is_autocast_available",
     "load_state_dict",
     "master_params",
     "multi_tensor",
