@@ -88,7 +88,7 @@ class PythonState:
         return acting if acting is None or self._holds() else _aside(acting)
 
     def _holds(self) -> bool:
-        if torch._C._is_any_autocast_enabled():  # type: ignore[attr-defined]
+        if torch._C._is_any_autocast_enabled():
             return False
         return _native_depth() <= _thread.depth or torch._C._current_graph_task_id() not in (-1, _thread.task)
 
