@@ -22,6 +22,7 @@ from amp_patch.patch import Patches
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.regions import (
     PythonState,
+    as_default,
     as_now,
     current,
     drop_cache,
@@ -207,6 +208,7 @@ def install(op_lists: str = "torch") -> None:
                     _replace(patches, owner, name, torchs.get(key, "none"), apexs[key])
             if _patches is None:
                 _keep_regions_in_checkpoints(patches)
+                _keep_default_in_replicas(patches)
                 for owner, name, rule in _registered.values():
                     _replace(patches, owner, name, rule, rule)
         except BaseException:
@@ -259,6 +261,22 @@ def _keep_regions_in_checkpoints(patches: Patches) -> None:
         patches.set(owner, generator.__name__, wrap(generator, 0))
     reentrant = owner.CheckpointFunction
     patches.set(reentrant, "forward", staticmethod(wrap(reentrant.forward, 1)))
+
+
+def _keep_default_in_replicas(patches: Patches) -> None:
+    """Let the process default hold in DataParallel's threads.
+
+    Each of them enters torch.autocast to be as the caller's is. Where that is off, it is nobody's word.
+    """
+    parallel_apply = torch.nn.DataParallel.parallel_apply
+
+    @functools.wraps(parallel_apply)
+    def under_default(self: Any, replicas: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled():
+            replicas = [as_default(replica) for replica in replicas]
+        return parallel_apply(self, replicas, *args, **kwargs)
+
+    patches.set(torch.nn.DataParallel, "parallel_apply", under_default)
 
 
 def _resolve(address: str) -> Any:

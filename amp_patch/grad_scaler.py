@@ -85,7 +85,7 @@ class GradScaler(torch.amp.GradScaler):
             self._init_scale = min(max(self._init_scale, lowest or 0.0), highest or float("inf"))
 
     def scale(self, outputs: Any) -> Any:
-        """`outputs` times the scale: a tensor, or an iterable of tensors and iterables; lists and tuples keep their kind.
+        """`outputs` times the scale: a tensor, or an iterable of them, nested or not; lists and tuples keep their kind.
 
         Raises:
             TypeError: a tensor of integers or booleans, which has no gradient. ValueError: no tensor, no iterable.

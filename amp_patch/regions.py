@@ -323,6 +323,16 @@ def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
     return later
 
 
+def as_default(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, to be called on a thread that has just begun: the process default holds, torch.autocast or not."""
+
+    def later(*args: Any, **kwargs: Any) -> Any:
+        with region(_default()):
+            return function(*args, **kwargs)
+
+    return later
+
+
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """`weight.to(dtype)`, remembered within the thread's outermost region if `weight` is an FP32 leaf parameter.
 
@@ -366,8 +376,12 @@ def _acting(policy: Policy | None) -> Policy | None:
 
 
 def _refresh_default() -> None:
-    acting = _overrides[-1].acting if _overrides else _base
+    acting = _default()
     _state.set_default(acting, _aside(acting))
+
+
+def _default() -> Policy | None:
+    return _overrides[-1].acting if _overrides else _base
 
 
 def _follow(entry: _Entry) -> None:

@@ -622,7 +622,7 @@ def test_a_compiled_step_and_loss_are_eager_s():
     for compiled in (False, True):
         model, optimizer = model_and_optimizer(fused=True)
         scaler = amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-        compute = lambda x: scaler.scale(model(x).sum())  # noqa: E731
+        compute = lambda x, scaler=scaler, model=model: scaler.scale(model(x).sum())  # noqa: E731
         if compiled:
             compute = torch.compile(compute, backend="eager", fullgraph=True)
         for turn in range(4):
