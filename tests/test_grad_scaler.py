@@ -632,3 +632,22 @@ def test_a_compiled_step_and_loss_are_eager_s():
             scaler.update()
         runs.append((model.weight.detach(), scaler.state_dict()))
     assert torch.equal(runs[0][0], runs[1][0]) and runs[0][1] == runs[1][1]
+
+
+@pytest.mark.parametrize("end", ["step", "zero_grad"])
+def test_what_scale_loss_brought_is_forgotten_with_its_iteration(end):
+    """Also where the gradients of the next one are the same tensors."""
+    model, optimizer = amp.initialize(*model_and_optimizer(), opt_level="O4")
+    scaler = amp.GradScaler("cpu", init_scale=4.0)
+    with amp.scale_loss(model(torch.ones(1, 3)).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    grad = model.weight.grad
+    if end == "step":
+        optimizer.step()
+        for param in model.parameters():
+            param.grad.zero_()
+    else:
+        optimizer.zero_grad(set_to_none=False)
+    scaler.scale(model(torch.ones(1, 3)).float().sum()).backward()
+    assert model.weight.grad is grad
+    assert scaler.step(optimizer) is True

@@ -300,6 +300,20 @@ def test_fp16_is_emulated_where_torch_s_is_switched_off(level: str) -> None:
 # Threads, caches
 
 
+@pytest.mark.parametrize("default", ["O1"], indirect=True)
+def test_a_thread_that_has_torch_s_without_having_entered_it(default: torch.dtype) -> None:
+    """So it is on autograd's threads of a device: they get the state of backward's caller, and not its count."""
+
+    def work() -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        before = product()
+        torch.set_autocast_enabled("cpu", True)
+        inside = product()
+        with amp.autocast("cpu", HALF):
+            return before, inside, product()
+
+    assert run_in_thread(work) == (default, BF16, HALF)
+
+
 @pytest.mark.parametrize("names", list(itertools.permutations(("ours", "torch's"), 2)))
 def test_neither_reaches_another_thread(names: tuple[str, str]) -> None:
     (outer, _), (inner, dtype) = (KINDS[name] for name in names)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -280,17 +282,17 @@ def test_a_weight_that_changes_while_it_is_cast() -> None:
 # DataParallel's threads
 
 
-class Accelerator:
-    """A CPU in the words of `torch.accelerator`, which torch's parallel_apply speaks."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        for name, value in {
-            "is_available": lambda: True,
-            "current_accelerator": lambda: torch.device("cpu"),
-            "current_stream": lambda device=None: contextlib.nullcontext(),
-            "device_index": lambda device: contextlib.nullcontext(),
-        }.items():
-            patch.setattr(torch.accelerator, name, value)
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU is one, in the words of `torch.accelerator`, which torch's parallel_apply speaks."""
+    words: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "current_accelerator": lambda: torch.device("cpu"),
+        "current_stream": lambda device=None: contextlib.nullcontext(),
+        "device_index": lambda device: contextlib.nullcontext(),
+    }
+    for name, value in words.items():
+        monkeypatch.setattr(torch.accelerator, name, value)
 
 
 class Tutorial(nn.Module):
@@ -341,11 +343,8 @@ def gradients(model: nn.Module, outputs: list[Tensor], scale: float = 1.0) -> li
 @needs_clean
 @pytest.mark.parametrize("kind", [Decorated, Inside])
 @pytest.mark.parametrize("around", ["nothing", "ours", "torch's"])
-def test_autocast_in_forward_acts_in_parallel_apply(
-    kind: type[Tutorial], around: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_autocast_in_forward_acts_in_parallel_apply(kind: type[Tutorial], around: str, accelerator: None) -> None:
     """One thread a replica; a region around them does not reach the threads; gradients are one thread's to the bit."""
-    Accelerator(monkeypatch)
     torch.manual_seed(0)
     model, inputs = kind(), [torch.randn(3, 4) for _ in range(4)]
     region = {
@@ -365,8 +364,7 @@ def test_autocast_in_forward_acts_in_parallel_apply(
 
 
 @needs_clean
-def test_a_region_around_threads_does_not_reach_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    Accelerator(monkeypatch)
+def test_a_region_around_threads_does_not_reach_them(accelerator: None) -> None:
     model, x = Tutorial(), torch.ones(3, 4)
     with amp.autocast("cpu", BF16):
         model(x)
@@ -375,9 +373,8 @@ def test_a_region_around_threads_does_not_reach_them(monkeypatch: pytest.MonkeyP
 
 
 @needs_clean
-def test_the_default_of_O1_holds_in_data_parallel_s_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_of_O1_holds_in_data_parallel_s_threads(accelerator: None) -> None:
     """A wrapper around the model of the training, as Apex's users have it: the casts are the process's."""
-    Accelerator(monkeypatch)
 
     class Whole(Tutorial):
         def __init__(self, net: nn.Module) -> None:
@@ -391,20 +388,18 @@ def test_the_default_of_O1_holds_in_data_parallel_s_threads(monkeypatch: pytest.
 
     inner = amp.initialize(nn.Linear(4, 2), opt_level="O4")
     whole, x = Whole(inner), torch.ones(3, 4)
-    parallel = nn.DataParallel(whole)
-    parallel.device_ids = [0, 1]
-    parallel.parallel_apply([whole, whole], [x, x], None)
+    parallel = functools.partial(nn.DataParallel.parallel_apply, types.SimpleNamespace(device_ids=[0, 1]))
+    parallel([whole, whole], [x, x], None)
     assert whole.seen == [BF16] * 4
     whole.seen.clear()
     with torch.autocast("cpu", enabled=False):  # the thread's own; as with a region of ours, it does not reach others
-        parallel.parallel_apply([whole, whole], [x, x], None)
+        parallel([whole, whole], [x, x], None)
     assert whole.seen == [BF16] * 4
 
 
 @needs_clean
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-def test_replicas_of_a_training_in_threads(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    Accelerator(monkeypatch)
+def test_replicas_of_a_training_in_threads(level: str, accelerator: None) -> None:
     torch.manual_seed(0)
     model = amp.initialize(Tutorial(), opt_level=level)
     inputs = [torch.randn(3, 4) for _ in range(4)]
