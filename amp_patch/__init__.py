@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 
+from torch.amp import is_autocast_available
+
 from amp_patch import multi_tensor
 from amp_patch.autograd import custom_bwd, custom_fwd
 from amp_patch.casts import (
@@ -51,6 +53,7 @@ __all__ = [
     "half_function",
     "initialize",
     "inspect",
+    "is_autocast_available",
     "load_state_dict",
     "master_params",
     "multi_tensor",

@@ -19,6 +19,11 @@ class _Casts(NamedTuple):
     policy: Policy | None
     native: dict[str, torch.dtype]
 
+    @property
+    def act(self) -> bool:
+        """Whether anything is cast; the emulation of FP16 on a CPU casts nothing."""
+        return bool(self.native) or (self.policy is not None and self.policy.patch_torch_functions)
+
 
 _NO_CASTS = _Casts(None, {})
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
@@ -67,8 +72,8 @@ def custom_fwd(
     def decorated(*args: Any, **kwargs: Any) -> Any:
         casts = _now(device_type)
         if args and hasattr(args[0], "save_for_backward"):
-            args[0]._amp_casts = casts if cast_inputs is None else _NO_CASTS
-        if cast_inputs is None or not (casts.policy or casts.native):
+            args[0]._amp_casts = _NO_CASTS if casts.act and cast_inputs is not None else casts
+        if cast_inputs is None or not casts.act:
             return forward(*args, **kwargs)
         args, kwargs = tree.cast_floats((args, kwargs), cast_inputs, _CASTABLE)
         with _under(_NO_CASTS, casts):
@@ -126,9 +131,8 @@ def _under(casts: _Casts, outside: _Casts) -> Iterator[None]:
     """These casts and no others, where `outside` act."""
     policy, native = casts
     with ExitStack() as stack:
-        if policy is not outside.policy:
-            stack.enter_context(regions.region(policy))
         for kind in {*native, *outside.native}:
             if native.get(kind) is not outside.native.get(kind):
                 stack.enter_context(torch.autocast(kind, native.get(kind), enabled=kind in native))
+        stack.enter_context(regions.region(policy))  # after torch's, inside of which ours would step aside
         yield

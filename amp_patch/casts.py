@@ -22,6 +22,7 @@ from amp_patch.patch import Patches
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.regions import (
     PythonState,
+    as_default,
     as_now,
     current,
     drop_cache,
@@ -207,6 +208,7 @@ def install(op_lists: str = "torch") -> None:
                     _replace(patches, owner, name, torchs.get(key, "none"), apexs[key])
             if _patches is None:
                 _keep_regions_in_checkpoints(patches)
+                _keep_default_in_replicas(patches)
                 for owner, name, rule in _registered.values():
                     _replace(patches, owner, name, rule, rule)
         except BaseException:
@@ -259,6 +261,22 @@ def _keep_regions_in_checkpoints(patches: Patches) -> None:
         patches.set(owner, generator.__name__, wrap(generator, 0))
     reentrant = owner.CheckpointFunction
     patches.set(reentrant, "forward", staticmethod(wrap(reentrant.forward, 1)))
+
+
+def _keep_default_in_replicas(patches: Patches) -> None:
+    """Let the process default hold in DataParallel's threads.
+
+    Each of them enters torch.autocast to be as the caller's is. Where that is off, it is nobody's word.
+    """
+    parallel_apply = torch.nn.DataParallel.parallel_apply
+
+    @functools.wraps(parallel_apply)
+    def under_default(self: Any, replicas: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled():
+            replicas = [as_default(replica) for replica in replicas]
+        return parallel_apply(self, replicas, *args, **kwargs)
+
+    patches.set(torch.nn.DataParallel, "parallel_apply", under_default)
 
 
 def _resolve(address: str) -> Any:
@@ -398,9 +416,9 @@ def _register(module: Any, name: str, rule: str, caller: str) -> None:
 def disable_casts() -> region:
     """A region of this thread without casts: a context manager, and a decorator. Source: Apex's `disable_casts`.
 
-    FP16 on a CPU is multiplied natively there.
+    torch.autocast is off there too. FP16 on a CPU is multiplied natively.
     """
-    return region(None)
+    return region(None, claims=True)
 
 
 class autocast(region):
@@ -410,8 +428,12 @@ class autocast(region):
     the device whose default `dtype` is taken where that is None (`torch.get_autocast_dtype`: FP16 for "cuda", BF16 for
     "cpu"). None is "cuda" where there is one, else "cpu". FP16 on a CPU is multiplied as `initialize(cpu_fp16="auto")`
     says, unless `device_type` is another device. `enabled=False` is a region without casts; `cache_enabled=False` casts
-    a weight at every use. The first entry installs the casts. Regions nest, and one object may be entered again, also
-    by other threads.
+    a weight at every use (None: as torch does around it). The first entry installs the casts. Regions nest, and one
+    object may be entered again, also by other threads.
+
+    Beside `torch.autocast` the inner one has the word. Inside this region, enabled or not, torch's is off
+    (`torch.is_autocast_enabled()`, which speaks of torch's alone, is False), and back on afterwards; inside a
+    torch.autocast that is entered in here, enabled or not, these casts do not act.
 
     Raises:
         ValueError: a device type that torch does not know, or a dtype other than float16 and bfloat16.
@@ -423,7 +445,7 @@ class autocast(region):
         device_type: str | None = None,
         dtype: torch.dtype | None = None,
         enabled: bool = True,
-        cache_enabled: bool = True,
+        cache_enabled: bool | None = True,
     ) -> None:
         if device_type is None:
             device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -432,8 +454,8 @@ class autocast(region):
             raise ValueError(f"autocast: dtype is {dtype!r}; wanted {' or '.join(map(str, LOW_PRECISION))}, or None")
         low = default if dtype is None else dtype
         policy = Policy("O1", dtype=low, patch_torch_functions=True)
-        super().__init__(settle(policy, on_cpu=device_type == "cpu") if enabled else None)
-        self.caches = bool(cache_enabled)
+        super().__init__(settle(policy, on_cpu=device_type == "cpu") if enabled else None, claims=True)
+        self.caches = torch.is_autocast_cache_enabled() if cache_enabled is None else bool(cache_enabled)
 
     def __enter__(self) -> autocast:
         if self.acting is not None:

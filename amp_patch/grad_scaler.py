@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.utils.weak import TensorWeakRef
 
 from amp_patch import multi_tensor, regions, shards
 from amp_patch import optimizer as optimizer_side
@@ -33,6 +36,7 @@ class GradScaler(torch.amp.GradScaler):
     - An optimizer whose parameters have no gradients is no error.
     - `step` reports whether it stepped, and a skipped first step brings no warning of the learning-rate scheduler.
     - `min_scale` and `max_scale` bound the scale; with `hysteresis=n` it backs off at the n-th overflow in a row.
+    - Gradients that another scaler has unscaled, or must unscale, or that came through `amp.scale_loss`, are refused.
 
     Args:
         device: "cuda" or "cpu", where the scale is kept; None: CUDA if there is a device, else the CPU. As in torch a
@@ -81,8 +85,38 @@ class GradScaler(torch.amp.GradScaler):
         self._process_group = process_group
         self._init_hysteresis_tracker = hysteresis
         self._hysteresis_tracker: Tensor | None = None
+        self._has_scaled = False  # since the last update
         if self._enabled:
+            _scalers.add(self)
             self._init_scale = min(max(self._init_scale, lowest or 0.0), highest or float("inf"))
+
+    def scale(self, outputs: Any) -> Any:
+        """`outputs` times the scale: a tensor, or an iterable of them, nested or not; lists and tuples keep their kind.
+
+        Raises:
+            TypeError: a tensor of integers or booleans, which has no gradient. ValueError: no tensor, no iterable.
+        """
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            if not (outputs.is_floating_point() or outputs.is_complex()):
+                raise TypeError(
+                    f"GradScaler.scale: outputs holds a tensor of {outputs.dtype}; wanted floating or complex tensors, "
+                    "which have gradients"
+                )
+            self._has_scaled = True
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(outputs.device)
+            assert self._scale is not None
+            return outputs * self._scale.to(outputs.device, non_blocking=True)  # torch.compile does not trace torch's
+        if isinstance(outputs, str | bytes | Mapping) or not isinstance(outputs, Iterable):
+            raise ValueError(
+                f"GradScaler.scale: outputs must be a Tensor or an iterable of Tensors, got a {type(outputs).__name__}"
+            )
+        scaled = map(self.scale, outputs)
+        if hasattr(outputs, "_fields"):  # a namedtuple
+            return type(outputs)(*scaled)
+        return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
 
     def unscale_(self, optimizer: Any) -> None:
         """Unscale the gradients of `optimizer` in place and check them; once between two `update`s. No sync.
@@ -91,9 +125,14 @@ class GradScaler(torch.amp.GradScaler):
         model's gradients become None.
 
         Raises:
-            RuntimeError: called twice, or after `step`. AssertionError: nothing was scaled before.
+            RuntimeError: called twice, or after `step`; or the gradients are not this scaler's. AssertionError: nothing
+                was scaled before.
         """
+        if not self._enabled:
+            return
+        self._refuse_mixtures(optimizer, "unscale_")
         super().unscale_(optimizer)
+        self._note_gradients(optimizer)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """`optimizer.step(*args, **kwargs)` unless a gradient is not finite; unscales first if that was not done.
@@ -105,7 +144,8 @@ class GradScaler(torch.amp.GradScaler):
             the device a bool tensor there, shape [], whose truth syncs.
 
         Raises:
-            RuntimeError: called twice, or with a closure. AssertionError: nothing was scaled before.
+            RuntimeError: called twice, or with a closure; or the gradients are not this scaler's. AssertionError:
+                nothing was scaled before.
         """
         if not self._enabled:
             result = optimizer.step(*args, **kwargs)
@@ -128,6 +168,9 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.READY and (_stash(optimizer) is not None or not on_device):
             self.unscale_(optimizer)
         if on_device:
+            if state["stage"] is OptState.READY:
+                self._refuse_mixtures(optimizer, "step")
+                self._note_gradients(optimizer)
             result = super().step(optimizer, *args, **kwargs)
             found = list(state["found_inf_per_device"].values())
             stepped: Any = torch.stack([f.to(found[0].device) for f in found]).amax() == 0 if found else True
@@ -155,6 +198,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
+        self._has_scaled = False
         found = [f.to(scale.device) for s in self._per_optimizer_states.values() for f in _found(s)]
         if new_scale is not None or not (found or self._per_optimizer_states):
             # torch takes an int, and a tensor of shape [1], for granted and then fails on them.
@@ -201,14 +245,56 @@ class GradScaler(torch.amp.GradScaler):
             "_process_group": None,  # of this process
         }
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._enabled:
+            _scalers.add(self)
+
     def _get_hysteresis_tracker(self) -> int:
         tracker = self._hysteresis_tracker
         return self._init_hysteresis_tracker if tracker is None else int(tracker.item())
 
+    def _note_gradients(self, optimizer: Any) -> None:
+        grad = optimizer_side.first_gradient(optimizer)
+        self._per_optimizer_states[id(optimizer)]["grad"] = None if grad is None else TensorWeakRef(grad)
+
+    def _refuse_mixtures(self, optimizer: Any, method: str) -> None:
+        """Raise where the optimizer's gradients are surely not what this scaler's scale alone was multiplied into."""
+        grad = optimizer_side.first_gradient(optimizer)
+        if grad is None or self._scale is None:
+            return
+        advice = "call scale(), unscale_(), step() and update() of one scaler for the gradients of one optimizer"
+        stash = _stash(optimizer)
+        brought = None if stash is None or stash.brought is None else stash.brought()
+        if stash is not None and (stash.pending is not None or brought is grad):
+            raise RuntimeError(
+                f"GradScaler.{method}: the gradients of this {type(optimizer).__name__} came through amp.scale_loss, "
+                "which scales and unscales by itself; call optimizer.step() for them, or scaler.scale(loss).backward() "
+                "in its place"
+            )
+        for other in list(_scalers):
+            if other is self:
+                continue
+            states = dict(other._per_optimizer_states)
+            served = states.get(id(optimizer), {"stage": OptState.READY})
+            noted = served.get("grad")
+            if served["stage"] is not OptState.READY and noted is not None and noted() is grad:
+                raise RuntimeError(
+                    f"GradScaler.{method}: another GradScaler has unscaled the gradients of this "
+                    f"{type(optimizer).__name__} already; {advice}"
+                )
+            waiting = all(state["stage"] is OptState.READY for state in states.values())
+            if other._has_scaled and not self._has_scaled and waiting:
+                raise RuntimeError(
+                    f"GradScaler.{method}: this scaler has scaled nothing since its last update(), and another "
+                    f"GradScaler has, which no optimizer has stepped with; {advice}"
+                )
+
     # What torch's methods call.
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        super()._lazy_init_scale_growth_tracker(dev)
+        self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
+        self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
         self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
@@ -222,7 +308,7 @@ class GradScaler(torch.amp.GradScaler):
         optimizer_side.recover(target, stash)
         pairs = optimizer_side.distinct_pairs([target])
         found = shards.agree(gather(pairs, inv_scale), [param for param, _ in pairs])
-        stash.pending, stash.gathered = None, True
+        stash.gathered = True
         return self._everywhere(found, inv_scale.device)
 
     def _check_inf_per_device(self, optimizer: Any) -> Any:
@@ -249,6 +335,9 @@ class GradScaler(torch.amp.GradScaler):
             overall = torch.maximum(overall, found_inf.to(device))
         torch.distributed.all_reduce(overall, torch.distributed.ReduceOp.MAX, group=self._process_group)
         return {device: overall}
+
+
+_scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # the enabled ones
 
 
 def _stash(optimizer: Any) -> Any:

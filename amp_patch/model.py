@@ -154,7 +154,8 @@ class KeptModule(subclass.Generated):
                 inside = _running.policy is not None or _in_backward()
                 came = _low_precision_of((args, kwargs)) or (policy.cast_model_type if inside else None)
             args, kwargs = tree.cast_floats((args, kwargs), torch.float32, LOW_PRECISION)
-            with regions.region(_NO_CASTS):
+            claims = policy.patch_torch_functions or policy.cast_model_type is not None  # O0 is the plain script
+            with regions.region(_NO_CASTS, claims):
                 output = forward(self, *args, **kwargs)
             return output if came is None else tree.cast_floats(output, came, (torch.float32,))
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from amp_patch import clip, links, regions, replicas, shards, subclass, zero
 from amp_patch.masters import Masters, gather
@@ -23,6 +24,7 @@ from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.scaler import LossScaler, inverse_of
 
 _TRANSIENT = (
+    "brought",
     "handles",
     "models",
     "names",
@@ -123,6 +125,7 @@ class Stash:
     bodies: int = 0  # how many were begun
     left: set[int] = field(default_factory=set)  # ids of the parameters whose gradients were kept on the model
     gathered: bool = False  # whether a backward has brought gradients since the last step
+    brought: TensorWeakRef | None = None  # the first gradient that `scale_loss` has left unscaled for the next step
     unowned: list[Tensor] = field(default_factory=list)  # the models' trainable parameters that no optimizer holds
     set_aside: SetAside | None = None
     names: dict[int, str] = field(default_factory=dict)  # id(param) -> qualified name, for messages
@@ -171,6 +174,7 @@ class Stash:
             handles=[],
             owner=None,
             quiet=None,
+            brought=None,
             siblings=[],
             models=[],
             sharded=[],
@@ -226,7 +230,7 @@ class AmpOptimizer(subclass.Generated):
             recover(self, stash)
             for param, _ in stash.masters.linked():
                 param.grad = None
-            stash.pending = None
+            stash.pending = stash.brought = None
             stash.found.clear()
             stash.left.clear()
 
@@ -385,6 +389,18 @@ def distinct_pairs(optimizers: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
     )
 
 
+def first_gradient(optimizer: Any) -> Tensor | None:
+    """A gradient that the optimizer would step with; of the model's where its masters have none yet."""
+    stash = _stash(innermost(optimizer))
+    for group in innermost(optimizer).param_groups:
+        pairs = [(p, p) for p in group["params"]] if stash is None else stash.masters.pairs([group])
+        for param, master in pairs:
+            grad = param.grad if master.grad is None else master.grad
+            if grad is not None:
+                return grad
+    return None
+
+
 def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | None) -> None:
     """Turn scaled gradients of the model into unscaled ones of the masters; record overflow on the device; no sync.
 
@@ -396,6 +412,8 @@ def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | Non
     for optimizer, stash in zip(optimizers, stashes, strict=True):
         stash.pending = None
         stash.gathered = True
+        first = first_gradient(optimizer)
+        stash.brought = None if first is None else TensorWeakRef(first)
         if stash.keeps_scaled_gradients:
             own = stash.masters.pairs(optimizer.param_groups)
             stash.left = {id(param) for param, master in own if param is not master and param.grad is not None}
@@ -497,7 +515,7 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 def consume(optimizer: Any, stash: Stash) -> None:
     """Forget the gradients that a step, taken or skipped, was for: the masters' that nobody else waits for."""
-    stash.gathered = False
+    stash.gathered, stash.brought = False, None
     stash.left.clear()
     awaited = _awaited_by_others(optimizer, stash)
     for _, link in stash.masters.linked():

@@ -7,6 +7,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,52 @@ from amp_patch import multi_tensor
 if TYPE_CHECKING:
     from amp_patch.policy import Policy
 
-_OUTSIDE: Any = object()  # what `_Thread.acting` is while the thread is in no region
+# Ours and torch.autocast side by side: the inner one wins. A region of ours that casts, or whose word is "no casts",
+# turns torch's off while it lasts. A torch.autocast entered inside of one (torch counts them), on or off, has the word
+# in there: our casts step aside. FP16 on a CPU is emulated all the same where torch's is off: that casts nothing.
+# Backward is the exception: what torch enters by itself, switched off, is its custom_bwd, for a forward without it.
+_DEVICE_TYPES = tuple(
+    kind
+    for kind in ("cpu", "cuda", "mtia", "maia", "xpu", "ipu", "hpu", "xla", "privateuseone", "mps")
+    if torch.amp.is_autocast_available(kind)
+)
+_is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
+
+
+def _native_depth() -> int:
+    """How many torch.autocast regions this thread is in."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+@functools.cache
+def _aside(acting: Policy | None) -> Policy | None:
+    """What is left of `acting` where it steps aside."""
+    return replace(acting, patch_torch_functions=False) if acting is not None and acting.emulates else None
+
+
+@dataclass
+class _Entry:
+    """A region that a thread is in, and what it found there on entry.
+
+    Attributes:
+        depth: how many torch.autocast regions the thread was in.
+        task: the pass of autograd that it was in; -1 for none.
+        silenced: the device types whose torch.autocast it has turned off, in the form of the state in use.
+    """
+
+    region: region
+    depth: int
+    task: int
+    silenced: Any
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.stack: list[region] = []  # innermost last
-        self.acting: Policy | None = _OUTSIDE
+        self.stack: list[_Entry] = []  # innermost last
+        self.acting: Policy | None = None
+        self.depth, self.task = 0, -1  # of the innermost region; outside these
+        self.inside = False
         self.caches = False
         self.firm = 0  # how many regions of the kind `no_casts_within` the thread is in
         self.casts: dict[Any, tuple[weakref.ref[Tensor], int, Tensor]] = {}
@@ -43,20 +83,43 @@ class PythonState:
         self._default: Policy | None = None
 
     def current(self) -> Policy | None:
-        """What this thread follows: what `follow` said last, or the default."""
-        acting = _thread.acting
-        return self._default if acting is _OUTSIDE else acting
+        """What this thread follows: what `follow` said last, or the default; what is left of it inside torch's."""
+        acting = _thread.acting if _thread.inside else self._default
+        return acting if acting is None or self._holds() else _aside(acting)
 
-    def follow(self, acting: Policy | None, caches: bool) -> None:
-        """This thread is in a region: it follows `acting`, and remembers the weights it casts if `caches`."""
-        _thread.acting, _thread.caches = acting, caches
+    def _holds(self) -> bool:
+        if torch._C._is_any_autocast_enabled():
+            return False
+        return _native_depth() <= _thread.depth or torch._C._current_graph_task_id() not in (-1, _thread.task)
+
+    def begin(self, claims: bool) -> tuple[int, int, Any]:
+        """(depth, task, silenced) of a region that begins here; if it `claims`, torch.autocast is off from now on."""
+        silenced = frozenset(kind for kind in _DEVICE_TYPES if claims and _is_enabled(kind))
+        for kind in silenced:
+            _set_enabled(kind, False)
+        return _native_depth(), torch._C._current_graph_task_id(), silenced
+
+    def end(self, silenced: Any, depth: int) -> None:
+        """Undo a `begin`, unless the torch.autocast that it has turned off is gone, or one inside is left open."""
+        if _native_depth() == depth:
+            for kind in silenced:
+                _set_enabled(kind, True)
+
+    def follow(self, acting: Policy | None, aside: Policy | None, caches: bool, depth: int, task: int) -> None:
+        """This thread is in a region: it follows `acting`, and remembers the weights it casts if `caches`.
+
+        Inside a torch.autocast that is deeper than `depth`, or is on, it follows `aside`.
+        """
+        _thread.inside, _thread.acting, _thread.caches = True, acting, caches
+        _thread.depth, _thread.task = depth, task
 
     def leave(self) -> None:
         """This thread is outside regions again: it follows the default and forgets its cast weights."""
-        _thread.acting, _thread.caches = _OUTSIDE, False
+        _thread.inside, _thread.acting, _thread.caches = False, None, False
+        _thread.depth, _thread.task = 0, -1
         _thread.casts.clear()
 
-    def set_default(self, acting: Policy | None) -> None:
+    def set_default(self, acting: Policy | None, aside: Policy | None) -> None:
         self._default = acting
 
     def drop_cache(self) -> None:
@@ -95,7 +158,7 @@ def current() -> Policy | None:
     """The policy whose casts act on this thread now, None if none do.
 
     In a region it is the region's, or None if that policy neither patches nor emulates FP16; elsewhere it is the
-    process default.
+    process default. Inside a torch.autocast that was entered later, on or off, it does not patch.
     """
     return _state.current()
 
@@ -103,8 +166,8 @@ def current() -> Policy | None:
 def entered() -> Policy | None:
     """The policy of this thread's innermost region, patching or not; None outside. `disable_casts` is transparent."""
     for inner in reversed(_thread.stack):
-        if inner.policy is not None:
-            return inner.policy
+        if inner.region.policy is not None:
+            return inner.region.policy
     return None
 
 
@@ -130,7 +193,7 @@ def use_state(state: Any) -> None:
     """Put `state` in the place of the one in use, for `casts.use_backend`. Every thread must be outside regions."""
     global _state
     with _lock:
-        _state.set_default(None)
+        _state.set_default(None, None)
         _state = state
         _refresh_default()
 
@@ -143,32 +206,39 @@ def drop_cache() -> None:
 class region:
     """A region of this thread in which `policy` holds; its casts act there if it patches torch's functions.
 
-    A context manager and a decorator. Costs about a microsecond. One object may be entered again while it is entered,
-    and by several threads: what is restored on exit lives in the thread. Regions may end in any order (a generator that
-    is suspended inside one, say): each takes only itself away, exceptions or not. When the thread leaves its outermost
-    region it forgets the weights it has cast.
+    A context manager and a decorator. Costs one to two microseconds. One object may be entered again while it is
+    entered, and by several threads: what is restored on exit lives in the thread. Regions may end in any order (a
+    generator that is suspended inside one, say): each takes only itself away, exceptions or not. When the thread leaves
+    its outermost region it forgets the weights it has cast.
+
+    Args:
+        policy: None for a region in which no casts of ours act.
+        claims: torch.autocast is off inside, for all device types, and afterwards on again where it was. None: if the
+            policy patches torch's functions.
     """
 
-    def __init__(self, policy: Policy | None) -> None:
+    def __init__(self, policy: Policy | None, claims: bool | None = None) -> None:
         self.policy = policy
         self.acting = _acting(policy)
+        self.claims = policy is not None and policy.patch_torch_functions if claims is None else claims
         self.caches = True
 
     def __enter__(self) -> Any:
-        _thread.stack.append(self)
-        _state.follow(None if _thread.firm else self.acting, self.caches)
+        entry = _Entry(self, *_state.begin(self.claims))
+        _thread.stack.append(entry)
+        _follow(entry)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         stack = _thread.stack
-        if stack and stack[-1] is self:
-            stack.pop()
-        else:
-            _remove_last(stack, self)
+        for index in range(len(stack) - 1, -1, -1):
+            if stack[index].region is self:
+                _end(stack.pop(index), stack[index:])
+                break
         if stack:
-            _state.follow(None if _thread.firm else stack[-1].acting, stack[-1].caches)
+            _follow(stack[-1])
         else:
             _state.leave()
 
@@ -202,7 +272,7 @@ class no_casts_within(region):
     """
 
     def __init__(self) -> None:
-        super().__init__(None)
+        super().__init__(None, claims=True)
 
     def __enter__(self) -> Any:
         _thread.firm += 1
@@ -235,7 +305,10 @@ class everywhere(region):
         super().__exit__(kind, error, traceback)
         drop_cache()
         with _lock:
-            _remove_last(_overrides, self)
+            for index in range(len(_overrides) - 1, -1, -1):
+                if _overrides[index] is self:
+                    del _overrides[index]
+                    break
             _refresh_default()
 
 
@@ -245,6 +318,16 @@ def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def later(*args: Any, **kwargs: Any) -> Any:
         with within:
+            return function(*args, **kwargs)
+
+    return later
+
+
+def as_default(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, to be called on a thread that has just begun: the process default holds, torch.autocast or not."""
+
+    def later(*args: Any, **kwargs: Any) -> Any:
+        with region(_default()):
             return function(*args, **kwargs)
 
     return later
@@ -293,14 +376,26 @@ def _acting(policy: Policy | None) -> Policy | None:
 
 
 def _refresh_default() -> None:
-    _state.set_default(_overrides[-1].acting if _overrides else _base)
+    acting = _default()
+    _state.set_default(acting, _aside(acting))
 
 
-def _remove_last(stack: list[Any], item: Any) -> None:
-    for index in range(len(stack) - 1, -1, -1):
-        if stack[index] is item:
-            del stack[index]
+def _default() -> Policy | None:
+    return _overrides[-1].acting if _overrides else _base
+
+
+def _follow(entry: _Entry) -> None:
+    acting = None if _thread.firm else entry.region.acting
+    _state.follow(acting, _aside(acting), entry.region.caches, entry.depth, entry.task)
+
+
+def _end(ended: _Entry, later: list[_Entry]) -> None:
+    """`ended` turns torch.autocast on again, or leaves that to a region that began later and wants it off."""
+    for entry in later:
+        if entry.region.claims and entry.depth == ended.depth:
+            entry.silenced |= ended.silenced
             return
+    _state.end(ended.silenced, ended.depth)
 
 
 def _inside(entered_region: region, steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:

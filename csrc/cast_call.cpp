@@ -9,12 +9,14 @@
 // Python's own header stays in front: the next ones need it.
 #include <ATen/ATen.h>
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/SmallVector.h>
 #include <structmember.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/utils/pythoncapi_compat.h>
@@ -64,21 +66,46 @@ struct Acting {
   ScalarType low = ScalarType::Half;
 };
 
+Acting acting_of(const py::object& policy) {
+  Acting acting;
+  if (!policy.is_none()) {
+    acting.on = true;
+    acting.patches = py::cast<bool>(policy.attr("patch_torch_functions"));
+    acting.emulates = py::cast<bool>(py::getattr(policy, "emulates", py::bool_(false)));
+    acting.apex = py::cast<std::string>(py::getattr(policy, "op_lists", py::str("torch"))) == "apex";
+    acting.low = py::cast<ScalarType>(policy.attr("dtype"));
+  }
+  return acting;
+}
+
 struct Followed {
   py::object policy = py::none();
-  Acting acting;
+  py::object aside = py::none();  // what is left of it where a torch.autocast inside has the word
+  Acting acting, aside_acting;
+  int depth = 0;  // how many torch.autocast regions were entered before
+  int task = -1;  // the pass of autograd in which it began to hold
 };
 
-Followed follow_policy(const py::object& policy) {
-  Followed followed{policy, {}};
-  if (!policy.is_none()) {
-    followed.acting.on = true;
-    followed.acting.patches = py::cast<bool>(policy.attr("patch_torch_functions"));
-    followed.acting.emulates = py::cast<bool>(py::getattr(policy, "emulates", py::bool_(false)));
-    followed.acting.apex = py::cast<std::string>(py::getattr(policy, "op_lists", py::str("torch"))) == "apex";
-    followed.acting.low = py::cast<ScalarType>(policy.attr("dtype"));
-  }
-  return followed;
+Followed follow_policy(const py::object& policy, const py::object& aside, int depth = 0, int task = -1) {
+  return {policy, aside, acting_of(policy), acting_of(aside), depth, task};
+}
+
+int native_depth() {  // torch tells only whom it counts
+  at::autocast::increment_nesting();
+  return at::autocast::decrement_nesting();
+}
+
+// The device types whose torch.autocast is on, by the dispatcher's names for their casts.
+c10::DispatchKeySet native_on() {
+  return c10::autocast_dispatch_keyset - c10::impl::tls_local_dispatch_key_set().excluded_;
+}
+
+// Whether the word is ours, and no torch.autocast's inside. See amp_patch/regions.py.
+bool holds(int depth, int task) {
+  if (!native_on().empty()) return false;
+  if (native_depth() <= depth) return true;
+  const int now = torch::autograd::get_current_graph_task_id();
+  return now != -1 && now != task;
 }
 
 struct Weight {
@@ -159,8 +186,15 @@ Followed& everyone() {  // what threads outside regions follow; never destroyed:
 }
 Acting everyones_acting;  // a copy of its plain part, for the calls
 
+const Followed* region_here() {
+  return this_thread != nullptr && this_thread->inside ? &this_thread->followed : nullptr;
+}
+
 const Acting& acting() {
-  return this_thread != nullptr && this_thread->inside ? this_thread->followed.acting : everyones_acting;
+  const Followed* const here = region_here();
+  const Acting& now = here != nullptr ? here->acting : everyones_acting;
+  if (!now.on || (here != nullptr ? holds(here->depth, here->task) : holds(0, -1))) return now;
+  return (here != nullptr ? *here : everyone()).aside_acting;
 }
 
 void end_of_thread(PyObject* capsule) {
@@ -754,10 +788,23 @@ void bind_casts(py::module_& casts) {
 
   // The state behind amp_patch/regions.py, which documents it (`PythonState`).
   casts.def("current", [] {
-    return this_thread != nullptr && this_thread->inside ? this_thread->followed.policy : everyone().policy;
+    const Followed* const here = region_here();
+    const Followed& followed = here != nullptr ? *here : everyone();
+    return holds(followed.depth, followed.task) ? followed.policy : followed.aside;
   });
-  casts.def("follow", [](const py::object& policy, bool caches) {
-    Followed followed = follow_policy(policy);
+  casts.def("begin", [](bool claims) {
+    const c10::DispatchKeySet silenced = claims ? native_on() : c10::DispatchKeySet();
+    for (const auto key : silenced) c10::impl::tls_set_dispatch_key_excluded(key, true);
+    return py::make_tuple(native_depth(), torch::autograd::get_current_graph_task_id(), silenced.raw_repr());
+  });
+  casts.def("end", [](uint64_t silenced, int depth) {
+    if (native_depth() != depth) return;
+    for (const auto key : c10::DispatchKeySet(c10::DispatchKeySet::RAW, silenced)) {
+      c10::impl::tls_set_dispatch_key_excluded(key, false);
+    }
+  });
+  casts.def("follow", [](const py::object& policy, const py::object& aside, bool caches, int depth, int task) {
+    Followed followed = follow_policy(policy, aside, depth, task);
     Thread& thread = this_thread != nullptr ? *this_thread : make_thread();
     thread.inside = true;
     thread.caches = caches;
@@ -769,8 +816,8 @@ void bind_casts(py::module_& casts) {
     const Followed gone = std::exchange(this_thread->followed, {});
     this_thread->clear();
   });
-  casts.def("set_default", [](const py::object& policy) {
-    Followed followed = follow_policy(policy);
+  casts.def("set_default", [](const py::object& policy, const py::object& aside) {
+    Followed followed = follow_policy(policy, aside);
     everyones_acting = followed.acting;
     std::swap(everyone(), followed);
   });

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from conftest import DEVICES
 from torch import nn
 
@@ -212,3 +215,144 @@ def test_errors():
     out = Undecorated.apply(leaves()[0]).sum()
     with pytest.raises(RuntimeError, match="decorate it with custom_fwd"):
         out.backward()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ours and torch's, functions and regions, mixed
+
+
+def noting(fwd, bwd, **options):
+    """A product whose forward and backward note the type of the products in them, decorated."""
+
+    class Noting(torch.autograd.Function):
+        @staticmethod
+        @fwd(device_type="cpu", **options)
+        def forward(ctx, a, b):
+            ctx.save_for_backward(a, b)
+            out = a @ b
+            Product.seen.append(out.dtype)
+            return out
+
+        @staticmethod
+        @bwd(device_type="cpu")
+        def backward(ctx, grad):
+            a, b = ctx.saved_tensors
+            Product.seen.append((a.float() @ b.float()).dtype)
+            left, right = grad.float() @ b.float().T, a.float().T @ grad.float()
+            return left.to(a.dtype), right.to(b.dtype)
+
+    return Noting
+
+
+KINDS = {
+    "none": contextlib.nullcontext,
+    "ours": lambda: amp.autocast("cpu", torch.float16),
+    "ours, off": lambda: amp.autocast("cpu", enabled=False),
+    "torch's": lambda: torch.autocast("cpu", torch.bfloat16),
+    "torch's, off": lambda: torch.autocast("cpu", enabled=False),
+}
+SAYS = {"ours": torch.float16, "torch's": torch.bfloat16}
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("names", list(itertools.product(KINDS, repeat=2)))
+def test_backward_has_the_mixture_of_its_forward_wherever_it_runs(names, elsewhere, seen):
+    """The inner region of the forward has the word in backward too, inside every region, on every thread."""
+    expected = next((SAYS.get(name, torch.float32) for name in reversed(names) if name != "none"), torch.float32)
+    function = noting(amp.custom_fwd, amp.custom_bwd)
+    for around in KINDS.values():
+        a, b = leaves()
+        with KINDS[names[0]](), KINDS[names[1]]():
+            out = function.apply(a, b).float().sum()
+
+        def backward(out=out, around=around, a=a, b=b):
+            with around():
+                before = (a @ b).dtype
+                out.backward()
+                assert (a @ b).dtype is before, "what acted around is back"
+
+        if elsewhere:
+            thread = threading.Thread(target=backward)
+            thread.start()
+            thread.join()
+        else:
+            backward()
+        assert seen == [expected] * 2
+        assert torch.equal(a.grad, torch.full_like(a, 2)) and torch.equal(b.grad, torch.full_like(b, 1))
+        seen.clear()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("names", list(itertools.product(KINDS, repeat=2)))
+def test_cast_inputs_under_mixtures(names, seen):
+    function = noting(amp.custom_fwd, amp.custom_bwd, cast_inputs=torch.float32)
+    a, b = leaves()
+    with KINDS[names[0]](), KINDS[names[1]]():
+        inside = (a @ b).dtype
+        out = function.apply(a.to(torch.bfloat16), b.to(torch.bfloat16))
+        assert (a @ b).dtype is inside
+        acts = inside is not torch.float32
+        assert out.dtype is (torch.float32 if acts else torch.bfloat16)
+    with amp.autocast("cpu", torch.float16):
+        out.float().sum().backward()
+    assert seen[1] is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_torch_s_decorators_in_a_training_keep_the_casts_of_the_training_in_backward(level, seen):
+    """torch's custom_bwd switches torch's off where the forward had none: nobody's word against ours."""
+    function = noting(torch.amp.custom_fwd, torch.amp.custom_bwd)
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            return function.apply(x, self.weight)
+
+    model = Net(2, 2)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level)
+    low = torch.bfloat16 if level == "O4" else torch.float16
+    for checkpointed in (False, True):
+        x = torch.ones(2, 2, requires_grad=True)
+        if checkpointed:
+            out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+        else:
+            out = model(x)
+        with amp.scale_loss(out.float().sum() / 1024, optimizer) as scaled:
+            scaled.backward()
+        assert seen == [low] * (3 if checkpointed else 2)
+        seen.clear()
+        with amp.autocast("cpu", low), torch.autocast("cpu", torch.bfloat16):
+            out = function.apply(x, model.weight)
+        with amp.scale_loss(out.float().sum() / 1024, optimizer) as scaled:
+            scaled.backward()
+        assert seen == [torch.bfloat16] * 2
+        seen.clear()
+
+
+def test_torch_s_switched_off_in_a_recomputed_forward_is_the_user_s_word(seen):
+    def block(x):
+        with torch.autocast("cpu", enabled=False):
+            Product.seen.append((x @ x).dtype)
+        return (x @ x).float() + x * x
+
+    for reentrant in (True, False):
+        x = leaves()[0]
+        with amp.autocast("cpu", torch.float16):
+            out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant).sum()
+        with amp.autocast("cpu", torch.float16):
+            out.backward()
+    assert seen == [torch.float32] * 4
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_cast_inputs_does_nothing_in_a_cast_model(level, seen):
+    """Nothing is cast there while it runs, also where FP16 on a CPU is emulated."""
+    function = noting(amp.custom_fwd, amp.custom_bwd, cast_inputs=torch.float32)
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            return function.apply(x, self.weight)
+
+    for cpu_fp16 in ("native", "emulate"):
+        model = amp.initialize(Net(2, 2), opt_level=level, cpu_fp16=cpu_fp16)
+        model(torch.ones(2, 2))
+        assert seen.pop() is torch.float16

@@ -59,7 +59,8 @@ needs_install = pytest.mark.usefixtures("installed")
 def namespaces() -> dict[str, dict[str, Any]]:
     owners: list[Any] = [
         torch, torch.Tensor, torch.nn.functional, torch._VF, torch.linalg, torch.special, torch.fft, torch.functional,
-        nn.RNNBase, torch.backends.mha, torch.utils.checkpoint, torch.utils.checkpoint.CheckpointFunction,
+        nn.RNNBase, nn.DataParallel, torch.backends.mha,
+        torch.utils.checkpoint, torch.utils.checkpoint.CheckpointFunction,
     ]  # fmt: skip
     return {repr(owner): dict(vars(owner)) for owner in owners}
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import gc
 import itertools
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +21,7 @@ import torch.nn.functional as F
 from conftest import DTYPES
 from torch import Tensor, nn
 
-from amp_patch import casts, regions
+from amp_patch import amp, casts, regions
 from amp_patch import multi_tensor as mt
 from amp_patch.policy import Policy
 
@@ -272,3 +276,165 @@ def test_a_weight_that_changes_while_it_is_cast() -> None:
     with casts.region(o1(HALF)):
         assert regions.cast_weight(weight, HALF)[0, 0] == 1.0
         assert regions.cast_weight(weight, HALF)[0, 0] == 2.0  # not the cast of the value before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# DataParallel's threads
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU is one, in the words of `torch.accelerator`, which torch's parallel_apply speaks."""
+    words: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "current_accelerator": lambda: torch.device("cpu"),
+        "current_stream": lambda device=None: contextlib.nullcontext(),
+        "device_index": lambda device: contextlib.nullcontext(),
+    }
+    for name, value in words.items():
+        monkeypatch.setattr(torch.accelerator, name, value)
+
+
+class Tutorial(nn.Module):
+    """A model as torch's page on AMP writes it for DataParallel: autocast in `forward`, by decorator or inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+        self.seen: list[torch.dtype] = []
+
+    def compute(self, x: Tensor) -> Tensor:
+        out = self.net(x)
+        self.seen.append(out.dtype)
+        return out.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(x)
+
+
+class Decorated(Tutorial):
+    @amp.autocast("cpu", torch.bfloat16)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(x)
+
+
+class Inside(Tutorial):
+    def forward(self, x: Tensor) -> Tensor:
+        with amp.autocast("cpu", torch.bfloat16):
+            return self.compute(x)
+
+
+def replicas_of(model: nn.Module, count: int) -> list[nn.Module]:
+    """As torch's replicate makes them: modules that are copies, parameters that are views of the one model's."""
+    made = []
+    for _ in range(count):
+        made.append(copy.deepcopy(model, {id(p): p.view_as(p) for p in model.parameters()}))
+    return made
+
+
+def gradients(model: nn.Module, outputs: list[Tensor], scale: float = 1.0) -> list[Tensor]:
+    """Of the sum over the outputs; powers of two, so that the order of a sum does not show."""
+    (sum(out.square().sum() for out in outputs) * scale).backward()
+    made = [p.grad / scale for p in model.parameters()]
+    model.zero_grad()
+    return made
+
+
+@needs_clean
+@pytest.mark.parametrize("kind", [Decorated, Inside])
+@pytest.mark.parametrize("around", ["nothing", "ours", "torch's"])
+def test_autocast_in_forward_acts_in_parallel_apply(kind: type[Tutorial], around: str, accelerator: None) -> None:
+    """One thread a replica; a region around them does not reach the threads; gradients are one thread's to the bit."""
+    torch.manual_seed(0)
+    model, inputs = kind(), [torch.randn(3, 4) for _ in range(4)]
+    region = {
+        "nothing": contextlib.nullcontext,
+        "ours": lambda: amp.autocast("cpu", HALF),
+        "torch's": lambda: torch.autocast("cpu", HALF),
+    }[around]
+    single = gradients(model, [model(x) for x in inputs])
+    replicas = [model] * len(inputs)
+    with region():
+        outputs = nn.parallel.parallel_apply(replicas, inputs)
+    threaded = gradients(model, outputs)
+    assert model.seen == [BF16] * 8 and all(out.dtype is FULL for out in outputs)
+    for one, other in zip(single, threaded, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-6)
+    assert casts.current() is None and not torch.is_autocast_enabled("cpu")
+
+
+@needs_clean
+def test_a_region_around_threads_does_not_reach_them(accelerator: None) -> None:
+    model, x = Tutorial(), torch.ones(3, 4)
+    with amp.autocast("cpu", BF16):
+        model(x)
+        nn.parallel.parallel_apply([model, model], [x, x])
+    assert model.seen == [BF16, FULL, FULL]
+
+
+@needs_clean
+def test_the_default_of_O1_holds_in_data_parallel_s_threads(accelerator: None) -> None:
+    """A wrapper around the model of the training, as Apex's users have it: the casts are the process's."""
+
+    class Whole(Tutorial):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.net(x)
+            self.seen += [out.dtype, (x @ x.T).dtype]
+            return out
+
+    inner = amp.initialize(nn.Linear(4, 2), opt_level="O4")
+    whole, x = Whole(inner), torch.ones(3, 4)
+    parallel = functools.partial(nn.DataParallel.parallel_apply, types.SimpleNamespace(device_ids=[0, 1]))
+    parallel([whole, whole], [x, x], None)
+    assert whole.seen == [BF16] * 4
+    whole.seen.clear()
+    with torch.autocast("cpu", enabled=False):  # the thread's own; as with a region of ours, it does not reach others
+        parallel([whole, whole], [x, x], None)
+    assert whole.seen == [BF16] * 4
+
+
+@needs_clean
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_replicas_of_a_training_in_threads(level: str, accelerator: None) -> None:
+    torch.manual_seed(0)
+    model = amp.initialize(Tutorial(), opt_level=level)
+    inputs = [torch.randn(3, 4) for _ in range(4)]
+    single = gradients(model, [model(x) for x in inputs], 1 / 64)
+    replicas = replicas_of(model, len(inputs))
+    threaded = gradients(model, nn.parallel.parallel_apply(replicas, inputs), 1 / 64)
+    low = BF16 if level in ("O4", "O5") else HALF
+    assert {dtype for replica in replicas for dtype in replica.seen} == {low}
+    for one, other in zip(single, threaded, strict=True):  # low-precision weights add their gradients up in their type
+        rounding = 4 * torch.finfo(one.dtype).eps * one.abs().max().item()
+        torch.testing.assert_close(other, one, rtol=0, atol=rounding)
+
+
+@needs_clean
+def test_ours_and_torchs_side_by_side_in_threads() -> None:
+    """Each thread has its own mixture, and leaves nothing to the others."""
+    casts.install()
+    x, weight = torch.ones(2, 2), nn.Parameter(torch.ones(2, 2))
+    kinds: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
+        "ours": (lambda: amp.autocast("cpu", HALF), HALF),
+        "off": (lambda: amp.disable_casts(), FULL),
+        "theirs": (lambda: torch.autocast("cpu", BF16), BF16),
+        "theirs off": (lambda: torch.autocast("cpu", enabled=False), FULL),
+    }
+
+    def work(names: tuple[str, str]) -> None:
+        (outer, first), (inner, second) = (kinds[name] for name in names)
+        for _ in range(40):
+            with outer():
+                assert (x @ weight).dtype is first
+                with inner():
+                    out = x @ weight
+                    assert out.dtype is second
+                assert (x @ weight).dtype is first
+            (gradient,) = torch.autograd.grad(out.float().sum(), weight)
+            assert gradient.dtype is FULL and (x @ weight).dtype is FULL
+
+    run(*(lambda names=names: work(names) for names in itertools.permutations(kinds, 2)))
