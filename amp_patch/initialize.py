@@ -309,7 +309,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
 
 
 def loss_scale(optimizers: Any, loss_id: int = 0) -> Tensor:
-    """What `scale_loss(loss, optimizers, loss_id)` multiplies by now; for gradients that `torch.autograd.grad` returns::
+    """What `scale_loss(loss, optimizers, loss_id)` multiplies by now, for gradients of `torch.autograd.grad`::
 
         scale = amp.loss_scale(optimizer)
         scaled = torch.autograd.grad(loss * scale, inputs, create_graph=True)

@@ -12,15 +12,18 @@ import importlib
 import statistics
 import subprocess
 import sys
+from contextlib import nullcontext
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import DEVICES
-from training import LEVELS, convnet, images
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
+from training import LEVELS, convnet, images
 
 from amp_patch import amp
 
@@ -61,7 +64,8 @@ def run_of(device: str, dtype: torch.dtype | None = None, seed: int = 0) -> Any:
 
 @functools.cache
 def torchs(name: str, device: str, dtype: torch.dtype, seed: int = 0, **choice: bool) -> list[float]:
-    """The losses of the original."""
+    """The losses of the original, in a process without casts of ours."""
+    amp.restore()
     return load(name).native(torch.amp, run_of(device, dtype, seed), **choice)
 
 
@@ -86,7 +90,9 @@ def cases() -> list[tuple[str, dict[str, bool]]]:
     return [(name, {}) for name in NAMES] + list(OTHERWISE.items())
 
 
-CASES = pytest.mark.parametrize(("name", "choice"), cases(), ids=lambda value: value if isinstance(value, str) else "-".join(value))
+CASES = pytest.mark.parametrize(
+    ("name", "choice"), cases(), ids=lambda value: value if isinstance(value, str) else "-".join(value)
+)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -128,9 +134,9 @@ def test_other_seeds_and_types(name, dtype, seed):
     ours = load(name).native(amp, run_of("cpu", dtype, seed))
     assert ours == original if dtype is torch.bfloat16 and name != "threads" else abs(end(ours) - end(original)) < width
     for level in ("O1", "O2", "O3"):
+        amp.restore()
         losses = load(name).opt_level(level, run_of("cpu", dtype, seed))
         assert abs(end(losses) - end(original)) < width, level
-        amp.restore()
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -143,6 +149,22 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(level):
 def test_a_resumed_native_run_has_the_bits_of_one_that_never_stopped(dtype):
     resume, run = load("resume"), run_of("cpu", dtype)
     assert resume.native(amp, run, stop=True) == resume.native(amp, run, stop=False)
+
+
+@pytest.mark.parametrize("form", ["native", *LEVELS])
+def test_accumulating_changes_nothing_but_the_memory(form):
+    """The typical loop takes the same batches whole."""
+    run, forms = run_of("cpu"), [load("accumulate"), load("typical")]
+    parts, whole = (m.native(amp, run) if form == "native" else m.opt_level(form, run) for m in forms)
+    assert parts == pytest.approx(whole, abs=5e-3), "gradients in half precision are rounded at another place"
+
+
+@pytest.mark.parametrize("form", ["native", "O1", "O2"])
+def test_two_threads_give_the_same_bits_every_time(form):
+    """Each thread keeps weights cast of its own. (torch's are one cache for all threads: there they do not.)"""
+    threads, run = load("threads"), run_of("cpu", torch.bfloat16)
+    runs = [threads.native(amp, run) if form == "native" else threads.opt_level(form, run) for _ in range(3)]
+    assert runs[0] == runs[1] == runs[2]
 
 
 @pytest.mark.parametrize("form", ["native", "opt-level"])
@@ -159,26 +181,39 @@ def test_the_clip_recipe_clips(form, monkeypatch):
     run = run_of("cpu", torch.float16)
     clip.native(amp, run) if form == "native" else clip.opt_level("O2", run)
     assert len(norms) == run.steps
-    assert 0 < sum(norm.item() > clip.MAX_NORM for norm in norms) and max(norms) < 100
+    assert sum(norm.item() > clip.MAX_NORM for norm in norms) > 0 and max(norms) < 100
 
 
-@pytest.mark.parametrize("arguments", [("--form", "native", "--dtype", "bfloat16", "--reentrant"), ("--opt-level", "O2")])
-def test_a_recipe_prints_its_losses(arguments, tmp_path):
+def test_a_recipe_prints_its_losses(tmp_path):
     """As a user runs it, from anywhere."""
-    command = [sys.executable, "-W", "error", str(RECIPES / "checkpointing.py"), "--device", "cpu", "--steps", "3"]
-    done = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    command = [sys.executable, "-W", "error", str(RECIPES / "checkpointing.py"), "--form", "native"]
+    options = ["--device", "cpu", "--dtype", "bfloat16", "--steps", "3", "--reentrant"]
+    done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    common, recipe = load("common"), load("checkpointing")
-    run = common.Run("cpu", torch.bfloat16 if "native" in arguments else None, steps=3)
-    losses = recipe.native(amp, run, True) if "native" in arguments else recipe.opt_level("O2", run)
-    assert done.stdout.splitlines() == [f"step {i:3}  loss {loss:.4f}" for i, loss in enumerate(losses, 1)]
+    run = load("common").Run("cpu", torch.bfloat16, steps=3)
+    assert done.stdout == printed(load("checkpointing").native(amp, run, reentrant=True))
 
 
-def test_each_recipe_is_in_the_readme_and_fits_a_screen():
+def printed(losses: list[float]) -> str:
+    return "".join(f"step {i:3}  loss {loss:.4f}\n" for i, loss in enumerate(losses, 1))
+
+
+def test_the_command_line_chooses_form_and_level(monkeypatch, capsys):
+    recipe, run = load("typical"), load("common").Run("cpu", torch.float16, seed=1, steps=2)
+    for form, losses in (
+        (["--form", "torch"], recipe.native(torch.amp, run)),
+        (["--form", "opt-level", "--opt-level", "O3"], recipe.opt_level("O3", run)),
+    ):
+        amp.restore()
+        options = ["--device", "cpu", "--dtype", "float16", "--seed", "1", "--steps", "2"]
+        monkeypatch.setattr(sys, "argv", ["typical.py", *form, *options])
+        load("common").main(recipe.native, recipe.opt_level)
+        assert capsys.readouterr().out == printed(losses)
+
+
+def test_each_recipe_is_in_the_readme():
     table = (RECIPES / "README.md").read_text()
-    for name in NAMES:
-        assert f"[{name}.py]({name}.py)" in table
-        assert len((RECIPES / f"{name}.py").read_text().splitlines()) <= 90
+    assert all(f"[{name}.py]({name}.py)" in table for name in NAMES)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -269,14 +304,120 @@ def test_double_backward_at_every_level(level, checkpointed):
     wanted.backward()
 
     model = Checkpointed(convnet()) if checkpointed else convnet()
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level)
-    loss = penalized(model, amp.loss_scale(optimizer))
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), opt_level=level, verbosity=0)
+    for _ in range(
+        4
+    ):  # a scale of 2**16 may be too much for the FP16 of the double backward: then it is found by trial
+        optimizer.zero_grad()
+        loss = penalized(model, amp.loss_scale(optimizer))
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        grads = flat([param.grad for param in amp.master_params(optimizer)])
+        optimizer.step()
+        if not optimizer._amp_stash.step_skipped:
+            break
 
     eps = torch.finfo({"O0": torch.float32, "O4": torch.bfloat16, "O5": torch.bfloat16}.get(level, torch.float16)).eps
     assert loss.item() == pytest.approx(wanted.item(), rel=8 * eps)
-    grads = [param.grad for param in amp.master_params(optimizer)]
-    for grad, param in zip(grads, exact.parameters(), strict=True):
-        error = (grad.double() - param.grad).norm() / param.grad.norm()
-        assert error < 16 * eps, error
+    truth = flat([param.grad for param in exact.parameters()])
+    assert (grads - truth).norm() < 8 * eps * truth.norm()
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.double().flatten() for tensor in tensors])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A model that is asked while it trains.
+
+
+@pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("form", ["autocast", *LEVELS])
+def test_inference_in_between_leaves_no_trace_in_the_training(form, without_grad):
+    """No weight that was cast without a graph, or as an inference tensor, reaches the training's forward."""
+
+    def train(asked: bool) -> tuple[list[float], list[list[float]]]:
+        model, losses, answers = run_of("cpu").model(), [], []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if form != "autocast":
+            model, optimizer = amp.initialize(model, optimizer, opt_level=form)
+        for inputs, targets in islice(run_of("cpu").batches(), 4):
+            optimizer.zero_grad()
+            with amp.autocast("cpu") if form == "autocast" else nullcontext():
+                if asked:
+                    with without_grad():
+                        answer = model(inputs)
+                output = model(inputs)
+                loss = nn.functional.cross_entropy(output, targets)
+                if asked:
+                    assert torch.equal(answer, output)
+                    with without_grad():
+                        assert torch.equal(model(inputs), output)
+            if form == "autocast":
+                loss.backward()
+            else:
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            answers.append([param.sum().item() for param in model.parameters()])
+        return losses, answers
+
+    assert train(asked=True) == train(asked=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Activation checkpointing: with each of its options the losses and weights of the same training without it, to the bit.
+
+GEMMS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "reentrant": {"use_reentrant": True},
+    "not reentrant": {"use_reentrant": False},
+    "to the end": {"use_reentrant": False},  # no early stop: see below
+    "unchecked": {"use_reentrant": False, "determinism_check": "none"},
+    "selective": {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, GEMMS)},
+}
+
+
+class Dropping(nn.Module):
+    def __init__(self, options: dict[str, Any] | None) -> None:
+        super().__init__()
+        layers = run_of("cpu").model()
+        self.features, self.options = layers[:3], options
+        self.classes = nn.Sequential(layers[3], nn.LayerNorm(32), nn.GELU(), nn.Dropout(0.3), layers[5], nn.Softmax(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        features = self.features(inputs)
+        if self.options is None:
+            return self.classes(features)
+        return checkpoint(self.classes, features, **self.options)  # preserve_rng_state is True by default
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("form", ["autocast", *LEVELS])
+def test_checkpoints_recompute_the_same_bits_with_every_option(form, option):
+    def train(options: dict[str, Any] | None) -> list[Any]:
+        model = Dropping(options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = amp.GradScaler("cpu")
+        if form != "autocast":
+            model, optimizer = amp.initialize(model, optimizer, opt_level=form)
+        losses = []
+        for inputs, targets in islice(run_of("cpu").batches(), 3):
+            optimizer.zero_grad()
+            with set_checkpoint_early_stop(option != "to the end"):
+                if form == "autocast":
+                    with amp.autocast("cpu"):
+                        loss = nn.functional.nll_loss(model(inputs).log(), targets)
+                    scaler.scale(loss).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                else:
+                    loss = nn.functional.nll_loss(model(inputs).log(), targets)
+                    with amp.scale_loss(loss, optimizer) as scaled_loss:
+                        scaled_loss.backward()
+                    optimizer.step()
+            losses.append(loss.item())
+        return losses + [param.tolist() for param in model.parameters()]
+
+    assert train(OPTIONS[option]) == train(None)

@@ -52,8 +52,8 @@ class Run:
 def main(native: Callable[..., list[float]], opt_level: Callable[..., list[float]], **flags: bool) -> None:
     """Run one form of a recipe and print its losses. A keyword of the forms becomes a flag with that default."""
     parser = argparse.ArgumentParser(description=sys.modules[native.__module__].__doc__.splitlines()[0])
-    parser.add_argument("--form", choices=("native", "torch", "opt-level"), default="opt-level",
-                        help="native: with amp_patch's amp; torch: the same code with torch's; or by opt level")  # fmt: skip
+    forms = "native: with amp_patch's amp; torch: the same code with torch's; opt-level: amp.initialize"
+    parser.add_argument("--form", choices=("native", "torch", "opt-level"), default="opt-level", help=forms)
     parser.add_argument("--opt-level", default="O1", help="O0 to O5")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"))
     parser.add_argument("--device", default=Run.device)

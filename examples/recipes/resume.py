@@ -1,4 +1,4 @@
-"""Saving and resuming: the weights, the optimizer and the loss scale; then the bits are those of a run never stopped."""
+"""Saving and resuming: weights, optimizer and loss scale; then the bits are those of a run that never stopped."""
 
 from __future__ import annotations
 
@@ -74,8 +74,9 @@ def opt_level(level: str, run: Run, stop: bool = True) -> list[float]:
     if stop:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "checkpoint.pt")
-            # At O2 and O5 the model's state is that of the FP32 masters: the file loads at every level, and without amp.
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}, path)
+            # At O2 and O5 the model's state is that of the masters: it loads at every level, and without amp.
+            states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
+            torch.save(states, path)
             model, optimizer = build()
             states = torch.load(path)
         model.load_state_dict(states["model"])
