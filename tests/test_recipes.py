@@ -33,8 +33,8 @@ RECIPES = Path(__file__).parents[1] / "examples" / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.py") if path.stem != "common")
 LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
 SEEDS = (0, 1, 2)
-# The recipes with a choice, and its other value.
-OTHERWISE = {"checkpointing": {"reentrant": True}, "resume": {"stop": False}}
+# Of each recipe the choices that are not its default.
+CHOICES = [(name, {}) for name in NAMES] + [("checkpointing", {"reentrant": True})]
 
 
 @functools.cache
@@ -86,12 +86,8 @@ def assert_trains_like_torchs(name: str, losses: list[float], device: str, dtype
     assert abs(end(losses) - end(original)) < min(spread(name, device, dtype), 0.02)
 
 
-def cases() -> list[tuple[str, dict[str, bool]]]:
-    return [(name, {}) for name in NAMES] + list(OTHERWISE.items())
-
-
 CASES = pytest.mark.parametrize(
-    ("name", "choice"), cases(), ids=lambda value: value if isinstance(value, str) else "-".join(value)
+    ("name", "choice"), CHOICES, ids=["-".join((name, *choice)) for name, choice in CHOICES]
 )
 
 
