@@ -319,6 +319,32 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
         yield from group["params"]
 
 
+def loss_scale(optimizers: Any, loss_id: int = 0) -> Tensor:
+    """What `scale_loss(loss, optimizers, loss_id)` multiplies by now, for gradients of `torch.autograd.grad`::
+
+        scale = amp.loss_scale(optimizer)
+        scaled = torch.autograd.grad(loss * scale, inputs, create_graph=True)
+        grads = [grad.float() / scale for grad in scaled]
+
+    `scale_loss` unscales `.grad` alone. Without the scale small FP16 gradients vanish on their way; gradients that
+    overflowed stay infinite, and a loss made of them skips its step as ever.
+
+    Args:
+        optimizers: the optimizer, or a list of those, of the loss.
+        loss_id: which scale, below `initialize(num_losses=...)`.
+
+    Returns:
+        FP32, shape [], on the device of the newest loss (the CPU before the first); a copy, which does not move with
+        the scale. 1 where the level does not scale. Does not sync.
+
+    Raises:
+        RuntimeError: an optimizer that `initialize` never saw. ValueError: a loss_id that cannot be.
+    """
+    stashes = [target._amp_stash for target in _targets(optimizers, "loss_scale")]
+    stash = next((stash for stash in stashes if stash.enabled), None)
+    return torch.ones(()) if stash is None else _scaler(stash, loss_id, "loss_scale").scale_tensor.clone()
+
+
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """The loss scales of the newest `initialize`, in Apex's form. Syncs with the device.
 
@@ -497,15 +523,15 @@ def _leave(models: list[nn.Module], targets: list[Any]) -> None:
         optimizer_side.restore(target)
 
 
-def _targets(optimizers: Any) -> list[Any]:
+def _targets(optimizers: Any, caller: str = "scale_loss") -> list[Any]:
     """The innermost optimizers, each once."""
     targets = {id(t): t for t in map(optimizer_side.innermost, _as_list(optimizers))}
     if not targets:
-        raise TypeError("scale_loss: optimizers is empty; wanted the optimizer, or a list of those, of this loss")
+        raise TypeError(f"{caller}: optimizers is empty; wanted the optimizer, or a list of those, of this loss")
     for target in targets.values():
         if getattr(target, "_amp_stash", None) is None:
             raise RuntimeError(
-                f"scale_loss: this {type(target).__name__} never went through initialize(); call "
+                f"{caller}: this {type(target).__name__} never went through initialize(); call "
                 "`model, optimizer = amp.initialize(model, optimizer, opt_level=...)` first"
             )
     return list(targets.values())
@@ -517,11 +543,11 @@ def _gradients_stay_local(optimizer: Any) -> bool:
     return any(map(model_side.gradients_stay_local, models))
 
 
-def _scaler(stash: Stash, loss_id: int) -> LossScaler:
+def _scaler(stash: Stash, loss_id: int, caller: str = "scale_loss") -> LossScaler:
     count = len(stash.scalers)
     if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < count:
         raise ValueError(
-            f"scale_loss: loss_id is {loss_id!r}; initialize(num_losses={count}) made 0 to {count - 1}, so raise it"
+            f"{caller}: loss_id is {loss_id!r}; initialize(num_losses={count}) made 0 to {count - 1}, so raise it"
         )
     return stash.scalers[loss_id]
 
