@@ -283,6 +283,8 @@ def enter_training(
     if fused:
         forbid_fast_path()
     for model in models:
+        if isinstance(model, KeptModule):
+            continue  # given beside its parent, which wants it kept
         state = ModelState(policy, low_buffers_of(model), on_demand, fast_path_off=fused)
         _give(model, AmpModel, state, tuple(name for name in methods if hasattr(model, name)))
 
