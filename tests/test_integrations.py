@@ -95,7 +95,9 @@ class Classifier(pl.LightningModule):
 def trainer(precision: Any, package: Any = pl, **options: Any) -> Any:
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     checkpoints = {"enable_checkpointing": "callbacks" in options}
-    return package.Trainer(**{"accelerator": "cpu", "plugins": precision, "max_epochs": 2, **quiet, **checkpoints, **options})
+    return package.Trainer(
+        **{"accelerator": "cpu", "plugins": precision, "max_epochs": 2, **quiet, **checkpoints, **options}
+    )
 
 
 def by_hand(level: str, *, clip: Any = None, every: int = 1, inputs: torch.Tensor = INPUTS) -> tuple[Any, list[float]]:
@@ -276,16 +278,29 @@ def test_lightning_keeps_a_child_in_fp32():
     class Kept(Classifier):
         def __init__(self) -> None:
             super().__init__()
-            self.norm = nn.LayerNorm(8)
+            self.exact = nn.Linear(8, 8)
+            self.expected = self.exact(INPUTS[:8])
 
         def loss(self, batch):
-            normed = self.norm(batch[0])
-            assert normed.dtype is torch.float32 and self.norm.weight.dtype is torch.float32
-            return super().loss((normed, batch[1]))
+            assert torch.equal(self.exact(batch[0]), self.expected)
+            return super().loss(batch)
 
     module = Kept()
-    trainer(OptLevelPrecision("O2", keep_fp32="norm"), max_steps=1).fit(module, loader())
+    trainer(OptLevelPrecision("O2", keep_fp32="exact"), max_steps=1).fit(module, loader())
     assert module.dtypes == {torch.float16}
+
+
+def test_lightning_trains_what_was_frozen_at_first():
+    class Thawed(Classifier):
+        def on_train_start(self):
+            self.unfreeze()
+
+    frozen, usual = Thawed(), Classifier()
+    frozen.freeze()
+    frozen.train()
+    trainer(OptLevelPrecision("O2")).fit(frozen, loader())
+    trainer(OptLevelPrecision("O2")).fit(usual, loader())
+    assert same(weights(frozen), weights(usual))
 
 
 def test_lightning_passes_a_closure_to_lbfgs_at_o0():
@@ -510,12 +525,14 @@ def test_a_checkpoint_of_the_trainer_is_fp32_and_loads_in_another(tmp_path):
     trainer.train()
     saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
     masters = dict(trainer.model.state_dict())
-    assert saved and all(value.dtype is torch.float32 and torch.equal(value, masters[name]) for name, value in saved.items())
-    plain = hf_trainer(tmp_path / "plain", None, save_strategy="steps", save_steps=2)
-    plain.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert saved and all(
+        value.dtype is torch.float32 and torch.equal(value, masters[name]) for name, value in saved.items()
+    )
+    hf_trainer(tmp_path / "resumed", None).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     # And the way here, from a checkpoint without a loss scale.
+    hf_trainer(tmp_path / "plain", None, save_strategy="steps", save_steps=2, max_steps=2).train()
     ours = hf_trainer(tmp_path, "O2", save_strategy="steps", save_steps=2)
-    ours.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-4"))
+    ours.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
     assert ours.state.global_step == 5
 
 
@@ -539,7 +556,7 @@ def test_a_trainer_that_is_not_enabled_is_the_trainer(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(tmp_path, accelerate_state):
-    """Accumulation under no_sync and clipping at O1 and O2; the ranks agree to the bit, with one process in rounding."""
+    """Accumulation under no_sync, and clipping: the ranks agree to the bit, and with one process within rounding."""
     import ddp_integrations
 
     worker = Path(ddp_integrations.__file__)
@@ -553,4 +570,6 @@ def test_two_processes_train_as_one_does(tmp_path, accelerate_state):
     for name, values in first.items():
         assert same(values, second[name]), name
         for value, expected in zip(values, alone[name], strict=True):
-            torch.testing.assert_close(value, expected, rtol=0, atol=2e-3, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                value, expected, rtol=0, atol=2e-3, msg=lambda text, name=name: f"{name}: {text}"
+            )
