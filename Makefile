@@ -21,8 +21,9 @@ demo: $(VENV)/installed ## train a convnet and a small GPT at O0 to O5; ends wit
 test: $(VENV)/installed ## every test that is not marked slow
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: $(VENV)/installed ## what `test` leaves out: the tests marked slow, and all others without the extension
+test-all: $(VENV)/ecosystem ## what `test` leaves out: the tests marked slow, and all others without the extension
 	AMP_PATCH_BACKEND=torch $(BIN)/python -m pytest -m "not slow" --ignore tests/test_examples.py
+	$(BIN)/python -m pytest -m "not slow" tests/test_integrations.py
 	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/installed ## ruff, mypy and clang-format; changes nothing
@@ -63,4 +64,10 @@ $(VENV)/tools: Makefile
 
 $(VENV)/installed: $(VENV)/tools setup.py pyproject.toml $(SOURCES)
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[examples,dev]"
+	touch $@
+
+# What amp_patch.integrations is tested in, 225 MB: only test-all wants it. amp_patch is there already, and not built
+# again; TORCH keeps pip from taking another one.
+$(VENV)/ecosystem: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet "amp_patch[lightning,transformers]" "$(TORCH)"
 	touch $@

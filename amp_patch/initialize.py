@@ -227,7 +227,7 @@ def begin_training(
     try:
         _enter(training, models, targets, kept or [], methods, process_group)
     except BaseException:
-        _leave(models, targets)
+        leave(models, targets)
         _trainings.remove(training)
         raise
     return training
@@ -412,7 +412,7 @@ def restore() -> None:
         models = [model for ref in training.models if (model := ref()) is not None]
         optimizers = [optimizer for ref in training.optimizers if (optimizer := ref()) is not None]
         try:
-            _leave(models, optimizers)
+            leave(models, optimizers)
         except RuntimeError as error:
             errors.append(error)  # one model that cannot be restored keeps no other from it
     _trainings.clear()
@@ -462,7 +462,7 @@ def _leave_earlier_trainings(
         earlier = [o for t in _trainings for ref in t.optimizers if (o := ref()) is not None]
         initialized = (o for o in earlier if getattr(o, "_amp_stash", None) is not None)
         holders = [o for o in initialized if any(id(p) in params for p, _ in o._amp_stash.masters.linked())]
-        _leave(recast, list({id(o): o for o in holders}.values()))
+        leave(recast, list({id(o): o for o in holders}.values()))
     for target in targets:
         if getattr(target, "_amp_stash", None) is not None:
             optimizer_side.restore(target, recast_state=False)
@@ -514,7 +514,8 @@ def _enter(
         regions.set_default(policy)
 
 
-def _leave(models: list[nn.Module], targets: list[Any]) -> None:
+def leave(models: list[nn.Module], targets: list[Any]) -> None:
+    """Undo `initialize` for these models and innermost optimizers; what went through none is passed over."""
     for target in targets:
         optimizer_side.settle(target)
     for model in models:

@@ -25,7 +25,7 @@ def kept_modules(models: list[nn.Module], policy: Policy, rules: Iterable[KeepFP
         found = [m for model in models for name, m in model.named_modules() if _matches(rule, name, m)]
         if not found and (isinstance(rule, str | type)):
             raise ValueError(f"initialize: keep_fp32 names {rule!r}, which matches no module of the given models")
-        kept.update((id(m), m) for outer in found for m in _with_forward(outer))
+        kept.update((id(m), m) for outer in found for m in with_forward(outer))
     if policy.cast_model_type is not None and policy.keep_batchnorm_fp32:
         norms = (m for model in models for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
         kept.update((id(m), m) for m in norms)
@@ -44,11 +44,11 @@ def kept_modules(models: list[nn.Module], policy: Policy, rules: Iterable[KeepFP
     return [m for key, m in kept.items() if key not in inner]
 
 
-def _with_forward(module: nn.Module) -> list[nn.Module]:
+def with_forward(module: nn.Module) -> list[nn.Module]:
     """`module`; in place of a container that is never called itself (ModuleList, ModuleDict), those inside it."""
     if type(module).forward is not nn.Module.forward:
         return [module]
-    return [inner for child in module.children() for inner in _with_forward(child)]
+    return [inner for child in module.children() for inner in with_forward(child)]
 
 
 def _as_rules(rules: Any) -> list[KeepFP32]:

@@ -303,6 +303,8 @@ def enter_training(
     if fused:
         forbid_fast_path()
     for model in models:
+        if isinstance(model, KeptModule):
+            continue  # given beside its parent, which wants it kept
         state = ModelState(policy, low_buffers_of(model), on_demand, fast_path_off=fused)
         state.sharded = shards.is_fsdp(model)
         if policy.patch_torch_functions:

@@ -290,13 +290,16 @@ def check(optimizer: Any, policy: Policy) -> None:
 def innermost(optimizer: Any) -> Any:
     """The optimizer inside of wrappers that keep it as `.optim` or `.optimizer` (LARC, Noam schedules)."""
     seen: set[int] = set()
-    # Some wrappers are Optimizers too, for the sake of schedulers, and say so on their class.
-    while id(optimizer) not in seen and (
-        not isinstance(optimizer, torch.optim.Optimizer) or getattr(type(optimizer), "wraps_an_optimizer", False)
-    ):
+    while id(optimizer) not in seen:
         seen.add(id(optimizer))
         inner = getattr(optimizer, "optim", None) or getattr(optimizer, "optimizer", None)
         if inner is None or not callable(getattr(inner, "step", None)):
+            break
+        # Some wrappers are Optimizers too, for the sake of schedulers. They say so on their class (LARC), or were put
+        # around an optimizer of ours afterwards (Accelerate).
+        wraps = getattr(type(optimizer), "wraps_an_optimizer", False)
+        later = hasattr(inner, "_amp_stash") and not hasattr(optimizer, "_amp_stash")
+        if isinstance(optimizer, torch.optim.Optimizer) and not (wraps or later):
             break
         optimizer = inner
     return optimizer

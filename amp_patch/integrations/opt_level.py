@@ -1,0 +1,97 @@
+"""What the plugins for `lightning` and for `pytorch_lightning` share: it knows their hooks, and imports neither."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch import keep, links, regions
+from amp_patch.initialize import initialize, leave, master_params, scale_loss
+from amp_patch.model import policy_of
+from amp_patch.optimizer import innermost
+
+
+class OptLevel:
+    """Lightning's `Precision` hooks at an opt level, for automatic and manual optimization, on one device or under DDP.
+
+    From the set-up of `fit`, `validate`, `test` or `predict` to its end the LightningModule is a model of
+    `amp.initialize`, and so are the children that `training_step` may call directly; then it is plain FP32 again, with
+    the masters' values. The casts of O1 hold in the steps, not in the rest of the process.
+
+    A backward gives all optimizers unscaled gradients, but those that `toggle_optimizer` has switched off. Clipping
+    acts on the masters; `on_after_backward` and later hooks see unscaled gradients, at O2 and O5 those of the
+    optimizers' parameters. A checkpoint holds FP32 weights, and the loss scale.
+
+    Args:
+        opt_level, options: as of `amp.initialize`; `num_losses` and `methods` too.
+
+    Source: Lightning's own MixedPrecision runs the closure before the step, as this does where losses are scaled.
+    """
+
+    def __init__(self, opt_level: str = "O1", **options: Any) -> None:
+        self.options = {"opt_level": opt_level, **options}
+        self.optimizers: list[Any] = []
+        self.scalers: list[Any] = []
+        self.models: list[nn.Module] = []
+
+    def convert_module(self, module: Any) -> nn.Module:
+        """Cast the module, and make its masters: before DDP wraps it, and before its optimizers exist."""
+        module.to(module.trainer.strategy.root_device)
+        called = [m for child in module.children() for m in keep.with_forward(child)]
+        self.models = [module, *(m for m in called if any(True for _ in m.parameters()))]
+        params = list(module.parameters())
+        self._initialize([torch.optim.SGD(params, lr=0.0)] if params else [])
+        return module
+
+    def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
+        """Give the optimizers the masters that the module has."""
+        self.optimizers = [innermost(optimizer) for optimizer in optimizers]
+        if self.optimizers:
+            for optimizer in self.optimizers:
+                if isinstance(optimizer, torch.optim.Optimizer):
+                    optimizer.register_step_pre_hook(_closure_first)  # before amp's own, which checks the gradients
+            self._initialize(self.optimizers)
+            self.scalers = self.optimizers[0]._amp_stash.scalers
+        return model, optimizers, lr_schedulers
+
+    def _initialize(self, optimizers: list[Any]) -> None:
+        default = regions.default()
+        initialize(self.models, optimizers, **self.options)
+        regions.set_default(default)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        policy = policy_of(self.models[0]) if self.models else None
+        return nullcontext() if policy is None else regions.region(policy)
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        on = [o for o in self.optimizers if any(p.requires_grad for p in master_params(o))] or self.optimizers
+        # Under DDP's no_sync the sum stays in the model's gradients, for the backward that reduces it.
+        wait = not getattr(model.trainer.strategy.model, "require_backward_grad_sync", True)
+        with scale_loss(tensor, on, delay_unscale=wait) as scaled:
+            model.backward(scaled, *args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(self.scalers)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for index, scaler in enumerate(self.scalers):
+            scaler.load_state_dict(state_dict[f"loss_scaler{index}"])
+
+    def teardown(self) -> None:
+        """The module is FP32 again. Lightning has moved it to the CPU by now, and the masters follow."""
+        for param, link in links.linked({p for module in self.models for p in module.parameters()}):
+            link.master.data = link.master.data.to(param.device)
+        leave(self.models, self.optimizers)
+        self.models = []
+
+
+def _closure_first(optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Lightning's closure runs backward; where losses are scaled a step looks at the gradients before it begins."""
+    stash = getattr(optimizer, "_amp_stash", None)
+    if stash is None or not stash.scales_loss or kwargs.get("closure") is None:
+        return None
+    kwargs["closure"]()
+    return args, {**kwargs, "closure": None}
