@@ -25,7 +25,8 @@ def native(amp: Any, run: Run) -> list[float]:
         with amp.autocast(run.device, dtype=run.dtype):
             loss = F.cross_entropy(model(images), labels)
         scaled = torch.autograd.grad(scaler.scale(loss), list(model.parameters()), create_graph=True)
-        grads = [grad / scaler.get_scale() for grad in scaled]  # autograd.grad returns them: step() will not see them
+        scale = scaler.get_scale()
+        grads = [grad / scale for grad in scaled]  # not in `.grad`: the scaler will not see them
         with amp.autocast(run.device, dtype=run.dtype):
             loss = loss + WEIGHT * torch.stack([grad.pow(2).sum() for grad in grads]).sum().sqrt()
         scaler.scale(loss).backward()
