@@ -43,7 +43,7 @@ def _aside(acting: Policy | None) -> Policy | None:
     return replace(acting, patch_torch_functions=False) if acting is not None and acting.emulates else None
 
 
-@dataclass
+@dataclass(slots=True)
 class _Entry:
     """A region that a thread is in, and what it found there on entry.
 
@@ -220,6 +220,7 @@ class region:
     def __init__(self, policy: Policy | None, claims: bool | None = None) -> None:
         self.policy = policy
         self.acting = _acting(policy)
+        self.aside = _aside(self.acting)
         self.claims = policy is not None and policy.patch_torch_functions if claims is None else claims
         self.caches = True
 
@@ -385,8 +386,9 @@ def _default() -> Policy | None:
 
 
 def _follow(entry: _Entry) -> None:
-    acting = None if _thread.firm else entry.region.acting
-    _state.follow(acting, _aside(acting), entry.region.caches, entry.depth, entry.task)
+    inner = entry.region
+    acting, aside = (None, None) if _thread.firm else (inner.acting, inner.aside)
+    _state.follow(acting, aside, inner.caches, entry.depth, entry.task)
 
 
 def _end(ended: _Entry, later: list[_Entry]) -> None:

@@ -307,7 +307,8 @@ def test_a_thread_that_has_torch_s_without_having_entered_it(default: torch.dtyp
     def work() -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         before = product()
         torch.set_autocast_enabled("cpu", True)
-        inside = product()
+        assert product() is BF16
+        inside = torch.exp(torch.ones(1, dtype=BF16)).dtype  # ours would raise it first
         with amp.autocast("cpu", HALF):
             return before, inside, product()
 
