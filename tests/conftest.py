@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import Ranks
 
 from amp_patch import amp, casts
 
@@ -28,6 +29,13 @@ def restored():
     """Torch's namespace is process-wide: whatever a test installed goes when it ends."""
     yield
     amp.restore()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Two processes of one gloo group, in which all tests that use them run."""
+    with Ranks(2) as both:
+        yield both
 
 
 @pytest.fixture(params=WRAPPERS)
