@@ -111,7 +111,7 @@ class Ranks:
             self._workers.append((process, ours))
 
     def _stop(self) -> None:
-        for process, pipe in self._workers:
+        for _, pipe in self._workers:
             pipe.close()  # ends a rank that waits for a job
         for process, _ in self._workers:
             process.join(0.2)

@@ -49,6 +49,6 @@ def test_a_failure_is_told_and_the_next_call_has_new_processes(ranks, how, told)
 
 
 def test_a_hang_is_told(ranks):
-    with pytest.raises(RankError, match="rank 0: not done after 0.5 s"):
+    with pytest.raises(RankError, match=r"rank 0: not done after 0\.5 s"):
         ranks(never, timeout=0.5)
     assert ranks(total, 1.0) == [torch.tensor(3.0)] * 2
