@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import OptState
 
 from amp_patch import multi_tensor
 from amp_patch import optimizer as optimizer_side
-from amp_patch.masters import gather
+from amp_patch.masters import FoundInf, gather
 from amp_patch.policy import scale_number
 
 
@@ -39,6 +39,9 @@ class GradScaler(torch.amp.GradScaler):
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
         min_scale, max_scale: range of the scale; positive numbers, or None: no bound.
         hysteresis: overflows without a clean step between them that it takes to back off.
+        process_group: reduce what `step` finds over this torch.distributed group, so that its processes skip together,
+            for gradients that DDP does not reduce (each process has a part of the model). One reduction for each
+            optimizer that is unscaled; every process of the group must unscale or step with it.
 
     Raises:
         ValueError: bounds or a hysteresis that cannot be. AssertionError: factors that cannot be, as in torch.
@@ -58,6 +61,7 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: float | None = None,
         max_scale: float | None = None,
         hysteresis: int = 1,
+        process_group: Any = None,
     ) -> None:
         if isinstance(device, float | int) and not isinstance(device, bool):
             raise TypeError(
@@ -73,6 +77,7 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError(f"GradScaler: hysteresis is {hysteresis!r}; wanted a positive integer")
         super().__init__(str(device), init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._min_scale, self._max_scale, self._hysteresis = lowest, highest, hysteresis
+        self._process_group = process_group
         self._init_hysteresis_tracker = hysteresis
         self._hysteresis_tracker: Tensor | None = None
         if self._enabled:
@@ -189,6 +194,7 @@ class GradScaler(torch.amp.GradScaler):
             **state,
             "_init_hysteresis_tracker": self._get_hysteresis_tracker(),
             "_hysteresis_tracker": None,
+            "_process_group": None,  # of this process
         }
 
     def _get_hysteresis_tracker(self) -> int:
@@ -205,12 +211,12 @@ class GradScaler(torch.amp.GradScaler):
         stash = _stash(optimizer)
         if stash is None:
             params = [p for group in optimizer.param_groups for p in group["params"]]
-            return gather([(p, p) for p in params], inv_scale)
+            return self._everywhere(gather([(p, p) for p in params], inv_scale), inv_scale.device)
         target = optimizer_side.innermost(optimizer)
         optimizer_side.recover(target, stash)
         found = gather(optimizer_side.distinct_pairs([target]), inv_scale)
         stash.pending, stash.gathered = None, True
-        return found
+        return self._everywhere(found, inv_scale.device)
 
     def _check_inf_per_device(self, optimizer: Any) -> Any:
         grads: dict[torch.device, list[Tensor]] = {}
@@ -222,8 +228,20 @@ class GradScaler(torch.amp.GradScaler):
         found = {device: torch.zeros((), device=device) for device in grads}
         for device, tensors in grads.items():
             multi_tensor.multi_tensor_check_finite(tensors, found[device])
+        if self._scale is not None:
+            found = self._everywhere(found, self._scale.device)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
+
+    def _everywhere(self, found: FoundInf, device: torch.device) -> FoundInf:
+        """What one process of the group found, all have found. A process without gradients takes part too."""
+        if self._process_group is None:
+            return found
+        overall = torch.zeros((), device=device)
+        for found_inf in found.values():
+            overall = torch.maximum(overall, found_inf.to(device))
+        torch.distributed.all_reduce(overall, torch.distributed.ReduceOp.MAX, group=self._process_group)
+        return {device: overall}
 
 
 def _stash(optimizer: Any) -> Any:

@@ -256,6 +256,8 @@ def scale_loss(
         model: unused; Apex has it.
         delay_unscale: leave the gradients scaled where they are, for the next micro-batch to add to. The last
             micro-batch of an iteration has it False. (A step with gradients still scaled unscales them itself.)
+            Implied for a cast model (O2, O3) whose forward ran under DistributedDataParallel's `no_sync()`: DDP
+            reduces the model's gradients, so their sum stays there until the backward that does so.
         delay_overflow_check: unscale, but leave moving the scale to a later exit of this `loss_id`. The optimizer
             skips all the same if it overflowed.
 
@@ -293,6 +295,7 @@ def scale_loss(
         except BaseException:
             backward.abandon()
             raise
+        delay_unscale = delay_unscale or any(map(_gradients_stay_local, targets))
         if delay_unscale:
             backward.delay()
         else:
@@ -450,6 +453,8 @@ def _enter(
             policy, training.scalers, siblings=training.optimizers, unowned=unowned, process_group=process_group
         )
         optimizer_side.name_parameters(stash, models)
+        held = {id(p) for group in target.param_groups for p in group["params"]}
+        stash.models = [weakref.ref(m) for m in models if any(id(p) in held for p in m.parameters())]
         optimizer_side.enter_training(target, stash, about_to_be_cast, training.dialect.optimizer)
     model_side.enter_training(models, kept, policy, methods, on_demand=not targets)
     if policy.cast_model_type is not None:
@@ -489,6 +494,12 @@ def _targets(optimizers: Any) -> list[Any]:
                 "`model, optimizer = amp.initialize(model, optimizer, opt_level=...)` first"
             )
     return list(targets.values())
+
+
+def _gradients_stay_local(optimizer: Any) -> bool:
+    """Whether the low-precision gradients of the last backward wait for a later one to be reduced: `no_sync()`."""
+    models = [model for ref in optimizer._amp_stash.models if (model := ref()) is not None]
+    return any(map(model_side.gradients_stay_local, models))
 
 
 def _scaler(stash: Stash, loss_id: int) -> LossScaler:

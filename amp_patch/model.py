@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import casts, links, regions, subclass, tree
+from amp_patch import casts, links, regions, replicas, subclass, tree
 from amp_patch.patch import Patches
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
 
@@ -41,6 +41,7 @@ class ModelState:
         on_demand: whether a state dict makes the masters: for models that no optimizer trains, copies among them.
         exposed: parameters whose masters a state dict handed out; a user may write through it.
         fast_path_off: whether torch's fused encoder layers would meet modules that were kept.
+        local: whether the gradients of the last forward stay on this process: it ran under DDP's `no_sync()`.
     """
 
     policy: Policy
@@ -48,9 +49,10 @@ class ModelState:
     on_demand: bool = False
     exposed: list[links.Linked] = field(default_factory=list)
     fast_path_off: bool = False
+    local: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "on_demand": True, "exposed": []}  # a copy has parameters of its own, and no masters
+        return {**vars(self), "on_demand": True, "exposed": [], "local": False}  # a copy has parameters of its own, and no masters
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -350,6 +352,11 @@ def policy_of(model: nn.Module) -> Policy | None:
     return _policy(model) if isinstance(model, AmpModel) else None
 
 
+def gradients_stay_local(model: nn.Module) -> bool:
+    """Whether the backward of the last forward of `model`, which is cast, leaves its gradients on this process."""
+    return isinstance(model, AmpModel) and vars(model)["_amp"].local
+
+
 def set_policy(model: nn.Module, policy: Policy) -> None:
     """Let `model`, which went through `initialize`, follow another policy that casts weights alike."""
     if isinstance(model, AmpModel) and _policy(model) is not None:
@@ -382,6 +389,8 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
         if policy is None or _running.policy is policy or _recomputed(policy, args, kwargs):
             return method(self, *args, **kwargs)
         links.publish_written(vars(self)["_amp"].exposed)
+        if policy.cast_model_type is not None and torch.is_grad_enabled():
+            vars(self)["_amp"].local = replicas.gradients_stay_local()
         outer, _running.policy = _running.policy, policy
         given = args, kwargs
         try:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from amp_patch import clip, links, regions, replicas, subclass
+from amp_patch import clip, links, regions, replicas, subclass, zero
 from amp_patch.masters import Masters, gather
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.scaler import LossScaler, inverse_of
@@ -33,6 +33,7 @@ _TRANSIENT = (
     "set_aside",
     "unowned",
     "stepped",
+    "models",
 )
 
 
@@ -123,6 +124,7 @@ class Stash:
     set_aside: SetAside | None = None
     names: dict[int, str] = field(default_factory=dict)  # id(param) -> qualified name, for messages
     siblings: list[Any] = field(default_factory=list)  # weak references to the training's optimizers
+    models: list[weakref.ref[nn.Module]] = field(default_factory=list)  # those that have parameters of this optimizer
     process_group: Any = None
     handles: list[Any] = field(default_factory=list)
     owner: weakref.ref[Any] | None = None  # the optimizer
@@ -166,6 +168,7 @@ class Stash:
             owner=None,
             quiet=None,
             siblings=[],
+            models=[],
             unowned=[],
             process_group=None,
             names={},
@@ -226,6 +229,8 @@ class AmpOptimizer(subclass.Generated):
         stash = _stash(self)
         if stash is not None and stash.enabled:
             _refuse_known(self, stash, param_group)
+            if stash.policy.master_weights:
+                zero.check_new_group(self)
         super().add_param_group(param_group)  # type: ignore[misc]
         if stash is None or not stash.enabled:
             return
@@ -235,6 +240,7 @@ class AmpOptimizer(subclass.Generated):
                 param.grad = None  # scaled, by whichever backward passes reached it before it had an optimizer
         if stash.policy.master_weights:
             stash.masters.attach(self, group)
+            zero.repartition(self)
 
     def __getstate__(self) -> dict[str, Any]:
         parent = getattr(super(), "__getstate__", None)  # object has one since Python 3.11
@@ -268,6 +274,7 @@ def check(optimizer: Any, policy: Policy) -> None:
             f"initialize: LBFGS evaluates the loss inside step(), which opt_level {policy.opt_level!r} cannot scale or "
             "gather; use it at O0, or at O4 (bfloat16 casts, no loss scaling)"
         )
+    zero.check(optimizer, policy)
 
 
 def innermost(optimizer: Any) -> Any:
@@ -292,6 +299,7 @@ def enter_training(
     if stash.policy.master_weights:
         for group in optimizer.param_groups:
             stash.masters.attach(optimizer, group, about_to_be_cast)
+        zero.repartition(optimizer)
     optimizer._amp_stash = stash
     subclass.give(optimizer, mixin)
     register_hooks(optimizer, stash)
@@ -318,6 +326,7 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
         handle.remove()
     linked = stash.masters.linked()
     stash.masters.detach(optimizer)
+    zero.repartition(optimizer)
     if isinstance(optimizer, subclass.Generated):
         subclass.take(optimizer)
     del optimizer._amp_stash
@@ -329,6 +338,7 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
 
 def state_follows_params(optimizer: Any) -> None:
     """Cast the optimizer's state to its parameters' dtypes, by torch's own rules for loading a state."""
+    optimizer = zero.stateful(optimizer)
     if getattr(optimizer, "state", None) and any(
         isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0 and value.dtype is not param.dtype
         for param, state in optimizer.state.items()

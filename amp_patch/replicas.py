@@ -1,6 +1,6 @@
-"""What DistributedDataParallel makes equal on all processes when it wraps a model, the masters are too.
+"""What torch's DistributedDataParallel does, as far as masters must follow.
 
-It broadcasts the weights of the first process, low-precision ones at O2. The masters behind them would keep what each
+What it makes equal on all processes when it wraps a model, the masters are too: it broadcasts the weights of the first process, low-precision ones at O2. The masters behind them would keep what each
 process began with, rounded differently: equal weights, updated differently.
 """
 
@@ -45,6 +45,15 @@ def install() -> None:
 
     _patches.set(distributed, _FUNCTION, with_masters)
     _installed = True
+
+
+def gradients_stay_local() -> bool:
+    """Whether the forward that runs is a DistributedDataParallel's inside its `no_sync()`.
+
+    As in torch it is the forward that decides: the backward of what it computes will reduce nothing.
+    """
+    ddp = distributed.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    return ddp is not None and not ddp.require_backward_grad_sync
 
 
 def uninstall() -> None:

@@ -1,0 +1,71 @@
+"""torch's ZeroRedundancyOptimizer: an optimizer that steps with its process's share of the parameters.
+
+At O2 every process keeps the masters of all parameters, so that gradients are clipped, and models saved, as with any
+optimizer; the state (momentum, Adam's moments) belongs to the masters of the process's share. After a step torch
+broadcasts each share: of masters, in FP32.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from amp_patch.policy import Policy
+
+
+def is_zero(optimizer: Any) -> bool:
+    """Whether this is a ZeroRedundancyOptimizer. Imports nothing: whoever made one has imported it."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
+def check(optimizer: Any, policy: Policy) -> None:
+    """Raise unless `initialize` can take this optimizer, which may be any."""
+    if not is_zero(optimizer):
+        return
+    if optimizer._overlap_with_ddp and (policy.scales_loss or policy.cast_model_type is not None):
+        raise ValueError(
+            "initialize: this ZeroRedundancyOptimizer has overlap_with_ddp=True: it steps during backward, with scaled "
+            f"gradients, and opt_level {policy.opt_level!r} could neither unscale them nor skip an overflow; make it "
+            "with overlap_with_ddp=False, or use O0 or O4"
+        )
+    if optimizer.parameters_as_bucket_view and policy.cast_model_type is not None and not policy.master_weights:
+        raise ValueError(
+            "initialize: this ZeroRedundancyOptimizer has parameters_as_bucket_view=True: its parameters are parts of "
+            f"FP32 buffers, which the cast of opt_level {policy.opt_level!r} would leave; make it with "
+            "parameters_as_bucket_view=False, or use O2"
+        )
+
+
+def check_new_group(optimizer: Any) -> None:
+    """Raise if `optimizer`, which has masters, cannot take another group."""
+    if is_zero(optimizer) and optimizer.parameters_as_bucket_view:
+        raise ValueError(
+            "add_param_group: this ZeroRedundancyOptimizer has parameters_as_bucket_view=True, whose FP32 buffers "
+            "cannot take low-precision parameters; make it with parameters_as_bucket_view=False, or give all groups "
+            "at its construction"
+        )
+
+
+def stateful(optimizer: Any) -> Any:
+    """The optimizer that keeps the state of `optimizer`'s parameters: itself, or the one inside."""
+    return optimizer.optim if is_zero(optimizer) and hasattr(optimizer, "optim") else optimizer
+
+
+def repartition(optimizer: Any) -> None:
+    """Let the optimizer inside, and its partition, hold what the groups outside hold now in place of what they held.
+
+    The partition goes by order and size, which are the same.
+    """
+    if not is_zero(optimizer) or not hasattr(optimizer, "optim"):
+        return
+    optimizer._clear_cache()
+    optimizer._all_params = [param for group in optimizer.param_groups for param in group["params"]]
+    state = optimizer.optim.state
+    for group, share in zip(
+        optimizer.optim.param_groups, optimizer._partition_parameters()[optimizer.rank], strict=True
+    ):
+        for old, new in zip(group["params"], share["params"], strict=True):
+            if old is not new and old in state:
+                state[new] = state.pop(old)
+        group["params"] = list(share["params"])
