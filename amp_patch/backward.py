@@ -151,5 +151,8 @@ class ScaledBackward:
                     self._set_aside(param, None)
 
     def _set_aside(self, param: Tensor, stash: Stash | None) -> None:
-        self.set_aside.append(_SetAside(param, param.grad, stash, 0 if stash is None else stash.bodies))
+        grad = param.grad
+        if grad is not None and grad._is_view():  # a part of a DDP's bucket, into which that reduces the next gradient
+            grad = grad.clone()
+        self.set_aside.append(_SetAside(param, grad, stash, 0 if stash is None else stash.bodies))
         param.grad = None

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ranks import RankError
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training import ADAM, LEVELS, SGD, backward, convnet, images, linear, same, weights
+from training import ADAM, LEVELS, SGD, backward, convnet, images, linear, same
 
 from amp_patch import amp
 
@@ -36,6 +36,12 @@ def mine(step: int) -> tuple[Tensor, Tensor]:
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     inputs, targets = batch
     return nn.functional.cross_entropy(model(inputs), targets)
+
+
+def learned(model: nn.Module) -> list[Tensor]:
+    """The parameters, FP32 as a checkpoint has them. (Batch norms' statistics are each rank's own between forwards.)"""
+    state = model.state_dict()
+    return [state[name].clone() for name, _ in model.named_parameters()]
 
 
 def masters(optimizer: Any) -> list[Tensor]:
@@ -88,7 +94,7 @@ def train(
         else:
             backward(loss, optimizer)
         optimizer.step()
-    return weights(model)
+    return learned(model)
 
 
 def train_alone(level: str, steps: int, **initialize: Any) -> list[Tensor]:
@@ -99,20 +105,16 @@ def train_alone(level: str, steps: int, **initialize: Any) -> list[Tensor]:
         optimizer.zero_grad()
         backward(loss_of(model, images(step)), optimizer)
         optimizer.step()
-    return weights(model)
+    return learned(model)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_ranks_hold_the_same_bits_after_50_steps_though_they_began_with_other_weights(ranks, level):
-    end = both_alike(ranks(train, level, make=convnet_of, seed_by_rank=True))
-    start = both_alike(ranks(train, level, 0, make=convnet_of, seed_by_rank=True))
+    end = both_alike(ranks(train, level, make=convnet, seed_by_rank=True))
+    start = both_alike(ranks(train, level, 0, make=convnet, seed_by_rank=True))
     assert not same(end, start)
     if level == "O0":
-        assert same(end, both_alike(ranks(train, None, make=convnet_of, seed_by_rank=True)))
-
-
-def convnet_of(seed: int) -> nn.Module:
-    return nn.SyncBatchNorm.convert_sync_batchnorm(convnet(seed)) if torch.cuda.is_available() and False else convnet(seed)
+        assert same(end, both_alike(ranks(train, None, make=convnet, seed_by_rank=True)))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -121,3 +123,255 @@ def test_two_ranks_train_as_one_process_does(ranks, level):
     # FP32 differs by the order of its sums; low-precision gradients are rounded before they are added.
     tolerance = {"O0": 1e-5, "O1": 1e-2, "O2": 1e-2, "O3": 3e-2}.get(level, 6e-2)
     close(together, train_alone(level, 20), tolerance)
+
+
+# Ways to make a DDP. The order of two terms of a sum is no matter, so none of them changes a bit.
+
+
+class Branches(nn.Module):
+    """A branch that no forward takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken, self.left = mlp(), nn.Linear(3, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.taken(inputs)
+
+
+def branches(seed: int) -> nn.Module:
+    return Branches()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_the_options_of_ddp_change_no_bit(ranks, level):
+    plain = both_alike(ranks(train, level, 5))
+    for options in ({"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": 0.0001}):
+        assert same(both_alike(ranks(train, level, 5, ddp=options)), plain), options
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+    unused = both_alike(ranks(train, level, 5, make=branches, ddp=options))
+    assert same(unused[:4], plain)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_communication_hook_that_compresses(ranks, level):
+    plain = both_alike(ranks(train, level, 5))
+    compressed = both_alike(ranks(train, level, 5, hook=True))
+    close(compressed, plain, 1e-2)
+    assert same(compressed, plain) == (level == "O2"), "O2's gradients are FP16 as they are; O1's were rounded"
+
+
+def checkpointed(level: str, use_reentrant: bool | None) -> list[Tensor]:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            hidden = self.body[1](self.body[0](inputs))
+            if use_reentrant is None:
+                return self.body[3](self.body[2](hidden))
+            return checkpoint(lambda x: self.body[3](self.body[2](x)), hidden, use_reentrant=use_reentrant)
+
+    return train(level, 4, make=lambda seed: Checkpointed())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_activation_checkpointing_changes_no_bit(ranks, level):
+    plain = both_alike(ranks(checkpointed, level, None))
+    for use_reentrant in (True, False):
+        assert same(both_alike(ranks(checkpointed, level, use_reentrant)), plain)
+
+
+def wrapped_first(level: str) -> str:
+    with pytest.raises(ValueError, match="wrapped in DistributedDataParallel") as refused:
+        amp.initialize(DistributedDataParallel(mlp()), opt_level=level)
+    return str(refused.value)
+
+
+def test_a_model_that_ddp_wraps_already_is_refused_with_the_way_out(ranks):
+    for told in ranks(wrapped_first, "O1"):
+        assert "pass the model itself and wrap what initialize() returns" in told
+
+
+# Accumulation under no_sync
+
+
+def accumulate_plainly(low: torch.dtype | None) -> list[Tensor]:
+    """Plain DDP, its loss scaled by hand, its gradients divided at the end: by a power of two, exactly."""
+    model = mlp()
+    optimizer, wrapped, collected = SGD(model.parameters()), DistributedDataParallel(model), []
+    for iteration in range(2):
+        optimizer.zero_grad()
+        for micro in range(3):
+            apart = wrapped.no_sync() if micro < 2 else contextlib.nullcontext()
+            with apart, amp.autocast("cpu", low) if low else contextlib.nullcontext():
+                loss = loss_of(wrapped, mine(3 * iteration + micro))
+                (loss * SCALED["loss_scale"]).backward()
+        for param in model.parameters():
+            param.grad /= SCALED["loss_scale"]
+        collected += gradients(optimizer)
+        optimizer.step()
+    return collected + masters(optimizer)
+
+
+def accumulate(level: str, delay: bool, way: str = "together", options: dict[str, Any] | None = None) -> list[Tensor]:
+    """The optimizer's gradients after two micro-batches under no_sync and a third that reduces, then its weights."""
+    model = mlp()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, **SCALED)
+    wrapped = DistributedDataParallel(model, **(options or {}))
+    collected = []
+    for iteration in range(2):
+        optimizer.zero_grad()
+        for micro in range(3):
+            apart = micro < 2
+            with contextlib.ExitStack() as stack:
+                if apart:
+                    stack.enter_context(wrapped.no_sync())
+                loss = loss_of(wrapped, mine(3 * iteration + micro))
+                if way == "forward alone":  # as in torch, it decides
+                    stack.close()
+                backward(loss, optimizer, delay_unscale=delay and apart)
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1e3)
+        collected += gradients(optimizer)
+        optimizer.step()
+    return collected + masters(optimizer)
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_accumulation_under_no_sync(ranks, level, delay):
+    """amp sees no_sync by itself: with and without delay_unscale the same gradients, plain DDP's, on both ranks."""
+    plain = both_alike(ranks(accumulate_plainly, {"O1": torch.float16, "O4": torch.bfloat16}.get(level)))
+    for way, options in (("together", {}), ("forward alone", {}), ("together", {"gradient_as_bucket_view": True})):
+        ours = both_alike(ranks(accumulate, level, delay, way, options))
+        if level in ("O0", "O1", "O4"):
+            assert same(ours, plain)
+        close(ours, plain, 2e-2 if level == "O5" else 3e-3)
+
+
+def never_reduced(level: str) -> list[Tensor]:
+    """Each rank by itself, for a step; what averages the weights now and then is not ours."""
+    model = mlp()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, **SCALED)
+    wrapped = DistributedDataParallel(model)
+    with wrapped.no_sync():
+        backward(loss_of(wrapped, mine(0)), optimizer)
+        optimizer.step()
+    return masters(optimizer)
+
+
+def stepped_alone(level: str) -> list[Tensor]:
+    model = mlp()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, **SCALED)
+    backward(loss_of(model, mine(0)), optimizer)
+    optimizer.step()
+    return masters(optimizer)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_under_no_sync_is_each_ranks_own(ranks, level):
+    steps = ranks(never_reduced, level)
+    assert not same(*steps)
+    for rank, alone in enumerate(ranks(stepped_alone, level)):
+        assert same(steps[rank], alone)
+
+
+# Overflow
+
+
+def overflow(level: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Three steps, with an infinity in one rank's batch of the second."""
+    model = mlp()
+    model, optimizer = amp.initialize(
+        model, ADAM(model.parameters()), opt_level=level, dtype=dtype, loss_scale="dynamic", verbosity=0
+    )
+    wrapped = DistributedDataParallel(model)
+    seen: dict[str, Any] = {"skipped": [], "scales": [], "weights": []}
+    for step in range(3):
+        inputs, targets = mine(step)
+        if step == 1 and dist.get_rank() == 1:
+            inputs[0, 0, 0, 0] = float("inf")
+        optimizer.zero_grad()
+        backward(nn.functional.cross_entropy(wrapped(inputs), targets), optimizer)
+        optimizer.step()
+        seen["skipped"].append(optimizer._amp_stash.step_skipped)
+        seen["scales"].append(amp.state_dict()["loss_scaler0"]["loss_scale"])
+        seen["weights"].append(learned(model))
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_an_overflow_on_one_rank_skips_on_all(ranks, level, dtype):
+    results = ranks(overflow, level, dtype)
+    for seen in results:
+        assert seen["skipped"] == [False, True, False]
+        assert seen["scales"] == [65536.0, 32768.0, 32768.0]
+        assert same(seen["weights"][0], seen["weights"][1]) and not same(seen["weights"][1], seen["weights"][2])
+    both_alike([seen["weights"][2] for seen in results])
+
+
+# Several models, losses and optimizers
+
+
+def gan(level: str | None, options: dict[str, Any], dropping: bool = False) -> list[Tensor]:
+    """A generator and a discriminator under a DDP each: the discriminator's gradients wait, while the generator's loss
+    goes through it."""
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 8), nn.Linear(8, 1)]
+    optimizers = [SGD(model.parameters()) for model in models]
+    if level is not None:
+        models, optimizers = amp.initialize(models, optimizers, opt_level=level, num_losses=2, **SCALED)
+    generator, discriminator = (DistributedDataParallel(model, **options) for model in models)
+    for step in range(4):
+        generate = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        real, noise = torch.randn(4, 8, generator=generate), torch.randn(4, 4, generator=generate)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = discriminator(generator(noise).detach()).mean() - discriminator(real).mean()
+        if level is None:
+            loss.backward()
+        else:
+            backward(loss, optimizers[1], loss_id=0)
+        if level is None:
+            kept = [param.grad.clone() for param in models[1].parameters()]
+            (-discriminator(generator(noise)).mean()).backward()
+            for param, grad in zip(models[1].parameters(), kept, strict=True):
+                param.grad = grad if dropping else param.grad
+        else:
+            backward(-discriminator(generator(noise)).mean(), optimizers[0], loss_id=1)
+        for optimizer in optimizers:
+            optimizer.step()
+    return [tensor for model in models for tensor in learned(model)]
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_a_gan_under_two_ddps(ranks, level, options):
+    """What the generator's loss gives to the discriminator is added, as in torch; masters do not get it."""
+    plain = both_alike(ranks(gan, None, {}, dropping=level in ("O2", "O5")))
+    close(both_alike(ranks(gan, level, options)), plain, {"O0": 1e-6, "O5": 3e-2}.get(level, 5e-3))
+
+
+def clipped(level: str | None) -> tuple[float, list[Tensor]]:
+    model = mlp()
+    optimizer = SGD(model.parameters())
+    if level is not None:
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, **SCALED)
+    wrapped = DistributedDataParallel(model)
+    loss = loss_of(wrapped, mine(0))
+    loss.backward() if level is None else backward(loss, optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5)
+    optimizer.step()
+    return norm.item(), masters(optimizer)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_clipping_by_the_norm_of_the_reduced_gradients(ranks, level):
+    (norm, plain), _ = ranks(clipped, None)
+    results = ranks(clipped, level)
+    assert norm > 0.5 and results[0][0] == results[1][0] == pytest.approx(norm, rel=0 if level == "O0" else 1e-2)
+    close(both_alike([weights for _, weights in results]), plain, 0 if level == "O0" else 1e-3)
