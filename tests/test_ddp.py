@@ -375,3 +375,364 @@ def test_clipping_by_the_norm_of_the_reduced_gradients(ranks, level):
     results = ranks(clipped, level)
     assert norm > 0.5 and results[0][0] == results[1][0] == pytest.approx(norm, rel=0 if level == "O0" else 1e-2)
     close(both_alike([weights for _, weights in results]), plain, 0 if level == "O0" else 1e-3)
+
+
+# ZeroRedundancyOptimizer
+
+
+def zero_of(params: Any, kind: str = "Adam", **options: Any) -> Any:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    settings = {"SGD": {"lr": 0.05, "momentum": 0.9}}.get(kind, {"lr": 1e-2, "eps": 1e-4})
+    return ZeroRedundancyOptimizer(params, getattr(torch.optim, kind), **settings, **options)
+
+
+def zero(
+    level: str, steps: int = 50, sharded: bool = True, kind: str = "Adam", clip: bool = False, **options: Any
+) -> dict[str, Any]:
+    model = convnet()
+    optimizer = zero_of(model.parameters(), kind, **options) if sharded else {"SGD": SGD, "Adam": ADAM}[kind](
+        model.parameters()
+    )
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.5)
+    wrapped = DistributedDataParallel(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        backward(loss_of(wrapped, mine(step)), optimizer)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1)
+        optimizer.step()
+        scheduler.step()
+    state = optimizer.optim.state if sharded else optimizer.state
+    held = sum(value.numel() for entry in state.values() for value in entry.values() if value.dim())
+    amp.restore()
+    return {
+        "learned": learned(model),
+        "held": held,
+        "owned": sharded and {id(p) for g in optimizer.optim.param_groups for p in g["params"]} <= {*map(id, model.parameters())},
+    }
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_zero_redundancy_optimizer_does_what_the_plain_one_does_with_half_the_state(ranks, level):
+    plain = ranks(zero, level, sharded=False)
+    sharded = ranks(zero, level)
+    both_alike([result["learned"] for result in (*plain, *sharded)][1:3])
+    assert same(both_alike([result["learned"] for result in sharded]), plain[0]["learned"])
+    assert sum(result["held"] for result in sharded) == plain[0]["held"]
+    assert all(0 < result["held"] < plain[0]["held"] for result in sharded)
+    assert all(result["owned"] for result in sharded), "restore gives the share its parameters back"
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_zero_redundancy_optimizer_with_clipping_and_parameters_in_buckets(ranks, level):
+    for kind in ("SGD", "Adam"):
+        plain = ranks(zero, level, 5, sharded=False, kind=kind, clip=True)
+        sharded = ranks(zero, level, 5, kind=kind, clip=True, parameters_as_bucket_view=True)
+        assert same(both_alike([result["learned"] for result in sharded]), plain[0]["learned"])
+
+
+def zero_overflow(level: str) -> dict[str, Any]:
+    model = mlp()
+    model, optimizer = amp.initialize(
+        model, zero_of(model.parameters()), opt_level=level, loss_scale="dynamic", verbosity=0
+    )
+    wrapped = DistributedDataParallel(model)
+    seen: dict[str, Any] = {"skipped": [], "weights": []}
+    for step in range(3):
+        inputs, targets = mine(step)
+        if step == 1 and dist.get_rank() == 1:
+            inputs[0, 0, 0, 0] = float("nan")
+        optimizer.zero_grad()
+        backward(nn.functional.cross_entropy(wrapped(inputs), targets), optimizer)
+        optimizer.step()
+        seen["skipped"].append(optimizer._amp_stash.step_skipped)
+        seen["weights"].append(learned(model))
+    seen["steps"] = [int(entry["step"]) for entry in optimizer.optim.state.values()]
+    return seen
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_zero_redundancy_optimizer_skips_on_all_ranks(ranks, level):
+    results = ranks(zero_overflow, level)
+    for seen in results:
+        assert seen["skipped"] == [False, True, False]
+        assert same(seen["weights"][0], seen["weights"][1]) and not same(seen["weights"][1], seen["weights"][2])
+        assert seen["steps"] and set(seen["steps"]) == {2}
+    both_alike([seen["weights"][2] for seen in results])
+
+
+def zero_resume(level: str, order: str) -> tuple[list[Tensor], list[Tensor]]:
+    """The weights of a run, and of one that was saved half way and went on from the file, in new objects."""
+    from io import BytesIO
+
+    def build(saved: BytesIO | None) -> Any:
+        model = mlp()
+        optimizer = zero_of(model.parameters())
+        checkpoint = torch.load(saved) if saved else None
+        if checkpoint and order == "load first":
+            model.load_state_dict(checkpoint["model"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+        if checkpoint:
+            if order == "initialize first":
+                model.load_state_dict(checkpoint["model"])
+                optimizer.load_state_dict(checkpoint["optimizer"])
+            amp.load_state_dict(checkpoint["amp"])
+        return model, optimizer, DistributedDataParallel(model)
+
+    def run(model: Any, optimizer: Any, wrapped: Any, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            backward(loss_of(wrapped, mine(step)), optimizer)
+            optimizer.step()
+
+    model, optimizer, wrapped = build(None)
+    run(model, optimizer, wrapped, range(3))
+    saved = [BytesIO()]
+    optimizer.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:
+        torch.save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}, saved[0]
+        )
+    run(model, optimizer, wrapped, range(3, 6))
+    straight = learned(model)
+    dist.broadcast_object_list(saved, src=0)
+    saved[0].seek(0)
+    model, optimizer, wrapped = build(saved[0])
+    run(model, optimizer, wrapped, range(3, 6))
+    return straight, learned(model)
+
+
+@pytest.mark.parametrize("order", ["initialize first", "load first"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_zero_redundancy_optimizer_is_consolidated_and_resumed(ranks, level, order):
+    for straight, resumed in ranks(zero_resume, level, order):
+        assert same(straight, resumed)
+
+
+def zero_grows(level: str, sharded: bool) -> list[Tensor]:
+    """A head that thaws: its group is added after some steps."""
+    model = mlp()
+    body, head = list(model[1].parameters()), list(model[3].parameters())
+    optimizer = zero_of(body, "SGD") if sharded else SGD(body)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, **SCALED)
+    wrapped = DistributedDataParallel(model)
+    for step in range(4):
+        if step == 2:
+            optimizer.add_param_group({"params": head, "lr": 0.01})
+        optimizer.zero_grad()
+        backward(loss_of(wrapped, mine(step)), optimizer)
+        optimizer.step()
+    return learned(model)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_group_is_added_to_a_zero_redundancy_optimizer(ranks, level):
+    assert same(both_alike(ranks(zero_grows, level, True)), both_alike(ranks(zero_grows, level, False)))
+
+
+def zero_refused() -> None:
+    for level in ("O1", "O2", "O3", "O5"):
+        with pytest.raises(ValueError, match=r"overlap_with_ddp=True.*overlap_with_ddp=False, or use O0 or O4"):
+            model = mlp()
+            amp.initialize(model, zero_of(model.parameters(), overlap_with_ddp=True), opt_level=level)
+    model = mlp()
+    with pytest.raises(ValueError, match=r"parameters_as_bucket_view=True.*, or use O2"):
+        amp.initialize(model, zero_of(model.parameters(), parameters_as_bucket_view=True), opt_level="O3")
+    model = mlp()
+    optimizer = zero_of(model[1].parameters(), parameters_as_bucket_view=True)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+    with pytest.raises(ValueError, match=r"add_param_group.*parameters_as_bucket_view=False"):
+        optimizer.add_param_group({"params": list(model[3].parameters())})
+
+
+def test_what_a_zero_redundancy_optimizer_cannot_do_is_refused_with_the_way_out(ranks):
+    ranks(zero_refused)
+
+
+# Gradients that DDP does not reduce
+
+
+def halves(level: str) -> dict[str, Any]:
+    """Each rank trains a part of its own, and the second overflows in the second step."""
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(
+        model, SGD(model.parameters()), opt_level=level, loss_scale="dynamic", process_group=dist.group.WORLD, verbosity=0
+    )
+    seen: dict[str, Any] = {"skipped": [], "scales": []}
+    for step in range(3):
+        optimizer.zero_grad()
+        value = float("inf") if step == 1 and dist.get_rank() == 1 else 0.25
+        backward(model(torch.full((1, 1), value)).sum() / 4, optimizer)
+        optimizer.step()
+        seen["skipped"].append(optimizer._amp_stash.step_skipped)
+        seen["scales"].append(amp.state_dict()["loss_scaler0"]["loss_scale"])
+    return seen
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_a_process_group_skips_together(ranks, level):
+    for seen in ranks(halves, level):
+        assert seen == {"skipped": [False, True, False], "scales": [65536.0, 32768.0, 32768.0]}
+
+
+def reduced_by_hand(level: str) -> list[Tensor]:
+    """Horovod's way: the scaled gradients of the model are averaged in the body of scale_loss."""
+    model = mlp()
+    model, optimizer = amp.initialize(
+        model, SGD(model.parameters()), opt_level=level, process_group=dist.group.WORLD, **SCALED
+    )
+    for step in range(5):
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model, mine(step)), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            for param in model.parameters():
+                param.grad /= 2
+                dist.all_reduce(param.grad)
+        optimizer.step()
+    return learned(model)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_averaged_by_hand_inside_scale_loss_train_as_under_ddp(ranks, level):
+    assert same(both_alike(ranks(reduced_by_hand, level)), both_alike(ranks(train, level, 5, optim=SGD, **SCALED)))
+
+
+def native_halves(grouped: bool, kind: str) -> list[Any]:
+    model = linear([[1.0]])
+    optimizer = {"SGD": SGD, "fused": lambda p: torch.optim.Adam(p, fused=True), "O2": SGD}[kind](model.parameters())
+    if kind == "O2":
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=1.0)
+    scaler = amp.GradScaler("cpu", process_group=dist.group.WORLD if grouped else None)
+    seen = []
+    for step in range(4):
+        optimizer.zero_grad()
+        value = float("inf") if step == 1 and dist.get_rank() == 1 else 0.25
+        loss = scaler.scale(model(torch.full((1, 1), value)).sum() / 4)
+        if step != 2 or dist.get_rank() == 1:  # one without gradients takes part
+            loss.backward()
+        if step == 3:
+            scaler.unscale_(optimizer)
+        before = masters(optimizer)[0]
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((not torch.equal(before, masters(optimizer)[0]), scaler.get_scale()))
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["SGD", "fused", "O2"])
+def test_native_scaling_over_a_process_group(ranks, kind):
+    apart = ranks(native_halves, False, kind)
+    assert apart[0][1] == (True, 65536.0) and apart[1][1] == (False, 32768.0)
+    for seen in ranks(native_halves, True, kind):
+        assert [scale for _, scale in seen] == [65536.0, 32768.0, 32768.0, 32768.0]
+        assert not seen[1][0] and seen[3][0]
+
+
+def native(dtype: torch.dtype) -> dict[str, Any]:
+    """The loop of torch's tutorial, under DDP, an overflow on one rank included."""
+    model = mlp()
+    wrapped, optimizer = DistributedDataParallel(model), SGD(model.parameters())
+    scaler = amp.GradScaler("cpu")
+    seen: dict[str, Any] = {"stepped": [], "scales": []}
+    for step in range(5):
+        inputs, targets = mine(step)
+        if step == 1 and dist.get_rank() == 1:
+            inputs[0, 0, 0, 0] = float("inf")
+        optimizer.zero_grad()
+        with amp.autocast("cpu", dtype):
+            loss = nn.functional.cross_entropy(wrapped(inputs), targets)
+        scaler.scale(loss).backward()
+        seen["stepped"].append(scaler.step(optimizer))
+        scaler.update()
+        seen["scales"].append(scaler.get_scale())
+    seen["learned"] = learned(model)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_native_loop_under_ddp(ranks, dtype):
+    results = ranks(native, dtype)
+    for seen in results:
+        assert seen["stepped"] == [True, False, True, True, True]
+        assert seen["scales"] == [65536.0, *[32768.0] * 4]
+    both_alike([seen["learned"] for seen in results])
+
+
+# Uneven inputs
+
+
+def uneven(level: str | None) -> dict[str, Any]:
+    """The second rank has two batches more, and an overflow in the last of them."""
+    model = mlp()
+    optimizer = SGD(model.parameters())
+    if level is not None:
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    wrapped = DistributedDataParallel(model)
+    for epoch in range(2):
+        with wrapped.join():
+            for step in range(3 + 2 * dist.get_rank()):
+                optimizer.zero_grad()
+                inputs, targets = mine(10 * epoch + step)
+                if level is not None and step == 4:
+                    inputs = inputs * float("inf")
+                loss = nn.functional.cross_entropy(wrapped(inputs), targets)
+                if level is not None:
+                    backward(loss, optimizer)
+                elif step != 4:
+                    loss.backward()
+                else:
+                    loss.backward()
+                    continue
+                optimizer.step()
+    return {"learned": learned(model), "masters": masters(optimizer), "amp": amp.state_dict() if level else None}
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_join_takes_uneven_inputs_and_leaves_the_ranks_alike(ranks, level):
+    results = ranks(uneven, level)
+    both_alike([result["learned"] for result in results])
+    both_alike([result["masters"] for result in results])
+    assert results[0]["amp"] == results[1]["amp"]
+
+
+# Killed and resumed
+
+
+def killable(level: str, folder: str, killed: tuple[int, int] | None) -> list[Tensor]:
+    """Twenty steps with a checkpoint after every fifth; goes on from the last one that is there."""
+    path = os.path.join(folder, "checkpoint.pt")
+    model = mlp()
+    model, optimizer = amp.initialize(model, ADAM(model.parameters()), opt_level=level)
+    wrapped, first = DistributedDataParallel(model), 0
+    if os.path.exists(path):
+        checkpoint = torch.load(path)
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        amp.load_state_dict(checkpoint["amp"])
+        first = checkpoint["step"]
+    for step in range(first, 20):
+        optimizer.zero_grad()
+        loss = loss_of(wrapped, mine(step))
+        if (dist.get_rank(), step) == killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        backward(loss, optimizer)
+        optimizer.step()
+        if step % 5 == 4 and dist.get_rank() == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
+            torch.save({**state, "step": step + 1}, path + ".new")
+            os.replace(path + ".new", path)
+    return learned(model)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_same_bits(ranks, level, tmp_path):
+    (tmp_path / "straight").mkdir()
+    (tmp_path / "killed").mkdir()
+    straight = both_alike(ranks(killable, level, str(tmp_path / "straight"), None))
+    with pytest.raises(RankError, match="rank 1: died, exit code -9"):
+        ranks(killable, level, str(tmp_path / "killed"), (1, 12))
+    assert torch.load(tmp_path / "killed" / "checkpoint.pt")["step"] == 10
+    assert same(both_alike(ranks(killable, level, str(tmp_path / "killed"), None)), straight)
