@@ -466,7 +466,8 @@ def _enter(
         optimizer_side.warn_of_small_eps(target)
     if policy.master_weights and targets:
         clip.install()
-        replicas.install()
+    if targets and (policy.master_weights or policy.scales_loss):
+        replicas.follow(models, training.scalers)
     if policy.patch_torch_functions or policy.emulates:
         casts.install(policy.op_lists)
     if policy.patch_torch_functions:

@@ -1,28 +1,41 @@
-"""What torch's DistributedDataParallel does, as far as masters must follow.
+"""What torch's DistributedDataParallel does, as far as masters and loss scales must follow.
 
-What it makes equal on all processes when it wraps a model, the masters are too: it broadcasts the weights of the first process, low-precision ones at O2. The masters behind them would keep what each
-process began with, rounded differently: equal weights, updated differently.
+What it makes equal on all processes when it wraps a model, and when the last of them leaves `join()`, these are too. It
+broadcasts the weights of one process, low-precision ones at O2. The masters behind them would keep what each process
+had, rounded differently: equal weights, updated differently. And gradients that are averaged must have one scale.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch.nn.parallel import distributed
 
 from amp_patch import links
 from amp_patch.patch import Patches
+from amp_patch.scaler import LossScaler
 
-_FUNCTION = "_sync_module_states"  # by which torch's DDP broadcasts the weights, at construction
+_FUNCTION = "_sync_module_states"  # by which torch's DDP broadcasts the weights
 _patches = Patches()
 _installed = False
+_scalers: WeakKeyDictionary[nn.Module, list[LossScaler]] = WeakKeyDictionary()
+
+
+def follow(models: Iterable[nn.Module], scalers: list[LossScaler]) -> None:
+    """Let the scales of `scalers` be broadcast with the weights of `models`, which their losses train."""
+    for model in models:
+        _scalers[model] = scalers
+    install()
 
 
 def install() -> None:
-    """Let torch's DistributedDataParallel broadcast masters with their weights; idempotent."""
+    """Let torch's DistributedDataParallel broadcast masters and scales with their weights; idempotent."""
     global _installed
     original = getattr(distributed, _FUNCTION, None)
     if _installed or original is None:
@@ -41,10 +54,23 @@ def install() -> None:
                 given["process_group"], masters, given["broadcast_bucket_size"], given["src"]
             )
             links.publish(linked)
+        _broadcast_scales(given["module"], given["process_group"], given["broadcast_bucket_size"], given["src"])
         return result
 
     _patches.set(distributed, _FUNCTION, with_masters)
     _installed = True
+
+
+def _broadcast_scales(module: nn.Module, process_group: Any, bucket_size: int, src: int) -> None:
+    scalers = {id(s): s for m in module.modules() for s in _scalers.get(m, ()) if s.dynamic}.values()
+    if not scalers:
+        return
+    states = [scaler.state_dict() for scaler in scalers]
+    values = torch.tensor([[state["loss_scale"], state["unskipped"]] for state in states], dtype=torch.float64)
+    values = values.to(next(module.parameters()).device)  # where this group can broadcast
+    torch.distributed._broadcast_coalesced(process_group, [values], bucket_size, src)
+    for scaler, (loss_scale, unskipped) in zip(scalers, values.tolist(), strict=True):
+        scaler.load_state_dict({"loss_scale": loss_scale, "unskipped": unskipped})
 
 
 def gradients_stay_local() -> bool:
@@ -60,4 +86,5 @@ def uninstall() -> None:
     """Undo `install`."""
     global _installed
     _patches.remove()
+    _scalers.clear()
     _installed = False
