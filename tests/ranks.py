@@ -130,6 +130,7 @@ def _serve(pipe: Connection, rank: int, size: int, backend: str, store: str) -> 
         import torch
         import torch.distributed as dist
 
+        gc.freeze()  # what was imported is no garbage, and looking at all of it takes longer than a test
         torch.set_num_threads(1)
         dist.init_process_group(
             backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(minutes=5)
