@@ -52,7 +52,8 @@ class ModelState:
     local: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "on_demand": True, "exposed": [], "local": False}  # a copy has parameters of its own, and no masters
+        # A copy has parameters of its own, and no masters.
+        return {**vars(self), "on_demand": True, "exposed": [], "local": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

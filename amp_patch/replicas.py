@@ -78,7 +78,7 @@ def gradients_stay_local() -> bool:
 
     As in torch it is the forward that decides: the backward of what it computes will reduce nothing.
     """
-    ddp = distributed.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    ddp = distributed.DistributedDataParallel._get_active_ddp_module()
     return ddp is not None and not ddp.require_backward_grad_sync
 
 

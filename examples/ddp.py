@@ -67,8 +67,9 @@ for epoch in range(first, args.epochs):
         print(f"epoch {epoch + 1:2}  loss {loss.item():.4f}")
         if args.checkpoint:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
-            torch.save({**state, "epoch": epoch + 1}, args.checkpoint.with_suffix(".new"))
-            args.checkpoint.with_suffix(".new").replace(args.checkpoint)  # killed here or there, one of the two is whole
+            new = args.checkpoint.with_suffix(".new")
+            torch.save({**state, "epoch": epoch + 1}, new)
+            new.replace(args.checkpoint)  # a run that is killed meanwhile leaves the old one whole
 
 if rank == 0:
     model.eval()

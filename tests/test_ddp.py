@@ -1,4 +1,4 @@
-"""DistributedDataParallel and its kin at every level, in two processes: `ranks` runs the functions at the top of a part.
+"""DistributedDataParallel and its kin at every level, in two processes: `ranks` runs the functions above the tests.
 
 Ranks are told apart by their data alone, and what both must hold alike is compared bit by bit.
 """
@@ -399,8 +399,10 @@ def zero(
     level: str, steps: int = 50, sharded: bool = True, kind: str = "Adam", clip: bool = False, **options: Any
 ) -> dict[str, Any]:
     model = convnet()
-    optimizer = zero_of(model.parameters(), kind, **options) if sharded else {"SGD": SGD, "Adam": ADAM}[kind](
-        model.parameters()
+    optimizer = (
+        zero_of(model.parameters(), kind, **options)
+        if sharded
+        else {"SGD": SGD, "Adam": ADAM}[kind](model.parameters())
     )
     model, optimizer = amp.initialize(model, optimizer, opt_level=level)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.5)
@@ -415,18 +417,15 @@ def zero(
     state = optimizer.optim.state if sharded else optimizer.state
     held = sum(value.numel() for entry in state.values() for value in entry.values() if value.dim())
     amp.restore()
-    return {
-        "learned": learned(model),
-        "held": held,
-        "owned": sharded and {id(p) for g in optimizer.optim.param_groups for p in g["params"]} <= {*map(id, model.parameters())},
-    }
+    share = [param for group in (optimizer.optim if sharded else optimizer).param_groups for param in group["params"]]
+    owned = {*map(id, share)} <= {*map(id, model.parameters())}
+    return {"learned": learned(model), "held": held, "owned": owned}
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_zero_redundancy_optimizer_does_what_the_plain_one_does_with_half_the_state(ranks, level):
     plain = ranks(zero, level, sharded=False)
     sharded = ranks(zero, level)
-    both_alike([result["learned"] for result in (*plain, *sharded)][1:3])
     assert same(both_alike([result["learned"] for result in sharded]), plain[0]["learned"])
     assert sum(result["held"] for result in sharded) == plain[0]["held"]
     assert all(0 < result["held"] < plain[0]["held"] for result in sharded)
@@ -567,7 +566,12 @@ def halves(level: str) -> dict[str, Any]:
     """Each rank trains a part of its own, and the second overflows in the second step."""
     model = linear([[1.0]])
     model, optimizer = amp.initialize(
-        model, SGD(model.parameters()), opt_level=level, loss_scale="dynamic", process_group=dist.group.WORLD, verbosity=0
+        model,
+        SGD(model.parameters()),
+        opt_level=level,
+        loss_scale="dynamic",
+        process_group=dist.group.WORLD,
+        verbosity=0,
     )
     seen: dict[str, Any] = {"skipped": [], "scales": []}
     for step in range(3):

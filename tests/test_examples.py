@@ -10,21 +10,26 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("sklearn", reason="the examples' digits come with scikit-learn")
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 # Run by name below, each with a test of what it shows. A new example without one fails test_every_example_is_tested.
-SCRIPTS = ("minimal", "accumulate", "clip", "resume", "gan", "opt_levels")
+SCRIPTS = ("minimal", "accumulate", "clip", "resume", "gan", "ddp", "opt_levels")
 MODULES = ("data", "tasks", "curves")
 
 
-def run(example: str, *arguments: str, cwd: Path) -> str:
-    """What `python examples/<example>.py` prints. From another directory: it is the installed package that runs."""
-    script = [sys.executable, "-W", "error", str(EXAMPLES / f"{example}.py"), *arguments]
+def run(example: str, *arguments: str, cwd: Path, ranks: int = 0) -> str:
+    """What `python examples/<example>.py` prints. From another directory: it is the installed package that runs.
+
+    With `ranks`, what `torchrun --nproc-per-node <ranks>` prints.
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    script = [sys.executable, "-W", "error", *launcher, str(EXAMPLES / f"{example}.py"), *arguments]
     # One thread: the models are tiny, and the tests may share their cores.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80", "PYTHONWARNINGS": "error"}
     done = subprocess.run(script, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stderr == "", "an example leaves nothing on stderr"
@@ -73,6 +78,33 @@ def test_clipping_sees_unscaled_gradients(level, tmp_path):
 def test_resume_is_bit_exact(level, tmp_path):
     printed = run("resume", "--opt-level", level, "--epochs", "2", cwd=tmp_path)
     assert "4 tensors, the same bits with and without the stop" in printed
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="NCCL wants a GPU for each of the two ranks")
+@pytest.mark.parametrize(
+    "level", ["O2", *(pytest.param(level, marks=pytest.mark.slow) for level in ("O0", "O1", "O5"))]
+)
+def test_ddp_trains_what_one_process_trains_and_resumes_to_the_same_bits(level, tmp_path):
+    def train(ranks: int, epochs: int, name: str) -> dict:
+        arguments = ("--opt-level", level, "--epochs", str(epochs), "--checkpoint", str(tmp_path / name))
+        printed = run("ddp", *arguments, cwd=tmp_path, ranks=ranks)
+        assert len(re.findall(r"^epoch", printed, re.MULTILINE)) == (1 if name == "stopped" else epochs)
+        assert number(rf"{level}: {ranks} ranks, held-out accuracy ([\d.]+)%", printed) > 75
+        return torch.load(tmp_path / name)
+
+    def tensors(checkpoint: dict) -> list:
+        momenta = [entry["momentum_buffer"] for entry in checkpoint["optimizer"]["state"].values()]
+        return [*checkpoint["model"].values(), *momenta]
+
+    together = train(2, 2, "together")
+    tolerance = {"O0": 1e-5, "O1": 2e-2, "O2": 2e-2}.get(level, 5e-2)
+    for ours, alone in zip(tensors(together), tensors(train(1, 2, "alone")), strict=True):
+        torch.testing.assert_close(ours, alone, rtol=tolerance, atol=tolerance)
+    if level != "O2":
+        train(2, 1, "stopped")
+        resumed = train(2, 2, "stopped")
+        assert resumed["amp"] == together["amp"]
+        assert all(map(torch.equal, tensors(resumed), tensors(together)))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
