@@ -26,7 +26,7 @@ class OptLevel:
     optimizers' parameters. A checkpoint holds FP32 weights, and the loss scale.
 
     Args:
-        opt_level, options: as of `amp.initialize`; `num_losses` and `methods` too.
+        opt_level, options: as of `amp.initialize`. All losses share one scale.
 
     Source: Lightning's own MixedPrecision runs the closure before the step, as this does where losses are scaled.
     """
