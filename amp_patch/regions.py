@@ -206,7 +206,7 @@ def drop_cache() -> None:
 class region:
     """A region of this thread in which `policy` holds; its casts act there if it patches torch's functions.
 
-    A context manager and a decorator. Costs one to two microseconds. One object may be entered again while it is
+    A context manager and a decorator. Costs a few microseconds. One object may be entered again while it is
     entered, and by several threads: what is restored on exit lives in the thread. Regions may end in any order (a
     generator that is suspended inside one, say): each takes only itself away, exceptions or not. When the thread leaves
     its outermost region it forgets the weights it has cast.
@@ -236,7 +236,9 @@ class region:
         stack = _thread.stack
         for index in range(len(stack) - 1, -1, -1):
             if stack[index].region is self:
-                _end(stack.pop(index), stack[index:])
+                ended = stack.pop(index)
+                if ended.silenced:
+                    _end(ended, stack[index:])
                 break
         if stack:
             _follow(stack[-1])
