@@ -64,7 +64,7 @@ for epoch in range(first, args.epochs):
         optimizer.step()
     dist.all_reduce(loss := loss.detach() / world)
     if rank == 0:
-        print(f"epoch {epoch + 1:2}  loss {loss.item():.4f}")
+        print(f"epoch {epoch + 1:2}  loss {loss.item():.4f}", flush=True)
         if args.checkpoint:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
             new = args.checkpoint.with_suffix(".new")
@@ -75,5 +75,6 @@ if rank == 0:
     model.eval()
     with torch.no_grad():
         accuracy = (model(test_images).argmax(1) == test_labels).float().mean().item()
-    print(f"{args.opt_level}: {world} ranks, held-out accuracy {accuracy:.2%}")
+    print(f"{args.opt_level}: {world} ranks, held-out accuracy {accuracy:.2%}", flush=True)
 dist.destroy_process_group()
+os._exit(0)  # Gloo's threads sometimes abort a process that has done all its work
