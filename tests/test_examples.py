@@ -105,7 +105,7 @@ def test_opt_levels_ends_with_a_row_for_each_level_and_a_picture(tmp_path):
 def torchrun(example: str, processes: int, *arguments: str, cwd: Path) -> str:
     """What `torchrun --nproc-per-node <processes> examples/<example>.py` prints; overflows are told on stderr."""
     launcher = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    script = [*launcher, "--master-port", "0", str(EXAMPLES / f"{example}.py"), *arguments]
+    script = [*launcher, "--standalone", str(EXAMPLES / f"{example}.py"), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
     done = subprocess.run(script, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -114,8 +114,8 @@ def torchrun(example: str, processes: int, *arguments: str, cwd: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="NCCL wants a GPU for each of the two ranks")
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_fsdp_resumes_on_another_number_of_processes(level, tmp_path):
+def test_fsdp_resumes_on_another_number_of_processes(tmp_path):
+    level = "O2"
     flags = ("--opt-level", level, "--checkpoints", "saved", "--steps")
     begun = torchrun("fsdp", 2, *flags, "50", cwd=tmp_path)
     resumed = torchrun("fsdp", 1, *flags, "100", cwd=tmp_path)
