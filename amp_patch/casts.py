@@ -461,6 +461,3 @@ def _autocast_dtype(device_type: Any) -> torch.dtype:
             f"autocast: device_type is {device_type!r}, which torch does not know; wanted the type of a device, "
             "such as 'cuda' or 'cpu'"
         ) from None
-
-
-_autocast_policy._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result

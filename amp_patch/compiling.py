@@ -84,18 +84,9 @@ def acting() -> Policy | None:
 
 @functools.lru_cache(maxsize=256)
 def _casts_of(policy: Policy) -> Policy:
-    casts = Policy(
-        "O1" if policy.patch_torch_functions else "O2",
-        dtype=policy.dtype,
-        patch_torch_functions=policy.patch_torch_functions,
-        allow_banned=policy.allow_banned,
-        cpu_fp16=policy.cpu_fp16,
-        op_lists=policy.op_lists,
+    return regions.casts_policy(
+        policy.dtype, policy.patch_torch_functions, policy.allow_banned, policy.cpu_fp16, policy.op_lists
     )
-    return _known.setdefault(casts, casts)
-
-
-_known: dict[Policy, Policy] = {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,9 +158,10 @@ def _attach(module: Any) -> None:
         name = f"__{name}__" if args and args[0].is_tensor() else f"__r{name}__"
         wrapped = _methods.get(name)
         if wrapped is not None and (rule := _rule_now(wrapped, name)) is not None:
-            return _inline(tx, rule, _operator(self.fn), list(args), kwargs)
+            return _inline(tx, rule, _operator(self.fn, name), list(args), kwargs)
         return call_operator(self, tx, args, kwargs)
 
+    builtin.call_function_handler_cache.clear()  # it may hold the original
     translator.__init__, translator.run = __init__, quiet_run
     tensor.call_method, builtin._handle_insert_op_in_graph = cast_method, cast_operator
 
@@ -194,6 +186,26 @@ def _start(tx: Any) -> None:
         guards.install_guard(asked.make_guard(guards.GuardBuilder.ID_MATCH))
     regions.begin_trace(acting())
     _inside.names = []
+    if tx.output.compiler_fn is not None:
+        tx.output.compiler_fn = _quiet_backend(tx.output.compiler_fn)
+
+
+def _quiet_backend(backend: Any) -> Any:
+    """`backend`; where it runs Dynamo's graph as Python (backend="eager"), the calls in there are not cast again."""
+
+    @functools.wraps(backend)
+    def compile_quietly(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        compiled = backend(graph, *args, **kwargs)
+        if compiled is not graph and getattr(compiled, "__self__", None) is not graph:
+            return compiled
+
+        def run(*inputs: Any) -> Any:
+            with regions.region(None):
+                return compiled(*inputs)
+
+        return run
+
+    return compile_quietly
 
 
 def _rule_now(wrapped: _Wrapped, name: str) -> str | None:
@@ -235,11 +247,11 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 @functools.cache
-def _operator(function: Any) -> Callable[..., Any]:
+def _operator(function: Any, name: str) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         return function(*args)
 
-    call.__name__ = f"__{function.__name__.strip('_')}__"
+    call.__name__ = name
     return call
 
 
@@ -266,11 +278,16 @@ def _tell() -> None:
             return variable(wrapped, source=self.source)
 
         by_id[id(wrapper)] = build
-
+    names = {wrapped.original.__name__ for _, wrapped in new if hasattr(wrapped.original, "__name__")}
+    for function in vars(torch.nn.functional).values():
+        # A composite function that is a node of the graph calls its parts by itself: let Dynamo see them.
+        if isinstance(function, types.FunctionType) and not names.isdisjoint(function.__code__.co_names):
+            known[function] = builder.UserFunctionVariable
 
 @functools.cache
 def _variable_class() -> type:
     rules = importlib.import_module("torch._dynamo.trace_rules")
+    functions = importlib.import_module("torch._dynamo.variables.functions")
     torch_functions: Any = importlib.import_module("torch._dynamo.variables.torch").TorchInGraphFunctionVariable
 
     class CastFunctionVariable(torch_functions):  # type: ignore[misc]
@@ -284,6 +301,9 @@ def _variable_class() -> type:
             rule = _rule_now(self.wrapped, name)
             if rule is not None:
                 return _inline(tx, rule, original, list(args), kwargs)
+            if isinstance(original, types.FunctionType) and original.__module__ == "torch.nn.functional":
+                # As a node of the graph it would call what it calls by itself, and not with the casts of the trace.
+                return functions.UserFunctionVariable(original).call_function(tx, args, kwargs)
             return rules.lookup(original)(original).call_function(tx, args, kwargs)
 
     return CastFunctionVariable

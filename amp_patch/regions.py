@@ -8,16 +8,14 @@ import threading
 import weakref
 from collections.abc import Callable, Generator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from amp_patch import multi_tensor
-
-if TYPE_CHECKING:
-    from amp_patch.policy import Policy
+from amp_patch.policy import Policy
 
 _OUTSIDE: Any = object()  # what `_Thread.acting` is while the thread is in no region
 
@@ -158,7 +156,7 @@ class region:
 
     def __enter__(self) -> Any:
         if is_dynamo_compiling():
-            enter_traced(self.acting)
+            enter_trace_of(self.acting)
             return self
         _thread.stack.append(self)
         _state.follow(None if _thread.firm else self.acting, self.caches)
@@ -198,7 +196,7 @@ class region:
         @functools.wraps(function)
         def body(*args: Any, **kwargs: Any) -> Any:
             if is_dynamo_compiling():  # which enters no context manager that was made outside of what it compiles
-                enter_traced(self.acting)
+                enter_trace_of(self.acting)
                 try:
                     return function(*args, **kwargs)
                 finally:
@@ -258,24 +256,48 @@ def begin_trace(acting: Policy | None) -> None:
     _thread.traced = [acting]
 
 
+def enter_trace_of(acting: Policy | None) -> None:
+    """As `follow`, in code that is being traced; `leave_traced` ends it."""
+    if acting is None:
+        enter_traced(None)
+    else:
+        enter_traced((acting.dtype, acting.patch_torch_functions, acting.allow_banned, acting.cpu_fp16, acting.op_lists))
+
+
+# Dynamo calls these three while it traces, with constants, and nothing of them is left in what it compiles: that is
+# what `torch.compiler.assume_constant_result` asks for, without importing the compiler.
+
+
 def traced() -> Policy | None:
     """What acts at the point that a trace has come to."""
     return _thread.traced[-1] if _thread.traced else None
 
 
-def enter_traced(acting: Policy | None) -> None:
-    """As `follow`, of a region that is being traced: Dynamo calls this while it traces, and leaves no trace of it."""
-    _thread.traced.append(acting)
+def enter_traced(casts: tuple[Any, ...] | None) -> None:
+    _thread.traced.append(None if casts is None else casts_policy(*casts))
 
 
 def leave_traced() -> None:
-    """The end of that region."""
     _thread.traced.pop()
 
 
 for _function in (traced, enter_traced, leave_traced):
-    # What torch.compiler.assume_constant_result does, without importing the compiler.
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def casts_policy(
+    dtype: torch.dtype, patch_torch_functions: bool, allow_banned: bool, cpu_fp16: str, op_lists: str
+) -> Policy:
+    """The one policy that stands for all that cast alike."""
+    return Policy(
+        "O1" if patch_torch_functions else "O2",
+        dtype=dtype,
+        patch_torch_functions=patch_torch_functions,
+        allow_banned=allow_banned,
+        cpu_fp16=cpu_fp16,
+        op_lists=op_lists,
+    )
 
 
 def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
