@@ -435,8 +435,11 @@ class autocast(region):
         self.caches = bool(cache_enabled)
 
     def __enter__(self) -> autocast:
-        if self.acting is not None and not is_dynamo_compiling():
-            install()
+        if self.acting is not None and not installed():
+            if is_dynamo_compiling():
+                compiling.install_in_trace(install)
+            else:
+                install()
         super().__enter__()
         return self
 

@@ -93,6 +93,15 @@ def _casts_of(policy: Policy) -> Policy:
 # Hooks into Dynamo
 
 
+def install_in_trace(install: Callable[[], None]) -> None:
+    """Dynamo calls this while it traces a frame, whose first region is the first of the process."""
+    install()
+    _start(sys.modules[_DYNAMO].InstructionTranslator.current_tx())  # type: ignore[attr-defined]
+
+
+install_in_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def hook() -> None:
     """Be there when Dynamo traces: now if it is imported, else as soon as it is. Idempotent."""
     global _hooked
@@ -298,10 +307,12 @@ def _variable_class() -> type:
         def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
             original = self.wrapped.original
             name = getattr(original, "__name__", "")
+            if isinstance(original, (types.MethodDescriptorType, types.WrapperDescriptorType)):
+                original = _method(name)
             rule = _rule_now(self.wrapped, name)
             if rule is not None:
                 return _inline(tx, rule, original, list(args), kwargs)
-            if isinstance(original, types.FunctionType) and original.__module__ == "torch.nn.functional":
+            if isinstance(original, types.FunctionType) and original.__module__ in ("torch.nn.functional", __name__):
                 # As a node of the graph it would call what it calls by itself, and not with the casts of the trace.
                 return functions.UserFunctionVariable(original).call_function(tx, args, kwargs)
             return rules.lookup(original)(original).call_function(tx, args, kwargs)

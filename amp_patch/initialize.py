@@ -166,13 +166,13 @@ def initialize_as(
     methods: tuple[str, ...] = (),
 ) -> Any:
     """`initialize` in a dialect, at a resolved policy; None is `enabled=False`."""
-    model_list, optimizer_list = _as_list(models), _as_list(optimizers)
+    model_list, optimizer_list = [model_side.uncompiled(model) for model in _as_list(models)], _as_list(optimizers)
     targets = [optimizer_side.innermost(optimizer) for optimizer in optimizer_list]
     if policy is None:
         for target in targets:
             if getattr(target, "_amp_stash", None) is None:
                 target._amp_stash = dialect.stash(OPT_LEVELS["O0"], [], enabled=False)
-        return _apex_form(models, optimizers, model_list, optimizer_list)
+        return _apex_form(models, optimizers, optimizer_list)
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
     kept = _check(model_list, targets, policy, keep_fp32, methods, dialect)
@@ -190,7 +190,7 @@ def initialize_as(
         methods=tuple(methods),
         process_group=process_group,
     )
-    return _apex_form(models, optimizers, model_list, optimizer_list)
+    return _apex_form(models, optimizers, optimizer_list)
 
 
 def begin_training(
@@ -514,8 +514,8 @@ def _as_list(one_or_many: Any) -> list[Any]:
     return list(one_or_many) if isinstance(one_or_many, list | tuple) else [one_or_many]
 
 
-def _apex_form(models: Any, optimizers: Any, model_list: list[Any], optimizer_list: list[Any]) -> Any:
-    model = model_list if isinstance(models, list | tuple) else models
+def _apex_form(models: Any, optimizers: Any, optimizer_list: list[Any]) -> Any:
+    model = list(models) if isinstance(models, list | tuple) else models
     if optimizers is None:
         return model
     return model, optimizer_list if isinstance(optimizers, list | tuple) else optimizers

@@ -155,6 +155,11 @@ class KeptModule(subclass.Generated):
         return {"forward": kept}
 
 
+def uncompiled(model: Any) -> Any:
+    """The module inside of what `torch.compile` made of it; anything else as it is."""
+    return model._orig_mod if type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod") else model
+
+
 def check(model: Any) -> None:
     """Raise unless `initialize` can take `model`; the message says what to do instead."""
     name = type(model).__name__
