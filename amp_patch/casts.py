@@ -408,6 +408,15 @@ def disable_casts() -> region:
     return region(None)
 
 
+def _install_in_trace() -> None:
+    if not installed():
+        install()
+        compiling.start_late()
+
+
+_install_in_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see regions.traced
+
+
 class autocast(region):
     """The casts of O1 as a region of this thread: a context manager, and a decorator of functions and methods.
 
@@ -435,9 +444,9 @@ class autocast(region):
         self.caches = bool(cache_enabled)
 
     def __enter__(self) -> autocast:
-        if self.acting is not None and not installed():
+        if self.acting is not None:
             if is_dynamo_compiling():
-                compiling.install_in_trace(install)
+                _install_in_trace()
             else:
                 install()
         super().__enter__()

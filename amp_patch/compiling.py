@@ -93,13 +93,9 @@ def _casts_of(policy: Policy) -> Policy:
 # Hooks into Dynamo
 
 
-def install_in_trace(install: Callable[[], None]) -> None:
-    """Dynamo calls this while it traces a frame, whose first region is the first of the process."""
-    install()
+def start_late() -> None:
+    """The casts were installed while Dynamo traces a frame, by the first region of the process."""
     _start(sys.modules[_DYNAMO].InstructionTranslator.current_tx())  # type: ignore[attr-defined]
-
-
-install_in_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def hook() -> None:
