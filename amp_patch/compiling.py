@@ -37,6 +37,32 @@ def casting(policy: Policy | None) -> Iterator[None]:
         yield
 
 
+# What these do to optimizers and gradients is Python's: Dynamo would find nothing there to compile, and try.
+_BOOKKEEPING = (
+    *("backward", "clip", "grad_scaler", "initialize", "links", "masters", "memory", "multi_tensor", "optimizer"),
+    *("replicas", "scaler"),
+)
+
+
+def eager_only(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, before and after which torch.compile ends its graphs, as of `torch.compiler.disable`."""
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not disabled and hasattr(dynamo := sys.modules.get("torch._dynamo"), "disable"):
+            disabled.append(dynamo.disable(function))  # type: ignore[union-attr]
+        return (disabled[0] if disabled else function)(*args, **kwargs)
+
+    return not_traced(call)
+
+
+def not_traced(function: Any) -> Any:
+    """Mark a function of `_BOOKKEEPING` that compiled code calls."""
+    function._torchdynamo_disable = True
+    return function
+
+
 class _Wrapped:
     """A function or method with a wrapper in front of it, and its rules by either list."""
 
@@ -132,6 +158,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _attach(module: Any) -> None:
+    rules = importlib.import_module("torch._dynamo.trace_rules")
+    for name in _BOOKKEEPING:
+        rules.add(f"amp_patch.{name}")
     translator: Any = module.InstructionTranslator
     tensor = importlib.import_module("torch._dynamo.variables.tensor").TensorVariable
     builtin = importlib.import_module("torch._dynamo.variables.builtin").BuiltinVariable
@@ -288,6 +317,7 @@ def _tell() -> None:
         # A composite function that is a node of the graph calls its parts by itself: let Dynamo see them.
         if isinstance(function, types.FunctionType) and not names.isdisjoint(function.__code__.co_names):
             known[function] = builder.UserFunctionVariable
+
 
 @functools.cache
 def _variable_class() -> type:

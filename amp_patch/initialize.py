@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import casts, clip, keep, links, regions, replicas
+from amp_patch import casts, clip, compiling, keep, links, regions, replicas
 from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
 from amp_patch.backward import ScaledBackward
@@ -228,6 +228,7 @@ def begin_training(
     return training
 
 
+@compiling.eager_only
 @contextmanager
 def scale_loss(
     loss: Tensor,
@@ -461,6 +462,7 @@ def _enter(
     if policy.master_weights and targets:
         clip.install()
         replicas.install()
+    compiling.hook()
     if policy.patch_torch_functions or policy.emulates:
         casts.install(policy.op_lists)
     if policy.patch_torch_functions:

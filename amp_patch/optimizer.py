@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import clip, links, regions, replicas, subclass
+from amp_patch.compiling import not_traced
 from amp_patch.masters import Masters, gather
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.scaler import LossScaler, inverse_of
@@ -337,6 +338,7 @@ def settle(optimizer: Any) -> None:
             pending.scaler.update()
 
 
+@not_traced
 def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Pre-hook of `step`; `args` begins with the optimizer. Returns other arguments, or None to keep these.
 
@@ -381,6 +383,7 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
 
 
+@not_traced
 def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Post-hook of `step`: publish the masters, or put back what a skipped step must not have changed."""
     stash = _stash(optimizer)

@@ -261,7 +261,9 @@ def enter_trace_of(acting: Policy | None) -> None:
     if acting is None:
         enter_traced(None)
     else:
-        enter_traced((acting.dtype, acting.patch_torch_functions, acting.allow_banned, acting.cpu_fp16, acting.op_lists))
+        enter_traced(
+            (acting.dtype, acting.patch_torch_functions, acting.allow_banned, acting.cpu_fp16, acting.op_lists)
+        )
 
 
 # Dynamo calls these three while it traces, with constants, and nothing of them is left in what it compiles: that is

@@ -18,9 +18,12 @@ from amp_patch import amp
 from amp_patch.compiling import casting
 from amp_patch.policy import OPT_LEVELS
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:<class 'torch.autograd.function.Function'> should not be instantiated"  # torch's own tracing does it
-)
+# What torch's own tracing does, in plain scripts too.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be instantiated"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+]
 BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
@@ -55,7 +58,7 @@ def operands() -> tuple[Tensor, Tensor]:
     return torch.randn(4, 6), torch.randn(6, 6)
 
 
-def train_steps(model, optimizer, step, count=4):
+def train_steps(step, count=4):
     """The losses of `count` steps, of which the third and later compile nothing."""
     losses = []
     for index in range(count):
@@ -88,12 +91,12 @@ def initialized(level, **kwargs):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("level", training.LEVELS)
 def test_a_compiled_model_trains_as_in_eager(level, backend):
-    expected = train_steps(None, None, step_of(*initialized(level)))
+    expected = train_steps(step_of(*initialized(level)))
     amp.restore()
     model, optimizer = initialized(level)
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
-    losses = train_steps(None, None, step_of(compiled, optimizer))
+    losses = train_steps(step_of(compiled, optimizer))
     assert losses == pytest.approx(expected, rel=2e-3)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -102,7 +105,7 @@ def test_a_compiled_model_trains_as_in_eager(level, backend):
 @pytest.mark.parametrize("level", training.LEVELS)
 @pytest.mark.parametrize("how", ["torch.compile first", "in place first", "in place after"])
 def test_when_the_model_is_compiled_makes_no_difference(level, how):
-    expected = train_steps(None, None, step_of(*initialized(level)))
+    expected = train_steps(step_of(*initialized(level)))
     amp.restore()
     model = training.convnet()
     optimizer = training.SGD(model.parameters())
@@ -114,16 +117,17 @@ def test_when_the_model_is_compiled_makes_no_difference(level, how):
     if how == "in place after":
         model.compile(backend="aot_eager", fullgraph=True)
     torch._dynamo.utils.counters.clear()
-    assert train_steps(None, None, step_of(model, optimizer)) == pytest.approx(expected, rel=2e-3)
+    assert train_steps(step_of(model, optimizer)) == pytest.approx(expected, rel=2e-3)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("level", training.LEVELS)
 def test_a_whole_step_is_compiled_around_backward(level):
-    expected = train_steps(None, None, step_of(*initialized(level)))
+    # Without a skipped step: torch compiles an optimizer again when it has its state.
+    expected = train_steps(step_of(*initialized(level, loss_scale=2.0**8)))
     amp.restore()
-    step = torch.compile(step_of(*initialized(level)), backend="aot_eager")
-    assert train_steps(None, None, step) == pytest.approx(expected, rel=2e-3)
+    step = torch.compile(step_of(*initialized(level, loss_scale=2.0**8)), backend="aot_eager")
+    assert train_steps(step) == pytest.approx(expected, rel=2e-3)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -143,7 +147,7 @@ def test_a_compiled_step_of_the_optimizer_skips_and_publishes(level):
 
 def test_two_trainings_interleave():
     def alone(level, **kwargs):
-        losses = train_steps(None, None, step_of(*initialized(level, **kwargs)))
+        losses = train_steps(step_of(*initialized(level, **kwargs)))
         amp.restore()
         return losses
 
@@ -266,7 +270,7 @@ class Attention(nn.Module):
         return self.encoder(self.attention(x, x, x)[0])
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("level", training.LEVELS)
 def test_models_of_other_kinds(level, backend):
     torch.manual_seed(0)
