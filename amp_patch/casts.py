@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.compiler import is_dynamo_compiling
 
-from amp_patch import multi_tensor
+from amp_patch import compiling, multi_tensor
 from amp_patch.cpu_fp16 import settle
 from amp_patch.oplists import OPLISTS, rules_by_name
 from amp_patch.patch import Patches
@@ -215,6 +216,7 @@ def install(op_lists: str = "torch") -> None:
             patches.remove()
             _forget_installation()
             raise
+        compiling.hook()
         _patches = patches
         _installed.update(("torch", op_lists))
 
@@ -232,6 +234,7 @@ def uninstall() -> None:
 def _forget_installation() -> None:
     global _patches
     _patches = None
+    compiling.forget_methods()
     _originals.clear()
     _installed.clear()
 
@@ -293,7 +296,9 @@ def _replace(patches: Patches, owner: Any, name: str, rule: str, apex_rule: str)
     key = (id(original), rule, apex_rule, backend())
     if key not in _wrappers:
         _wrappers[key] = (original, _wrapper_at(owner, name, original, rule, apex_rule))
-    patches.set(owner, name, _wrappers[key][1])
+    wrapper = _wrappers[key][1]
+    patches.set(owner, name, wrapper)
+    compiling.know(owner, name, wrapper, original, rule, apex_rule)
 
 
 # What the op lists name. Functions that users hand in are left to Python, which keeps all that they may be.
@@ -421,6 +426,15 @@ def disable_casts() -> region:
     return region(None, claims=True)
 
 
+def _install_in_trace() -> None:
+    if not installed():
+        install()
+        compiling.start_late()
+
+
+_install_in_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see regions.traced
+
+
 class autocast(region):
     """The casts of O1 as a region of this thread: a context manager, and a decorator of functions and methods.
 
@@ -447,21 +461,28 @@ class autocast(region):
         enabled: bool = True,
         cache_enabled: bool | None = True,
     ) -> None:
-        if device_type is None:
-            device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        default = _autocast_dtype(device_type)
-        if dtype is not None and dtype not in LOW_PRECISION:
-            raise ValueError(f"autocast: dtype is {dtype!r}; wanted {' or '.join(map(str, LOW_PRECISION))}, or None")
-        low = default if dtype is None else dtype
-        policy = Policy("O1", dtype=low, patch_torch_functions=True)
-        super().__init__(settle(policy, on_cpu=device_type == "cpu") if enabled else None, claims=True)
+        policy = _autocast_policy(device_type, dtype)
+        super().__init__(policy if enabled else None, claims=True)
         self.caches = torch.is_autocast_cache_enabled() if cache_enabled is None else bool(cache_enabled)
 
     def __enter__(self) -> autocast:
         if self.acting is not None:
-            install()
+            if is_dynamo_compiling():
+                _install_in_trace()
+            else:
+                install()
         super().__enter__()
         return self
+
+
+def _autocast_policy(device_type: Any, dtype: Any) -> Policy:
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    default = _autocast_dtype(device_type)
+    if dtype is not None and dtype not in LOW_PRECISION:
+        raise ValueError(f"autocast: dtype is {dtype!r}; wanted {' or '.join(map(str, LOW_PRECISION))}, or None")
+    policy = Policy("O1", dtype=default if dtype is None else dtype, patch_torch_functions=True)
+    return settle(policy, on_cpu=device_type == "cpu")
 
 
 def _autocast_dtype(device_type: Any) -> torch.dtype:

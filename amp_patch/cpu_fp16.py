@@ -40,6 +40,13 @@ def has_fp16_arithmetic() -> bool:
         return platform.machine() == "arm64"  # macOS calls it so, and every Apple processor has it
 
 
+def _machine_has_fp16() -> bool:
+    return has_fp16_arithmetic()
+
+
+_machine_has_fp16._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see regions.traced
+
+
 def settle(policy: Policy, on_cpu: bool) -> Policy:
     """`policy` with its `cpu_fp16` decided for this machine: "emulate" or "native".
 
@@ -47,7 +54,7 @@ def settle(policy: Policy, on_cpu: bool) -> Policy:
     """
     wanted = policy.cpu_fp16
     if wanted == "auto":
-        wanted = "native" if has_fp16_arithmetic() else "emulate"
+        wanted = "native" if _machine_has_fp16() else "emulate"
     return replace(policy, cpu_fp16=wanted if on_cpu and policy.uses_fp16 else "native")
 
 

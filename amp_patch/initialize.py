@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import casts, clip, keep, links, regions, replicas, shards
+from amp_patch import casts, clip, compiling, keep, links, regions, replicas, shards
 from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
 from amp_patch.backward import ScaledBackward
@@ -169,7 +169,7 @@ def initialize_as(
     methods: tuple[str, ...] = (),
 ) -> Any:
     """`initialize` in a dialect, at a resolved policy; None is `enabled=False`."""
-    model_list, optimizer_list = _as_list(models), _as_list(optimizers)
+    model_list, optimizer_list = [model_side.uncompiled(model) for model in _as_list(models)], _as_list(optimizers)
     for module in shards.fsdp_modules(m for m in model_list if isinstance(m, nn.Module)):
         module.reshard()  # after a forward its parameters may be the gathered ones, which no optimizer holds
     targets = [optimizer_side.innermost(optimizer) for optimizer in optimizer_list]
@@ -177,7 +177,7 @@ def initialize_as(
         for target in targets:
             if getattr(target, "_amp_stash", None) is None:
                 target._amp_stash = dialect.stash(OPT_LEVELS["O0"], [], enabled=False)
-        return _apex_form(models, optimizers, model_list, optimizer_list)
+        return _apex_form(models, optimizers, optimizer_list)
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
     kept = _check(model_list, targets, policy, keep_fp32, methods, dialect)
@@ -195,7 +195,7 @@ def initialize_as(
         methods=tuple(methods),
         process_group=process_group,
     )
-    return _apex_form(models, optimizers, model_list, optimizer_list)
+    return _apex_form(models, optimizers, optimizer_list)
 
 
 def begin_training(
@@ -233,6 +233,7 @@ def begin_training(
     return training
 
 
+@compiling.eager_only
 @contextmanager
 def scale_loss(
     loss: Tensor,
@@ -508,6 +509,7 @@ def _enter(
         clip.install()
     if targets and (policy.master_weights or policy.scales_loss):
         replicas.follow(models, training.scalers)
+    compiling.hook()
     if policy.patch_torch_functions or policy.emulates:
         casts.install(policy.op_lists)
     if policy.patch_torch_functions:
@@ -568,8 +570,8 @@ def _as_list(one_or_many: Any) -> list[Any]:
     return list(one_or_many) if isinstance(one_or_many, list | tuple) else [one_or_many]
 
 
-def _apex_form(models: Any, optimizers: Any, model_list: list[Any], optimizer_list: list[Any]) -> Any:
-    model = model_list if isinstance(models, list | tuple) else models
+def _apex_form(models: Any, optimizers: Any, optimizer_list: list[Any]) -> Any:
+    model = list(models) if isinstance(models, list | tuple) else models
     if optimizers is None:
         return model
     return model, optimizer_list if isinstance(optimizers, list | tuple) else optimizers

@@ -25,7 +25,8 @@ _DTYPE_ERROR = re.compile(r"same dtype|scalar type|should be the same|dtype mism
 class _Running(threading.local):
     """The policy of the model whose forward runs on this thread; None outside."""
 
-    policy: Policy | None = None
+    def __init__(self) -> None:  # an attribute of the instance, for torch.compile's guards
+        self.policy: Policy | None = None
 
 
 _running = _Running()
@@ -160,6 +161,11 @@ class KeptModule(subclass.Generated):
             return output if came is None else tree.cast_floats(output, came, (torch.float32,))
 
         return {"forward": kept}
+
+
+def uncompiled(model: Any) -> Any:
+    """The module inside of what `torch.compile` made of it; anything else as it is."""
+    return model._orig_mod if type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod") else model
 
 
 def check(model: Any) -> None:
@@ -464,7 +470,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
 
 def _in_backward() -> bool:
     """Whether autograd runs on this thread: then a module called is one that activation checkpointing calls again."""
-    return torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_dynamo_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _recomputed(policy: Policy, args: Any, kwargs: Any) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from amp_patch import clip, links, regions, replicas, shards, subclass, zero
+from amp_patch.compiling import not_traced
 from amp_patch.masters import Masters, gather
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.scaler import LossScaler, inverse_of
@@ -445,6 +446,7 @@ def settle(optimizer: Any) -> None:
             pending.scaler.update()
 
 
+@not_traced
 def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Pre-hook of `step`; `args` begins with the optimizer. Returns other arguments, or None to keep these.
 
@@ -495,6 +497,7 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
 
 
+@not_traced
 def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Post-hook of `step`: publish the masters, or put back what a skipped step must not have changed."""
     stash = _stash(optimizer)

@@ -9,15 +9,14 @@ import weakref
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from amp_patch import multi_tensor
-
-if TYPE_CHECKING:
-    from amp_patch.policy import Policy
+from amp_patch.policy import Policy
 
 # Ours and torch.autocast side by side: the inner one wins. A region of ours that casts, or whose word is "no casts",
 # turns torch's off while it lasts. A torch.autocast entered inside of one (torch counts them), on or off, has the word
@@ -68,6 +67,7 @@ class _Thread(threading.local):
         self.caches = False
         self.firm = 0  # how many regions of the kind `no_casts_within` the thread is in
         self.casts: dict[Any, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+        self.traced: list[Policy | None] = []  # what acts in the code that torch.compile traces, innermost last
 
 
 _thread = _Thread()
@@ -160,7 +160,7 @@ def current() -> Policy | None:
     In a region it is the region's, or None if that policy neither patches nor emulates FP16; elsewhere it is the
     process default. Inside a torch.autocast that was entered later, on or off, it does not patch.
     """
-    return _state.current()
+    return traced() if is_dynamo_compiling() else _state.current()
 
 
 def entered() -> Policy | None:
@@ -225,6 +225,9 @@ class region:
         self.caches = True
 
     def __enter__(self) -> Any:
+        if is_dynamo_compiling():
+            enter_trace_of(self.acting)
+            return self
         entry = _Entry(self, *_state.begin(self.claims))
         _thread.stack.append(entry)
         _follow(entry)
@@ -233,6 +236,9 @@ class region:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if is_dynamo_compiling():
+            leave_traced()
+            return
         stack = _thread.stack
         for index in range(len(stack) - 1, -1, -1):
             if stack[index].region is self:
@@ -262,6 +268,12 @@ class region:
 
         @functools.wraps(function)
         def body(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():  # which enters no context manager that was made outside of what it compiles
+                enter_trace_of(self.acting)
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    leave_traced()
             with self:
                 return function(*args, **kwargs)
 
@@ -315,6 +327,57 @@ class everywhere(region):
             _refresh_default()
 
 
+def begin_trace(acting: Policy | None) -> None:
+    """torch.compile begins to trace a frame on this thread, where `acting` acts."""
+    _thread.traced = [acting]
+
+
+def enter_trace_of(acting: Policy | None) -> None:
+    """As `follow`, in code that is being traced; `leave_traced` ends it."""
+    if acting is None:
+        enter_traced(None)
+    else:
+        enter_traced(
+            (acting.dtype, acting.patch_torch_functions, acting.allow_banned, acting.cpu_fp16, acting.op_lists)
+        )
+
+
+# Dynamo calls these three while it traces, with constants, and nothing of them is left in what it compiles: that is
+# what `torch.compiler.assume_constant_result` asks for, without importing the compiler.
+
+
+def traced() -> Policy | None:
+    """What acts at the point that a trace has come to."""
+    return _thread.traced[-1] if _thread.traced else None
+
+
+def enter_traced(casts: tuple[Any, ...] | None) -> None:
+    _thread.traced.append(None if casts is None else casts_policy(*casts))
+
+
+def leave_traced() -> None:
+    _thread.traced.pop()
+
+
+for _function in (traced, enter_traced, leave_traced):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def casts_policy(
+    dtype: torch.dtype, patch_torch_functions: bool, allow_banned: bool, cpu_fp16: str, op_lists: str
+) -> Policy:
+    """The one policy that stands for all that cast alike."""
+    return Policy(
+        "O1" if patch_torch_functions else "O2",
+        dtype=dtype,
+        patch_torch_functions=patch_torch_functions,
+        allow_banned=allow_banned,
+        cpu_fp16=cpu_fp16,
+        op_lists=op_lists,
+    )
+
+
 def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, to be called later, on any thread, with the casts that act on this thread now (or with none)."""
     within = region(current())
@@ -347,7 +410,7 @@ def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     The tensor is held weakly and its entry goes when it goes. (A cast that autograd can differentiate holds its weight
     itself, until the region ends.)
     """
-    return _state.cast_weight(weight, dtype)
+    return weight.to(dtype) if is_dynamo_compiling() else _state.cast_weight(weight, dtype)
 
 
 def _may_remember(weight: Tensor) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn.utils.rnn import PackedSequence
 
 TensorFn = Callable[[Tensor], Any]
@@ -43,6 +44,8 @@ def cast_floats(value: Any, dtype: torch.dtype, only: Iterable[torch.dtype] | No
         found = tensor.dtype
         if found is dtype or not found.is_floating_point or (wanted is not None and found not in wanted):
             return tensor
+        if is_dynamo_compiling():  # an id is a guard on that very tensor, which is another one next time
+            return tensor.to(dtype)
         if id(tensor) not in done:
             done[id(tensor)] = tensor.to(dtype)
         return done[id(tensor)]
@@ -87,7 +90,13 @@ def _map(value: Any, fn: TensorFn, other: ObjectFn) -> Any:
 
 
 def _same(items: Iterable[Any], originals: Iterable[Any]) -> bool:
-    return all(item is original for item, original in zip(items, originals, strict=True))
+    return all(map(_is_same, items, originals))
+
+
+def _is_same(item: Any, original: Any) -> bool:
+    if is_dynamo_compiling() and isinstance(original, tuple):  # torch.compile has no identity of tuples
+        return _same(item, original)
+    return item is original
 
 
 def _tuple(value: Any, fn: TensorFn, other: ObjectFn) -> Any:

@@ -25,6 +25,7 @@ BENCHMARKS = {
     "kernels": ["benchmarks/kernels.py", "--device", "cuda", "--elements", str(2**28)],  # 1 GB in FP32
     "launches": ["benchmarks/launches.py"],
     "step": ["benchmarks/step.py", "--device", "cuda", "--size", "100m"],
+    "compile": ["benchmarks/compile.py", "--device", "cuda", "--size", "100m"],
 }
 
 

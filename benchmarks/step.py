@@ -110,6 +110,7 @@ class Task(NamedTuple):
     batch: int
     device: str
     threads: int
+    compiled: bool = False  # torch.compile(model)
 
 
 def step_of(task: Task) -> Callable[[], Tensor]:
@@ -117,6 +118,8 @@ def step_of(task: Task) -> Callable[[], Tensor]:
     rival, dtype = task.rival, task.dtype
     model, inputs, targets = subject(task.kind, task.sizes, task.batch, task.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if task.compiled:
+        model.compile()
     device_type = torch.device(task.device).type
 
     def fp32() -> Tensor:
@@ -191,12 +194,12 @@ def process(task: Task) -> Any:
         worker.join()
 
 
-def compare(options: argparse.Namespace, kind: str, batch: int) -> list[dict[str, Any]]:
+def compare(options: argparse.Namespace, kind: str, batch: int, compiled: bool = False) -> list[dict[str, Any]]:
     """Every rival's median, and its ratio over the baseline's, for one model and batch size."""
     with ExitStack() as stack:
         timers, losses = {}, {}
         for rival in options.rivals:
-            about = (DTYPES[options.dtype], kind, SIZES[options.size], batch, options.device, options.threads)
+            about = (DTYPES[options.dtype], kind, SIZES[options.size], batch, options.device, options.threads, compiled)
             timers[rival], losses[rival] = stack.enter_context(process(Task(rival, *about)))
         times = timing.in_turns(timers, options.repeats)
     return [

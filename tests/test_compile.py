@@ -1,0 +1,367 @@
+"""torch.compile at every level: one graph, eager's types and numbers, and never the casts of another level."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+import training
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from amp_patch import amp
+from amp_patch.compiling import casting
+from amp_patch.policy import OPT_LEVELS
+
+# What torch's own tracing does, in plain scripts too.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be instantiated"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+]
+BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def same_as_eager(function, *inputs, backend="aot_eager", **tolerances):
+    """Compiled twice (the second call takes what the first made), in one graph: eager's types and numbers."""
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    compiled(*inputs)
+    found, expected = compiled(*inputs), function(*inputs)
+    torch.testing.assert_close(found, expected, **tolerances)  # types too
+    return compiled
+
+
+def zoo(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Each way to name a function: module functions, composites, methods, operators, unbound methods."""
+    y = x @ w
+    return (
+        *(y, x.matmul(w), torch.Tensor.matmul(x, w), torch.mm(x, w), F.linear(x, w), torch.einsum("ij,jk->ik", x, w)),
+        *(y.softmax(-1), F.softmax(y, -1), torch.exp(y), y.exp(), y**2, 2**y, y.sum(), torch.linalg.norm(y)),
+        *(F.layer_norm(y, (6,)), F.cross_entropy(y, torch.arange(4)), F.gelu(y), torch.cat([x, y]), y + x),
+    )
+
+
+def operands() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(4, 6), torch.randn(6, 6)
+
+
+def train_steps(step, count=4):
+    """The losses of `count` steps, of which the third and later compile nothing."""
+    losses = []
+    for index in range(count):
+        with torch._dynamo.config.patch(error_on_recompile=index > 1):
+            losses.append(step(*training.images(index)).item())
+    return losses
+
+
+def step_of(model, optimizer, loss_function=F.cross_entropy):
+    def step(inputs, targets):
+        optimizer.zero_grad()
+        loss = loss_function(model(inputs), targets)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def initialized(level, **kwargs):
+    model = training.convnet()
+    return amp.initialize(model, training.SGD(model.parameters()), opt_level=level, verbosity=0, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("level", training.LEVELS)
+def test_a_compiled_model_trains_as_in_eager(level, backend):
+    expected = train_steps(step_of(*initialized(level)))
+    amp.restore()
+    model, optimizer = initialized(level)
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    losses = train_steps(step_of(compiled, optimizer))
+    assert losses == pytest.approx(expected, rel=2e-3)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("level", training.LEVELS)
+@pytest.mark.parametrize("how", ["torch.compile first", "in place first", "in place after"])
+def test_when_the_model_is_compiled_makes_no_difference(level, how):
+    expected = train_steps(step_of(*initialized(level)))
+    amp.restore()
+    model = training.convnet()
+    optimizer = training.SGD(model.parameters())
+    if how == "torch.compile first":
+        model = torch.compile(model, backend="aot_eager", fullgraph=True)
+    elif how == "in place first":
+        model.compile(backend="aot_eager", fullgraph=True)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if how == "in place after":
+        model.compile(backend="aot_eager", fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    assert train_steps(step_of(model, optimizer)) == pytest.approx(expected, rel=2e-3)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("level", training.LEVELS)
+def test_a_whole_step_is_compiled_around_backward(level):
+    # Without a skipped step: torch compiles an optimizer again when it has its state.
+    expected = train_steps(step_of(*initialized(level, loss_scale=2.0**8)))
+    amp.restore()
+    step = torch.compile(step_of(*initialized(level, loss_scale=2.0**8)), backend="aot_eager")
+    assert train_steps(step) == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_compiled_step_of_the_optimizer_skips_and_publishes(level):
+    model, optimizer = initialized(level, loss_scale=2.0**10)
+    plain, reference = initialized(level, loss_scale=2.0**10)
+    compiled = torch.compile(optimizer.step, backend="aot_eager")
+    for index in range(3):
+        for net, opt, step in ((model, optimizer, compiled), (plain, reference, reference.step)):
+            opt.zero_grad()
+            inputs, targets = training.images(index)
+            training.backward(F.cross_entropy(net(inputs * (float("inf") if index == 1 else 1)), targets), opt)
+            step()
+            assert opt._amp_stash.step_skipped is (index == 1)
+    assert training.same(list(model.parameters()), list(plain.parameters()))
+
+
+def test_two_trainings_interleave():
+    def alone(level, **kwargs):
+        losses = train_steps(step_of(*initialized(level, **kwargs)))
+        amp.restore()
+        return losses
+
+    expected = alone("O1"), alone("O2", dtype=torch.bfloat16)
+    steps = []
+    for level, kwargs in (("O1", {}), ("O2", {"dtype": torch.bfloat16})):
+        model, optimizer = initialized(level, **kwargs)
+        steps.append(step_of(torch.compile(model, backend="aot_eager", fullgraph=True), optimizer))
+    found = [[], []]
+    for index in range(4):
+        with torch._dynamo.config.patch(error_on_recompile=index > 1):
+            for losses, step in zip(found, steps, strict=True):
+                losses.append(step(*training.images(index)).item())
+    assert found[0] == pytest.approx(expected[0], rel=2e-3) and found[1] == pytest.approx(expected[1], rel=1e-2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whose casts
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_process_default_acts_in_a_function_that_is_called_by_itself(backend):
+    initialized("O1", dtype=torch.bfloat16)
+    assert zoo(*operands())[0].dtype is torch.bfloat16
+    same_as_eager(zoo, *operands(), backend=backend, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_regions_inside_and_around(dtype, backend):
+    def inside(x, w):
+        with amp.autocast("cpu", dtype=dtype):
+            cast = zoo(x, w)
+            with amp.disable_casts():
+                plain = zoo(x, w)
+            with amp.autocast("cpu", dtype=torch.bfloat16):
+                other = x @ w
+            again = x @ w
+        return cast, plain, other, again, x @ w
+
+    decorated = amp.autocast("cpu", dtype=dtype)(zoo)
+
+    def within(x, w):
+        with casting(amp.autocast("cpu", dtype=dtype).policy):
+            return x @ w, F.linear(x, w)
+
+    for _ in range(2):  # then where a process default acts
+        for function in (inside, decorated):
+            same_as_eager(function, *operands(), backend=backend, rtol=2e-2, atol=2e-2)
+        with amp.autocast("cpu", dtype=dtype):
+            same_as_eager(zoo, *operands(), backend=backend, rtol=2e-2, atol=2e-2)
+        assert {t.dtype for t in within(*operands())} == {dtype}
+        amp.initialize(nn.Linear(2, 2), opt_level="O4", verbosity=0)
+
+
+def test_what_was_compiled_for_other_casts_is_not_used():
+    compiled = torch.compile(lambda x, w: (x @ w, F.linear(x, w), x.mm(w)), backend="aot_eager", fullgraph=True)
+
+    def types():
+        return {t.dtype for t in compiled(*operands())}
+
+    assert types() == {torch.float32}
+    for _ in range(2):
+        with amp.autocast("cpu", dtype=torch.float16):
+            assert types() == {torch.float16}
+        with amp.autocast("cpu", dtype=torch.bfloat16):
+            assert types() == {torch.bfloat16}
+        assert types() == {torch.float32}
+    initialized("O1")
+    assert types() == {torch.float16}
+    initialized("O4")
+    assert types() == {torch.bfloat16}
+    with amp.disable_casts():
+        assert types() == {torch.float32}
+    amp.restore()
+    assert types() == {torch.float32}
+
+
+@amp.half_function
+def halved(x):
+    return x + 1
+
+
+@amp.float_function
+def raised(x):
+    return x * 2
+
+
+@amp.promote_function
+def widened(pair):
+    return torch.stack([t.to(pair[0].dtype) for t in pair])
+
+
+def test_functions_of_the_users():
+    def function(x):
+        return halved(x), raised(x.bfloat16()), widened([x.bfloat16(), x])
+
+    with amp.autocast("cpu", dtype=torch.bfloat16):
+        assert [t.dtype for t in function(torch.ones(3))] == [torch.bfloat16, torch.float32, torch.float32]
+        same_as_eager(function, torch.ones(3))
+    same_as_eager(function, torch.ones(3))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.linear, self.norm, self.reentrant = nn.Linear(6, 6), nn.LayerNorm(6), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: self.norm(self.linear(y)).softmax(-1), x, use_reentrant=self.reentrant)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(self.attention(x, x, x)[0])
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("level", training.LEVELS)
+def test_models_of_other_kinds(level, backend):
+    torch.manual_seed(0)
+    for model, inputs in (
+        (Checkpointed(False), torch.randn(4, 6, requires_grad=True)),
+        (Checkpointed(True), torch.randn(4, 6, requires_grad=True)),
+        (Attention(), torch.randn(2, 3, 8)),
+    ):
+        model, _ = amp.initialize(model, training.SGD(model.parameters()), opt_level=level, verbosity=0)
+        compiled = same_as_eager(model, inputs, backend=backend, rtol=2e-2, atol=2e-2)
+        grads = []
+        for net in (compiled, model):
+            model.zero_grad()
+            net(inputs).pow(2).sum().backward()
+            grads.append([p.grad.clone() for p in model.parameters()])
+        torch.testing.assert_close(*grads, rtol=5e-2, atol=5e-2)
+    kept, _ = initialized(level, keep_fp32="head", methods=("encode",))
+    same_as_eager(kept, training.images(0)[0], backend=backend, rtol=2e-2, atol=2e-2)
+    same_as_eager(kept.encode, training.images(0)[0], backend=backend, rtol=2e-2, atol=2e-2)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    @amp.custom_fwd
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    @amp.custom_bwd
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        return grad @ b.T, a.T @ grad
+
+
+class ProductFP32(Product):
+    @staticmethod
+    @amp.custom_fwd(cast_inputs=torch.float32)
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+
+@pytest.mark.parametrize("function", [Product, ProductFP32])
+def test_custom_autograd_functions(function):
+    def call(a, b):
+        with amp.autocast("cpu", dtype=torch.bfloat16):
+            return function.apply(a, b)
+
+    x, w = (t.requires_grad_() for t in operands())
+    grads = []
+    for run in (call, same_as_eager(call, x, w)):
+        x.grad = w.grad = None
+        run(x, w).float().pow(2).sum().backward()
+        grads.append((x.grad, w.grad))
+    torch.testing.assert_close(*grads, rtol=2e-2, atol=2e-2)
+
+
+def test_policies_that_cast_alike_share_what_is_compiled():
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(lambda x, w: x @ w, backend="eager", fullgraph=True)
+    for scale in (1.0, 2.0):
+        amp.initialize(nn.Linear(2, 2), opt_level="O1", loss_scale=scale, verbosity=0)
+        assert compiled(*operands()).dtype is OPT_LEVELS["O1"].dtype
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who comes first, in processes of their own
+
+LATE = """
+import sys, torch
+from torch import nn
+from amp_patch import amp, casts
+assert "torch._dynamo" not in sys.modules
+model = amp.initialize(nn.Linear(6, 6), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+assert "torch._dynamo" not in sys.modules, "who never compiles must not import the compiler"
+assert casts.backend() == BACKEND
+import test_compile
+for backend in ("eager", "aot_eager"):
+    test_compile.same_as_eager(test_compile.zoo, *test_compile.operands(), backend=backend, rtol=2e-2, atol=2e-2)
+    test_compile.same_as_eager(model, test_compile.operands()[0], backend=backend)
+"""
+
+
+@pytest.mark.parametrize("backend", ["cpp", "python"])
+def test_the_compiler_may_be_imported_after_the_casts_are_installed(backend):
+    kind = {"cpp": "", "python": "torch"}[backend]
+    if backend == "cpp" and amp.multi_tensor.extension() is None:
+        kind, backend = "torch", "python"
+    code = f"BACKEND = {backend!r}\n{LATE}"
+    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path), "AMP_PATCH_BACKEND": kind}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
