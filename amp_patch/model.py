@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from amp_patch import casts, links, regions, subclass, tree
 from amp_patch.patch import Patches
@@ -387,7 +388,8 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
         method, policy = getattr(self._amp_base, name), _policy(self)
         if policy is None or _running.policy is policy or _recomputed(policy, args, kwargs):
             return method(self, *args, **kwargs)
-        links.publish_written(vars(self)["_amp"].exposed)
+        if not is_dynamo_compiling():  # compiled, what was written into a state dict arrives with the next step
+            links.publish_written(vars(self)["_amp"].exposed)
         outer, _running.policy = _running.policy, policy
         given = args, kwargs
         try:
@@ -407,7 +409,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
 
 def _in_backward() -> bool:
     """Whether autograd runs on this thread: then a module called is one that activation checkpointing calls again."""
-    return not torch.compiler.is_dynamo_compiling() and torch._C._current_graph_task_id() != -1
+    return not is_dynamo_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _recomputed(policy: Policy, args: Any, kwargs: Any) -> bool:
