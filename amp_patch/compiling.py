@@ -2,11 +2,10 @@
 
 Dynamo cannot look into functions in C, and does not look at what stands in torch.Tensor. So it is told here, the moment
 before it traces a frame, how to read them: a call of a function, a method or an operator on the op lists is traced as
-its rule (rules.py) for the policy that acts. Regions (regions.py) say which one that is, by `enter` and `leave`; at the
-start of a frame it is the one of the thread, and a guard on it has the frame compiled again where another one acts.
+its rule (rules.py) for the policy that acts. Regions (regions.py) say which one that is; at the start of a frame it is
+the thread's, and a guard has the frame compiled again where another one acts.
 
-start of a frame it is the one of the thread, and a guard on it has the frame compiled again where another one
-acts.
+This is the one file that needs Dynamo's inside. Nothing here imports the compiler: `hook` waits until somebody else has.
 """
 
 from __future__ import annotations
