@@ -2,8 +2,8 @@
 
 Dynamo cannot look into functions in C, and does not look at what stands in torch.Tensor. So it is told here, the moment
 before it traces a frame, how to read them: a call of a function, a method or an operator on the op lists is traced as
-its rule (rules.py) for the policy that acts. Regions (regions.py) say which one that is, by `enter` and `leave`; at the
-start of a frame it is the one of the thread, and a guard on it has the frame compiled again where another one acts.
+its rule (rules.py) for the policy that acts. Regions (regions.py) say which one that is; at the start of a frame it is
+the thread's, and a guard has the frame compiled again where another one acts.
 
 This is the one file that needs the inside of Dynamo. Nothing here imports it: `hook` waits until somebody else has.
 """
@@ -50,8 +50,9 @@ def eager_only(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not disabled and hasattr(dynamo := sys.modules.get("torch._dynamo"), "disable"):
-            disabled.append(dynamo.disable(function))  # type: ignore[union-attr]
+        disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
+        if not disabled and disable is not None:
+            disabled.append(disable(function))
         return (disabled[0] if disabled else function)(*args, **kwargs)
 
     return not_traced(call)
@@ -121,7 +122,7 @@ def _casts_of(policy: Policy) -> Policy:
 
 def start_late() -> None:
     """The casts were installed while Dynamo traces a frame, by the first region of the process."""
-    _start(sys.modules[_DYNAMO].InstructionTranslator.current_tx())  # type: ignore[attr-defined]
+    _start(sys.modules[_DYNAMO].InstructionTranslator.current_tx())
 
 
 def hook() -> None:
@@ -325,7 +326,7 @@ def _variable_class() -> type:
     functions = importlib.import_module("torch._dynamo.variables.functions")
     torch_functions: Any = importlib.import_module("torch._dynamo.variables.torch").TorchInGraphFunctionVariable
 
-    class CastFunctionVariable(torch_functions):  # type: ignore[misc]
+    class CastFunctionVariable(torch_functions):
         def __init__(self, wrapped: Any, **kwargs: Any) -> None:
             self.wrapped = wrapped
             super().__init__(wrapped.original, **kwargs)

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
-from amp_patch import casts, links, regions, replicas, shards, subclass, tree
+from amp_patch import casts, links, regions, shards, subclass, tree
 from amp_patch.patch import Patches
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
 
@@ -44,7 +45,8 @@ class ModelState:
         fast_path_off: whether torch's fused encoder layers would meet modules that were kept.
         sharded: whether the model went through `fully_shard` before.
         handles: of hooks on FSDP modules inside the model.
-        local: whether the gradients of the last forward stay on this process: it ran under DDP's `no_sync()`.
+        no_sync: whether DDP's `no_sync()` is entered (replicas.py says so).
+        local: whether the gradients of the last forward stay on this process: it ran under `no_sync()`.
     """
 
     policy: Policy
@@ -54,11 +56,12 @@ class ModelState:
     fast_path_off: bool = False
     sharded: bool = False
     handles: list[Any] = field(default_factory=list)
+    no_sync: bool = False
     local: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has parameters of its own, and no masters.
-        return {**vars(self), "on_demand": True, "exposed": [], "handles": [], "local": False}
+        return {**vars(self), "on_demand": True, "exposed": [], "handles": [], "no_sync": False, "local": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -448,9 +451,11 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
         method, policy = getattr(self._amp_base, name), _policy(self)
         if policy is None or _running.policy is policy or _recomputed(policy, args, kwargs):
             return method(self, *args, **kwargs)
-        links.publish_written(vars(self)["_amp"].exposed)
+        own: ModelState = vars(self)["_amp"]
+        if not is_dynamo_compiling():  # compiled, what was written into a state dict arrives with the next step
+            links.publish_written(own.exposed)
         if policy.cast_model_type is not None and torch.is_grad_enabled():
-            vars(self)["_amp"].local = replicas.gradients_stay_local()
+            own.local = own.no_sync
         outer, _running.policy = _running.policy, policy
         given = args, kwargs
         try:
@@ -470,7 +475,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
 
 def _in_backward() -> bool:
     """Whether autograd runs on this thread: then a module called is one that activation checkpointing calls again."""
-    return not torch.compiler.is_dynamo_compiling() and torch._C._current_graph_task_id() != -1
+    return not is_dynamo_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _recomputed(policy: Policy, args: Any, kwargs: Any) -> bool:

@@ -359,8 +359,9 @@ def leave_traced() -> None:
     _thread.traced.pop()
 
 
-for _function in (traced, enter_traced, leave_traced):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_constants: tuple[Any, ...] = (traced, enter_traced, leave_traced)
+for _function in _constants:
+    _function._dynamo_marked_constant = True
 
 
 @functools.cache

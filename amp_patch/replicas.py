@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,7 +36,7 @@ def follow(models: Iterable[nn.Module], scalers: list[LossScaler]) -> None:
 
 
 def install() -> None:
-    """Let torch's DistributedDataParallel broadcast masters and scales with their weights; idempotent."""
+    """Let torch's DistributedDataParallel broadcast masters and scales, and tell of `no_sync`; idempotent."""
     global _installed
     original = getattr(distributed, _FUNCTION, None)
     if _installed or original is None:
@@ -58,6 +59,8 @@ def install() -> None:
         return result
 
     _patches.set(distributed, _FUNCTION, with_masters)
+    ddp = distributed.DistributedDataParallel
+    _patches.set(ddp, "no_sync", _telling(ddp.no_sync))
     _installed = True
 
 
@@ -73,13 +76,24 @@ def _broadcast_scales(module: nn.Module, process_group: Any, bucket_size: int, s
         scaler.load_state_dict({"loss_scale": loss_scale, "unskipped": unskipped})
 
 
-def gradients_stay_local() -> bool:
-    """Whether the forward that runs is a DistributedDataParallel's inside its `no_sync()`.
+def _telling(no_sync: Any) -> Any:
+    """DDP's `no_sync`, of which the models inside know: as in torch, the forward decides what backward reduces."""
 
-    As in torch it is the forward that decides: the backward of what it computes will reduce nothing.
-    """
-    ddp = distributed.DistributedDataParallel._get_active_ddp_module()
-    return ddp is not None and not ddp.require_backward_grad_sync
+    @functools.wraps(no_sync)
+    @contextmanager
+    def telling(self: Any) -> Iterator[None]:
+        states = [state for m in self.module.modules() if hasattr(state := vars(m).get("_amp"), "no_sync")]
+        before = [state.no_sync for state in states]
+        with no_sync(self):
+            for state in states:
+                state.no_sync = True
+            try:
+                yield
+            finally:
+                for state, earlier in zip(states, before, strict=True):
+                    state.no_sync = earlier
+
+    return telling
 
 
 def uninstall() -> None:

@@ -102,7 +102,7 @@ def test_a_compiled_model_trains_as_in_eager(level, backend):
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.parametrize("level", training.LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("how", ["torch.compile first", "in place first", "in place after"])
 def test_when_the_model_is_compiled_makes_no_difference(level, how):
     expected = train_steps(step_of(*initialized(level)))
@@ -121,7 +121,7 @@ def test_when_the_model_is_compiled_makes_no_difference(level, how):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("level", training.LEVELS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_a_whole_step_is_compiled_around_backward(level):
     # Without a skipped step: torch compiles an optimizer again when it has its state.
     expected = train_steps(step_of(*initialized(level, loss_scale=2.0**8)))
