@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from amp_patch import multi_tensor
+from amp_patch import graph, multi_tensor
 from amp_patch.autograd import custom_bwd, custom_fwd
 from amp_patch.casts import (
     autocast,
@@ -43,6 +43,7 @@ __all__ = [
     "disable_casts",
     "float_function",
     "fp32_copy",
+    "graph",
     "half_function",
     "initialize",
     "load_state_dict",
