@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +62,8 @@ class GraphConfig:
 
         Every tensor given to the graph, those of shape [] aside, is split along its first dimension, which `value` must
         divide. The gradients are the sum over the micro-batches: where the loss is a mean, divide it by `value`, as in
-        OneFlow. Of what `build` returns, tensors are concatenated along their first dimension, and those of shape [] become one of
-        shape [value].
+        OneFlow. Of what `build` returns, tensors are concatenated along their first dimension, and those of shape []
+        become one of shape [value].
         """
         self.check_open("set_gradient_accumulation_steps")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -179,7 +179,7 @@ class Graph:
     runtime (placements, pipeline stages, job protos).
     """
 
-    _made: dict[str, int] = {}
+    _made: ClassVar[dict[str, int]] = {}
 
     def __init__(self, *, debug_v_level: int = -1) -> None:
         kind = type(self).__name__
@@ -340,20 +340,19 @@ class Graph:
         for name, value in vars(self).items():
             if isinstance(value, Graph):
                 raise TypeError(f"{self._name}: attribute {name!r} is a Graph, and graphs cannot be nested")
-        stashes = [getattr(optimizer_side.innermost(optim), "_amp_stash", None) for optim, _ in self._optimizers]
-        initialized = [stash is not None and stash.enabled for stash in stashes]
+        stashes = self._stashes()
         scaler, config = self._grad_scaler, self.config
-        if any(initialized) and scaler is not None and not isinstance(scaler, GradScaler):
+        if stashes and scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(
                 f"{self._name}: torch's GradScaler does not know the optimizers of amp.initialize; leave "
                 "set_grad_scaler out (the level scales), or set an amp.GradScaler"
             )
-        if any(initialized) and not all(initialized) and scaler is None:
+        if 0 < len(stashes) < len(self._optimizers) and scaler is None:
             raise RuntimeError(
                 f"{self._name}: some of its optimizers went through amp.initialize and some did not; give all to it, "
                 "or set one amp.GradScaler for all"
             )
-        self._by_level = scaler is None and any(initialized)
+        self._by_level = scaler is None and bool(stashes)
         if config.amp_dtype is torch.float16 and config.training and scaler is None and not self._by_level:
             warnings.warn(
                 f"{self._name}: trains in float16 without a grad scaler, so small gradients are lost; call "
@@ -364,8 +363,8 @@ class Graph:
         on_cpu = model_side.use_cpu(modules)
         if config.amp_dtype is not None:
             self._casts = autocast("cpu" if on_cpu else "cuda", config.amp_dtype)
-        elif any(initialized):
-            self._casts = regions.region(stashes[initialized.index(True)].policy)
+        elif stashes:
+            self._casts = regions.region(stashes[0].policy)
         options = {"backend": "inductor", **config.compile_options}
         self._cuda_graphs = options["backend"] == "inductor" and not on_cpu
         if self._cuda_graphs and config.accumulation_steps == 1 and not options.keys() & {"mode", "options"}:
@@ -376,14 +375,17 @@ class Graph:
     def _modules(self) -> dict[str, nn.Module]:
         return {name: value for name, value in vars(self).items() if isinstance(value, nn.Module)}
 
+    def _stashes(self) -> list[optimizer_side.Stash]:
+        """What amp_patch knows of those optimizers that went through `initialize`."""
+        found = [getattr(optimizer_side.innermost(optim), "_amp_stash", None) for optim, _ in self._optimizers]
+        return [stash for stash in found if stash is not None and stash.enabled]
+
     def _parts(self) -> dict[str, Any]:
         """Everything with a state, under its key; never an empty list."""
-        optimizers = [optim for optim, _ in self._optimizers]
-        stashes = [getattr(optimizer_side.innermost(optim), "_amp_stash", None) for optim in optimizers]
-        scalers = {id(s): s for stash in stashes if stash is not None and stash.enabled for s in stash.scalers}
+        scalers = {id(scaler): scaler for stash in self._stashes() for scaler in stash.scalers}
         parts: dict[str, Any] = {
             **self._modules(),
-            "graph.optimizers": optimizers,
+            "graph.optimizers": [optim for optim, _ in self._optimizers],
             "graph.lr_schedulers": [lr_sch for _, lr_sch in self._optimizers if lr_sch is not None],
             "graph.grad_scaler": self._grad_scaler,
             "graph.loss_scalers": list(scalers.values()),
