@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.compiler import is_dynamo_compiling
 
-from amp_patch import multi_tensor
+from amp_patch import compiling, multi_tensor
 from amp_patch.cpu_fp16 import settle
 from amp_patch.oplists import OPLISTS, rules_by_name
 from amp_patch.patch import Patches
@@ -30,6 +31,7 @@ from amp_patch.regions import (
     region,
     set_default,
     state,
+    traced,
     use_state,
 )
 from amp_patch.rules import EMULATED, RULES
@@ -142,7 +144,7 @@ def _wrap(original: Any, rule: str, reduced: tuple[Any, ...], apex_rule: str | N
     torchs, apexs = (RULES[rule], rule in EMULATED), (RULES[apex_rule or rule], (apex_rule or rule) in EMULATED)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        policy = current()
+        policy = traced() if is_dynamo_compiling() else current()
         if policy is None or (kwargs and kwargs.get("out") is not None):
             return original(*args, **kwargs)
         apply, emulated = apexs if differs and policy.op_lists == "apex" else torchs
@@ -213,6 +215,7 @@ def install(op_lists: str = "torch") -> None:
             patches.remove()
             _forget_installation()
             raise
+        compiling.hook()
         _patches = patches
         _installed.update(("torch", op_lists))
 
@@ -230,6 +233,7 @@ def uninstall() -> None:
 def _forget_installation() -> None:
     global _patches
     _patches = None
+    compiling.forget_methods()
     _originals.clear()
     _installed.clear()
 
@@ -275,7 +279,9 @@ def _replace(patches: Patches, owner: Any, name: str, rule: str, apex_rule: str)
     key = (id(original), rule, apex_rule, backend())
     if key not in _wrappers:
         _wrappers[key] = (original, _wrapper_at(owner, name, original, rule, apex_rule))
-    patches.set(owner, name, _wrappers[key][1])
+    wrapper = _wrappers[key][1]
+    patches.set(owner, name, wrapper)
+    compiling.know(owner, name, wrapper, original, rule, apex_rule)
 
 
 # What the op lists name. Functions that users hand in are left to Python, which keeps all that they may be.

@@ -401,7 +401,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
 
 def _in_backward() -> bool:
     """Whether autograd runs on this thread: then a module called is one that activation checkpointing calls again."""
-    return torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_dynamo_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _recomputed(policy: Policy, args: Any, kwargs: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from amp_patch import multi_tensor
 
@@ -28,6 +29,7 @@ class _Thread(threading.local):
         self.caches = False
         self.firm = 0  # how many regions of the kind `no_casts_within` the thread is in
         self.casts: dict[Any, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+        self.traced: list[Policy | None] = []  # what acts in the code that torch.compile traces, innermost last
 
 
 _thread = _Thread()
@@ -155,6 +157,9 @@ class region:
         self.caches = True
 
     def __enter__(self) -> Any:
+        if is_dynamo_compiling():
+            enter_traced(self.acting)
+            return self
         _thread.stack.append(self)
         _state.follow(None if _thread.firm else self.acting, self.caches)
         return self
@@ -162,6 +167,9 @@ class region:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if is_dynamo_compiling():
+            leave_traced()
+            return
         stack = _thread.stack
         if stack and stack[-1] is self:
             stack.pop()
@@ -239,6 +247,31 @@ class everywhere(region):
             _refresh_default()
 
 
+def begin_trace(acting: Policy | None) -> None:
+    """torch.compile begins to trace a frame on this thread, where `acting` acts."""
+    _thread.traced = [acting]
+
+
+def traced() -> Policy | None:
+    """What acts at the point that a trace has come to."""
+    return _thread.traced[-1] if _thread.traced else None
+
+
+def enter_traced(acting: Policy | None) -> None:
+    """As `follow`, of a region that is being traced: Dynamo calls this while it traces, and leaves no trace of it."""
+    _thread.traced.append(acting)
+
+
+def leave_traced() -> None:
+    """The end of that region."""
+    _thread.traced.pop()
+
+
+for _function in (traced, enter_traced, leave_traced):
+    # What torch.compiler.assume_constant_result does, without importing the compiler.
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, to be called later, on any thread, with the casts that act on this thread now (or with none)."""
     within = region(current())
@@ -261,7 +294,7 @@ def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     The tensor is held weakly and its entry goes when it goes. (A cast that autograd can differentiate holds its weight
     itself, until the region ends.)
     """
-    return _state.cast_weight(weight, dtype)
+    return weight.to(dtype) if is_dynamo_compiling() else _state.cast_weight(weight, dtype)
 
 
 def _may_remember(weight: Tensor) -> bool:

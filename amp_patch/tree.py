@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn.utils.rnn import PackedSequence
 
 TensorFn = Callable[[Tensor], Any]
@@ -87,7 +88,13 @@ def _map(value: Any, fn: TensorFn, other: ObjectFn) -> Any:
 
 
 def _same(items: Iterable[Any], originals: Iterable[Any]) -> bool:
-    return all(item is original for item, original in zip(items, originals, strict=True))
+    return all(map(_is_same, items, originals))
+
+
+def _is_same(item: Any, original: Any) -> bool:
+    if is_dynamo_compiling() and isinstance(original, tuple):  # torch.compile has no identity of tuples
+        return _same(item, original)
+    return item is original
 
 
 def _tuple(value: Any, fn: TensorFn, other: ObjectFn) -> Any:

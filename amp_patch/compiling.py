@@ -1,0 +1,289 @@
+"""The casts inside torch.compile: what the patched functions do, done while Dynamo traces, as nodes of its graph.
+
+Dynamo cannot look into functions in C, and does not look at what stands in torch.Tensor. So it is told here, the moment
+before it traces a frame, how to read them: a call of a function, a method or an operator on the op lists is traced as
+its rule (rules.py) for the policy that acts. Regions (regions.py) say which one that is, by `enter` and `leave`; at the
+start of a frame it is the one of the thread, and a guard on it has the frame compiled again where another one acts.
+
+This is the one file that needs Dynamo's inside. Nothing here imports the compiler: `hook` waits until somebody else has.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from amp_patch import regions
+from amp_patch.policy import Policy
+from amp_patch.rules import EMULATED, RULES
+
+_DYNAMO = "torch._dynamo.symbolic_convert"
+
+
+@contextmanager
+def casting(policy: Policy | None) -> Iterator[None]:
+    """The casts of `policy` (None: no casts) inside the block, in code that is being compiled as in eager code."""
+    with regions.region(policy):
+        yield
+
+
+class _Wrapped:
+    """A function or method with a wrapper in front of it, and its rules by either list."""
+
+    __slots__ = ("apex_rule", "original", "rule")
+
+    def __init__(self, original: Any, rule: str, apex_rule: str) -> None:
+        self.original, self.rule, self.apex_rule = original, rule, apex_rule
+
+    def rule_of(self, policy: Policy | None) -> str | None:
+        """The name of the rule that a call follows while `policy` acts; None: the call is made as it is."""
+        if policy is None:
+            return None
+        rule = self.apex_rule if policy.op_lists == "apex" else self.rule
+        return rule if rule != "none" and (policy.patch_torch_functions or rule in EMULATED) else None
+
+
+_functions: dict[int, tuple[Any, _Wrapped]] = {}  # id of a wrapper -> the wrapper, and what it stands for
+_methods: dict[str, _Wrapped] = {}  # of torch.Tensor, by name
+_told: set[int] = set()  # ids of the wrappers that Dynamo knows
+_hooked = False
+
+
+def know(owner: Any, name: str, wrapper: Any, original: Any, rule: str, apex_rule: str) -> None:
+    """Note that `wrapper` stands at `owner.name`, for when Dynamo meets it."""
+    wrapped = _Wrapped(original, rule, apex_rule)
+    _functions[id(wrapper)] = wrapper, wrapped
+    if owner is torch.Tensor:
+        _methods[name] = wrapped
+
+
+def forget_methods() -> None:
+    """torch.Tensor has its own methods again."""
+    _methods.clear()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whose casts act. A frame is compiled for one answer, and a guard asks `acting` again before it is used.
+
+
+def acting() -> Policy | None:
+    """What the compiled code depends on: one object for all policies whose casts are the same."""
+    policy = regions.current()
+    return None if policy is None else _casts_of(policy)
+
+
+@functools.lru_cache(maxsize=256)
+def _casts_of(policy: Policy) -> Policy:
+    casts = Policy(
+        "O1" if policy.patch_torch_functions else "O2",
+        dtype=policy.dtype,
+        patch_torch_functions=policy.patch_torch_functions,
+        allow_banned=policy.allow_banned,
+        cpu_fp16=policy.cpu_fp16,
+        op_lists=policy.op_lists,
+    )
+    return _known.setdefault(casts, casts)
+
+
+_known: dict[Policy, Policy] = {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hooks into Dynamo
+
+
+def hook() -> None:
+    """Be there when Dynamo traces: now if it is imported, else as soon as it is. Idempotent."""
+    global _hooked
+    if _hooked:
+        return
+    _hooked = True
+    if _DYNAMO in sys.modules:
+        _attach(sys.modules[_DYNAMO])
+        sys.modules["torch._dynamo"].reset_code_caches()  # frames compiled so far ask nobody whose casts act
+    else:
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Sees Dynamo being imported, once."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != _DYNAMO:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                execute(module)
+                _attach(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+def _attach(module: Any) -> None:
+    translator: Any = module.InstructionTranslator
+    tensor = importlib.import_module("torch._dynamo.variables.tensor").TensorVariable
+    builtin = importlib.import_module("torch._dynamo.variables.builtin").BuiltinVariable
+    started, run = translator.__init__, translator.run
+    call_method, call_operator = tensor.call_method, builtin._handle_insert_op_in_graph
+
+    @functools.wraps(started)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        started(self, *args, **kwargs)
+        _start(self)
+
+    @functools.wraps(run)
+    def quiet_run(self: Any) -> Any:
+        # What the trace and the backend call of torch for themselves, and the Python inside of a graph's nodes, is not
+        # to be cast: the casts are nodes by themselves.
+        with regions.region(None):
+            return run(self)
+
+    @functools.wraps(call_method)
+    def cast_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        wrapped = _methods.get(name)
+        if wrapped is not None and (rule := _rule_now(wrapped, name)) is not None:
+            return _inline(tx, rule, _method(name), [self, *args], kwargs)
+        return call_method(self, tx, name, args, kwargs)
+
+    @functools.wraps(call_operator)
+    def cast_operator(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        name = getattr(self.fn, "__name__", "").strip("_")
+        name = f"__{name}__" if args and args[0].is_tensor() else f"__r{name}__"
+        wrapped = _methods.get(name)
+        if wrapped is not None and (rule := _rule_now(wrapped, name)) is not None:
+            return _inline(tx, rule, _operator(self.fn), list(args), kwargs)
+        return call_operator(self, tx, args, kwargs)
+
+    translator.__init__, translator.run = __init__, quiet_run
+    tensor.call_method, builtin._handle_insert_op_in_graph = cast_method, cast_operator
+
+
+class _Inside(threading.local):
+    """The calls that the trace on this thread is in the middle of, by name: they are cast already."""
+
+    names: list[str] = []  # noqa: RUF012  begun anew for each trace
+
+
+_inside = _Inside()
+
+
+def _start(tx: Any) -> None:
+    """Dynamo is about to trace a frame."""
+    guards = importlib.import_module("torch._dynamo.guards")
+    source = importlib.import_module("torch._dynamo.source")
+    tracing = importlib.import_module("torch._guards").tracing
+    _tell()
+    with tracing(tx.output.tracing_context), tx.set_current_tx():
+        asked = source.CallFunctionNoArgsSource(source.AttrSource(tx.import_source(__name__), "acting"))
+        guards.install_guard(asked.make_guard(guards.GuardBuilder.ID_MATCH))
+    regions.begin_trace(acting())
+    _inside.names = []
+
+
+def _rule_now(wrapped: _Wrapped, name: str) -> str | None:
+    return None if name in _inside.names else wrapped.rule_of(regions.traced())
+
+
+def _inline(tx: Any, rule: str, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Trace `rule(function, args, kwargs, policy)`."""
+    variables = importlib.import_module("torch._dynamo.variables")
+    policy = regions.traced()
+    assert policy is not None
+    call = _traceable(rule, function, policy)
+    _inside.names.append(function.__name__)
+    try:
+        return variables.UserFunctionVariable(call).call_function(tx, args, kwargs)
+    finally:
+        _inside.names.pop()
+
+
+@functools.cache
+def _traceable(rule: str, function: Any, policy: Policy) -> Callable[..., Any]:
+    apply = RULES[rule]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs and kwargs.get("out") is not None:
+            return function(*args, **kwargs)
+        return apply(function, args, kwargs, policy)
+
+    return call
+
+
+@functools.cache
+def _method(name: str) -> Callable[..., Any]:
+    def call(own: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(own, name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+@functools.cache
+def _operator(function: Any) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    call.__name__ = f"__{function.__name__.strip('_')}__"
+    return call
+
+
+def _tell() -> None:
+    """Tell Dynamo what it does not know yet of our wrappers."""
+    new = [entry for key, entry in _functions.items() if key not in _told]
+    if not new:
+        return
+    builder = importlib.import_module("torch._dynamo.variables.builder")
+    rules = importlib.import_module("torch._dynamo.trace_rules")
+    variable = _variable_class()
+    # Dynamo reads a policy's fields as the constants that they are.
+    handlers = builder.SourcelessBuilder._type_handlers
+    handlers.setdefault(Policy, lambda tx, value: builder.UserDefinedObjectVariable(value))
+    known = rules.get_torch_obj_rule_map()
+    by_id = builder.VariableBuilder._id_dispatch()
+    for wrapper, wrapped in new:
+        _told.add(id(wrapper))
+        if rules.hashable(wrapper) and wrapper in known:  # Dynamo made its table when the wrapper was there
+            known[wrapped.original] = known.pop(wrapper)
+
+        def build(self: Any, value: Any, wrapped: _Wrapped = wrapped) -> Any:
+            self.install_guards(builder.GuardBuilder.ID_MATCH)
+            return variable(wrapped, source=self.source)
+
+        by_id[id(wrapper)] = build
+
+
+@functools.cache
+def _variable_class() -> type:
+    rules = importlib.import_module("torch._dynamo.trace_rules")
+    torch_functions: Any = importlib.import_module("torch._dynamo.variables.torch").TorchInGraphFunctionVariable
+
+    class CastFunctionVariable(torch_functions):  # type: ignore[misc]
+        def __init__(self, wrapped: Any, **kwargs: Any) -> None:
+            self.wrapped = wrapped
+            super().__init__(wrapped.original, **kwargs)
+
+        def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+            original = self.wrapped.original
+            name = getattr(original, "__name__", "")
+            rule = _rule_now(self.wrapped, name)
+            if rule is not None:
+                return _inline(tx, rule, original, list(args), kwargs)
+            return rules.lookup(original)(original).call_function(tx, args, kwargs)
+
+    return CastFunctionVariable
