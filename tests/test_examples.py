@@ -16,13 +16,13 @@ pytest.importorskip("sklearn", reason="the examples' digits come with scikit-lea
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 # Run by name below, each with a test of what it shows. A new example without one fails test_every_example_is_tested.
-SCRIPTS = ("minimal", "accumulate", "clip", "resume", "gan", "opt_levels")
+SCRIPTS = ("minimal", "accumulate", "clip", "resume", "gan", "opt_levels", "graph")
 MODULES = ("data", "tasks", "curves")
 
 
-def run(example: str, *arguments: str, cwd: Path) -> str:
+def run(example: str, *arguments: str, cwd: Path, options: tuple[str, ...] = ("-W", "error")) -> str:
     """What `python examples/<example>.py` prints. From another directory: it is the installed package that runs."""
-    script = [sys.executable, "-W", "error", str(EXAMPLES / f"{example}.py"), *arguments]
+    script = [sys.executable, *options, str(EXAMPLES / f"{example}.py"), *arguments]
     # One thread: the models are tiny, and the tests may share their cores.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     done = subprocess.run(script, cwd=cwd, env=environment, capture_output=True, text=True)
@@ -83,6 +83,17 @@ def test_gan_draws_what_is_closer_to_digits_than_noise(level, tmp_path):
     )
     assert held_out < drawn < (held_out + noise) / 2
     assert len(json.loads(re.search(r"loss scales (\[.*\])", printed)[1])) == 3
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_graph_trains_as_the_loop_beside_it(backend, tmp_path):
+    options = ("-W", "error", "-W", "ignore::DeprecationWarning")  # Inductor's imports bring one
+    printed = run("graph", "--backend", backend, "--epochs", "4", cwd=tmp_path, options=options)
+    both = re.findall(r"graph ([\d.]+)  eager ([\d.]+)", printed)
+    assert len(both) == 4
+    for graph, eager in both:
+        assert float(graph) == pytest.approx(float(eager), abs=0 if backend == "eager" else 5e-3)
+    assert number(r"held-out accuracy ([\d.]+)%", printed) > 92
 
 
 def test_opt_levels_ends_with_a_row_for_each_level_and_a_picture(tmp_path):

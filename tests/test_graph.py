@@ -331,6 +331,8 @@ def test_load_state_dict_refuses_what_differs_before_it_writes():
     assert same(weights(model), weights(convnet(seed=1)))
 
 
+# Dynamo asks for it where a graph breaks, and hides the warning, but not from "error".
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_python_that_depends_on_data_works():
     class Branching(Step):
         def build(self, inputs: Tensor, targets: Tensor) -> Any:
@@ -394,6 +396,7 @@ def test_each_level_is_one_graph(level):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # Inductor's own import
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("form", ["native", "O1", "O2", "O5"])
 def test_inductor_trains_to_the_eager_losses(form, device):
