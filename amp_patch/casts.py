@@ -31,7 +31,6 @@ from amp_patch.regions import (
     region,
     set_default,
     state,
-    traced,
     use_state,
 )
 from amp_patch.rules import EMULATED, RULES
@@ -144,7 +143,7 @@ def _wrap(original: Any, rule: str, reduced: tuple[Any, ...], apex_rule: str | N
     torchs, apexs = (RULES[rule], rule in EMULATED), (RULES[apex_rule or rule], (apex_rule or rule) in EMULATED)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        policy = traced() if is_dynamo_compiling() else current()
+        policy = current()
         if policy is None or (kwargs and kwargs.get("out") is not None):
             return original(*args, **kwargs)
         apply, emulated = apexs if differs and policy.op_lists == "apex" else torchs
@@ -431,21 +430,25 @@ class autocast(region):
         enabled: bool = True,
         cache_enabled: bool = True,
     ) -> None:
-        if device_type is None:
-            device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        default = _autocast_dtype(device_type)
-        if dtype is not None and dtype not in LOW_PRECISION:
-            raise ValueError(f"autocast: dtype is {dtype!r}; wanted {' or '.join(map(str, LOW_PRECISION))}, or None")
-        low = default if dtype is None else dtype
-        policy = Policy("O1", dtype=low, patch_torch_functions=True)
-        super().__init__(settle(policy, on_cpu=device_type == "cpu") if enabled else None)
+        policy = _autocast_policy(device_type, dtype)
+        super().__init__(policy if enabled else None)
         self.caches = bool(cache_enabled)
 
     def __enter__(self) -> autocast:
-        if self.acting is not None:
+        if self.acting is not None and not is_dynamo_compiling():
             install()
         super().__enter__()
         return self
+
+
+def _autocast_policy(device_type: Any, dtype: Any) -> Policy:
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    default = _autocast_dtype(device_type)
+    if dtype is not None and dtype not in LOW_PRECISION:
+        raise ValueError(f"autocast: dtype is {dtype!r}; wanted {' or '.join(map(str, LOW_PRECISION))}, or None")
+    policy = Policy("O1", dtype=default if dtype is None else dtype, patch_torch_functions=True)
+    return settle(policy, on_cpu=device_type == "cpu")
 
 
 def _autocast_dtype(device_type: Any) -> torch.dtype:
@@ -458,3 +461,6 @@ def _autocast_dtype(device_type: Any) -> torch.dtype:
             f"autocast: device_type is {device_type!r}, which torch does not know; wanted the type of a device, "
             "such as 'cuda' or 'cpu'"
         ) from None
+
+
+_autocast_policy._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result

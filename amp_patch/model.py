@@ -25,7 +25,8 @@ _DTYPE_ERROR = re.compile(r"same dtype|scalar type|should be the same|dtype mism
 class _Running(threading.local):
     """The policy of the model whose forward runs on this thread; None outside."""
 
-    policy: Policy | None = None
+    def __init__(self) -> None:  # an attribute of the instance, for torch.compile's guards
+        self.policy: Policy | None = None
 
 
 _running = _Running()

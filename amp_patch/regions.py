@@ -99,7 +99,7 @@ def current() -> Policy | None:
     In a region it is the region's, or None if that policy neither patches nor emulates FP16; elsewhere it is the
     process default.
     """
-    return _state.current()
+    return traced() if is_dynamo_compiling() else _state.current()
 
 
 def entered() -> Policy | None:
@@ -197,6 +197,12 @@ class region:
 
         @functools.wraps(function)
         def body(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():  # which enters no context manager that was made outside of what it compiles
+                enter_traced(self.acting)
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    leave_traced()
             with self:
                 return function(*args, **kwargs)
 
