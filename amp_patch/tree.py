@@ -44,6 +44,8 @@ def cast_floats(value: Any, dtype: torch.dtype, only: Iterable[torch.dtype] | No
         found = tensor.dtype
         if found is dtype or not found.is_floating_point or (wanted is not None and found not in wanted):
             return tensor
+        if is_dynamo_compiling():
+            return tensor.to(dtype)  # asked for its id, Dynamo would compile for this one tensor; the graph has it once
         if id(tensor) not in done:
             done[id(tensor)] = tensor.to(dtype)
         return done[id(tensor)]
