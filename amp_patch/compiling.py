@@ -266,6 +266,8 @@ def _tell() -> None:
             return variable(wrapped, source=self.source)
 
         by_id[id(wrapper)] = build
+        if type(wrapper).__module__ == "amp_patch._C.casts":  # a method, of whose call a TorchFunctionMode is told
+            handlers.setdefault(type(wrapper), lambda tx, value: variable(_functions[id(value)][1]))
 
 
 @functools.cache
@@ -281,6 +283,8 @@ def _variable_class() -> type:
         def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
             original = self.wrapped.original
             name = getattr(original, "__name__", "")
+            if _methods.get(name) is self.wrapped:
+                return args[0].call_method(tx, name, list(args[1:]), kwargs)
             rule = _rule_now(self.wrapped, name)
             if rule is not None:
                 return _inline(tx, rule, original, list(args), kwargs)
