@@ -322,7 +322,7 @@ def test_load_state_dict_refuses_what_differs_before_it_writes():
     model = convnet()
     graph = Step(model, SGD(model.parameters()))
     before = weights(model)
-    state = {name: value for name, value in Step(convnet(seed=1)).state_dict().items()}
+    state = Step(convnet(seed=1)).state_dict()
     with pytest.raises(RuntimeError, match=r"missing \['graph\.optimizers'\], unexpected \[\]; strict=False"):
         graph.load_state_dict(state)
     assert same(weights(model), before)
@@ -444,7 +444,7 @@ def test_a_graph_that_never_calls_backward_is_refused_and_changes_nothing():
 
 def test_backward_without_an_optimizer_is_refused():
     graph = Step(convnet())
-    with pytest.raises(RuntimeError, match="the graph has no optimizer; call self.add_optimizer"):
+    with pytest.raises(RuntimeError, match=r"the graph has no optimizer; call self\.add_optimizer"):
         graph(*images(0))
 
 
@@ -479,7 +479,7 @@ def test_build_must_be_overridden_and_super_init_called():
         def __init__(self) -> None:
             self.model = convnet()
 
-    with pytest.raises(NotImplementedError, match="Empty.build must be overridden"):
+    with pytest.raises(NotImplementedError, match=r"Empty\.build must be overridden"):
         Empty()()
     for use in (Headless.__call__, lambda g: g.config, lambda g: g.add_optimizer(None), repr):
         with pytest.raises(RuntimeError, match=r"Headless: call super\(\).__init__\(\) first"):
