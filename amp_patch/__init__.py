@@ -9,7 +9,7 @@ import sys
 
 from torch.amp import is_autocast_available
 
-from amp_patch import multi_tensor
+from amp_patch import graph, multi_tensor
 from amp_patch.autograd import custom_bwd, custom_fwd
 from amp_patch.casts import (
     autocast,
@@ -51,6 +51,7 @@ __all__ = [
     "float_function",
     "fp32_copy",
     "fsdp_policy",
+    "graph",
     "half_function",
     "initialize",
     "inspect",

@@ -318,6 +318,8 @@ def _tell() -> None:
         # A composite function that is a node of the graph calls its parts by itself: let Dynamo see them.
         if isinstance(function, types.FunctionType) and not names.isdisjoint(function.__code__.co_names):
             known[function] = builder.UserFunctionVariable
+        if type(wrapper).__module__ == "amp_patch._C.casts":  # a method, of whose call a TorchFunctionMode is told
+            handlers.setdefault(type(wrapper), lambda tx, value: variable(_functions[id(value)][1]))
 
 
 @functools.cache

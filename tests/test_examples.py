@@ -17,22 +17,31 @@ pytest.importorskip("sklearn", reason="the examples' digits come with scikit-lea
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # Run by name below, each with a test of what it shows. A new example without one fails test_every_example_is_tested.
 # (test_recipes.py runs examples/recipes.)
-SCRIPTS = ("minimal", "gan", "ddp", "fsdp", "opt_levels")
+SCRIPTS = ("minimal", "gan", "ddp", "fsdp", "opt_levels", "graph")
 MODULES = ("data", "tasks", "curves")
 
 
-def run(example: str, *arguments: str, cwd: Path, ranks: int = 0) -> str:
+def run(
+    example: str,
+    *arguments: str,
+    cwd: Path,
+    ranks: int = 0,
+    options: tuple[str, ...] = ("-W", "error"),
+    silent: bool = True,
+) -> str:
     """What `python examples/<example>.py` prints. From another directory: it is the installed package that runs.
 
-    With `ranks`, what `torchrun --nproc-per-node <ranks>` prints.
+    With `ranks`, what `torchrun --nproc-per-node <ranks>` prints. Unless `silent`, it may tell of overflows on stderr.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    script = [sys.executable, "-W", "error", *launcher, str(EXAMPLES / f"{example}.py"), *arguments]
+    script = [sys.executable, *options, *launcher, str(EXAMPLES / f"{example}.py"), *arguments]
     # One thread: the models are tiny, and the tests may share their cores.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80", "PYTHONWARNINGS": "error"}
-    done = subprocess.run(script, cwd=cwd, env=environment, capture_output=True, text=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+    if ranks:
+        environment["PYTHONWARNINGS"] = "error"  # the launcher hands its own options on to nobody
+    done = subprocess.run(script, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stderr == "", "an example leaves nothing on stderr"
+    assert not silent or done.stderr == "", "an example leaves nothing on stderr"
     return done.stdout
 
 
@@ -89,6 +98,17 @@ def test_gan_draws_what_is_closer_to_digits_than_noise(level, tmp_path):
     assert len(json.loads(re.search(r"loss scales (\[.*\])", printed)[1])) == 3
 
 
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_graph_trains_as_the_loop_beside_it(backend, tmp_path):
+    options = ("-W", "error", "-W", "ignore::DeprecationWarning")  # Inductor's imports bring one
+    printed = run("graph", "--backend", backend, "--epochs", "4", cwd=tmp_path, options=options)
+    both = re.findall(r"graph ([\d.]+)  eager ([\d.]+)", printed)
+    assert len(both) == 4
+    for graph, eager in both:
+        assert float(graph) == pytest.approx(float(eager), abs=0 if backend == "eager" else 5e-3)
+    assert number(r"held-out accuracy ([\d.]+)%", printed) > 92
+
+
 def test_opt_levels_ends_with_a_row_for_each_level_and_a_picture(tmp_path):
     out = tmp_path / "deep" / "curves.png"
     chosen = ("O0", "O1", "O2", "O5")
@@ -102,24 +122,14 @@ def test_opt_levels_ends_with_a_row_for_each_level_and_a_picture(tmp_path):
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
-def torchrun(example: str, processes: int, *arguments: str, cwd: Path) -> str:
-    """What `torchrun --nproc-per-node <processes> examples/<example>.py` prints; overflows are told on stderr."""
-    launcher = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    script = [*launcher, "--standalone", str(EXAMPLES / f"{example}.py"), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
-    done = subprocess.run(script, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="NCCL wants a GPU for each of the two ranks")
 def test_fsdp_resumes_on_another_number_of_processes(tmp_path):
     level = "O2"
     flags = ("--opt-level", level, "--checkpoints", "saved", "--steps")
-    begun = torchrun("fsdp", 2, *flags, "50", cwd=tmp_path)
-    resumed = torchrun("fsdp", 1, *flags, "100", cwd=tmp_path)
-    straight = torchrun("fsdp", 2, "--opt-level", level, "--steps", "100", cwd=tmp_path)
+    begun = run("fsdp", *flags, "50", cwd=tmp_path, ranks=2, silent=False)
+    resumed = run("fsdp", *flags, "100", cwd=tmp_path, ranks=1, silent=False)
+    straight = run("fsdp", "--opt-level", level, "--steps", "100", cwd=tmp_path, ranks=2, silent=False)
     loss = [rf"step +{step}  loss ([\d.]+)" for step in (50, 100)]
     assert number(loss[0], begun) == number(loss[0], straight), "the same bits"
     # One process rounds the gradients of a whole batch to FP16 at once, two those of its halves.

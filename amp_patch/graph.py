@@ -1,0 +1,599 @@
+"""Graph: a training step, or an inference, as one call on torch.compile, in the words of OneFlow's nn.Graph."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from amp_patch import model as model_side
+from amp_patch import optimizer as optimizer_side
+from amp_patch import regions, tree
+from amp_patch.casts import autocast
+from amp_patch.grad_scaler import GradScaler
+from amp_patch.initialize import scale_loss
+from amp_patch.policy import LOW_PRECISION
+from amp_patch.scaler import is_first_rank
+
+__all__ = ["Graph", "GraphConfig"]
+
+# What OneFlow's config has beside what is served here, and where it is to be had.
+_ELSEWHERE = {
+    "enable_zero": "give add_optimizer a torch.distributed.optim.ZeroRedundancyOptimizer, or use fully_shard",
+    "set_zero_redundancy_optimizer_mode": "give add_optimizer a torch.distributed.optim.ZeroRedundancyOptimizer",
+    "enable_auto_parallel": "use torch.distributed",
+    "enable_tensorrt": "config.compile(backend='tensorrt') with the package torch_tensorrt",
+    "enable_xla_jit": "config.compile(backend='openxla') with the package torch_xla",
+    "enable_openvino": "config.compile(backend='openvino') with the package openvino",
+}
+
+
+class GraphConfig:
+    """How a `Graph` computes: `graph.config`. It can be changed until the first call of the graph."""
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._frozen = False
+        self.training = False
+        self.amp_dtype: torch.dtype | None = None
+        self.accumulation_steps = 1
+        self.compile_options: dict[str, Any] = {}
+
+    def enable_amp(self, mode: bool = True, *, dtype: torch.dtype = torch.float16) -> None:
+        """Run `build` under `amp.autocast(dtype=dtype)`; `mode=False` takes that back.
+
+        A model that went through `amp.initialize` has its casts already, and needs none of this.
+        """
+        self.check_open("enable_amp")
+        if not isinstance(mode, bool):
+            raise TypeError(f"enable_amp: mode is {mode!r}; wanted True or False, and the type as dtype=")
+        if dtype not in LOW_PRECISION:
+            raise ValueError(f"enable_amp: dtype is {dtype!r}; wanted {' or '.join(map(str, LOW_PRECISION))}")
+        self.amp_dtype = dtype if mode else None
+
+    def set_gradient_accumulation_steps(self, value: int) -> None:
+        """Take each call's batch in `value` micro-batches, with one optimizer step for all of them.
+
+        Every tensor given to the graph, those of shape [] aside, is split along its first dimension, which `value` must
+        divide. The gradients are the sum over the micro-batches: where the loss is a mean, divide it by `value`, as in
+        OneFlow. Of what `build` returns, tensors are concatenated along their first dimension, and those of shape []
+        become one of shape [value].
+        """
+        self.check_open("set_gradient_accumulation_steps")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"set_gradient_accumulation_steps: value is {value!r}; wanted a positive integer")
+        self.accumulation_steps = value
+
+    def compile(
+        self,
+        *,
+        backend: Any = "inductor",
+        mode: str | None = None,
+        fullgraph: bool = False,
+        dynamic: bool | None = None,
+        options: dict[str, Any] | None = None,
+        disable: bool = False,
+    ) -> None:
+        """Choose how `build` is compiled; the arguments are `torch.compile`'s.
+
+        Not called, and with neither `mode` nor `options`, "inductor" records CUDA graphs where the graph's modules are
+        on a CUDA device ("reduce-overhead") and nothing is accumulated. `fullgraph=True` makes a graph break in `build`
+        an error. `disable=True`, or `backend="eager"`, which computes as Python does, are for debugging.
+        """
+        self.check_open("compile")
+        given = {"mode": mode, "dynamic": dynamic, "options": options}
+        self.compile_options = {
+            "backend": backend,
+            "fullgraph": fullgraph,
+            "disable": disable,
+            **{name: value for name, value in given.items() if value is not None},
+        }
+
+    def _left_to_the_compiler(self, mode: Any = True) -> None:
+        """Accepted, without effect: the compiler fuses, orders and chooses by itself."""
+
+    allow_fuse_model_update_ops = _left_to_the_compiler
+    allow_fuse_add_to_output = _left_to_the_compiler
+    allow_fuse_cast_scale = _left_to_the_compiler
+    enable_cudnn_conv_heuristic_search_algo = _left_to_the_compiler
+    enable_straighten_algorithm = _left_to_the_compiler
+    set_outputs_buffer_size = _left_to_the_compiler
+
+    def check_open(self, call: str) -> None:
+        """Raise if the graph has been called."""
+        if self._frozen:
+            raise RuntimeError(
+                f"{call}: {self._owner} has been called already, and is compiled as it was then; set it up in "
+                "__init__, or make another graph"
+            )
+
+    def freeze(self) -> None:
+        """Changes are errors from now on."""
+        self._frozen = True
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ELSEWHERE:
+            raise AttributeError(f"GraphConfig.{name}: not served here; {_ELSEWHERE[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        parts = [f"training={self.training}"]
+        if self.amp_dtype is not None:
+            parts.append(f"amp={self.amp_dtype}")
+        if self.accumulation_steps > 1:
+            parts.append(f"gradient_accumulation_steps={self.accumulation_steps}")
+        parts += [f"{name}={value!r}" for name, value in self.compile_options.items() if value]
+        return f"GraphConfig({', '.join(parts)})"
+
+
+class Graph:
+    """Base class of a training step, or of an inference, that is compiled and is one call::
+
+        class TrainGraph(amp.graph.Graph):
+            def __init__(self):
+                super().__init__()
+                self.model, self.loss_fn = model, loss_fn
+                self.config.enable_amp(True, dtype=torch.float16)
+                self.add_optimizer(optimizer)
+                self.set_grad_scaler(amp.GradScaler(init_scale=3000, growth_interval=1000))
+
+            def build(self, inputs, targets):
+                loss = self.loss_fn(self.model(inputs), targets)
+                loss.backward()
+                return loss
+
+        graph = TrainGraph()
+        loss = graph(inputs, targets)
+
+    A call runs the compiled `build`, then a backward of the losses that called `backward()` in it, times the scale;
+    unscales and clips the gradients; steps each optimizer unless a gradient is not finite; moves the scale; clears the
+    gradients; steps the learning-rate schedulers (also where the optimizer skipped, as in OneFlow). One sync with the
+    device, in the optimizers' steps, where losses are scaled; none else.
+
+    - The gradients are of this call alone. `backward()` is noted while `build` runs and carried out after it, so code
+      in `build` sees no gradient. Several losses are one backward of their sum.
+    - Clipping is asked for as in OneFlow: a parameter group with `clip_grad_max_norm` (and `clip_grad_norm_type`, 2.0
+      unless given) has its unscaled gradients clipped to that norm.
+    - With a model and optimizer of `amp.initialize`, at any level, leave `enable_amp` and `set_grad_scaler` out:
+      `amp.scale_loss` does the scaling, with the first of the training's losses (`loss_id=0`).
+    - A graph without optimizers is an inference: it runs under `torch.no_grad`.
+    - What `build` returns comes back detached: the loss is the unscaled one.
+    - `build` is compiled at the first call, and again where torch.compile finds it must (another rank of an input;
+      `model.eval()`). Python in it that depends on data works, and breaks the graph there.
+
+    Args:
+        debug_v_level: as in `debug`.
+
+    Raises:
+        RuntimeError: `super().__init__()` was not called; `build` calls no `backward()` though there is an optimizer,
+            or calls one though there is none; a loss that is no scalar; a change of the setup after the first call.
+        NotImplementedError: `build` is not overridden.
+
+    Source: OneFlow's `oneflow.nn.Graph`. Not served: `Graph.trace`, nested graphs, and what concerns OneFlow's own
+    runtime (placements, pipeline stages, job protos).
+    """
+
+    _made: ClassVar[dict[str, int]] = {}
+
+    def __init__(self, *, debug_v_level: int = -1) -> None:
+        kind = type(self).__name__
+        count = Graph._made.get(kind, 0)
+        Graph._made[kind] = count + 1
+        self._name = f"{kind}_{count}"
+        self.config = GraphConfig(self._name)
+        self._optimizers: list[tuple[Any, Any]] = []  # (optimizer, scheduler or None)
+        self._grad_scaler: torch.amp.GradScaler | None = None
+        self._noting = _Noting()
+        self._run: Callable[..., Any] | None = None
+        self._casts: AbstractContextManager[Any] = nullcontext()
+        self._by_level = False  # whether the optimizers went through `initialize`, and scale with its scalers
+        self._cuda_graphs = False
+        self.debug(debug_v_level)
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        """What the graph computes, to be overridden: calls modules, and `loss.backward()` where it trains."""
+        raise NotImplementedError(f"{type(self).__name__}.build must be overridden: it says what the graph computes")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph on `build`'s arguments; returns what it returns, detached."""
+        if self._run is None:
+            self._run = self._prepared()
+        if self._debug_level < 0:
+            return self._called(args, kwargs)
+        with _Report(self._name, self._debug_level):
+            return self._called(args, kwargs)
+
+    def add_optimizer(self, optim: Any, *, lr_sch: Any = None) -> None:
+        """Step `optim` in each call, and after it `lr_sch`, a learning-rate scheduler of it.
+
+        Args:
+            optim: a torch optimizer, one that went through `amp.initialize`, or an object with `param_groups`, `step`
+                and `zero_grad`.
+            lr_sch: any scheduler whose `step()` takes no metric.
+        """
+        self.config.check_open("add_optimizer")
+        kind = type(optim).__name__
+        if not (isinstance(getattr(optim, "param_groups", None), list) and _can(optim, "step", "zero_grad")):
+            raise TypeError(f"add_optimizer: optim is a {kind}; wanted a torch.optim.Optimizer")
+        if isinstance(optim, torch.optim.LBFGS):
+            raise ValueError("add_optimizer: LBFGS evaluates the loss inside step(), which a graph calls once")
+        if any(optim is known for known, _ in self._optimizers):
+            raise ValueError(f"add_optimizer: this {kind} was added before")
+        if lr_sch is not None:
+            name = type(lr_sch).__name__
+            if not _can(lr_sch, "step"):
+                raise TypeError(f"add_optimizer: lr_sch is a {name}; wanted a torch.optim.lr_scheduler.LRScheduler")
+            if isinstance(lr_sch, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                raise ValueError(
+                    "add_optimizer: ReduceLROnPlateau steps by a metric, which a graph does not have; step it yourself"
+                )
+            if getattr(lr_sch, "optimizer", optim) not in (optim, optimizer_side.innermost(optim)):
+                raise ValueError(f"add_optimizer: this {name} was made for another optimizer than the {kind} given")
+        self._optimizers.append((optim, lr_sch))
+        self.config.training = True
+
+    def set_grad_scaler(self, grad_scaler: torch.amp.GradScaler) -> None:
+        """Scale losses with `grad_scaler`: an `amp.GradScaler`, or torch's for parameters in FP32."""
+        self.config.check_open("set_grad_scaler")
+        if not isinstance(grad_scaler, torch.amp.GradScaler):
+            raise TypeError(
+                f"set_grad_scaler: grad_scaler is a {type(grad_scaler).__name__}; wanted an amp.GradScaler, such as "
+                "amp.GradScaler(init_scale=3000, growth_interval=1000)"
+            )
+        self._grad_scaler = grad_scaler
+
+    @property
+    def name(self) -> str:
+        """The class's name and a count, unique in the process."""
+        return self._name
+
+    @property
+    def training(self) -> bool:
+        """Whether the graph has an optimizer."""
+        return self.config.training
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the graph has been called."""
+        return self._run is not None
+
+    def debug(self, v_level: int = 0, *, ranks: int | list[int] | None = None) -> None:
+        """Print what calls compile: how many graphs, in what time; at `v_level` 1 or more also why graphs broke.
+
+        Args:
+            v_level: -1 turns it off.
+            ranks: which ranks of torch.distributed print; -1 is all of them. Rank 0 unless given.
+        """
+        if isinstance(v_level, bool) or not isinstance(v_level, int) or not -1 <= v_level <= 3:
+            raise ValueError(f"debug: v_level is {v_level!r}; wanted -1 (off) to 3")
+        chosen = [ranks] if isinstance(ranks, int) else ranks
+        if chosen is None:
+            prints = is_first_rank()
+        else:
+            distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+            prints = -1 in chosen or (torch.distributed.get_rank() if distributed else 0) in chosen
+        self._debug_level = v_level if prints else -1
+
+    def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The state of all that the graph holds; written into `destination` if given. Syncs with the device.
+
+        Each module's state dict is under the name of its attribute; under "graph.optimizers", "graph.lr_schedulers",
+        "graph.grad_scaler" and "graph.loss_scalers" (of `initialize`) is that of the rest, where there is any.
+        """
+        state = {} if destination is None else destination
+        for name, part in self._parts().items():
+            state[name] = [each.state_dict() for each in part] if isinstance(part, list) else part.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Load what `state_dict` gave, before the first call or after it.
+
+        Args:
+            strict: that the keys are those of this graph, and of each of its modules; else what both have is loaded.
+
+        Raises:
+            RuntimeError: the keys differ, or a list has another length. Nothing is loaded then.
+        """
+        parts = self._parts()
+        missing, unexpected = parts.keys() - state_dict.keys(), state_dict.keys() - parts.keys()
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"load_state_dict: {self._name} wants {sorted(parts)}; missing {sorted(missing)}, unexpected "
+                f"{sorted(unexpected)}; strict=False loads the others"
+            )
+        chosen = {name: part for name, part in parts.items() if name in state_dict}
+        for name, part in chosen.items():
+            if isinstance(part, list) and len(part) != len(state_dict[name]):
+                raise RuntimeError(f"load_state_dict: {name} has {len(state_dict[name])} states; wanted {len(part)}")
+        for name, part in chosen.items():
+            if isinstance(part, list):
+                for each, state in zip(part, state_dict[name], strict=True):
+                    each.load_state_dict(state)
+            elif isinstance(part, nn.Module):
+                part.load_state_dict(state_dict[name], strict=strict)
+            else:
+                part.load_state_dict(state_dict[name])
+
+    def __repr__(self) -> str:
+        lines = [repr(self.config), *(f"({name}): {module!r}" for name, module in self._modules().items())]
+        lines += [f"(optimizer): {type(optim).__name__}" for optim, _ in self._optimizers]
+        body = "\n".join(lines).replace("\n", "\n  ")
+        return f"{self._name}(\n  {body}\n)"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("config", "_run", "_optimizers", "_name", "_debug_level"):
+            raise RuntimeError(f"{type(self).__name__}: call super().__init__() first in its __init__")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    # The first call.
+
+    def _prepared(self) -> Callable[..., Any]:
+        """Check the setup, and return the compiled `build`."""
+        if type(self).build is Graph.build:
+            self.build()
+        for name, value in vars(self).items():
+            if isinstance(value, Graph):
+                raise TypeError(f"{self._name}: attribute {name!r} is a Graph, and graphs cannot be nested")
+        stashes = self._stashes()
+        scaler, config = self._grad_scaler, self.config
+        if stashes and scaler is not None and not isinstance(scaler, GradScaler):
+            raise TypeError(
+                f"{self._name}: torch's GradScaler does not know the optimizers of amp.initialize; leave "
+                "set_grad_scaler out (the level scales), or set an amp.GradScaler"
+            )
+        if 0 < len(stashes) < len(self._optimizers) and scaler is None:
+            raise RuntimeError(
+                f"{self._name}: some of its optimizers went through amp.initialize and some did not; give all to it, "
+                "or set one amp.GradScaler for all"
+            )
+        self._by_level = scaler is None and bool(stashes)
+        if config.amp_dtype is torch.float16 and config.training and scaler is None and not self._by_level:
+            warnings.warn(
+                f"{self._name}: trains in float16 without a grad scaler, so small gradients are lost; call "
+                "self.set_grad_scaler(amp.GradScaler()), or enable_amp(dtype=torch.bfloat16)",
+                stacklevel=3,
+            )
+        modules = self._modules().values()
+        on_cpu = model_side.use_cpu(modules)
+        if config.amp_dtype is not None:
+            self._casts = autocast("cpu" if on_cpu else "cuda", config.amp_dtype)
+        elif stashes:
+            self._casts = regions.region(stashes[0].policy)
+        options = {"backend": "inductor", **config.compile_options}
+        self._cuda_graphs = options["backend"] == "inductor" and not on_cpu
+        if self._cuda_graphs and config.accumulation_steps == 1 and not options.keys() & {"mode", "options"}:
+            options["mode"] = "reduce-overhead"
+        config.freeze()
+        return torch.compile(self.build, **options)
+
+    def _modules(self) -> dict[str, nn.Module]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, nn.Module)}
+
+    def _stashes(self) -> list[optimizer_side.Stash]:
+        """What amp_patch knows of those optimizers that went through `initialize`."""
+        found = [getattr(optimizer_side.innermost(optim), "_amp_stash", None) for optim, _ in self._optimizers]
+        return [stash for stash in found if stash is not None and stash.enabled]
+
+    def _parts(self) -> dict[str, Any]:
+        """Everything with a state, under its key; never an empty list."""
+        scalers = {id(scaler): scaler for stash in self._stashes() for scaler in stash.scalers}
+        parts: dict[str, Any] = {
+            **self._modules(),
+            "graph.optimizers": [optim for optim, _ in self._optimizers],
+            "graph.lr_schedulers": [lr_sch for _, lr_sch in self._optimizers if lr_sch is not None],
+            "graph.grad_scaler": self._grad_scaler,
+            "graph.loss_scalers": list(scalers.values()),
+        }
+        return {name: part for name, part in parts.items() if part is not None and part != []}
+
+    # Each call.
+
+    def _called(self, args: Any, kwargs: Any) -> Any:
+        if self._cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+        if not self._optimizers:
+            with torch.no_grad():
+                outputs, losses = self._built(args, kwargs)
+            if losses:
+                raise RuntimeError(
+                    f"{self._name}: build calls backward(), but the graph has no optimizer; call "
+                    "self.add_optimizer(optimizer) in __init__, or leave backward() out"
+                )
+            return self._given_back(outputs)
+        steps = self.config.accumulation_steps
+        results = []
+        for index, (some_args, some_kwargs) in enumerate(_micro_batches(args, kwargs, steps)):
+            outputs, losses = self._built(some_args, some_kwargs)
+            total = self._total(losses)
+            if index == 0:
+                self._zero_grad()
+            self._backward(total, last=index == steps - 1)
+            results.append(self._given_back(outputs))
+            del outputs, losses, total
+        self._step()
+        self._zero_grad()
+        for _, lr_sch in self._optimizers:
+            if lr_sch is not None:
+                lr_sch.step()
+        return results[0] if steps == 1 else _joined(results)
+
+    def _built(self, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
+        """What `build` returns, and the losses that called `backward()` in it."""
+        assert self._run is not None
+        noting = self._noting
+        try:
+            # The modes stay outside of what is compiled: where Python in `build` breaks the graph, they hold on.
+            with self._casts, noting:
+                outputs = self._run(*args, **kwargs)
+            if noting.arguments:
+                raise RuntimeError(
+                    f"{self._name}: build calls backward({', '.join(noting.arguments)}); in a graph backward() takes "
+                    "none of these: it is that of a scalar loss, into the optimizers' parameters"
+                )
+            return outputs, list(noting.losses)
+        finally:
+            noting.losses.clear()
+            noting.arguments.clear()
+
+    def _total(self, losses: list[Tensor]) -> Tensor:
+        if not losses:
+            raise RuntimeError(
+                f"{self._name}: the graph has an optimizer, but build calls no loss.backward(); call it there (by the "
+                "tensor's method, unscaled), or leave add_optimizer out for inference"
+            )
+        for loss in losses:
+            if loss.numel() != 1:
+                raise RuntimeError(
+                    f"{self._name}: build calls backward() on a tensor of shape {list(loss.shape)}; wanted a scalar: "
+                    "take its mean() or sum() first"
+                )
+            if not loss.requires_grad:
+                raise RuntimeError(
+                    f"{self._name}: build calls backward() on a loss that requires no grad; is its model frozen, or is "
+                    "the graph called under torch.no_grad()?"
+                )
+        device = losses[0].device
+        wide = [loss.reshape(()).float() if loss.dtype in LOW_PRECISION else loss.reshape(()) for loss in losses]
+        return wide[0] if len(wide) == 1 else torch.stack([loss.to(device) for loss in wide]).sum()
+
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        if self._by_level:
+            with scale_loss(loss, [optim for optim, _ in self._optimizers], delay_unscale=not last) as scaled_loss:
+                scaled_loss.backward()
+        elif self._grad_scaler is not None:
+            self._grad_scaler.scale(loss).backward()
+        else:
+            loss.backward()
+
+    def _step(self) -> None:
+        scaler = self._grad_scaler
+        for optim, _ in self._optimizers:
+            clipped = [group for group in optim.param_groups if group.get("clip_grad_max_norm") is not None]
+            if clipped and scaler is not None:
+                scaler.unscale_(optim)
+            for group in clipped:
+                norm_type = group.get("clip_grad_norm_type", 2.0)
+                torch.nn.utils.clip_grad_norm_(group["params"], group["clip_grad_max_norm"], norm_type)
+            if scaler is None:
+                optim.step()
+            else:
+                scaler.step(optim)
+        if scaler is not None:
+            scaler.update()
+
+    def _zero_grad(self) -> None:
+        for optim, _ in self._optimizers:
+            optim.zero_grad()
+
+    def _given_back(self, outputs: Any) -> Any:
+        """Detached; where they may lie in the memory of a CUDA graph, which the next call overwrites, copied."""
+        copied = self._cuda_graphs
+        return tree.map_tensors(lambda tensor: tensor.detach().clone() if copied else tensor.detach(), outputs)
+
+
+class _Noting(TorchFunctionMode):
+    """Notes the losses that call `backward()` instead of running it, which would break the compiled graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        self.arguments: list[str] = []  # given to backward(), though a graph cannot honour them
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.backward:
+            return self._note(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+    def _note(
+        self,
+        loss: Tensor,
+        gradient: Any = None,
+        retain_graph: Any = None,  # one backward serves all losses, so it changes nothing
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        self.losses.append(loss)
+        if gradient is not None:
+            self.arguments.append("gradient")
+        if create_graph:
+            self.arguments.append("create_graph")
+        if inputs is not None:
+            self.arguments.append("inputs")
+
+
+class _Report:
+    """Prints what was compiled in its block."""
+
+    def __init__(self, name: str, level: int) -> None:
+        self._name, self._level = name, level
+
+    def __enter__(self) -> None:
+        self._graphs, self._breaks, self._start = *_compiled(), time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        graphs, breaks = _compiled()
+        if graphs == self._graphs:
+            return
+        seconds = time.perf_counter() - self._start
+        new = {reason: count for reason, count in breaks.items() if count > self._breaks.get(reason, 0)}
+        print(
+            f"{self._name}: compiled {graphs - self._graphs} graph(s) in {seconds:.1f} s, {len(new)} graph break(s)",
+            flush=True,
+        )
+        if self._level >= 1:
+            for reason in new:
+                print(f"{self._name}: graph break: {reason}", flush=True)
+
+
+def _compiled() -> tuple[int, dict[str, int]]:
+    """How many graphs this process has compiled, and its graph breaks: reason to count."""
+    from torch._dynamo.utils import counters  # a second to import, which torch.compile has paid
+
+    return counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+
+
+def _micro_batches(args: Any, kwargs: Any, steps: int) -> Iterator[tuple[Any, Any]]:
+    """The arguments in `steps` parts along the tensors' first dimension."""
+    if steps == 1:
+        yield args, kwargs
+        return
+
+    def part(index: int) -> Any:
+        def take(tensor: Tensor) -> Tensor:
+            if tensor.dim() == 0:
+                return tensor
+            if tensor.shape[0] % steps:
+                raise ValueError(
+                    f"Graph: a tensor of shape {list(tensor.shape)} does not split into {steps} micro-batches "
+                    "(set_gradient_accumulation_steps)"
+                )
+            return tensor.chunk(steps)[index] if tensor.shape[0] else tensor
+
+        return tree.map_tensors(take, (args, kwargs))
+
+    yield from [part(index) for index in range(steps)]
+
+
+def _joined(results: list[Any]) -> Any:
+    """One structure of tensors out of those of the micro-batches; what is no tensor is the first's."""
+    leaves: list[list[Tensor]] = []
+    for result in results:
+        leaves.append([])
+        tree.map_tensors(leaves[-1].append, result)
+    columns = iter(zip(*leaves, strict=True))
+
+    def join(_: Tensor) -> Tensor:
+        column = next(columns)
+        return torch.cat(column) if column[0].dim() else torch.stack(column)
+
+    return tree.map_tensors(join, results[0])
+
+
+def _can(value: Any, *methods: str) -> bool:
+    return all(callable(getattr(value, method, None)) for method in methods)

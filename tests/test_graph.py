@@ -1,0 +1,566 @@
+"""amp.graph.Graph: a call of it is an iteration of the eager loop; what it refuses, it names."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from conftest import DEVICES
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from training import LEVELS, SGD, convnet, images, linear, same, train, weights
+
+from amp_patch import amp
+from amp_patch.graph import Graph
+
+F = nn.functional
+LOW = [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+class Step(Graph):
+    """The graph of the class's documentation; `backend="eager"` computes with the kernels of the eager loop."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *optimizers: Any,
+        scaler: Any = None,
+        dtype: torch.dtype | None = None,
+        steps: int = 1,
+        lr_sch: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.config.compile(**{"backend": "eager", **options})
+        self.config.set_gradient_accumulation_steps(steps)
+        if dtype is not None:
+            self.config.enable_amp(True, dtype=dtype)
+        for optimizer in optimizers:
+            self.add_optimizer(optimizer, lr_sch=lr_sch)
+        if scaler is not None:
+            self.set_grad_scaler(scaler)
+
+    def build(self, inputs: Tensor, targets: Tensor) -> Any:
+        loss = F.cross_entropy(self.model(inputs), targets)
+        loss.backward()
+        return loss
+
+
+def scaler_on(device: str, **changes: Any) -> amp.GradScaler:
+    settings = {"init_scale": 3000, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, **changes}
+    return amp.GradScaler(device, **settings)
+
+
+def batches(count: int, device: str, poisoned: tuple[int, ...] = ()) -> list[tuple[Tensor, Tensor]]:
+    """`count` batches; the gradients of a poisoned one are not finite."""
+    drawn = [images(step, device) for step in range(count)]
+    return [(x * torch.inf if step in poisoned else x, y) for step, (x, y) in enumerate(drawn)]
+
+
+def numbers(tensors: list[Tensor]) -> list[Tensor]:
+    """For comparison: a poisoned batch leaves NaN in its loss and in the batch norm's statistics."""
+    return [tensor.nan_to_num(nan=-1.0) for tensor in tensors]
+
+
+def eager(model: nn.Module, optimizer: Any, scaler: Any, dtype: torch.dtype, data: list[Any]) -> list[Tensor]:
+    """The typical loop of torch's AMP tutorial."""
+    losses = []
+    for inputs, targets in data:
+        optimizer.zero_grad()
+        with amp.autocast(inputs.device.type, dtype=dtype):
+            loss = F.cross_entropy(model(inputs), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", LOW)
+def test_calls_are_iterations_of_the_eager_loop_to_the_bit(device, dtype):
+    data = batches(8, device, poisoned=(4,))
+    ours, theirs = convnet(device=device), convnet(device=device)
+    scaler, eager_scaler = scaler_on(device), scaler_on(device)
+    graph = Step(ours, SGD(ours.parameters()), scaler=scaler, dtype=dtype)
+    losses = [graph(*batch) for batch in data]
+    expected = eager(theirs, SGD(theirs.parameters()), eager_scaler, dtype, data)
+    assert same(numbers(losses), numbers(expected))
+    assert same(numbers(weights(ours)), numbers(weights(theirs)))
+    # Grown by three clean steps, halved by the poisoned one, grown by three more.
+    assert scaler.get_scale() == eager_scaler.get_scale() == 6000
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_training_of_initialize_gives_its_own_losses(level, device):
+    def training() -> Any:
+        model = convnet(device=device)
+        return amp.initialize(model, SGD(model.parameters()), opt_level=level, verbosity=0)
+
+    model, optimizer = training()
+    expected = train(model, optimizer, 6, lambda step: images(step, device))
+    trained = weights(model)
+    model, optimizer = training()
+    graph = Step(model, optimizer)
+    assert [graph(*images(step, device)).item() for step in range(6)] == expected
+    assert same(weights(model), trained)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_at_a_level_an_overflow_skips_and_halves(level):
+    model = convnet()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, verbosity=0)
+    graph = Step(model, optimizer)
+    graph(*images(0))
+    before, scale = [p.clone() for p in amp.master_params(optimizer)], amp.state_dict()["loss_scaler0"]["loss_scale"]
+    inputs, targets = images(1)
+    graph(inputs * torch.inf, targets)
+    assert same(before, list(amp.master_params(optimizer)))
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == scale / 2
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = linear([[1.0, 2.0]]), linear([[3.0, -1.0]])
+
+
+class TwoLosses(Graph):
+    """A loss and an optimizer for each head, and one loss that both share."""
+
+    def __init__(self, heads: Heads, optimizers: list[Any], scaler: Any) -> None:
+        super().__init__()
+        self.heads = heads
+        self.config.compile(backend="eager", fullgraph=True)
+        for optimizer in optimizers:
+            self.add_optimizer(optimizer)
+        if scaler is not None:
+            self.set_grad_scaler(scaler)
+
+    def build(self, x: Tensor) -> dict[str, Tensor]:
+        left, right = self.heads.left(x).mean(), self.heads.right(x).mean()
+        left.backward(retain_graph=True)
+        right.backward(retain_graph=True)
+        (left * right).backward()
+        return {"left": left, "right": right}
+
+
+@pytest.mark.parametrize("scaler", [None, 1024.0])
+def test_several_losses_and_several_optimizers(scaler):
+    heads = Heads()
+    parts = (heads.left, heads.right)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.25) for part in parts]
+    graph = TwoLosses(heads, optimizers, scaler and amp.GradScaler("cpu", init_scale=scaler))
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    returned = graph(x)
+    # By hand: mean of x is [2, 3], so left = 8, right = 3; d/dleft = 1 + right = 4, d/dright = 1 + left = 9.
+    assert {name: value.item() for name, value in returned.items()} == {"left": 8.0, "right": 3.0}
+    assert heads.left.weight.tolist() == [[1.0 - 0.25 * 4 * 2, 2.0 - 0.25 * 4 * 3]]
+    assert heads.right.weight.tolist() == [[3.0 - 0.25 * 9 * 2, -1.0 - 0.25 * 9 * 3]]
+
+
+class Micro(Step):
+    def build(self, inputs: Tensor, targets: Tensor, weight: float = 1.0) -> Any:
+        outputs = self.model(inputs)
+        loss = weight * F.cross_entropy(outputs, targets)
+        loss.backward()
+        return loss, outputs, weight
+
+
+@pytest.mark.parametrize("form", ["native", "O2"])
+def test_accumulation_takes_a_call_in_micro_batches(form):
+    model, other = convnet(), convnet()
+    optimizer, other_optimizer = SGD(model.parameters()), SGD(other.parameters())
+    scalers = [scaler_on("cpu", init_scale=1024) for _ in range(2)] if form == "native" else [None, None]
+    if form != "native":
+        for pair in ((model, optimizer), (other, other_optimizer)):
+            amp.initialize(*pair, opt_level=form, verbosity=0)
+    graph = Micro(model, optimizer, scaler=scalers[0], steps=4, dtype=torch.float16 if scalers[0] else None)
+    for step in range(3):
+        inputs, targets = images(step)
+        losses, outputs, weight = graph(inputs, targets, weight=0.25)
+        expected = []
+        for index, (x, y) in enumerate(zip(inputs.chunk(4), targets.chunk(4), strict=True)):
+            if scalers[1] is None:
+                loss = 0.25 * F.cross_entropy(other(x), y)
+                with amp.scale_loss(loss, other_optimizer, delay_unscale=index < 3) as scaled_loss:
+                    scaled_loss.backward()
+            else:
+                with amp.autocast(dtype=torch.float16):
+                    loss = 0.25 * F.cross_entropy(other(x), y)
+                scalers[1].scale(loss).backward()
+            expected.append(loss.detach())
+        if scalers[1] is None:
+            other_optimizer.step()
+        else:
+            scalers[1].step(other_optimizer)
+            scalers[1].update()
+        other_optimizer.zero_grad()
+        assert (tuple(losses.shape), tuple(outputs.shape), weight) == ((4,), (8, 5), 0.25)
+        assert torch.equal(losses, torch.stack(expected))
+    assert same(weights(model), weights(other))
+
+
+def test_a_batch_that_does_not_split_is_refused():
+    model = convnet()
+    graph = Step(model, SGD(model.parameters()), steps=3)
+    with pytest.raises(ValueError, match=r"shape \[8, 1, 8, 8\] does not split into 3 micro-batches"):
+        graph(*images(0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_without_an_optimizer_it_infers(device):
+    model = convnet(device=device).eval()
+
+    class Infer(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+            self.config.enable_amp(dtype=torch.bfloat16)
+            self.config.compile(backend="eager")
+
+        def build(self, batch: dict[str, Tensor]) -> tuple[Tensor, bool]:
+            return self.model(batch["images"]), torch.is_grad_enabled()
+
+    graph = Infer()
+    inputs = images(0, device)[0]
+    outputs, grad_enabled = graph({"images": inputs})
+    with torch.no_grad(), amp.autocast(device, dtype=torch.bfloat16):
+        assert same([outputs], [model(inputs)])
+    assert outputs.dtype is torch.bfloat16
+    assert not outputs.requires_grad and not grad_enabled and not graph.training
+    assert not torch.is_inference(outputs), "it can be trained on"
+
+
+def test_what_comes_back_is_detached_and_no_gradient_stays_or_leaks_in():
+    model, other = convnet(), convnet()
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 1e6)  # as a loop that was left in the middle leaves them
+    graph = Step(model, SGD(model.parameters()))
+    loss = graph(*images(0))
+    assert not loss.requires_grad
+    assert all(param.grad is None for param in model.parameters())
+    optimizer = SGD(other.parameters())
+    F.cross_entropy(other(images(0)[0]), images(0)[1]).backward()
+    optimizer.step()
+    assert same(weights(model), weights(other))
+
+
+def test_schedulers_step_with_each_call_skipped_or_not():
+    model = convnet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    graph = Step(model, optimizer, scaler=scaler_on("cpu"), dtype=torch.float16, lr_sch=schedule)
+    rates = []
+    for batch in batches(3, "cpu", poisoned=(0, 1)):
+        graph(*batch)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [0.5, 0.25, 0.125]
+
+
+@pytest.mark.parametrize("form", ["plain", "scaler", "O2"])
+def test_groups_are_clipped_by_their_unscaled_norm(form):
+    # Before: gradient [3, 4] of norm 5, clipped to 1; the step is the clipped gradient.
+    model = linear([[0.0, 0.0]])
+    group = {"params": list(model.parameters()), "clip_grad_max_norm": 1.0, "clip_grad_norm_type": 2.0}
+    optimizer = torch.optim.SGD([group], lr=1.0)
+    if form == "O2":
+        amp.initialize(model, optimizer, opt_level="O2", loss_scale=128.0)
+
+    class Sum(Step):
+        def build(self, x: Tensor) -> Any:
+            loss = self.model(x).float().sum()
+            loss.backward()
+            return loss
+
+    graph = Sum(model, optimizer, scaler=scaler_on("cpu") if form == "scaler" else None, fullgraph=True)
+    graph(torch.tensor([[3.0, 4.0]]))
+    (stepped,) = amp.master_params(optimizer)
+    torch.testing.assert_close(stepped.detach(), torch.tensor([[-0.6, -0.8]]), rtol=0, atol=1e-6)
+
+
+# A cast model whose state dict was taken breaks the graph, to look for edits of it; the warning is as below.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("form", ["native", "O2"])
+def test_a_saved_graph_goes_on_with_the_same_bits(form):
+    def made() -> Step:
+        model = convnet()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+        if form == "O2":
+            model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+            return Step(model, optimizer, lr_sch=schedule)
+        return Step(model, optimizer, lr_sch=schedule, scaler=scaler_on("cpu"), dtype=torch.float16)
+
+    data = batches(6, "cpu", poisoned=(1,))
+    whole = made()
+    for batch in data[:3]:
+        whole(*batch)
+    saved = io.BytesIO()
+    torch.save(whole.state_dict(), saved)
+    expected = [whole(*batch).item() for batch in data[3:]]
+    resumed = made()
+    saved.seek(0)
+    resumed.load_state_dict(torch.load(saved))
+    assert [resumed(*batch).item() for batch in data[3:]] == expected
+    assert same(numbers(weights(resumed.model)), numbers(weights(whole.model)))
+
+
+def test_load_state_dict_refuses_what_differs_before_it_writes():
+    model = convnet()
+    graph = Step(model, SGD(model.parameters()))
+    before = weights(model)
+    state = Step(convnet(seed=1)).state_dict()
+    with pytest.raises(RuntimeError, match=r"missing \['graph\.optimizers'\], unexpected \[\]; strict=False"):
+        graph.load_state_dict(state)
+    assert same(weights(model), before)
+    with pytest.raises(RuntimeError, match=r"graph\.optimizers has 0 states; wanted 1"):
+        graph.load_state_dict({**state, "graph.optimizers": []})
+    assert same(weights(model), before)
+    graph.load_state_dict(state, strict=False)
+    assert same(weights(model), weights(convnet(seed=1)))
+
+
+# Dynamo asks for it where a graph breaks, and hides the warning, but not from "error".
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_python_that_depends_on_data_works():
+    class Branching(Step):
+        def build(self, inputs: Tensor, targets: Tensor) -> Any:
+            loss = F.cross_entropy(self.model(inputs), targets)
+            if loss.item() > 1:
+                loss = loss * 2
+            loss.backward()
+            return loss
+
+    ours, theirs = convnet(), convnet()
+    graph, optimizer = Branching(ours, SGD(ours.parameters())), SGD(theirs.parameters())
+    for step in range(3):
+        inputs, targets = images(step)
+        loss = F.cross_entropy(theirs(inputs), targets)
+        loss = loss * 2 if loss.item() > 1 else loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert torch.equal(graph(inputs, targets), loss.detach())
+    assert same(weights(ours), weights(theirs))
+
+
+def test_torchs_scaler_and_no_scaler_at_all_serve_too():
+    results = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=1024.0)):
+        model = convnet()
+        graph = Step(model, SGD(model.parameters()), scaler=scaler, dtype=torch.bfloat16)
+        results.append([graph(*images(step)).item() for step in range(3)])
+    assert results[0] == results[1]
+
+
+def test_float16_without_a_scaler_is_warned_of():
+    model = convnet()
+    graph = Step(model, SGD(model.parameters()), dtype=torch.float16)
+    with pytest.warns(UserWarning, match="trains in float16 without a grad scaler"):
+        graph(*images(0))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Compiled: one graph, none of whose breaks is ours.
+
+
+def assert_one_graph(graph: Graph, calls: int = 4) -> None:
+    for step in range(calls):
+        graph(*images(step))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_the_native_form_is_one_graph(dtype):
+    model = convnet()
+    assert_one_graph(Step(model, SGD(model.parameters()), scaler=scaler_on("cpu"), dtype=dtype, fullgraph=True))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_each_level_is_one_graph(level):
+    model = convnet()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, verbosity=0)
+    assert_one_graph(Step(model, optimizer, fullgraph=True))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # Inductor's own import
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", ["native", "O1", "O2", "O5"])
+def test_inductor_trains_to_the_eager_losses(form, device):
+    def made(**options: Any) -> Step:
+        model = convnet(device=device)
+        optimizer = SGD(model.parameters())
+        if form == "native":
+            scaler = scaler_on(device)
+            graph = Step(model, optimizer, scaler=scaler, dtype=torch.float16, **options)
+        else:
+            model, optimizer = amp.initialize(model, optimizer, opt_level=form, verbosity=0)
+            graph = Step(model, optimizer, **options)
+        return graph
+
+    expected = [made_loss.item() for made_loss in _run(made(disable=True), device)]
+    counters.clear()
+    graph = made(backend="inductor")
+    losses = _run(graph, device)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    # Losses of earlier calls keep their values, also where CUDA graphs use their memory again.
+    torch.testing.assert_close([loss.item() for loss in losses], expected, rtol=0, atol=5e-3)
+
+
+def _run(graph: Graph, device: str) -> list[Tensor]:
+    return [graph(*images(step, device)) for step in range(8)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad use, by name.
+
+
+def test_a_graph_that_never_calls_backward_is_refused_and_changes_nothing():
+    class Silent(Step):
+        def build(self, inputs: Tensor, targets: Tensor) -> Any:
+            return F.cross_entropy(self.model(inputs), targets)
+
+    model = linear([[1.0], [2.0]])
+    graph = Silent(model, SGD(model.parameters()))
+    with pytest.raises(RuntimeError, match=r"Silent_\d+: .* optimizer, but build calls no loss\.backward\(\)"):
+        graph(torch.ones(1, 1), torch.zeros(1, dtype=torch.long))
+    assert model.weight.tolist() == [[1.0], [2.0]]
+
+
+def test_backward_without_an_optimizer_is_refused():
+    graph = Step(convnet())
+    with pytest.raises(RuntimeError, match=r"the graph has no optimizer; call self\.add_optimizer"):
+        graph(*images(0))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda outputs: outputs.backward(), r"a tensor of shape \[8, 5\]; wanted a scalar"),
+        (lambda outputs: outputs.backward(outputs), r"build calls backward\(gradient\)"),
+        (lambda outputs: outputs.sum().backward(create_graph=True), r"build calls backward\(create_graph\)"),
+        (lambda outputs: outputs.detach().sum().backward(), "a loss that requires no grad"),
+    ],
+    ids=["no scalar", "gradient", "create_graph", "no grad"],
+)
+def test_a_backward_that_cannot_be_is_refused(call, message):
+    class Wrong(Step):
+        def build(self, inputs: Tensor) -> Any:
+            call(self.model(inputs))
+
+    model = convnet()
+    before = weights(model)[:2]
+    graph = Wrong(model, SGD(model.parameters()))
+    with pytest.raises(RuntimeError, match=message):
+        graph(images(0)[0])
+    assert same(before, weights(model)[:2])
+
+
+def test_build_must_be_overridden_and_super_init_called():
+    class Empty(Graph):
+        pass
+
+    class Headless(Graph):
+        def __init__(self) -> None:
+            self.model = convnet()
+
+    with pytest.raises(NotImplementedError, match=r"Empty\.build must be overridden"):
+        Empty()()
+    for use in (Headless.__call__, lambda g: g.config, lambda g: g.add_optimizer(None), repr):
+        with pytest.raises(RuntimeError, match=r"Headless: call super\(\).__init__\(\) first"):
+            use(Headless())
+
+
+def test_arguments_of_the_setup_are_checked_by_name():
+    model = convnet()
+    optimizer, other = SGD(model.parameters()), SGD(convnet().parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(other, 1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    graph = Step(model)
+    for error, call, message in [
+        (TypeError, lambda: graph.add_optimizer(model), "optim is a ConvNet; wanted a torch.optim.Optimizer"),
+        (ValueError, lambda: graph.add_optimizer(torch.optim.LBFGS(model.parameters())), "LBFGS"),
+        (TypeError, lambda: graph.add_optimizer(optimizer, lr_sch=0.1), "lr_sch is a float"),
+        (ValueError, lambda: graph.add_optimizer(optimizer, lr_sch=schedule), "made for another optimizer"),
+        (ValueError, lambda: graph.add_optimizer(optimizer, lr_sch=plateau), "ReduceLROnPlateau steps by a metric"),
+        (TypeError, lambda: graph.set_grad_scaler(2.0**16), "grad_scaler is a float; wanted an amp.GradScaler"),
+        (TypeError, lambda: graph.config.enable_amp(torch.float16), "mode is torch.float16"),
+        (ValueError, lambda: graph.config.enable_amp(dtype=torch.float32), "dtype is torch.float32"),
+        (ValueError, lambda: graph.config.set_gradient_accumulation_steps(0), "value is 0"),
+        (AttributeError, lambda: graph.config.enable_zero(), "ZeroRedundancyOptimizer"),
+        (ValueError, lambda: graph.debug(4), "v_level is 4"),
+    ]:
+        with pytest.raises(error, match=message):
+            call()
+    graph.add_optimizer(optimizer)
+    with pytest.raises(ValueError, match="added before"):
+        graph.add_optimizer(optimizer)
+
+
+def test_the_setup_is_closed_by_the_first_call():
+    model = convnet()
+    optimizer = SGD(model.parameters())
+    graph = Step(model, optimizer)
+    graph.config.allow_fuse_add_to_output(True)
+    graph(*images(0))
+    assert graph.is_compiled
+    for call in (
+        lambda: graph.config.enable_amp(),
+        lambda: graph.config.set_gradient_accumulation_steps(2),
+        lambda: graph.config.compile(),
+        lambda: graph.add_optimizer(SGD(convnet().parameters())),
+        lambda: graph.set_grad_scaler(amp.GradScaler()),
+    ):
+        with pytest.raises(RuntimeError, match=r"Step_\d+ has been called already"):
+            call()
+
+
+def test_forms_that_do_not_mix_are_refused():
+    model, plain = convnet(), convnet()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2", verbosity=0)
+    with pytest.raises(RuntimeError, match=r"some of its optimizers went through amp\.initialize"):
+        Step(model, optimizer, SGD(plain.parameters()))(*images(0))
+    with pytest.raises(TypeError, match="torch's GradScaler does not know"):
+        Step(model, optimizer, scaler=torch.amp.GradScaler("cpu"))(*images(0))
+    outer = Step(plain, SGD(plain.parameters()))
+    outer.inner = Step(plain)
+    with pytest.raises(TypeError, match="attribute 'inner' is a Graph, and graphs cannot be nested"):
+        outer(*images(0))
+
+
+def test_names_debugging_and_repr(capsys):
+    model = linear([[1.0]])
+
+    class Named(Step):
+        def build(self, x: Tensor) -> Any:
+            print("a graph break", end="")
+            loss = self.model(x).sum()
+            loss.backward()
+            return loss
+
+    first, second = (Named(model, SGD(model.parameters())) for _ in range(2))
+    assert first.name != second.name and {first.name[:6], second.name[:6]} == {"Named_"}
+    first.debug(1)
+    first(torch.ones(1, 1))
+    printed = capsys.readouterr().out
+    assert f"{first.name}: compiled 1 graph(s)" in printed and "1 graph break(s)" in printed
+    assert f"{first.name}: graph break:" in printed
+    first(torch.ones(1, 1))
+    assert "compiled" not in capsys.readouterr().out
+    for part in (first.name, "training=True", "(model): Linear", "(optimizer): SGD"):
+        assert part in repr(first)
