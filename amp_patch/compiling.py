@@ -5,7 +5,7 @@ before it traces a frame, how to read them: a call of a function, a method or an
 its rule (rules.py) for the policy that acts. Regions (regions.py) say which one that is; at the start of a frame it is
 the thread's, and a guard has the frame compiled again where another one acts.
 
-This is the one file that needs Dynamo's inside. Nothing here imports the compiler: `hook` waits until somebody else has.
+This is the one file that needs Dynamo's inside. It does not import the compiler: `hook` waits until somebody else has.
 """
 
 from __future__ import annotations
