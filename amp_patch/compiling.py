@@ -313,13 +313,13 @@ def _tell() -> None:
             return variable(wrapped, source=self.source)
 
         by_id[id(wrapper)] = build
+        if type(wrapper).__module__ == "amp_patch._C.casts":  # a method, of whose call a TorchFunctionMode is told
+            handlers.setdefault(type(wrapper), lambda tx, value: variable(_functions[id(value)][1]))
     names = {wrapped.original.__name__ for _, wrapped in new if hasattr(wrapped.original, "__name__")}
     for function in vars(torch.nn.functional).values():
         # A composite function that is a node of the graph calls its parts by itself: let Dynamo see them.
         if isinstance(function, types.FunctionType) and not names.isdisjoint(function.__code__.co_names):
             known[function] = builder.UserFunctionVariable
-        if type(wrapper).__module__ == "amp_patch._C.casts":  # a method, of whose call a TorchFunctionMode is told
-            handlers.setdefault(type(wrapper), lambda tx, value: variable(_functions[id(value)][1]))
 
 
 @functools.cache

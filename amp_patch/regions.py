@@ -220,7 +220,8 @@ class region:
     def __init__(self, policy: Policy | None, claims: bool | None = None) -> None:
         self.policy = policy
         self.acting = _acting(policy)
-        self.aside = _aside(self.acting)
+        # Traced code has no cached functions, and only `acting` counts there.
+        self.aside = None if is_dynamo_compiling() else _aside(self.acting)
         self.claims = policy is not None and policy.patch_torch_functions if claims is None else claims
         self.caches = True
 
