@@ -39,7 +39,7 @@ def casting(policy: Policy | None) -> Iterator[None]:
 
 # What these do to optimizers and gradients is Python's: Dynamo would find nothing there to compile, and try.
 _BOOKKEEPING = (
-    *("backward", "clip", "grad_scaler", "initialize", "links", "masters", "memory", "multi_tensor", "optimizer"),
+    *("backward", "clip", "initialize", "links", "masters", "memory", "multi_tensor", "optimizer"),
     *("replicas", "scaler"),
 )
 

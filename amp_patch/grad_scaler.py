@@ -13,6 +13,7 @@ from torch.utils.weak import TensorWeakRef
 
 from amp_patch import multi_tensor, regions, shards
 from amp_patch import optimizer as optimizer_side
+from amp_patch.compiling import eager_only
 from amp_patch.masters import FoundInf, gather
 from amp_patch.model import refuse_sharded_since
 from amp_patch.policy import scale_number
@@ -118,6 +119,7 @@ class GradScaler(torch.amp.GradScaler):
             return type(outputs)(*scaled)
         return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
 
+    @eager_only
     def unscale_(self, optimizer: Any) -> None:
         """Unscale the gradients of `optimizer` in place and check them; once between two `update`s. No sync.
 
@@ -134,6 +136,7 @@ class GradScaler(torch.amp.GradScaler):
         super().unscale_(optimizer)
         self._note_gradients(optimizer)
 
+    @eager_only
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """`optimizer.step(*args, **kwargs)` unless a gradient is not finite; unscales first if that was not done.
 
@@ -186,6 +189,7 @@ class GradScaler(torch.amp.GradScaler):
             optimizer_side.consume(optimizer_side.innermost(optimizer), stash)  # as after a step that it skips itself
         return stepped if result is None else result
 
+    @eager_only
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Move the scale by what the optimizers found since the last `update`, on the device; no sync.
 
