@@ -16,11 +16,14 @@ from amp_patch.memory import Recycled
 
 
 def live_bytes():
-    """Bytes of all storages that Python can reach, those of tensors and those by themselves, each once."""
+    """Bytes of all storages that Python can reach, those of tensors and those by themselves, each once.
+
+    Subclasses of Tensor other than parameters are stand-ins that a compiler has left: no memory is behind them.
+    """
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and not thing.is_sparse:
+        if type(thing) in (torch.Tensor, nn.Parameter) and not thing.is_sparse:
             thing = thing.untyped_storage()
         if issubclass(type(thing), torch.UntypedStorage):
             storages[thing.data_ptr()] = thing.nbytes()
