@@ -18,14 +18,14 @@ from amp_patch.memory import Recycled
 def live_bytes():
     """Bytes of all storages that Python can reach, those of tensors and those by themselves, each once.
 
-    Subclasses of Tensor other than parameters are stand-ins that a compiler has left: no memory is behind them.
+    Not those of stand-ins that a compiler has left: no memory is behind them.
     """
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
         if type(thing) in (torch.Tensor, nn.Parameter) and not thing.is_sparse:
             thing = thing.untyped_storage()
-        if issubclass(type(thing), torch.UntypedStorage):
+        if issubclass(type(thing), torch.UntypedStorage) and thing.device.type != "meta":
             storages[thing.data_ptr()] = thing.nbytes()
     return sum(storages.values())
 
