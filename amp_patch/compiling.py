@@ -101,6 +101,7 @@ _methods: dict[str, _Wrapped] = {}  # of torch.Tensor, by name
 _told: set[int] = set()  # ids of the wrappers that Dynamo knows
 _hooked = False
 _attached = False
+_stale = False  # whether there may be frames that were compiled before
 
 
 def know(owner: Any, name: str, wrapper: Any, original: Any, rule: str, apex_rule: str) -> None:
@@ -145,16 +146,19 @@ def start_late() -> None:
 
 def hook() -> None:
     """Be there when Dynamo traces: now if it is imported, else as soon as it is. Idempotent."""
-    global _hooked
-    if _hooked:
-        return
-    _hooked = True
-    if _DYNAMO in sys.modules:
-        _attach(sys.modules[_DYNAMO])
+    global _hooked, _stale
+    if not _hooked:
+        _hooked = True
+        if _DYNAMO in sys.modules:
+            _attach(sys.modules[_DYNAMO])
+            _stale = _attached
+        else:
+            sys.meta_path.insert(0, _Finder())
+    # Frames compiled before ask nobody whose casts act. Dropped in the middle of a trace, they would take its own along.
+    if _stale and importlib.import_module("torch._guards").TracingContext.try_get() is None:
+        _stale = False
         dynamo: Any = sys.modules["torch._dynamo"]
-        getattr(dynamo, "reset_code_caches", dynamo.reset)()  # frames compiled so far ask nobody whose casts act
-    else:
-        sys.meta_path.insert(0, _Finder())
+        getattr(dynamo, "reset_code_caches", dynamo.reset)()
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -405,6 +405,32 @@ def test_the_compiler_may_be_imported_after_the_casts_are_installed(backend):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+FIRST = """
+import torch, torch._dynamo
+from amp_patch import amp
+from test_compile import operands
+x, w = operands()
+before = torch.compile(lambda x, w: x @ w, backend="aot_eager")
+assert before(x, w).dtype is torch.float32
+def function(x, w):
+    with amp.autocast("cpu", dtype=torch.bfloat16):
+        return x @ w, torch.nn.functional.linear(x, w)
+for backend in ("eager", "aot_eager"):
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    for _ in range(2):
+        assert {t.dtype for t in compiled(x, w)} == {torch.bfloat16}
+with amp.autocast("cpu", dtype=torch.bfloat16):
+    assert before(x, w).dtype is torch.bfloat16
+assert before(x, w).dtype is torch.float32
+"""
+
+
+def test_the_first_region_of_a_process_may_be_in_compiled_code():
+    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", FIRST], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 UNKNOWN = """
 import logging, torch
 from torch import nn
