@@ -32,7 +32,7 @@ logger = logging.getLogger("amp_patch")
 
 _DYNAMO = "torch._dynamo.symbolic_convert"
 
-# All that is used of Dynamo's inside: in torch 2.6 to 2.13. A torch that lacks one of these is left alone.
+# What is used of Dynamo's inside. Run with torch 2.13; one that lacks any of it is left alone.
 _USED = tuple(
     f"torch._dynamo.{name}"
     for name in (
@@ -154,7 +154,7 @@ def hook() -> None:
             _stale = _attached
         else:
             sys.meta_path.insert(0, _Finder())
-    # Frames compiled before ask nobody whose casts act. Dropped in the middle of a trace, they would take its own along.
+    # Frames compiled before ask nobody whose casts act. Dropped in the middle of a trace, they would take its own.
     if _stale and importlib.import_module("torch._guards").TracingContext.try_get() is None:
         _stale = False
         dynamo: Any = sys.modules["torch._dynamo"]
@@ -196,13 +196,12 @@ def _attach(module: Any) -> None:
     try:
         for name in _USED:
             pkgutil.resolve_name(name)
-    except (ImportError, AttributeError) as error:
-        _unknown(error)
+        for name in _BOOKKEEPING:
+            importlib.import_module("torch._dynamo.trace_rules").add(f"amp_patch.{name}")
+    except Exception as error:
+        _unknown(repr(error))
         return
     _attached = True
-    rules = importlib.import_module("torch._dynamo.trace_rules")
-    for name in _BOOKKEEPING:
-        rules.add(f"amp_patch.{name}")
     translator: Any = module.InstructionTranslator
     tensor = importlib.import_module("torch._dynamo.variables.tensor").TensorVariable
     builtin = importlib.import_module("torch._dynamo.variables.builtin").BuiltinVariable
