@@ -192,6 +192,7 @@ def install(op_lists: str = "torch") -> None:
     """
     global _patches
     if op_lists in _installed:
+        compiling.hook()
         return
     with _lock:
         if op_lists in _installed:

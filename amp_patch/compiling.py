@@ -14,11 +14,12 @@ import functools
 import importlib
 import importlib.abc
 import importlib.util
+import logging
+import pkgutil
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,14 +28,29 @@ from amp_patch import regions
 from amp_patch.policy import Policy
 from amp_patch.rules import EMULATED, RULES
 
+logger = logging.getLogger("amp_patch")
+
 _DYNAMO = "torch._dynamo.symbolic_convert"
 
-
-@contextmanager
-def casting(policy: Policy | None) -> Iterator[None]:
-    """The casts of `policy` (None: no casts) inside the block, in code that is being compiled as in eager code."""
-    with regions.region(policy):
-        yield
+# What is used of Dynamo's inside. Run with torch 2.13; one that lacks any of it is left alone.
+_USED = tuple(
+    f"torch._dynamo.{name}"
+    for name in (
+        *("symbolic_convert:InstructionTranslator.current_tx", "symbolic_convert:InstructionTranslator.set_current_tx"),
+        *("symbolic_convert:InstructionTranslator.import_source", "symbolic_convert:InstructionTranslator.run"),
+        *("guards:install_guard", "guards:GuardBuilder.ID_MATCH"),
+        *("source:AttrSource", "source:CallFunctionNoArgsSource.make_guard"),
+        *("trace_rules:add", "trace_rules:get_torch_obj_rule_map", "trace_rules:hashable", "trace_rules:lookup"),
+        *("variables.builder:VariableBuilder._id_dispatch", "variables.builder:VariableBuilder.install_guards"),
+        *("variables.builder:SourcelessBuilder._type_handlers", "variables.builder:GuardBuilder.ID_MATCH"),
+        *("variables.builder:UserDefinedObjectVariable", "variables.builder:UserFunctionVariable.call_function"),
+        *("variables.builtin:BuiltinVariable._handle_insert_op_in_graph",),
+        *("variables.builtin:BuiltinVariable.call_function_handler_cache",),
+        *("variables.ctx_manager:AutocastModeVariable.create", "variables.ctx_manager:AutocastModeVariable.enter"),
+        *("variables.ctx_manager:AutocastModeVariable.exit", "variables.functions:UserFunctionVariable.call_function"),
+        *("variables.tensor:TensorVariable.call_method", "variables.torch:TorchInGraphFunctionVariable.call_function"),
+    )
+)
 
 
 # What these do to optimizers and gradients is Python's: Dynamo would find nothing there to compile, and try.
@@ -84,6 +100,8 @@ _functions: dict[int, tuple[Any, _Wrapped]] = {}  # id of a wrapper -> the wrapp
 _methods: dict[str, _Wrapped] = {}  # of torch.Tensor, by name
 _told: set[int] = set()  # ids of the wrappers that Dynamo knows
 _hooked = False
+_attached = False
+_stale = False  # whether there may be frames that were compiled before
 
 
 def know(owner: Any, name: str, wrapper: Any, original: Any, rule: str, apex_rule: str) -> None:
@@ -122,20 +140,25 @@ def _casts_of(policy: Policy) -> Policy:
 
 def start_late() -> None:
     """The casts were installed while Dynamo traces a frame, by the first region of the process."""
-    _start(sys.modules[_DYNAMO].InstructionTranslator.current_tx())
+    if _attached:
+        _start(sys.modules[_DYNAMO].InstructionTranslator.current_tx())
 
 
 def hook() -> None:
     """Be there when Dynamo traces: now if it is imported, else as soon as it is. Idempotent."""
-    global _hooked
-    if _hooked:
-        return
-    _hooked = True
-    if _DYNAMO in sys.modules:
-        _attach(sys.modules[_DYNAMO])
-        sys.modules["torch._dynamo"].reset_code_caches()  # frames compiled so far ask nobody whose casts act
-    else:
-        sys.meta_path.insert(0, _Finder())
+    global _hooked, _stale
+    if not _hooked:
+        _hooked = True
+        if _DYNAMO in sys.modules:
+            _attach(sys.modules[_DYNAMO])
+            _stale = _attached
+        else:
+            sys.meta_path.insert(0, _Finder())
+    # Frames compiled before ask nobody whose casts act. Dropped in the middle of a trace, they would take its own.
+    if _stale and importlib.import_module("torch._guards").TracingContext.try_get() is None:
+        _stale = False
+        dynamo: Any = sys.modules["torch._dynamo"]
+        getattr(dynamo, "reset_code_caches", dynamo.reset)()
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -158,10 +181,27 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+def _unknown(found: object) -> None:
+    """Say once that this torch's compiler is not the one that this file was written for."""
+    logger.warning(
+        "the compiler of torch %s is not known here (%s): the casts of O1, O4 and amp.autocast act in compiled code "
+        "only where its graphs break; everything else, eager code above all, is as ever",
+        torch.__version__,
+        found,
+    )
+
+
 def _attach(module: Any) -> None:
-    rules = importlib.import_module("torch._dynamo.trace_rules")
-    for name in _BOOKKEEPING:
-        rules.add(f"amp_patch.{name}")
+    global _attached
+    try:
+        for name in _USED:
+            pkgutil.resolve_name(name)
+        for name in _BOOKKEEPING:
+            importlib.import_module("torch._dynamo.trace_rules").add(f"amp_patch.{name}")
+    except Exception as error:
+        _unknown(repr(error))
+        return
+    _attached = True
     translator: Any = module.InstructionTranslator
     tensor = importlib.import_module("torch._dynamo.variables.tensor").TensorVariable
     builtin = importlib.import_module("torch._dynamo.variables.builtin").BuiltinVariable
@@ -190,7 +230,7 @@ def _attach(module: Any) -> None:
     @functools.wraps(call_operator)
     def cast_operator(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(self.fn, "__name__", "").strip("_")
-        name = f"__{name}__" if args and args[0].is_tensor() else f"__r{name}__"
+        name = f"__{name}__" if args and isinstance(args[0], tensor) else f"__r{name}__"
         wrapped = _methods.get(name)
         if wrapped is not None and (rule := _rule_now(wrapped, name)) is not None:
             return _inline(tx, rule, _operator(self.fn, name), list(args), kwargs)
@@ -211,18 +251,40 @@ _inside = _Inside()
 
 
 def _start(tx: Any) -> None:
-    """Dynamo is about to trace a frame."""
+    """Dynamo is about to trace a frame. Whatever fails here must not keep it from compiling."""
+    global _attached
+    regions.begin_trace(None, None)
+    _inside.names = []
+    if not _attached:
+        return
+    try:
+        _tell()
+        _guard(tx)
+        if tx.output.compiler_fn is not None:
+            tx.output.compiler_fn = _quiet_backend(tx.output.compiler_fn)
+    except Exception as error:
+        _attached = False
+        _unknown(repr(error))
+        return
+    regions.begin_trace(acting(), functools.partial(_without_autocast, tx))
+
+
+def _guard(tx: Any) -> None:
+    """What is compiled for this frame serves only where the same policy acts."""
     guards = importlib.import_module("torch._dynamo.guards")
     source = importlib.import_module("torch._dynamo.source")
     tracing = importlib.import_module("torch._guards").tracing
-    _tell()
     with tracing(tx.output.tracing_context), tx.set_current_tx():
         asked = source.CallFunctionNoArgsSource(source.AttrSource(tx.import_source(__name__), "acting"))
         guards.install_guard(asked.make_guard(guards.GuardBuilder.ID_MATCH))
-    regions.begin_trace(acting())
-    _inside.names = []
-    if tx.output.compiler_fn is not None:
-        tx.output.compiler_fn = _quiet_backend(tx.output.compiler_fn)
+
+
+def _without_autocast(tx: Any, kind: str) -> Callable[[], object]:
+    """Enter `torch.autocast(kind, enabled=False)` at this point of the trace; calling the result leaves it."""
+    variable = importlib.import_module("torch._dynamo.variables.ctx_manager").AutocastModeVariable
+    region = variable.create(torch.amp.autocast, [kind], {"enabled": False})
+    region.enter(tx)
+    return lambda: region.exit(tx)
 
 
 def _quiet_backend(backend: Any) -> Any:

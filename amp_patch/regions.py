@@ -58,6 +58,15 @@ class _Entry:
     silenced: Any
 
 
+@dataclass(slots=True)
+class _Traced:
+    """A region in code that is being traced: as an `_Entry`, and how to turn torch.autocast on again."""
+
+    acting: Policy | None
+    depth: int
+    undo: list[Callable[[], object]]
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[_Entry] = []  # innermost last
@@ -67,7 +76,8 @@ class _Thread(threading.local):
         self.caches = False
         self.firm = 0  # how many regions of the kind `no_casts_within` the thread is in
         self.casts: dict[Any, tuple[weakref.ref[Tensor], int, Tensor]] = {}
-        self.traced: list[Policy | None] = []  # what acts in the code that torch.compile traces, innermost last
+        self.traced: list[_Traced] = []  # what acts in the code that torch.compile traces, innermost last
+        self.silence: Callable[[str], Callable[[], object]] | None = None
 
 
 _thread = _Thread()
@@ -227,7 +237,7 @@ class region:
 
     def __enter__(self) -> Any:
         if is_dynamo_compiling():
-            enter_trace_of(self.acting)
+            enter_trace_of(self.acting, self.claims)
             return self
         entry = _Entry(self, *_state.begin(self.claims))
         _thread.stack.append(entry)
@@ -270,7 +280,7 @@ class region:
         @functools.wraps(function)
         def body(*args: Any, **kwargs: Any) -> Any:
             if is_dynamo_compiling():  # which enters no context manager that was made outside of what it compiles
-                enter_trace_of(self.acting)
+                enter_trace_of(self.acting, self.claims)
                 try:
                     return function(*args, **kwargs)
                 finally:
@@ -328,36 +338,51 @@ class everywhere(region):
             _refresh_default()
 
 
-def begin_trace(acting: Policy | None) -> None:
-    """torch.compile begins to trace a frame on this thread, where `acting` acts."""
-    _thread.traced = [acting]
+def begin_trace(acting: Policy | None, silence: Callable[[str], Callable[[], object]] | None) -> None:
+    """torch.compile begins to trace a frame on this thread, where `acting` acts.
+
+    Args:
+        silence: turns torch.autocast off in what is traced from here on, for a device type; returns how to undo that.
+    """
+    _thread.traced, _thread.silence = [_Traced(acting, _native_depth(), [])], silence
 
 
-def enter_trace_of(acting: Policy | None) -> None:
+def enter_trace_of(acting: Policy | None, claims: bool) -> None:
     """As `follow`, in code that is being traced; `leave_traced` ends it."""
     if acting is None:
-        enter_traced(None)
+        enter_traced(None, claims)
     else:
         enter_traced(
-            (acting.dtype, acting.patch_torch_functions, acting.allow_banned, acting.cpu_fp16, acting.op_lists)
+            (acting.dtype, acting.patch_torch_functions, acting.allow_banned, acting.cpu_fp16, acting.op_lists), claims
         )
 
 
 # Dynamo calls these three while it traces, with constants, and nothing of them is left in what it compiles: that is
-# what `torch.compiler.assume_constant_result` asks for, without importing the compiler.
+# what `torch.compiler.assume_constant_result` asks for, without importing the compiler. It really enters torch.autocast
+# when it comes to one. Where nobody has begun the trace, nothing acts.
 
 
 def traced() -> Policy | None:
     """What acts at the point that a trace has come to."""
-    return _thread.traced[-1] if _thread.traced else None
+    if not _thread.traced:
+        return None
+    inner = _thread.traced[-1]
+    if inner.acting is None or (_native_depth() <= inner.depth and not torch._C._is_any_autocast_enabled()):
+        return inner.acting
+    return _aside(inner.acting)
 
 
-def enter_traced(casts: tuple[Any, ...] | None) -> None:
-    _thread.traced.append(None if casts is None else casts_policy(*casts))
+def enter_traced(casts: tuple[Any, ...] | None, claims: bool) -> None:
+    if _thread.traced:
+        silence = _thread.silence if claims else None
+        undo = [silence(kind) for kind in _DEVICE_TYPES if _is_enabled(kind)] if silence is not None else []
+        _thread.traced.append(_Traced(None if casts is None else casts_policy(*casts), _native_depth(), undo))
 
 
 def leave_traced() -> None:
-    _thread.traced.pop()
+    if _thread.traced:
+        for undo in reversed(_thread.traced.pop().undo):
+            undo()
 
 
 _constants: tuple[Any, ...] = (traced, enter_traced, leave_traced)

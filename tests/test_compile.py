@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_patch import amp
-from amp_patch.compiling import casting
 from amp_patch.policy import OPT_LEVELS
 
 # What torch's own tracing does, in plain scripts too.
@@ -190,17 +189,56 @@ def test_regions_inside_and_around(dtype, backend):
 
     decorated = amp.autocast("cpu", dtype=dtype)(zoo)
 
-    def within(x, w):
-        with casting(amp.autocast("cpu", dtype=dtype).policy):
-            return x @ w, F.linear(x, w)
-
     for _ in range(2):  # then where a process default acts
         for function in (inside, decorated):
             same_as_eager(function, *operands(), backend=backend, rtol=2e-2, atol=2e-2)
         with amp.autocast("cpu", dtype=dtype):
             same_as_eager(zoo, *operands(), backend=backend, rtol=2e-2, atol=2e-2)
-        assert {t.dtype for t in within(*operands())} == {dtype}
         amp.initialize(nn.Linear(2, 2), opt_level="O4", verbosity=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("default", [None, "O1"])
+def test_beside_torch_autocast_the_inner_one_wins(default, backend):
+    def ours_outside(x, w):
+        with amp.autocast("cpu", dtype=torch.float16):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                theirs = x @ w, x.matmul(w), F.linear(x, w), F.layer_norm(x, (6,))
+                with amp.autocast("cpu", dtype=torch.float16):
+                    ours = x @ w, x.matmul(w), F.linear(x, w)
+                again = x.mm(w), F.linear(x, w)
+            with torch.autocast("cpu", enabled=False):
+                off = x @ w, F.linear(x, w)
+            return theirs, ours, again, off, (x @ w, F.linear(x, w))
+
+    def theirs_outside(x, w):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with amp.autocast("cpu", dtype=torch.float16):
+                ours = x @ w, x.matmul(w), F.linear(x, w)
+            with amp.disable_casts():
+                off = x @ w, x.mm(w), F.linear(x, w)
+            with amp.autocast("cpu", enabled=False):
+                disabled = x @ w, F.linear(x, w)
+            return ours, off, disabled, decorated(x, w), (x @ w, F.linear(x, w))
+
+    @amp.autocast("cpu", dtype=torch.float16)
+    def decorated(x, w):
+        return x @ w, F.linear(x, w)
+
+    def kinds(found):
+        return [{t.dtype for t in some} for some in found]
+
+    half, bfloat, full = {torch.float16}, {torch.bfloat16}, {torch.float32}
+    if default is not None:
+        amp.initialize(nn.Linear(2, 2), opt_level=default, verbosity=0)
+    outside, inside = ours_outside(*operands()), theirs_outside(*operands())
+    assert kinds([outside[0][:3], *outside[1:]]) == [bfloat, half, bfloat, full, half]
+    assert kinds(inside) == [half, full, full, half, bfloat]
+    for function in (ours_outside, theirs_outside):
+        compiled = same_as_eager(function, *operands(), backend=backend, rtol=2e-2, atol=2e-2)
+        assert not torch._C._is_any_autocast_enabled()
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # a default, too, steps aside in there
+            torch.testing.assert_close(compiled(*operands()), function(*operands()), rtol=2e-2, atol=2e-2)
 
 
 def test_what_was_compiled_for_other_casts_is_not_used():
@@ -363,5 +401,66 @@ def test_the_compiler_may_be_imported_after_the_casts_are_installed(backend):
         kind, backend = "torch", "python"
     code = f"BACKEND = {backend!r}\n{LATE}"
     environment = {**os.environ, "PYTHONPATH": ":".join(sys.path), "AMP_PATCH_BACKEND": kind}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+FIRST = """
+import torch, torch._dynamo
+from amp_patch import amp
+from test_compile import operands
+x, w = operands()
+before = torch.compile(lambda x, w: x @ w, backend="aot_eager")
+assert before(x, w).dtype is torch.float32
+def function(x, w):
+    with amp.autocast("cpu", dtype=torch.bfloat16):
+        return x @ w, torch.nn.functional.linear(x, w)
+for backend in ("eager", "aot_eager"):
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    for _ in range(2):
+        assert {t.dtype for t in compiled(x, w)} == {torch.bfloat16}
+with amp.autocast("cpu", dtype=torch.bfloat16):
+    assert before(x, w).dtype is torch.bfloat16
+assert before(x, w).dtype is torch.float32
+"""
+
+
+def test_the_first_region_of_a_process_may_be_in_compiled_code():
+    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", FIRST], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+UNKNOWN = """
+import logging, torch
+from torch import nn
+from amp_patch import amp, compiling
+said = []
+logging.getLogger("amp_patch").addFilter(lambda record: said.append(record.getMessage()))
+if WHEN == "importing":
+    compiling._USED += ("torch._dynamo.guards:no_such_name",)
+else:
+    def fail(tx):
+        tx.no_such_name
+    compiling._guard = fail
+late = nn.Linear(6, 6)
+model = amp.initialize(nn.Linear(6, 6), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+import torch._dynamo
+from test_compile import operands
+x, w = operands()
+for backend in ("eager", "aot_eager"):
+    compiled = torch.compile(lambda x: x.sin() * 2, backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(x), x.sin() * 2)
+    torch.testing.assert_close(torch.compile(model, backend=backend)(x).float(), model(x).float(), rtol=2e-2, atol=2e-2)
+assert model(x).dtype is torch.nn.functional.linear(x, w).dtype is (x @ w).dtype is torch.bfloat16
+(warning,) = [text for text in said if "compiler of torch" in text]
+assert torch.__version__ in warning and "no_such_name" in warning, warning
+"""
+
+
+@pytest.mark.parametrize("when", ["importing", "tracing"])
+def test_a_compiler_that_is_not_known_is_left_alone_with_one_warning(when):
+    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    code = f"WHEN = {when!r}\n{UNKNOWN}"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
