@@ -262,9 +262,10 @@ def scale_loss(
         model: unused; Apex has it.
         delay_unscale: leave the gradients scaled where they are, for the next micro-batch to add to. The last
             micro-batch of an iteration has it False. (A step with gradients still scaled unscales them itself.)
-            Implied for a cast model (O2, O3) whose forward ran under DistributedDataParallel's `no_sync()`: DDP
-            reduces the model's gradients, so their sum stays there until the backward that does so. And where
-            fully_shard holds gradients back (`set_requires_gradient_sync(False)`).
+            Implied for a model that is cast, or whose loss is scaled, where its forward ran under
+            DistributedDataParallel's `no_sync()`: DDP reduces the model's gradients, so their sum stays there until the
+            backward that does so, and all processes see an overflow at once. And where fully_shard holds gradients
+            back (`set_requires_gradient_sync(False)`).
         delay_overflow_check: unscale, but leave moving the scale to a later exit of this `loss_id`. The optimizer
             skips all the same if it overflowed.
 
@@ -541,7 +542,7 @@ def _targets(optimizers: Any, caller: str = "scale_loss") -> list[Any]:
 
 
 def _gradients_stay_local(optimizer: Any) -> bool:
-    """Whether the low-precision gradients of the last backward wait for a later one to be reduced: `no_sync()`."""
+    """Whether the gradients of the last backward wait for a later one to be reduced: `no_sync()`."""
     models = [model for ref in optimizer._amp_stash.models if (model := ref()) is not None]
     return any(map(model_side.gradients_stay_local, models))
 
