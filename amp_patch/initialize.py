@@ -484,18 +484,19 @@ def _enter(
     owned = {id(p) for target in targets for group in target.param_groups for p in group["params"]}
     everything = {id(p): p for model in models for p in model.parameters()}
     unowned: list[Tensor] = [p for key, p in everything.items() if key not in owned and p.requires_grad]
-    sharded = [weakref.ref(module) for module in shards.fsdp_modules(models)]
+    fsdp = [(module, {id(p) for p in module.parameters()}) for module in shards.fsdp_modules(models)]
     for target in targets:
+        held = {id(p) for group in target.param_groups for p in group["params"]}
         stash = training.dialect.stash(
             policy,
             training.scalers,
             siblings=training.optimizers,
             unowned=unowned,
             process_group=process_group,
-            sharded=sharded,
+            # With those of no optimizer yet, whose parameters may be added to this one.
+            sharded=[weakref.ref(module) for module, inside in fsdp if held & inside or not owned & inside],
         )
         optimizer_side.name_parameters(stash, models)
-        held = {id(p) for group in target.param_groups for p in group["params"]}
         stash.models = [weakref.ref(m) for m in models if any(id(p) in held for p in m.parameters())]
         optimizer_side.enter_training(target, stash, about_to_be_cast, training.dialect.optimizer)
     model_side.enter_training(models, kept, policy, methods, on_demand=not targets)
