@@ -262,9 +262,10 @@ def scale_loss(
         model: unused; Apex has it.
         delay_unscale: leave the gradients scaled where they are, for the next micro-batch to add to. The last
             micro-batch of an iteration has it False. (A step with gradients still scaled unscales them itself.)
-            Implied for a cast model (O2, O3) whose forward ran under DistributedDataParallel's `no_sync()`: DDP
-            reduces the model's gradients, so their sum stays there until the backward that does so. And where
-            fully_shard holds gradients back (`set_requires_gradient_sync(False)`).
+            Implied for a model that is cast, or whose loss is scaled, where its forward ran under
+            DistributedDataParallel's `no_sync()`: DDP reduces the model's gradients, so their sum stays there until the
+            backward that does so, and all processes see an overflow at once. And where fully_shard holds gradients
+            back (`set_requires_gradient_sync(False)`).
         delay_overflow_check: unscale, but leave moving the scale to a later exit of this `loss_id`. The optimizer
             skips all the same if it overflowed.
 
@@ -483,18 +484,19 @@ def _enter(
     owned = {id(p) for target in targets for group in target.param_groups for p in group["params"]}
     everything = {id(p): p for model in models for p in model.parameters()}
     unowned: list[Tensor] = [p for key, p in everything.items() if key not in owned and p.requires_grad]
-    sharded = [weakref.ref(module) for module in shards.fsdp_modules(models)]
+    fsdp = [(module, {id(p) for p in module.parameters()}) for module in shards.fsdp_modules(models)]
     for target in targets:
+        held = {id(p) for group in target.param_groups for p in group["params"]}
         stash = training.dialect.stash(
             policy,
             training.scalers,
             siblings=training.optimizers,
             unowned=unowned,
             process_group=process_group,
-            sharded=sharded,
+            # With those of no optimizer yet, whose parameters may be added to this one.
+            sharded=[weakref.ref(module) for module, inside in fsdp if held & inside or not owned & inside],
         )
         optimizer_side.name_parameters(stash, models)
-        held = {id(p) for group in target.param_groups for p in group["params"]}
         stash.models = [weakref.ref(m) for m in models if any(id(p) in held for p in m.parameters())]
         optimizer_side.enter_training(target, stash, about_to_be_cast, training.dialect.optimizer)
     model_side.enter_training(models, kept, policy, methods, on_demand=not targets)
@@ -541,7 +543,7 @@ def _targets(optimizers: Any, caller: str = "scale_loss") -> list[Any]:
 
 
 def _gradients_stay_local(optimizer: Any) -> bool:
-    """Whether the low-precision gradients of the last backward wait for a later one to be reduced: `no_sync()`."""
+    """Whether the gradients of the last backward wait for a later one to be reduced: `no_sync()`."""
     models = [model for ref in optimizer._amp_stash.models if (model := ref()) is not None]
     return any(map(model_side.gradients_stay_local, models))
 

@@ -388,7 +388,7 @@ def policy_of(model: nn.Module) -> Policy | None:
 
 
 def gradients_stay_local(model: nn.Module) -> bool:
-    """Whether the backward of the last forward of `model`, which is cast, leaves its gradients on this process."""
+    """Whether the backward of the last forward of `model` leaves its gradients on this process, cast or scaled."""
     return isinstance(model, AmpModel) and vars(model)["_amp"].local
 
 
@@ -454,7 +454,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
         own: ModelState = vars(self)["_amp"]
         if not is_dynamo_compiling():  # compiled, what was written into a state dict arrives with the next step
             links.publish_written(own.exposed)
-        if policy.cast_model_type is not None and torch.is_grad_enabled():
+        if (policy.cast_model_type is not None or policy.scales_loss) and torch.is_grad_enabled():
             own.local = own.no_sync
         outer, _running.policy = _running.policy, policy
         given = args, kwargs

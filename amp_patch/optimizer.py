@@ -53,7 +53,8 @@ class Pending:
 
     def has_scale_of(self, scaler: LossScaler) -> bool:
         """Whether `scaler` surely has this scale still; told on the host, without a sync."""
-        return self.scaler is scaler and (self.updates, self.edits) == (scaler.updates, scaler.edits)
+        moved = scaler.dynamic and self.updates != scaler.updates
+        return self.scaler is scaler and not moved and self.edits == scaler.edits
 
 
 @dataclass
@@ -133,7 +134,7 @@ class Stash:
     siblings: list[Any] = field(default_factory=list)  # weak references to the training's optimizers
     models: list[weakref.ref[nn.Module]] = field(default_factory=list)  # those that have parameters of this optimizer
     process_group: Any = None
-    sharded: list[Any] = field(default_factory=list)  # weak references to the FSDP modules in the training's models
+    sharded: list[Any] = field(default_factory=list)  # weak references to the FSDP modules of its parameters
     handles: list[Any] = field(default_factory=list)
     owner: weakref.ref[Any] | None = None  # the optimizer
     quiet: regions.region | None = None  # the region without casts that a running step is in

@@ -21,6 +21,7 @@ from training import ADAM, LEVELS, SGD, backward, convnet, images, linear, same
 from amp_patch import amp
 
 SCALED = {"loss_scale": 1024.0}
+HALVED = {"loss_scale": 32768.0, "unskipped": 0}
 
 
 def mlp(seed: int = 0) -> nn.Module:
@@ -258,6 +259,25 @@ def test_accumulation_under_no_sync(ranks, level, delay):
         if level in ("O0", "O1", "O4"):
             assert same(ours, plain)
         close(ours, plain, 2e-2 if level == "O5" else 3e-3)
+
+
+def overflow_before_the_reduction(level: str, rank: int) -> dict[str, Any]:
+    """One rank overflows in a micro-batch under no_sync, which only the backward after it tells the other."""
+    model = mlp()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, verbosity=0, loss_scale="dynamic")
+    wrapped = DistributedDataParallel(model)
+    with wrapped.no_sync():
+        loss = loss_of(wrapped, mine(0))
+        backward(loss * float("inf") if dist.get_rank() == rank else loss, optimizer)
+    backward(loss_of(wrapped, mine(1)), optimizer)
+    optimizer.step()
+    return amp.state_dict()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_overflow_under_no_sync_moves_the_scale_alike_on_all_ranks(ranks, level, rank):
+    assert ranks(overflow_before_the_reduction, level, rank) == [{"loss_scaler0": HALVED}] * 2
 
 
 def never_reduced(level: str) -> list[Tensor]:

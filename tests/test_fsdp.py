@@ -352,6 +352,34 @@ def test_two_losses_cannot_be_held_back_at_two_scales(ranks):
     assert all("one loss_id" in message for message in ranks(two_scales))
 
 
+def two_models(scaled: bool) -> list[Tensor]:
+    """The second model takes a step, its gradients clipped, while the first one's are held back."""
+    models = [shard(network()), shard(network())]
+    first, second = optimizers = [SGD(model.parameters()) for model in models]
+    if scaled:
+        amp.initialize(models, optimizers, opt_level="O0", loss_scale=1024.0, verbosity=0)
+
+    def pass_back(micro: int, model: nn.Module, optimizer: Any) -> None:
+        loss = loss_of(model, micro, dist.get_rank())
+        backward(loss, optimizer) if scaled else loss.backward()
+
+    models[0].set_requires_gradient_sync(False)
+    pass_back(0, models[0], first)
+    pass_back(1, models[1], second)
+    torch.nn.utils.clip_grad_norm_(models[1].parameters(), 0.25)
+    second.step()
+    models[0].set_requires_gradient_sync(True)
+    pass_back(2, models[0], first)
+    first.step()
+    return weights(models[0]) + weights(models[1])
+
+
+def test_gradients_that_are_held_back_are_no_matter_of_another_models_optimizer(ranks):
+    plain = ranks(two_models, False)
+    for mine, theirs in zip(ranks(two_models, True), plain, strict=True):
+        assert same(mine, theirs), "a power of two changes no bit"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints. A step has four micro-batches, however many ranks share them.
 

@@ -431,6 +431,7 @@ TEXTS = [{"input_ids": text, "labels": text} for text in torch.randint(32, (32, 
 def hf_trainer(folder: Path, level: str | None, **options: Any) -> transformers.Trainer:
     """Five iterations of two micro-batches; None is transformers' own Trainer."""
     callbacks, amp_options = options.pop("callbacks", []), options.pop("amp_options", {})
+    bases = options.pop("bases", ())
     arguments = transformers.TrainingArguments(
         **{
             "output_dir": str(folder),
@@ -450,8 +451,8 @@ def hf_trainer(folder: Path, level: str | None, **options: Any) -> transformers.
     )
     model, data = gpt(), {"train_dataset": TEXTS, "eval_dataset": TEXTS, "callbacks": callbacks}
     if level is None:
-        return transformers.Trainer(model, arguments, **data)
-    return OptLevelTrainer(model, arguments, **data, opt_level=level, amp_options=amp_options)
+        return type("Theirs", (*bases, transformers.Trainer), {})(model, arguments, **data)
+    return type("Ours", (*bases, OptLevelTrainer), {})(model, arguments, **data, opt_level=level, amp_options=amp_options)
 
 
 def logged(trainer: transformers.Trainer, name: str) -> list[float]:
@@ -498,6 +499,28 @@ def test_the_trainer_does_what_the_loop_does(level, tmp_path):
     assert logged(trainer, "grad_norm") == pytest.approx(norms, rel=1e-6)
     amp.restore()
     assert same(weights(trainer.model), weights(model))
+
+
+class Penalized:
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        return loss + 0.125 * sum(p.square().sum() for p in model.parameters())
+
+
+class OwnLoss:
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return nn.functional.cross_entropy(model(inputs["input_ids"]).logits[:, :-1].mT, inputs["labels"][:, 1:])
+
+
+@pytest.mark.parametrize("kind", [Penalized, OwnLoss])
+def test_the_loss_that_a_subclass_of_the_trainer_makes_is_scaled(kind, tmp_path):
+    ours = hf_trainer(tmp_path, "O0", amp_options={"loss_scale": 512.0}, bases=(kind,))
+    theirs = hf_trainer(tmp_path, None, bases=(kind,))
+    ours.train()
+    theirs.train()
+    for name in ("loss", "grad_norm"):
+        assert logged(ours, name) == logged(theirs, name)
+    assert same(weights(ours.model), weights(theirs.model))
 
 
 class ScaleOf512(transformers.TrainerCallback):

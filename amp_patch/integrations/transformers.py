@@ -11,10 +11,8 @@ Other Trainers: `class MyTrainer(OptLevelTrainer, Seq2SeqTrainer)`. Written for 
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -24,7 +22,7 @@ from amp_patch.optimizer import innermost
 
 
 class OptLevelTrainer(Trainer):
-    """`transformers.Trainer` at an opt level, on one device or under DDP; only its public methods are overridden.
+    """`transformers.Trainer` at an opt level, on one device or under DDP; only public methods are overridden.
 
     Losses and gradient norms are logged unscaled, clipping acts on the masters, and checkpoints hold FP32 weights and
     the loss scale: `resume_from_checkpoint` goes on to the same bits. The model stays one of `amp.initialize` when the
@@ -51,7 +49,6 @@ class OptLevelTrainer(Trainer):
                     f"opt_level={'O1' if name == 'fp16' else 'O4'!r} for the like"
                 )
         self._amp_options = {"opt_level": opt_level, **(amp_options or {})}
-        self._amp_body: ExitStack | None = None
         self.add_callback(LossScale())
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,24 +57,20 @@ class OptLevelTrainer(Trainer):
             initialize(self.model, self.optimizer, **self._amp_options)
         return self.optimizer
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        stash = innermost(self.optimizer)._amp_stash
-        scaling = stash.enabled and stash.scalers[0].scales
-        scale = stash.scalers[0].scale_tensor.clone() if scaling else None
-        with ExitStack() as self._amp_body:
-            loss = super().training_step(*args, **kwargs)
-        self._amp_body = None
-        return loss if scale is None else loss / scale.to(loss.device)
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        plain = self.accelerator.backward  # whatever loss a subclass's compute_loss has made arrives there
 
-    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        result = super().compute_loss(model, inputs, *args, **kwargs)
-        if self._amp_body is None or not torch.is_grad_enabled():
-            return result
-        # The rest of the training step is the backward pass. Under DDP's no_sync the sum stays scaled in the model.
-        wait = not getattr(model, "require_backward_grad_sync", True)
-        loss, *outputs = result if isinstance(result, tuple) else (result,)
-        loss = self._amp_body.enter_context(scale_loss(loss, self.optimizer, delay_unscale=wait))
-        return (loss, *outputs) if outputs else loss
+        def backward(loss: Tensor, **options: Any) -> None:
+            # Under DDP's no_sync the sum stays scaled in the model.
+            wait = not getattr(model, "require_backward_grad_sync", True)
+            with scale_loss(loss, self.optimizer, delay_unscale=wait) as scaled:
+                plain(scaled, **options)
+
+        self.accelerator.backward = backward
+        try:
+            return super().training_step(model, *args, **kwargs)
+        finally:
+            del self.accelerator.backward
 
 
 class LossScale(TrainerCallback, ExportableState):
