@@ -92,12 +92,14 @@ def _last(holds: Callable[[int], bool], first: int, last: int) -> int:
 @contextmanager
 def _undone(model: nn.Module) -> Iterator[None]:
     """Put back buffers (a batch norm counts its batches) and the state of the random generators."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    # A forward may write to a buffer, or put another tensor in its place.
+    buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     try:
         with torch.random.fork_rng(devices=sorted(d.index for d in devices)):
             yield
     finally:
         with torch.no_grad():
-            for buffer, before in buffers:
+            for module, name, buffer, before in buffers:
                 buffer.copy_(before)
+                module._buffers[name] = buffer

@@ -326,6 +326,9 @@ class Graph:
         body = "\n".join(lines).replace("\n", "\n  ")
         return f"{self._name}(\n  {body}\n)"
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_run": None}  # which is this graph's; a copy compiles its own
+
     def __getattr__(self, name: str) -> Any:
         if name in ("config", "_run", "_optimizers", "_name", "_debug_level"):
             raise RuntimeError(f"{type(self).__name__}: call super().__init__() first in its __init__")
@@ -490,6 +493,8 @@ class Graph:
     def _zero_grad(self) -> None:
         for optim, _ in self._optimizers:
             optim.zero_grad()
+            if self._grad_scaler is not None:  # it may know of gradients of a call that an exception ended
+                self._grad_scaler._per_optimizer_states.pop(id(optim), None)
 
     def _given_back(self, outputs: Any) -> Any:
         """Detached; where they may lie in the memory of a CUDA graph, which the next call overwrites, copied."""

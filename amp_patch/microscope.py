@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -57,7 +58,7 @@ class Inspection:
             loss scale.
         errors: name of a module without children -> how much its output differs from what it gives in FP32 on the same
             input: the 2-norm of the difference over that of the FP32 output, the largest of all calls. Modules that
-            draw random numbers are left out.
+            draw random numbers, write to their input, or cannot be computed in FP32, are left out.
         not_finite: where the first number that is not finite appeared; None if all were finite. Infinities that are
             asked for, as in `masked_fill(mask, -inf)`, do not count, nor do those that come in from outside.
         scale: the loss scale, when the block ended.
@@ -103,7 +104,7 @@ def inspect(model: nn.Module, optimizers: Any = None) -> Iterator[Inspection]:
     Works at any level, and without `initialize`. At O0 the gradients are FP32's own: `seen.gradients[name].flushed(s)`
     is what FP16 would lose of them at the loss scale s. Each step costs about one pass over all activations, gradients
     and (for `errors`) one FP32 forward of every module without children; and one sync. Nothing is left in the model,
-    and nothing in the process, after the block.
+    and nothing in the process, after the block. In the block, what torch.compile made runs uncompiled.
 
     Args:
         model: what `initialize` returned, or any module.
@@ -113,6 +114,8 @@ def inspect(model: nn.Module, optimizers: Any = None) -> Iterator[Inspection]:
     targets = [optimizer.innermost(each) for each in one_or_many]
     seen = Inspection()
     with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # compiled code would hold what looks, or not be seen
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         watch = _Watch(model, targets, seen, stack)
         try:
             with watch:
@@ -143,7 +146,9 @@ class _Watch(TorchFunctionMode):
     def __init__(self, model: nn.Module, targets: list[Any], seen: Inspection, stack: ExitStack) -> None:
         super().__init__()
         self.seen, self.targets = seen, targets
+        self.model = model
         self.running: list[str] = []  # the modules whose forward runs, innermost last
+        self.came: list[list[tuple[Tensor, int]]] = []  # what came into each of them, with its version
         self.busy = False  # computing for itself
         self.handles: list[Any] = []
         self.forget()
@@ -153,7 +158,7 @@ class _Watch(TorchFunctionMode):
                 stack.callback(param.register_hook(self._gradient_of(name)).remove)
         for name, module in model.named_modules():
             before, after = self._around(name, module)
-            stack.callback(module.register_forward_pre_hook(before).remove)
+            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
         for target in targets:
             if isinstance(target, torch.optim.Optimizer):
@@ -166,7 +171,8 @@ class _Watch(TorchFunctionMode):
             handle.remove()
         self.handles = []
         self.calls: list[_Call] = []
-        self.keys = WeakTensorKeyDictionary()
+        self.keys = WeakTensorKeyDictionary()  # tensor -> (its key, its version then)
+        self.outside: set[int] = set()  # of tensors that no call made: not the model's, nor a cast's that is not seen
         self.values: list[Tensor] = []  # by key
         self.gradients: dict[int, Tensor] = {}
 
@@ -176,10 +182,10 @@ class _Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         given = [self._key(t) for t in _floats((args, kwargs))]
         result = func(*args, **kwargs)
-        outputs = _floats(result)
+        op = getattr(func, "__name__", str(func))
+        outputs = _floats(args[0] if op == "__setitem__" else result)
         if outputs and not _is_attribute(func):
             made = [self._key(t, new=True) for t in outputs]
-            op = getattr(func, "__name__", str(func))
             constants = (*args, *kwargs.values())
             call = _Call(
                 module=self.running[-1] if self.running else None,
@@ -194,19 +200,27 @@ class _Watch(TorchFunctionMode):
 
     def _key(self, tensor: Tensor, new: bool = False) -> int:
         """The tensor's place in the log; another one once it was written to (`new`)."""
-        key = None if new else self.keys.get(tensor)
-        if key is None:
-            key = self.keys[tensor] = len(self.values)
+        key, version = self.keys.get(tensor, (None, 0))
+        changed = key is not None and version != _version(tensor)  # through a view, say
+        if new or changed or key is None:
+            key = len(self.values)
+            self.keys[tensor] = key, _version(tensor)
             self.values.append(_largest(tensor))
+            # O1's casts are not seen; of types, they make FP16's infinities.
+            if not new and (changed or tensor.dtype is not torch.float16) and not isinstance(tensor, nn.Parameter):
+                self.outside.add(key)
             if tensor.requires_grad:
-                handle = tensor.register_hook(lambda grad: self.gradients.__setitem__(key, _largest(grad)))
+                gradients = self.gradients  # a graph can outlive the log
+                handle = tensor.register_hook(lambda grad: gradients.__setitem__(key, _largest(grad)))
                 if tensor.is_leaf:
                     self.handles.append(handle)
         return key
 
     def _gradient_of(self, name: str) -> Any:
         def hook(grad: Tensor) -> None:
-            scale = next((t._amp_stash.scale for t in self.targets if hasattr(t, "_amp_stash")), None)
+            stashes = (getattr(target, "_amp_stash", None) for target in self.targets)
+            # Of several optimizers those of another loss are in no `scale_loss` now.
+            scale = next((stash.scale for stash in stashes if stash is not None and stash.scale is not None), None)
             factor = 1.0 if scale is None else scale.double().reciprocal()
             self.seen.gradients.setdefault(name, Histogram()).add(_values(grad), factor)
 
@@ -215,15 +229,21 @@ class _Watch(TorchFunctionMode):
     def _around(self, name: str, module: nn.Module) -> tuple[Any, Any]:
         seen = self.seen
 
-        def before(_: nn.Module, args: Any) -> None:
-            if not self.busy:
-                self.running.append(name)
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if self.busy:
+                return
+            if not self.running:
+                self._note_outside(args, kwargs)
+            self.running.append(name)
+            self.came.append([(tensor, _version(tensor)) for tensor in _floats((args, kwargs))])
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if self.busy:
                 return
             if self.running:
                 self.running.pop()
+            # Computed again on what it has written already, it would write that once more.
+            in_place = self.came and any(_version(tensor) != version for tensor, version in self.came.pop())
             outputs = _floats(output)
             self.busy = True
             try:
@@ -231,13 +251,25 @@ class _Watch(TorchFunctionMode):
                     seen.activations.setdefault(name, Histogram()).add(tensor)
                     if tensor.requires_grad:
                         tensor.register_hook(seen.activation_gradients.setdefault(name, Histogram()).add)
-                if outputs and not any(module.children()) and not _is_random(module):
+                if outputs and not any(module.children()) and not _is_random(module) and not in_place:
                     error = _error(module, args, kwargs, outputs)
-                    seen.errors[name] = max(seen.errors.get(name, 0.0), error, key=lambda e: math.inf if e != e else e)
+                    if error is not None:
+                        seen.errors[name] = max(
+                            seen.errors.get(name, 0.0), error, key=lambda e: math.inf if e != e else e
+                        )
             finally:
                 self.busy = False
 
         return before, after
+
+    def _note_outside(self, args: Any, kwargs: Any) -> None:
+        """A mask's -inf among the model's buffers, or handed to it, is none of its doing."""
+        self.busy = True
+        try:
+            for tensor in _floats((args, kwargs, [*self.model.buffers()])):
+                self.outside.add(self._key(tensor))
+        finally:
+            self.busy = False
 
     def _conclude_step(self, *_: Any) -> None:
         self.conclude()
@@ -287,7 +319,9 @@ class _Watch(TorchFunctionMode):
         for call in self.calls:
             bad = not (call.harmless or all(math.isfinite(values[key]) for key in call.made))
             # What no call made, a cast made that is not seen here: O1's.
-            if bad and all(math.isfinite(values[key]) or key not in made_by for key in call.given):
+            if bad and all(
+                math.isfinite(values[key]) or not (key in made_by or key in self.outside) for key in call.given
+            ):
                 maker = made_by.get(call.given[0]) if call.casts else None
                 return maker if maker is not None and maker.module == call.module else call
             made_by.update(dict.fromkeys(call.made, call))
@@ -317,6 +351,11 @@ def _largest(tensor: Tensor) -> Tensor:
     return values.abs().amax().double() if values.numel() else values.new_zeros((), dtype=torch.float64)
 
 
+def _version(tensor: Tensor) -> int:
+    """How often it was written to, as far as torch counts that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _values(grad: Tensor) -> Tensor:
     return grad.coalesce().values() if grad.is_sparse else grad
 
@@ -343,8 +382,11 @@ class _Forward(nn.Module):
 
 
 @torch.no_grad()
-def _error(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tensor]) -> float:
-    """The relative distance of `outputs` from what `module` gives in FP32, which leaves its buffers alone."""
+def _error(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tensor]) -> float | None:
+    """The relative distance of `outputs` from what `module` gives in FP32, which leaves its state alone.
+
+    None if there is no such number: it draws random numbers, or cannot be computed in FP32.
+    """
     tensors: dict[str, Tensor] = {}
     for name, param in _Forward(module).named_parameters():
         master = links.master_of(param)
@@ -352,15 +394,28 @@ def _error(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tensor]) -> 
     tensors.update((name, buffer.clone()) for name, buffer in _Forward(module).named_buffers())
     tensors = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
     args, kwargs = tree.cast_floats((args, kwargs), torch.float32)
-    own = vars(module).pop("_amp", None)  # its forward would cast
+    attributes = dict(vars(module))
+    vars(module).pop("_amp", None)  # its forward would cast
+    devices = sorted({t.device.index for t in outputs if t.device.type == "cuda"})
     try:
-        with regions.region(None):
+        with torch.random.fork_rng(devices), regions.region(None):
+            before = _random_states(devices)
             exact = _floats(torch.func.functional_call(_Forward(module), tensors, args, kwargs))
+            if not all(map(torch.equal, before, _random_states(devices))):
+                return None
+    except Exception:  # a hook of the module's may make a weight of its parameters, in their type
+        return None
     finally:
-        if own is not None:
-            vars(module)["_amp"] = own
+        vars(module).clear()
+        vars(module).update(attributes)
+    if [a.shape for a in outputs] != [b.shape for b in exact]:
+        return None
     size = math.sqrt(sum(float(t.double().square().sum()) for t in exact))
     distance = math.sqrt(
         sum(float((a.double() - b.double()).square().sum()) for a, b in zip(outputs, exact, strict=True))
     )
     return distance / size if size else (0.0 if distance == 0 else math.inf)
+
+
+def _random_states(devices: list[int]) -> list[Tensor]:
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]

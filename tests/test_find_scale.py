@@ -84,3 +84,21 @@ def test_bad_input_is_named():
         amp.find_loss_scale(model, lambda y, w: y * w, (inputs, float("inf")))
     with pytest.raises(ValueError, match="overflows even at a loss scale"):
         amp.find_loss_scale(model, total, (inputs, 2.0**100))
+
+
+class Averaging(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(2, 1)
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.average = self.average * 0.5 + 1.0
+        return super().forward(inputs)
+
+
+def test_a_buffer_that_forward_replaces_is_put_back():
+    model = Averaging()
+    before = model.average
+    amp.find_loss_scale(model, F.mse_loss, (torch.ones(1, 2), torch.ones(1, 1)))
+    assert model.average is before
+    assert model.average == 0

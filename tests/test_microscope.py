@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -207,3 +208,127 @@ def test_an_error_in_the_block_leaves_no_hook(device):
     with pytest.raises(RuntimeError), inspect(model):
         model(torch.ones(1, 3, 8, 8, device=device))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_module_that_writes_to_its_input_computes_once(device):
+    """SiLU of SiLU is another number, and ReLU's second write would be an error in backward."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.SiLU(inplace=True), nn.LayerNorm(4), nn.ReLU(inplace=True)).to(device)
+    inputs = torch.arange(12.0, device=device).reshape(3, 4)
+    plain = model(inputs)
+    with amp.inspect(model) as seen:
+        output = model(inputs)
+        output.sum().backward()
+    assert torch.equal(output, plain)
+    assert seen.errors.keys() == {"0", "2"}
+
+
+class Counting(nn.Module):
+    """Has state in Python, and draws numbers that nothing tells of."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.calls = 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        return inputs * self.weight * self.calls + torch.randn(2)
+
+
+def test_a_modules_state_and_the_random_numbers_are_as_without_it():
+    inputs = torch.ones(2)
+    torch.manual_seed(0)
+    plain = Counting()
+    wanted = [plain(inputs), plain(inputs)]
+    torch.manual_seed(0)
+    model = Counting()
+    with amp.inspect(model) as seen:
+        outputs = [model(inputs), model(inputs)]
+    assert all(map(torch.equal, outputs, wanted))
+    assert model.calls == 2
+    assert seen.errors == {}
+
+
+def test_a_module_that_cannot_compute_in_fp32_is_left_out():
+    """Its hook makes the weight, of parameters in FP16."""
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=4.0)
+    with amp.inspect(model, optimizer) as seen:
+        with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert seen.errors.keys() == {"1"}
+
+
+class Masked(nn.Module):
+    """Infinities come from a buffer, from an argument, by an assignment or through a view."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.linear, self.form = nn.Linear(4, 4), form
+        self.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+
+    def forward(self, inputs, mask=None):
+        scores = self.linear(inputs).clone()
+        if self.form == "buffer":
+            scores = scores + self.mask
+        elif self.form == "argument":
+            scores = scores + mask
+        elif self.form == "assignment":
+            scores[:, 0] = -math.inf
+        else:
+            scores[:, 0].fill_(-math.inf)
+        return (scores * 2.0).softmax(-1)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("form", ["buffer", "argument", "assignment", "view"])
+def test_a_masks_infinities_are_nobodys_fault(form, level):
+    model = Masked(form)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=4.0)
+    mask = torch.full((4, 4), -math.inf).triu(1)
+    with amp.inspect(model, optimizer) as seen:
+        with amp.scale_loss(model(torch.ones(4, 4), mask=mask).float().square().sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert seen.not_finite is None
+    assert seen.step == 1
+
+
+def test_of_two_optimizers_the_one_that_is_scaled_counts():
+    models = [nn.Linear(2, 1), nn.Linear(2, 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    amp.initialize(models, optimizers, opt_level="O2", loss_scale=1024.0)
+    with amp.inspect(models[1], optimizers) as seen:
+        with amp.scale_loss(models[1](torch.ones(1, 2)).float().sum(), optimizers[1]) as scaled:
+            scaled.backward()
+        optimizers[1].step()
+    assert seen.gradients["weight"].counts == {0: 2}
+
+
+def test_a_graph_that_outlives_a_step_is_not_taken_for_the_next_one():
+    """The gradient of `early` is infinite; the calls of the next step, at whose places its own were, are not."""
+    model, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other)]
+    with amp.inspect(model, optimizers) as seen:
+        early = model(torch.ones(1, 1)) * 2.0
+        loss = early.double().sum() * 1e60
+        optimizers[1].step()
+        late = other(torch.ones(1, 1)).sigmoid().sum()
+        late.backward()
+        loss.backward()
+        optimizers[0].zero_grad()
+        optimizers[0].step()
+    assert seen.not_finite is None
+
+
+def test_compiled_models_are_seen():
+    model = nn.Sequential(nn.Linear(2, 2), nn.GELU())
+    compiled = torch.compile(model, backend="eager")
+    with amp.inspect(model) as seen:
+        compiled(torch.ones(1, 2)).sum().backward()
+    assert seen.errors.keys() == {"0", "1"}
+    assert seen.activations["1"].total == 2
