@@ -35,6 +35,11 @@ class Histogram:
     def __init__(self) -> None:
         self._counts: Tensor | None = None  # zeros, the exponents, non-finite
 
+    def __repr__(self) -> str:
+        exponents = self.counts
+        span = f" in 2**{min(exponents)} to 2**{max(exponents)}" if exponents else ""
+        return f"Histogram({sum(exponents.values())}{span}, {self.zeros} zero, {self.not_finite} not finite)"
+
     @torch.no_grad()
     def add(self, values: Tensor, factor: float | Tensor = 1.0) -> None:
         """Count the numbers of a real floating tensor times `factor` (a number, or a tensor of one element)."""

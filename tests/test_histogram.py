@@ -39,6 +39,11 @@ def test_counts_add_up_and_shapes_do_not_matter():
     assert counted.counts == {0: 7, 2: 4}
 
 
+def test_it_prints_what_it_holds():
+    assert repr(Histogram()) == "Histogram(0, 0 zero, 0 not finite)"
+    assert repr(histogram([0.0, 0.5, -3.0, math.inf])) == "Histogram(2 in 2**-1 to 2**1, 1 zero, 1 not finite)"
+
+
 @pytest.mark.parametrize("factor", [2.0**-16, torch.tensor(2.0**-16)])
 def test_a_factor_shifts_the_exponents(factor):
     assert histogram([1.0, 3.0], factor=factor).counts == {-16: 1, -15: 1}

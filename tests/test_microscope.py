@@ -170,6 +170,34 @@ def test_nothing_is_left_behind_and_nothing_is_changed(device):
     assert training.same(*runs)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_compiled_model_is_seen_as_if_it_were_not(before, level):
+    """Looked at before the first compilation or after it; afterwards its graphs are used again."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph
+
+    model = identity(Net(), block_0=2.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0)
+    compiled, x = torch.compile(model, backend=backend), torch.ones(1, 4)
+    if not before:
+        compiled(x)
+    made = len(graphs)
+    with inspect(model, optimizer) as seen:
+        training.backward(compiled(x).float().sum(), optimizer)
+        optimizer.step()
+    assert len(graphs) == made
+    assert seen.step == 1 and seen.not_finite is None
+    assert seen.activations["block.0"].counts == {1: 4}
+    compiled(x)
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_mask_of_infinities_does_no_harm(device):
     class Masked(nn.Module):
