@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from amp_patch import regions
+from amp_patch import regions, shards
 from amp_patch.model import policy_of
 
 _LOWEST, _HIGHEST = -24, 120  # powers of two that are tried
@@ -45,8 +45,10 @@ def find_loss_scale(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any
 
     Raises:
         TypeError: a batch that is no such tuple.
-        ValueError: the loss is not one finite number, or even at a scale of 2**-24 a gradient overflows.
+        ValueError: the loss is not one finite number, or even at a scale of 2**-24 a gradient overflows; or the model
+        is sharded.
     """
+    shards.refuse(model, "find_loss_scale")
     if not isinstance(batch, list | tuple) or len(batch) < 2:
         raise TypeError(f"find_loss_scale: batch is a {type(batch).__name__}; wanted a tuple (inputs, ..., targets)")
     params = [param for param in model.parameters() if param.requires_grad]

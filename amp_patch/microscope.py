@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_patch import links, optimizer, regions, tree
+from amp_patch import links, optimizer, regions, shards, tree
 from amp_patch.histogram import Histogram
 
 _CASTS = ("to", "half", "bfloat16", "float", "type", "type_as")
@@ -110,7 +110,11 @@ def inspect(model: nn.Module, optimizers: Any = None) -> Iterator[Inspection]:
     Args:
         model: what `initialize` returned, or any module.
         optimizers: its optimizer, or several: their loss scale is divided out of the gradients, their steps counted.
+
+    Raises:
+        ValueError: the model is sharded.
     """
+    shards.refuse(model, "inspect")
     one_or_many = optimizers if isinstance(optimizers, list | tuple) else [] if optimizers is None else [optimizers]
     targets = [optimizer.innermost(each) for each in one_or_many]
     seen = Inspection()

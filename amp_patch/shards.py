@@ -37,6 +37,15 @@ def local(tensor: Tensor) -> Tensor:
     return part.wait() if hasattr(part, "wait") else part  # a collective that made it may be under way
 
 
+def refuse(model: nn.Module, caller: str) -> None:
+    """Raise if `model` has sharded parameters, of whose values and gradients `caller` would see a part or none."""
+    if any(map(is_dtensor, model.parameters())):
+        raise ValueError(
+            f"{caller}: the parameters of this {type(model).__name__} are sharded (DTensors); give {caller} a copy of "
+            "the model that is not, in one process"
+        )
+
+
 def agree(found: FoundInf, params: Iterable[Tensor]) -> FoundInf:
     """Let all processes that hold a part of `params` know of an overflow that one of them found; no sync.
 

@@ -264,7 +264,9 @@ def test_accumulation_under_no_sync(ranks, level, delay):
 def overflow_before_the_reduction(level: str, rank: int) -> dict[str, Any]:
     """One rank overflows in a micro-batch under no_sync, which only the backward after it tells the other."""
     model = mlp()
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, verbosity=0, loss_scale="dynamic")
+    model, optimizer = amp.initialize(
+        model, SGD(model.parameters()), opt_level=level, verbosity=0, loss_scale="dynamic"
+    )
     wrapped = DistributedDataParallel(model)
     with wrapped.no_sync():
         loss = loss_of(wrapped, mine(0))

@@ -557,6 +557,11 @@ def refusal(what: str) -> str:
             optimizer = optimizers.FusedNovoGrad(model.parameters())
             loss_of(model, 0, 0).backward()
             optimizer.step()
+        elif what == "find_loss_scale":
+            amp.find_loss_scale(amp.initialize(fully_shard(model)), nn.functional.mse_loss, batch(0, 0))
+        elif what == "inspect":
+            with amp.inspect(amp.initialize(fully_shard(model))):
+                pass
     return str(error.value)
 
 
@@ -578,6 +583,8 @@ def refusal(what: str) -> str:
         ("late, O2", ["scale_loss", "after initialize()", "fsdp_policy"]),
         ("FusedLAMB", ["FusedLAMB.step", "sharded", "FusedAdam"]),
         ("FusedNovoGrad", ["FusedNovoGrad.step", "sharded", "FusedAdam"]),
+        ("find_loss_scale", ["find_loss_scale", "sharded", "a copy of the model"]),
+        ("inspect", ["inspect", "sharded", "a copy of the model"]),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(ranks, what, words):

@@ -452,7 +452,9 @@ def hf_trainer(folder: Path, level: str | None, **options: Any) -> transformers.
     model, data = gpt(), {"train_dataset": TEXTS, "eval_dataset": TEXTS, "callbacks": callbacks}
     if level is None:
         return type("Theirs", (*bases, transformers.Trainer), {})(model, arguments, **data)
-    return type("Ours", (*bases, OptLevelTrainer), {})(model, arguments, **data, opt_level=level, amp_options=amp_options)
+    return type("Ours", (*bases, OptLevelTrainer), {})(
+        model, arguments, **data, opt_level=level, amp_options=amp_options
+    )
 
 
 def logged(trainer: transformers.Trainer, name: str) -> list[float]:
