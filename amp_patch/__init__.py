@@ -39,6 +39,7 @@ from amp_patch.shards import fsdp_policy
 __version__ = "0.1.0"
 
 amp = sys.modules[__name__]
+sys.modules[f"{__name__}.amp"] = amp  # for `from amp_patch.amp import GradScaler`
 
 __all__ = [
     "GradScaler",

@@ -8,6 +8,7 @@ import inspect
 import pkgutil
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -441,7 +442,8 @@ class autocast(region):
 
     The arguments are `torch.autocast`'s. `device_type` chooses no device: the casts act on tensors everywhere; it names
     the device whose default `dtype` is taken where that is None (`torch.get_autocast_dtype`: FP16 for "cuda", BF16 for
-    "cpu"). None is "cuda" where there is one, else "cpu". FP16 on a CPU is multiplied as `initialize(cpu_fp16="auto")`
+    "cpu"). None is "cuda" where there is one, else "cpu"; "cuda" by name where there is none warns and casts nothing,
+    as in torch. FP16 on a CPU is multiplied as `initialize(cpu_fp16="auto")`
     says, unless `device_type` is another device. `enabled=False` is a region without casts; `cache_enabled=False` casts
     a weight at every use (None: as torch does around it). The first entry installs the casts. Regions nest, and one
     object may be entered again, also by other threads.
@@ -462,8 +464,7 @@ class autocast(region):
         enabled: bool = True,
         cache_enabled: bool | None = True,
     ) -> None:
-        policy = _autocast_policy(device_type, dtype)
-        super().__init__(policy if enabled else None, claims=True)
+        super().__init__(_autocast_policy(device_type, dtype, enabled), claims=True)
         self.caches = torch.is_autocast_cache_enabled() if cache_enabled is None else bool(cache_enabled)
 
     def __enter__(self) -> autocast:
@@ -476,14 +477,22 @@ class autocast(region):
         return self
 
 
-def _autocast_policy(device_type: Any, dtype: Any) -> Policy:
+def _autocast_policy(device_type: Any, dtype: Any, enabled: bool) -> Policy | None:
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     default = _autocast_dtype(device_type)
     if dtype is not None and dtype not in LOW_PRECISION:
         raise ValueError(f"autocast: dtype is {dtype!r}; wanted {' or '.join(map(str, LOW_PRECISION))}, or None")
+    if enabled and device_type == "cuda" and not torch.cuda.is_available():
+        # A GradScaler of "cuda" is off here too: casts to FP16 would lose small gradients.
+        warnings.warn(
+            "autocast: device_type is 'cuda', but CUDA is not available, so nothing is cast; for tensors on the CPU "
+            "say 'cpu', or leave device_type out",
+            stacklevel=4,
+        )
+        return None
     policy = Policy("O1", dtype=default if dtype is None else dtype, patch_torch_functions=True)
-    return settle(policy, on_cpu=device_type == "cpu")
+    return settle(policy, on_cpu=device_type == "cpu") if enabled else None
 
 
 def _autocast_dtype(device_type: Any) -> torch.dtype:

@@ -350,6 +350,11 @@ class Graph:
                 f"{self._name}: torch's GradScaler does not know the optimizers of amp.initialize; leave "
                 "set_grad_scaler out (the level scales), or set an amp.GradScaler"
             )
+        if stashes and config.amp_dtype is not None:
+            raise RuntimeError(
+                f"{self._name}: enable_amp, but its optimizers went through amp.initialize, whose opt level decides "
+                "what is cast, and to what; leave enable_amp out"
+            )
         if 0 < len(stashes) < len(self._optimizers) and scaler is None:
             raise RuntimeError(
                 f"{self._name}: some of its optimizers went through amp.initialize and some did not; give all to it, "

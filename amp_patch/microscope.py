@@ -158,11 +158,12 @@ class _Watch(TorchFunctionMode):
         self.handles: list[Any] = []
         self.forget()
         for name, param in model.named_parameters():
+            name = _plain(name)
             seen.weights.setdefault(name, Histogram()).add(param)
             if param.requires_grad:
                 stack.callback(param.register_hook(self._gradient_of(name)).remove)
         for name, module in model.named_modules():
-            before, after = self._around(name, module)
+            before, after = self._around(_plain(name), module)
             stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
         for target in targets:
@@ -334,6 +335,11 @@ class _Watch(TorchFunctionMode):
 
     def _report(self, call: _Call, direction: str, given: list[float]) -> NotFinite:
         return NotFinite(call.module, call.op, direction, self.seen.step, max(given, default=0.0))
+
+
+def _plain(name: str) -> str:
+    """A qualified name without what torch.compile's wrapper adds: as `keep_fp32` wants it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _floats(value: Any) -> list[Tensor]:

@@ -652,7 +652,6 @@ def test_region_as_decorator() -> None:
 
 def test_autocast_arguments() -> None:
     assert casts.autocast("cpu").policy.dtype is torch.get_autocast_dtype("cpu")
-    assert casts.autocast("cuda").policy.dtype is torch.get_autocast_dtype("cuda")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     assert casts.autocast().policy.dtype is torch.get_autocast_dtype(default)
     assert casts.autocast("cpu", HALF, True, False).policy.dtype is HALF

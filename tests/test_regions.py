@@ -408,12 +408,22 @@ def test_the_forms_of_a_call() -> None:
         amp.autocast("cpu", HALF),
         amp.autocast("cpu", HALF, True, False),
         amp.autocast(device_type="cpu", dtype=HALF, enabled=True, cache_enabled=None),
-        amp.autocast("cuda"),  # our casts act on tensors, wherever they are, and want no CUDA
     ):
         with torch.autocast("cpu", BF16), region:
             assert product() is HALF
     with pytest.raises(TypeError, match="autocast: device_type is True"):
         amp.autocast(True, HALF)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
+def test_cuda_by_name_casts_nothing_where_there_is_none() -> None:
+    """As in torch, where a script's GradScaler is off then too."""
+    with pytest.warns(UserWarning, match="autocast: device_type is 'cuda', but CUDA is not available"):
+        region = amp.autocast("cuda")
+    with region:
+        assert product() is torch.float32
+    with amp.autocast("cuda", enabled=False):
+        assert product() is torch.float32
 
 
 def test_cache_enabled_none_is_torch_s_around() -> None:

@@ -12,6 +12,7 @@ from amp_patch import keep, links, regions
 from amp_patch.initialize import initialize, leave, master_params, scale_loss
 from amp_patch.model import policy_of
 from amp_patch.optimizer import innermost
+from amp_patch.policy import resolve
 
 
 class OptLevel:
@@ -32,6 +33,7 @@ class OptLevel:
     """
 
     def __init__(self, opt_level: str = "O1", **options: Any) -> None:
+        resolve(opt_level)  # a level that cannot be is an error here
         self.options = {"opt_level": opt_level, **options}
         self.optimizers: list[Any] = []
         self.scalers: list[Any] = []
