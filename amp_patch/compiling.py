@@ -288,21 +288,31 @@ def _without_autocast(tx: Any, kind: str) -> Callable[[], object]:
 
 
 def _quiet_backend(backend: Any) -> Any:
-    """`backend`; where it runs Dynamo's graph as Python (backend="eager"), the calls in there are not cast again."""
+    """`backend`; what it makes of Dynamo's graph runs without casts: they are nodes of it already."""
 
     @functools.wraps(backend)
     def compile_quietly(graph: Any, *args: Any, **kwargs: Any) -> Any:
         compiled = backend(graph, *args, **kwargs)
-        if compiled is not graph and getattr(compiled, "__self__", None) is not graph:
-            return compiled
+        _give_kernels_back()
 
         def run(*inputs: Any) -> Any:
             with regions.region(None):
                 return compiled(*inputs)
 
-        return run
+        return functools.update_wrapper(run, compiled, assigned=())
 
     return compile_quietly
+
+
+def _give_kernels_back() -> None:
+    """Inductor's code calls torch's functions as it found them when it was imported: wrapped, if that was late.
+
+    A cast of what the code has laid out for itself would be read as what it is not, in forward and in backward.
+    """
+    kernels = getattr(sys.modules.get("torch._inductor.select_algorithm"), "extern_kernels", None)
+    for name, function in list(vars(kernels).items()) if kernels is not None else ():
+        if id(function) in _functions:
+            setattr(kernels, name, _functions[id(function)][1].original)
 
 
 def _rule_now(wrapped: _Wrapped, name: str) -> str | None:

@@ -101,7 +101,7 @@ def inspect(model: nn.Module, optimizers: Any = None) -> Iterator[Inspection]:
             train_step()
         print(seen.not_finite, seen.keep_fp32())
 
-    Works at any level, and without `initialize`. At O0 the gradients are FP32's own: `seen.gradients[name].flushed(s)`
+    Works at any level, and without `initialize` (the gradients of a GradScaler's loss keep its scale then). At O0 the gradients are FP32's own: `seen.gradients[name].flushed(s)`
     is what FP16 would lose of them at the loss scale s. Each step costs about one pass over all activations, gradients
     and (for `errors`) one FP32 forward of every module without children; and one sync. What is compiled runs eagerly in
     the block, because a compiled graph hides its functions. Nothing is left in the model, and nothing in the process,
@@ -155,6 +155,7 @@ class _Watch(TorchFunctionMode):
         self.running: list[str] = []  # the modules whose forward runs, innermost last
         self.came: list[list[tuple[Tensor, int]]] = []  # what came into each of them, with its version
         self.busy = False  # computing for itself
+        self.stepping = False  # inside of an optimizer's step, unless an exception has left it
         self.handles: list[Any] = []
         self.forget()
         for name, param in model.named_parameters():
@@ -184,7 +185,7 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.busy or self.seen.not_finite is not None:
+        if self.busy or self.stepping or self.seen.not_finite is not None:
             return func(*args, **kwargs)
         given = [self._key(t) for t in _floats((args, kwargs))]
         result = func(*args, **kwargs)
@@ -238,6 +239,7 @@ class _Watch(TorchFunctionMode):
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             if self.busy:
                 return
+            self.stepping = False
             if not self.running:
                 self._note_outside(args, kwargs)
             self.running.append(name)
@@ -279,10 +281,10 @@ class _Watch(TorchFunctionMode):
 
     def _conclude_step(self, *_: Any) -> None:
         self.conclude()
-        self.busy = True
+        self.stepping = True
 
     def _stepped(self, *_: Any) -> None:
-        self.busy = False
+        self.stepping = False
         self.seen.step += 1
 
     def conclude(self) -> None:

@@ -360,3 +360,18 @@ def test_compiled_models_are_seen():
         compiled(torch.ones(1, 2)).sum().backward()
     assert seen.errors.keys() == {"0", "1"}
     assert seen.activations["1"].total == 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_that_raises_ends_nothing(device):
+    model = training.convnet(device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    images = training.images(0, device)[0]
+    with inspect(model, optimizer) as seen:
+        model(images).sum().backward()
+        optimizer.param_groups[0]["lr"] = "nothing to multiply by"
+        with pytest.raises((TypeError, RuntimeError)):
+            optimizer.step()
+        model(images).exp().sub(1e38).mul(1e38).sum()
+    assert seen.activations["head"].total == 2 * 8 * 5
+    assert seen.not_finite.op == "mul"
