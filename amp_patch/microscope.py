@@ -101,11 +101,11 @@ def inspect(model: nn.Module, optimizers: Any = None) -> Iterator[Inspection]:
             train_step()
         print(seen.not_finite, seen.keep_fp32())
 
-    Works at any level, and without `initialize` (the gradients of a GradScaler's loss keep its scale then). At O0 the
-    gradients are FP32's own: `seen.gradients[name].flushed(s)` is what FP16 would lose of them at the loss scale s. Each
-    step costs about one pass over all activations, gradients and (for `errors`) one FP32 forward of every module without
-    children; and one sync. What is compiled runs eagerly in the block, because a compiled graph hides its functions.
-    Nothing is left in the model, and nothing in the process, after the block.
+    Works at any level, and without `initialize` (the gradients of a GradScaler's loss keep its scale then). At O0
+    the gradients are FP32's own: `seen.gradients[name].flushed(s)` is what FP16 would lose of them at the loss
+    scale s. Each step costs about one pass over all activations, gradients and (for `errors`) one FP32 forward of
+    every module without children; and one sync. What is compiled runs eagerly in the block, because a compiled
+    graph hides its functions. Nothing is left in the model, and nothing in the process, after the block.
 
     Args:
         model: what `initialize` returned, or any module.
