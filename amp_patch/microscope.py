@@ -17,6 +17,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from amp_patch import links, optimizer, regions, shards, tree
 from amp_patch.histogram import Histogram
 
+_TENSOR: Any = Tensor
+_GRAD = _TENSOR.grad.__get__
 _CASTS = ("to", "half", "bfloat16", "float", "type", "type_as")
 
 
@@ -203,6 +205,8 @@ class _Watch(TorchFunctionMode):
                 harmless=not given or "empty" in op or any(isinstance(c, float) and math.isinf(c) for c in constants),
             )
             self.calls.append(call)
+        elif func == _GRAD:  # what backward made is none of what computes with it
+            self.outside.update(self._key(grad) for grad in outputs)
         return result
 
     def _key(self, tensor: Tensor, new: bool = False) -> int:
