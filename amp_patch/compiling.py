@@ -41,6 +41,7 @@ _USED = tuple(
         *("guards:install_guard", "guards:GuardBuilder.ID_MATCH"),
         *("source:AttrSource", "source:CallFunctionNoArgsSource.make_guard"),
         *("trace_rules:add", "trace_rules:get_torch_obj_rule_map", "trace_rules:hashable", "trace_rules:lookup"),
+        *("trace_rules:get_tensor_method.cache_clear",),
         *("variables.builder:VariableBuilder._id_dispatch", "variables.builder:VariableBuilder.install_guards"),
         *("variables.builder:SourcelessBuilder._type_handlers", "variables.builder:GuardBuilder.ID_MATCH"),
         *("variables.builder:UserDefinedObjectVariable", "variables.builder:UserFunctionVariable.call_function"),
@@ -98,6 +99,7 @@ class _Wrapped:
 
 _functions: dict[int, tuple[Any, _Wrapped]] = {}  # id of a wrapper -> the wrapper, and what it stands for
 _methods: dict[str, _Wrapped] = {}  # of torch.Tensor, by name
+_own_methods: set[Any] = set()  # of torch.Tensor, those that a wrapper ever stood for
 _told: set[int] = set()  # ids of the wrappers that Dynamo knows
 _hooked = False
 _attached = False
@@ -110,6 +112,8 @@ def know(owner: Any, name: str, wrapper: Any, original: Any, rule: str, apex_rul
     _functions[id(wrapper)] = wrapper, wrapped
     if owner is torch.Tensor:
         _methods[name] = wrapped
+        if isinstance(original, (types.MethodDescriptorType, types.WrapperDescriptorType)):
+            _own_methods.add(original)
 
 
 def forget_methods() -> None:
@@ -205,7 +209,8 @@ def _attach(module: Any) -> None:
     translator: Any = module.InstructionTranslator
     tensor = importlib.import_module("torch._dynamo.variables.tensor").TensorVariable
     builtin = importlib.import_module("torch._dynamo.variables.builtin").BuiltinVariable
-    started, run = translator.__init__, translator.run
+    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
+    started, run, found = translator.__init__, translator.run, rules.get_tensor_method
     call_method, call_operator = tensor.call_method, builtin._handle_insert_op_in_graph
 
     @functools.wraps(started)
@@ -236,6 +241,13 @@ def _attach(module: Any) -> None:
             return _inline(tx, rule, _operator(self.fn, name), list(args), kwargs)
         return call_operator(self, tx, args, kwargs)
 
+    @functools.wraps(found)
+    def tensor_methods() -> frozenset[Any]:
+        # Dynamo looks once what torch.Tensor has. Behind wrappers are methods too, and when those are gone.
+        return found() | _own_methods
+
+    tensor_methods.cache_clear = found.cache_clear  # type: ignore[attr-defined]
+    rules.get_tensor_method = tensor_methods
     builtin.call_function_handler_cache.clear()  # it may hold the original
     translator.__init__, translator.run = __init__, quiet_run
     tensor.call_method, builtin._handle_insert_op_in_graph = cast_method, cast_operator

@@ -431,6 +431,36 @@ def test_the_first_region_of_a_process_may_be_in_compiled_code():
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+# Dynamo lists the methods of torch.Tensor at its first look, while wrappers stand there.
+GONE = """
+import torch
+from torch.overrides import TorchFunctionMode
+from amp_patch import amp
+
+class Passing(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+def summed(x):
+    return x.exp().sum()
+
+x = torch.randn(3)
+with amp.autocast("cpu"):
+    torch.compile(summed, backend="eager")(x)
+for _ in range(2):
+    with Passing():
+        assert torch.compile(lambda x: summed(x), backend="eager", fullgraph=True)(x) == summed(x)
+    amp.restore()
+"""
+
+
+@pytest.mark.parametrize("wrappers", ["torch", "cpp"])
+def test_methods_are_known_though_wrappers_stood_there_first(wrappers):
+    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path), "AMP_PATCH_BACKEND": wrappers}
+    done = subprocess.run([sys.executable, "-W", "error", "-c", GONE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 UNKNOWN = """
 import logging, torch
 from torch import nn
