@@ -1,0 +1,170 @@
+"""Run: what was recorded of one training, made of events, which are also the JSON lines of a recording."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+# Where the time of a step goes, in order: before the model's first forward; from there to scale_loss; its body and the
+# unscaling; between that and optimizer.step (clipping, zero_grad); optimizer.step. They add up to the step's time.
+PARTS = ("data", "forward", "backward", "between", "optimizer")
+
+Event = dict[str, Any]
+
+
+@dataclass
+class Look:
+    """What `amp.inspect` saw of one step.
+
+    Attributes:
+        step: how many optimizer steps there had been before.
+        scale, best_scale: the loss scale in use, and the largest at which no parameter's gradient overflows FP16.
+        counts: "weights", "activations", "gradients" (unscaled) and "activation_gradients" (scaled) of the whole model
+            -> {"zeros": n, "not_finite": n, "exponents": {"-24": n, ...}}.
+        flushed, overflowed: name of a parameter -> the shares of its gradient's numbers that FP16 would lose at the
+            scale in use, at 1, and at the best one.
+        errors: name of a module -> the relative error of its output against FP32, as in `Inspection.errors`.
+        not_finite: where the first number that is not finite appeared, in words; None if all were finite.
+        keep_fp32: the modules that `initialize(keep_fp32=...)` would best keep in FP32.
+    """
+
+    step: int
+    scale: float
+    best_scale: float
+    counts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    flushed: dict[str, list[float]] = field(default_factory=dict)
+    overflowed: dict[str, list[float]] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    not_finite: str | None = None
+    keep_fp32: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Run:
+    """One training at one level, from one seed. Lists have one entry a step; times are in seconds, sizes in bytes.
+
+    Attributes:
+        level: "O0" to "O5".
+        seed: which of the repetitions, from 0.
+        dtype: the low-precision type, "float16" or "bfloat16"; None at O0.
+        policy: the resolved policy in words.
+        device: of the model's first parameter, "cpu" or "cuda".
+        error: why there are no figures, or fewer than asked for, in one line; None if all went well.
+        notes: what the reader should know of a run that went well, a line each.
+        loss: the sum over the loss_ids of the mean over the micro-batches of what went into `scale_loss`, unscaled.
+        seconds: the time of a step.
+        parts: name in PARTS -> the part of that time.
+        scale: the loss scale (of loss_id 0, where there are several) that the step's gradients were scaled by.
+        skipped: whether an overflow made the optimizer skip the step.
+        samples: the first dimension of the model's first tensor, summed over the micro-batches; 0 where unknown.
+        weights, masters, gradients, state: what the model's parameters, the masters that are tensors of their own, the
+            gradients at the end of a step's backward (of either), and the optimizer's state take.
+        peak_memory: the largest that CUDA's allocator held; on a CPU what the process came to hold (its resident set)
+            over what it held when the recording began. None where the system does not tell.
+        logged: name -> [step, value] of what the script gave to `amp.log`.
+        looks: what `amp.inspect` saw, a step each.
+    """
+
+    level: str
+    seed: int = 0
+    dtype: str | None = None
+    policy: str = ""
+    device: str = ""
+    error: str | None = None
+    notes: list[str] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    parts: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    scale: list[float] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    weights: int = 0
+    masters: int = 0
+    gradients: int = 0
+    state: int = 0
+    peak_memory: int | None = None
+    logged: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    looks: list[Look] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        return len(self.loss)
+
+    def add(self, event: Event) -> None:
+        """Take what one event of a recording tells.
+
+        "begin" (once initialize was called) and "end" carry attributes of this class by their names; "step" one entry
+        of each list; "log" a step, a name and a value; "look" the attributes of a `Look`; "note" a text.
+        """
+        event = dict(event)
+        kind = event.pop("event")
+        if kind in ("begin", "end"):
+            for name, value in event.items():
+                setattr(self, name, value)
+        elif kind == "step":
+            for name in ("loss", "seconds", "scale", "skipped", "samples"):
+                getattr(self, name).append(event[name])
+            for part in PARTS:
+                self.parts[part].append(event["parts"][part])
+        elif kind == "log":
+            self.logged.setdefault(event["name"], []).append((event["step"], event["value"]))
+        elif kind == "look":
+            self.looks.append(Look(**event))
+        elif kind == "note":
+            self.notes.append(event["text"])
+        else:
+            raise ValueError(f"Run.add: event is {kind!r}; wanted begin, step, log, look, note or end")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Run:
+        values = dict(values)
+        values["looks"] = [Look(**look) for look in values.get("looks", [])]
+        values["logged"] = {name: [(s, v) for s, v in pairs] for name, pairs in values.get("logged", {}).items()}
+        return cls(**values)
+
+
+# JSON has no word for a number that is not finite; these strings are what Python's float() reads.
+_NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
+
+
+def dumps(value: Any, **options: Any) -> str:
+    """Strict JSON of containers and numbers; numbers that are not finite become "NaN", "Infinity" and "-Infinity"."""
+    return json.dumps(_named(value), allow_nan=False, **options)
+
+
+def loads(text: str) -> Any:
+    """What `dumps` was given."""
+    return _numbers(json.loads(text))
+
+
+def read_lines(lines: Iterable[str]) -> list[Event]:
+    """The events of a recording; a last line that was cut off (the process was killed) is left out."""
+    events = []
+    for line in lines:
+        try:
+            events.append(loads(line))
+        except json.JSONDecodeError:
+            break
+    return events
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return _NAMES.get(value, "NaN")
+    if isinstance(value, dict):
+        return {key: _named(each) for key, each in value.items()}
+    return [_named(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _numbers(value: Any) -> Any:
+    if value in ("NaN", "Infinity", "-Infinity"):
+        return float(value)
+    if isinstance(value, dict):
+        return {key: _numbers(each) for key, each in value.items()}
+    return [_numbers(each) for each in value] if isinstance(value, list) else value
