@@ -123,7 +123,9 @@ def test_every_field_of_a_run_survives_json():
     for field in dataclasses.fields(Run):
         assert not same(getattr(RUN, field.name), getattr(default, field.name)), f"{field.name} shows nothing"
     for field in dataclasses.fields(Look):
-        assert not same(getattr(LOOK, field.name), getattr(Look(0, 1.0, 1.0), field.name)), f"{field.name} shows nothing"
+        assert not same(getattr(LOOK, field.name), getattr(Look(0, 1.0, 1.0), field.name)), (
+            f"{field.name} shows nothing"
+        )
     text = dumps(RUN.to_dict())
     json.loads(text, parse_constant=pytest.fail)  # strict: no bare NaN
     back = Run.from_dict(loads(text))

@@ -508,12 +508,9 @@ def _apart(figure: float, base: float) -> str:
 
 
 def _tell_apart(*values: float) -> list[str]:
-    """Numbers with four significant digits, or as many as it takes to tell those apart that differ."""
-    for digits in range(4, 17):
-        texts = [f"{value:#.{digits}g}".rstrip(".") for value in values]
-        if len(set(texts)) == len(set(values)):
-            break
-    return texts
+    """Numbers with four significant digits, or up to nine where that tells more of them apart."""
+    texts = [[f"{value:#.{digits}g}".rstrip(".") for value in values] for digits in range(4, 10)]
+    return max(texts, key=lambda each: len(set(each)))  # the first of the best
 
 
 def _list(names: Sequence[str]) -> str:
