@@ -51,10 +51,22 @@ def test_the_levels(comparison):
     lines = show(comparison)
     assert lines[0] == "train.py, 40 steps"
     # level, type, seeds, figure, half of the range, against O0, ms, speed, memory, scale, skipped
-    assert row(lines, "train.py", "O0") == "O0 3 1.250 ±0.25 20 1.00x 1.00 1 0".split()
-    assert row(lines, "train.py", "O2") == "O2 fp16 3 1.250 ±0.25 +0% 10 2.00x 0.50 2^16 1".split()
-    assert row(lines, "train.py", "O3") == "O3 fp16 3 2.271 ±0.28 +82% 5 4.00x 1.00 1 0".split()
-    assert row(lines, "train.py", "O5") == "O5 0/1".split()
+    assert row(lines, "train.py", "O0") == ["O0", "3", "1.250", "±0.25", "20", "1.00x", "1.00", "1", "0"]
+    assert row(lines, "train.py", "O2") == [
+        "O2",
+        "fp16",
+        "3",
+        "1.250",
+        "±0.25",
+        "+0%",
+        "10",
+        "2.00x",
+        "0.50",
+        "2^16",
+        "1",
+    ]
+    assert row(lines, "train.py", "O3") == ["O3", "fp16", "3", "2.271", "±0.28", "+82%", "5", "4.00x", "1.00", "1", "0"]
+    assert row(lines, "train.py", "O5") == ["O5", "0/1"]
 
 
 def test_the_verdicts_and_the_recommendation(comparison):
@@ -70,8 +82,8 @@ def test_the_verdicts_and_the_recommendation(comparison):
 
 def test_times_and_sizes(comparison):
     lines = show(comparison)
-    assert row(lines, "Time of a step, ms", "O2") == "O2 fp16 0.5 2.5 5 0.5 1.5 800".split()
-    assert row(lines, "Memory, MiB", "O2") == "O2 fp16 0.5 1 0.00381 0.00763 0.5".split()
+    assert row(lines, "Time of a step, ms", "O2") == ["O2", "fp16", "0.5", "2.5", "5", "0.5", "1.5", "800"]
+    assert row(lines, "Memory, MiB", "O2") == ["O2", "fp16", "0.5", "1", "0.00381", "0.00763", "0.5"]
     for run in comparison.runs:
         run.peak_memory, run.samples = None, [0] * run.steps
     lines = show(Comparison("train.py", comparison.runs))
@@ -96,13 +108,16 @@ def test_the_worst_modules():
     start = next(i for i, line in enumerate(lines) if line.startswith("Gradients that FP16"))
     rule = next(i for i in range(start, len(lines)) if set(lines[i]) == {"─"})
     rows = [line.split() for line in lines[rule + 1 : rule + 5]]
-    assert rows[0] == "O2 fp16 third inf".split()
-    assert rows[1] == "O2 fp16 last 0.2 20 60 10".split(), "the worst of all looks and parameters, in percent"
-    assert rows[2] == "O2 fp16 fourth 0.002".split()
-    assert "first" not in rows[3]
+    assert rows[0] == ["O2", "fp16", "third", "inf"]
+    assert rows[1] == ["O2", "fp16", "last", "0.2", "20", "60", "10"], (
+        "the worst of all looks and parameters, in percent"
+    )
+    assert rows[2] == ["O2", "fp16", "fourth", "0.002"]
+    assert "alone" not in words(lines), "nothing is wrong with it"
+    assert "first" not in rows[3], "three are enough"
     said = words(lines)
     assert "O2 fp16: forward of pow in third, step 2." in said
-    assert "O2 fp16: keep_fp32=['last', 'third'] would keep its worst modules in FP32." in said
+    assert "O2 fp16: keep_fp32=['last', 'third'] would keep the worst modules in FP32." in said
 
 
 def long_comparison() -> Comparison:
@@ -112,8 +127,8 @@ def long_comparison() -> Comparison:
         dtype = None if level == "O0" else "bfloat16"
         sign = -1 if i % 2 else 1
         for seed in range(11):
-            final = sign * 1.23456e-107 * (1 + seed / 7) * 10.0 ** (3 * i)
-            run = made_up_run(level, seed, final=final, ms=123456.789 / 17.0**i, dtype=dtype)
+            final = sign * 1.23456e-17 * (1 + seed / 7) * 10.0**i
+            run = made_up_run(level, seed, final=final, ms=123456.789 / 2.5**i, dtype=dtype)
             run.loss = [final] * 40
             run.logged = {"held_out_perplexity_per_character": [(1, final)]}
             run.scale = [3.0 * 2**-24 if i % 2 else 2.0**24] * 40
@@ -142,9 +157,7 @@ def test_nothing_is_cut_at_80_columns(metric):
     assert "…" not in text and "..." not in text
     squeezed = "".join(text.split())
     for level in comparison.levels:
-        assert "".join(level.verdict.text.split()) in "".join(squeezed.split(level.name.replace(" ", ""))) or (
-            "".join(level.verdict.text.split()) in squeezed
-        )
+        assert "".join(level.verdict.text.split()) in squeezed
     assert text.count("x") >= 100 and text.count("y") >= 200 and text.count("z") >= 90
     # The rows of the first table are one line each, whatever the numbers are.
     start = next(i for i, line in enumerate(lines) if set(line) == {"─"})
