@@ -321,7 +321,7 @@ def test_an_explained_forward_can_be_trained():
     for look in (False, True):
         model = training.convnet()
         optimizer = training.SGD(model.parameters())
-        model, optimizer = initialize(model, optimizer, opt_level="O1", dtype=BF16, verbosity=2 if look else 1)
+        model, optimizer = initialize(model, optimizer, opt_level="O1", verbosity=2 if look else 1)
         losses.append(training.train(model, optimizer, 3))
     assert losses[0] == losses[1]
 
