@@ -34,6 +34,7 @@ from amp_patch.initialize import (
     state_dict,
 )
 from amp_patch.microscope import inspect
+from amp_patch.report.notebook import compare
 from amp_patch.shards import fsdp_policy
 
 __version__ = "0.1.0"
@@ -45,6 +46,7 @@ __all__ = [
     "GradScaler",
     "amp",
     "autocast",
+    "compare",
     "custom_bwd",
     "custom_fwd",
     "disable_casts",

@@ -409,14 +409,7 @@ def restore() -> None:
     Raises:
         RuntimeError: a model whose class something else changed meanwhile; all others are restored.
     """
-    errors = []
-    for training in reversed(_trainings):
-        models = [model for ref in training.models if (model := ref()) is not None]
-        optimizers = [optimizer for ref in training.optimizers if (optimizer := ref()) is not None]
-        try:
-            leave(models, optimizers)
-        except RuntimeError as error:
-            errors.append(error)  # one model that cannot be restored keeps no other from it
+    errors = _leave_all(_trainings)
     _trainings.clear()
     regions.set_default(None)
     casts.uninstall()
@@ -425,6 +418,36 @@ def restore() -> None:
     model_side.allow_fast_path()
     if errors:
         raise errors[0]
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Undo every `initialize` of the body when that ends, and leave the trainings from before it as they are."""
+    before, default = [training for training in _trainings if training.alive()], regions.default()
+    try:
+        yield
+    finally:
+        errors = _leave_all([made for made in _trainings if all(made is not known for known in before)])
+        _trainings[:] = before
+        if before:  # these need torch's namespace as it is
+            regions.set_default(default)
+        else:
+            restore()
+        if errors:
+            raise errors[0]
+
+
+def _leave_all(trainings: list[Training]) -> list[RuntimeError]:
+    """`leave` what is alive of these, last first; what went wrong: one model that cannot be restored keeps no other."""
+    errors = []
+    for training in reversed(trainings):
+        models = [model for ref in training.models if (model := ref()) is not None]
+        optimizers = [optimizer for ref in training.optimizers if (optimizer := ref()) is not None]
+        try:
+            leave(models, optimizers)
+        except RuntimeError as error:
+            errors.append(error)
+    return errors
 
 
 def _check(
