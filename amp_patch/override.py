@@ -7,8 +7,6 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-import torch
-
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, resolve
 from amp_patch.scaler import is_first_rank
 

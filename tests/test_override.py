@@ -13,6 +13,7 @@ from torch import nn
 
 import amp_patch as native
 from amp_patch import shards
+from amp_patch.integrations.opt_level import OptLevel
 from amp_patch.model import policy_of
 from amp_patch.policy import resolve
 
@@ -173,3 +174,11 @@ def test_the_handle_of_the_api_before_initialize(amp, environment):
     with pytest.raises(ValueError, match="AMP_PATCH_OPT_LEVEL is 'O2', which casts a model"):
         amp.init()
     assert not amp.init(enabled=False).is_active()
+
+
+def test_the_plugins_for_trainers_go_with_it(environment):
+    environment("O5")
+    plugin = OptLevel("O1", loss_scale=4.0)
+    plugin.models = [nn.Linear(1, 1)]
+    plugin._initialize([torch.optim.SGD(plugin.models[0].parameters(), lr=0.1)])
+    assert policy_of(plugin.models[0]) == resolve("O5", loss_scale=4.0, cpu_fp16="native")
