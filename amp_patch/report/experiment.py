@@ -74,7 +74,9 @@ def compare(args: argparse.Namespace) -> None:
             raise ValueError(f"compare: there is no {args.script!r} here")
         absent = [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]
         if absent:
-            raise ValueError(f"compare: {' and '.join(absent)} not found; pip install rich matplotlib, or the extra report")
+            raise ValueError(
+                f"compare: {' and '.join(absent)} not found; pip install rich matplotlib, or the extra report"
+            )
         (args.out / "runs").mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)

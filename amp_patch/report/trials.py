@@ -110,7 +110,9 @@ def _shift(patches: Patches, offset: int, numpy: Any) -> None:
     def shifted(original: Callable[..., Any], limit: int) -> Callable[..., Any]:
         def seed(*args: Any, **kwargs: Any) -> Any:
             args = tuple((x + offset) % limit if isinstance(x, int) else x for x in args)
-            kwargs = {k: (x + offset) % limit if k != "version" and isinstance(x, int) else x for k, x in kwargs.items()}
+            kwargs = {
+                k: (x + offset) % limit if k != "version" and isinstance(x, int) else x for k, x in kwargs.items()
+            }
             return original(*args, **kwargs)
 
         return seed
@@ -149,11 +151,13 @@ def failure(recorder: Recorder, run: Run, error: BaseException | None) -> str | 
             "the script never called amp.initialize (or with enabled=False only, or in a process that it started), so "
             "there is no level to set; call `model, optimizer = amp.initialize(model, optimizer)` after both are made"
         )
-    if not run.steps:
+    if not recorder.losses:
         return (
-            "no step was seen: the script never called amp.scale_loss, or never stepped after it; train with "
-            "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()` and optimizer.step()"
+            "the script never called amp.scale_loss, so there is no loss to compare; train with "
+            "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
         )
+    if not run.steps:
+        return "the script never called optimizer.step() on what it gave to amp.initialize: no step was recorded"
     return None
 
 
