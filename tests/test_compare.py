@@ -410,7 +410,7 @@ def trains(level_seen: list[str] | None = None) -> None:
 def test_compare_in_a_notebook_leaves_everything_as_it_was():
     model = convnet(3)
     model, optimizer = amp.initialize(model, ADAM(model.parameters()), opt_level="O2", verbosity=0)
-    mine, torch_exp = newest_training(), torch.exp
+    mine = newest_training()
     alone = train(model, optimizer, 2)
     torch.manual_seed(4)
     following = torch.rand(3)
@@ -443,7 +443,7 @@ def test_compare_in_a_notebook_leaves_everything_as_it_was():
     assert alone + train(model, optimizer, range(2, 5)) == train(again, again_optimizer, 5)
     amp.restore()
     amp.compare(built, ["O0", "O1"])
-    assert not casts.installed() and newest_training() is None and torch.exp is torch_exp or casts.backend() == "cpp"
+    assert not casts.installed() and newest_training() is None
 
 
 def test_compare_in_a_notebook_takes_steps_types_and_an_evaluation():

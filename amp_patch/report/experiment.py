@@ -34,8 +34,8 @@ for seed n, 1,000,003 n is added to what it gives to torch.manual_seed, random.s
 Generator.manual_seed or numpy.random.default_rng. With --seed-flag --seed the script is given `--seed n` instead.
 
 The runs follow each other in the working directory: a script that resumes from a checkpoint it finds there has to be
-told not to. What it prints goes to runs/LEVEL-seedN.log in the folder of --out. Ctrl-C keeps what has finished. The exit
-status is 0 if two levels can be compared, 1 if not, 130 if Ctrl-C is why, and 2 for arguments that cannot be.
+told not to. What it prints goes to runs/LEVEL-seedN.log in the folder of --out. Ctrl-C keeps what has finished. The
+exit status is 0 if two levels can be compared, 1 if not, 130 if Ctrl-C is why, and 2 for arguments that cannot be.
 """
 
 

@@ -18,7 +18,7 @@ from amp_patch.initialize import initialize, restored, scale_loss
 from amp_patch.patch import Patches
 from amp_patch.report.recorder import Enough, Recorder, log
 from amp_patch.report.runs import Run
-from amp_patch.report.trials import LEVELS, Plan, failure, settle, seeded
+from amp_patch.report.trials import LEVELS, Plan, failure, seeded, settle
 from amp_patch.report.verdict import Comparison, machine
 
 _EVALUATION = "evaluation"
@@ -114,12 +114,11 @@ def _train_once(
     try:
         for name, value in plan.environment(run).items():
             environment.set_item(os.environ, name, value)
-        with seeded(run.seed), restored(), recorder:
-            with suppress(Enough):
-                built = build_fn()
-                if built is not None:
-                    _check(built, known)
-                    _train(*built, plan.steps, evaluate)
+        with seeded(run.seed), restored(), recorder, suppress(Enough):
+            built = build_fn()
+            if built is not None:
+                model, optimizer, loss_fn, batches = _checked(built, known)
+                _train(model, optimizer, loss_fn, batches, plan.steps, evaluate)
     except _Misuse as misuse:
         raise misuse.args[0] from None
     except (Exception, SystemExit, KeyboardInterrupt) as raised:
@@ -138,7 +137,7 @@ class _Misuse(Exception):
     """Carries the error that ends the comparison."""
 
 
-def _check(built: Any, known: list[weakref.ref[nn.Module]]) -> None:
+def _checked(built: Any, known: list[weakref.ref[nn.Module]]) -> Any:
     if not isinstance(built, tuple | list) or len(built) != 4 or not isinstance(built[0], nn.Module):
         came = f"{len(built)} values" if isinstance(built, tuple | list) else f"a {type(built).__name__}"
         wanted = "(model, optimizer, loss_fn, batches), or None after training by itself"
@@ -146,6 +145,7 @@ def _check(built: Any, known: list[weakref.ref[nn.Module]]) -> None:
     if any(ref() is built[0] for ref in known):
         raise _Misuse(ValueError("compare: build_fn returned the same model twice; make a new one at each call"))
     known.append(weakref.ref(built[0]))
+    return built
 
 
 def _train(

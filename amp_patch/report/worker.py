@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from amp_patch import run as runner
-from amp_patch.report.recorder import JsonLines, Recorder
+from amp_patch.report.recorder import Recorder
 from amp_patch.report.runs import Run, dumps
+from amp_patch.report.sinks import JsonLines
 from amp_patch.report.trials import failure, seeded
 
 
