@@ -37,7 +37,7 @@ def info(_: argparse.Namespace) -> None:
 class Command(NamedTuple):
     run: Callable[[argparse.Namespace], None]
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
-    splits: bool = False  # what follows the first `--` is a script's, and becomes `arguments`
+    split: Callable[[list[str]], tuple[list[str], list[str]]] | None = None  # off the script's own, `arguments`
 
 
 # A subcommand is a line here and a function; its docstring is its help.
@@ -45,7 +45,7 @@ COMMANDS = {
     "info": Command(info),
     "run": Command(run.run, run.add_arguments),
     "check": Command(check.check, check.add_arguments),
-    "compare": Command(experiment.compare, experiment.add_arguments, splits=True),
+    "compare": Command(experiment.compare, experiment.add_arguments, experiment.split),
 }
 
 
@@ -58,13 +58,12 @@ def main(arguments: list[str] | None = None) -> None:
     for name, command in COMMANDS.items():
         words = command.run.__doc__
         command.add_arguments(subcommands.add_parser(name, help=words, description=words, allow_abbrev=False))
-    given = sys.argv[1:] if arguments is None else arguments
-    rest = len(given)
-    if "--" in given and given[0] in COMMANDS and COMMANDS[given[0]].splits:
-        rest = given.index("--")
-    args = parser.parse_args(given[:rest])
-    if COMMANDS[args.command].splits:
-        args.arguments = given[rest + 1 :]
+    given, scripts = sys.argv[1:] if arguments is None else arguments, None
+    if given and given[0] in COMMANDS and (split := COMMANDS[given[0]].split) is not None:
+        given, scripts = split(given)
+    args = parser.parse_args(given)
+    if scripts is not None:
+        args.arguments = scripts
     COMMANDS[args.command].run(args)
 
 

@@ -58,6 +58,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("script", help="a script, or a folder or zip file with a __main__.py, or with -m a module")
 
 
+def split(given: list[str]) -> tuple[list[str], list[str]]:
+    """The arguments that are ours, and those after `--`, the script's."""
+    end = given.index("--") if "--" in given else len(given)
+    own = given[:end]
+    if "--seed-flag" in own[:-1]:  # argparse does not take `--seed` for its value
+        at = own.index("--seed-flag")
+        own[at : at + 2] = ["=".join(own[at : at + 2])]
+    return own, given[end + 1 :]
+
+
 def compare(args: argparse.Namespace) -> None:
     """run a script at several opt levels, compare speed, memory and loss, and write a report"""
     try:
@@ -132,13 +142,8 @@ def _run(plan: Plan, args: argparse.Namespace, run: Run) -> None:
         )
         rest = b""
         try:
-            while True:
-                ended = _has_ended(child, _POLL)
-                *complete, rest = (rest + lines.read()).split(b"\n")
-                for line in complete:
-                    run.add(loads(line.decode()))
-                if ended:
-                    break
+            while not _has_ended(child, _POLL):
+                rest = _take(run, rest + lines.read())
         except KeyboardInterrupt:
             # The terminal has sent it to the child, too.
             if not _has_ended(child, _PATIENCE):
@@ -149,11 +154,20 @@ def _run(plan: Plan, args: argparse.Namespace, run: Run) -> None:
             if child.poll() is None:
                 child.kill()
                 child.wait()
+            _take(run, rest + lines.read())
             settle(run, asked)
     if run.error is None and child.returncode:
         run.error = _died(child.returncode, args.out / log)
     if run.error is not None:
         run.error += f" (see {log})"
+
+
+def _take(run: Run, recorded: bytes) -> bytes:
+    """Add the events of the lines that are complete, and return the rest."""
+    *lines, rest = recorded.split(b"\n")
+    for line in lines:
+        run.add(loads(line.decode()))
+    return rest
 
 
 def _has_ended(child: subprocess.Popen[bytes], seconds: float) -> bool:

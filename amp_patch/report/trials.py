@@ -65,7 +65,7 @@ class Plan:
             raise ValueError(f"compare: dtype is {self.dtype!r}; wanted {' or '.join(names)}")
 
     def runs(self) -> list[Run]:
-        """Those to be made, in order: every level of a seed, then the next seed; all levels share the machine's moods."""
+        """Those to be made, in order: every level of a seed, then the next seed: levels share the machine's moods."""
         return [Run(level, seed) for seed in range(self.seeds) for level in self.levels]
 
     def environment(self, run: Run) -> dict[str, str]:
