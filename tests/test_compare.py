@@ -146,13 +146,13 @@ for step in range(steps):
         os.kill(os.getpid(), signal.SIGKILL)
     if step == 2 and case == "O01":
         os.kill(os.getpid(), signal.SIGINT)
-assert False, "never reached: --steps ends the script before"
+assert case in ("O40", "O11"), "never reached: --steps ends the script before"
 """
 
 
 @pytest.mark.slow
 def test_what_goes_wrong_is_a_row_and_the_others_go_on(tmp_path, capsys):
-    (tmp_path / "train.py").write_text(MISBEHAVES.replace("assert False", "assert case == 'O40'"))
+    (tmp_path / "train.py").write_text(MISBEHAVES)
     out = tmp_path / "out"
     given = ["--levels", "O0,O1,O2,O3,O4,O5", "--seeds", "2", "--steps", "7", "--out", str(out)]
     main(["compare", *given, str(tmp_path / "train.py")])

@@ -97,7 +97,8 @@ def compare(args: argparse.Namespace) -> None:
 
     console = Console()
     runs, interrupted = _measure(plan, args, console)
-    title = shlex.join(["-m"] * args.module + [args.script, *args.arguments])
+    script = ["-m", args.script] if args.module else [Path(args.script).name]
+    title = shlex.join([*script, *args.arguments])
     comparison = Comparison(title, runs, plan.metric, plan.maximize, plan.steps, machine())
     for renderable in table.tables(comparison):
         console.print(renderable)

@@ -18,7 +18,7 @@ from amp_patch.initialize import initialize, restored, scale_loss
 from amp_patch.patch import Patches
 from amp_patch.report.recorder import Enough, Recorder, log
 from amp_patch.report.runs import Run
-from amp_patch.report.trials import LEVELS, Plan, failure, seeded, settle
+from amp_patch.report.trials import LEVELS, Plan, failure, seeded, settle, words
 from amp_patch.report.verdict import Comparison, machine
 
 _EVALUATION = "evaluation"
@@ -47,6 +47,7 @@ def compare(
     maximize: bool = False,
     inspect: bool = False,
     evaluate: Callable[[nn.Module], Any] | None = None,
+    verbosity: int = 1,
 ) -> Comparison:
     """Train once per opt level and seed, and compare speed, memory and loss::
 
@@ -78,6 +79,7 @@ def compare(
         inspect: look at exponents, overflows and errors with `amp.inspect`.
         evaluate: called with the trained model, in eval mode, under no_grad: returns a number, which is logged as
             "evaluation", or a dict of numbers, which are logged by their names. For models that are trained here.
+        verbosity: 0 prints no line when a run has finished.
 
     Raises:
         ValueError, TypeError: an argument that cannot be honoured, or a `build_fn` that returns something else, or
@@ -92,6 +94,9 @@ def compare(
             _train_once(build_fn, plan, run, evaluate, known)
         except KeyboardInterrupt:
             runs = runs[: index + 1]
+        if verbosity:
+            print(words(run, steps))
+        if run is runs[-1]:
             break
     if metric is None and any(_EVALUATION in run.logged for run in runs):
         metric = _EVALUATION

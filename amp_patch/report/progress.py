@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from amp_patch.report.runs import Run
+from amp_patch.report.trials import figures, words
 
 _COLOURS = {"waiting": "dim", "running": "bold", "done": "green", "failed": "red"}
 
@@ -43,7 +43,7 @@ class Progress:
         if self.steps is None and run.error is None:
             self.steps = run.steps  # what the others can be expected to take
         if not self.live:
-            self.console.print(Text(f"{run.level} seed {run.seed}: {self._words(run)}"), soft_wrap=True)
+            self.console.print(Text(words(run, self.asked)), soft_wrap=True)
 
     def table(self) -> Table:
         """The rows around the run that is under way, as many as the terminal has room for."""
@@ -55,24 +55,10 @@ class Progress:
         first = max(0, min(current - room // 2, len(self.runs) - room))
         for run, state in list(zip(self.runs, self.states, strict=True))[first : first + room]:
             words = state if run.error is None else f"{state}: {run.error}"
-            cells = [run.level, str(run.seed), self._step(run), *_figures(run)]
+            cells = [run.level, str(run.seed), self._step(run), *figures(run)]
             last = Text(words, style=_COLOURS[state], no_wrap=True, overflow="ellipsis")
             table.add_row(*cells, last)
         return table
 
     def _step(self, run: Run) -> str:
         return f"{run.steps}/{self.steps}" if self.steps is not None else str(run.steps)
-
-    def _words(self, run: Run) -> str:
-        if run.error is not None:
-            return f"failed: {run.error}"
-        loss, ms = _figures(run)
-        of = f" of {self.asked}" if self.asked is not None else ""
-        return "; ".join([f"{run.steps}{of} steps, loss {loss}, {ms} ms a step", *run.notes])
-
-
-def _figures(run: Run) -> tuple[str, str]:
-    """The newest loss, and the median time of the newest steps in milliseconds."""
-    if not run.steps:
-        return "", ""
-    return f"{run.loss[-1]:.4g}", f"{1000 * statistics.median(run.seconds[-20:]):.3g}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import random
+import statistics
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
@@ -171,6 +173,25 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(each in str(error) for each in words)
     )
+
+
+def words(run: Run, asked_steps: int | None) -> str:
+    """How a run went, in a line."""
+    if run.error is not None:
+        return f"{run.level} seed {run.seed}: failed: {run.error}"
+    loss, ms = figures(run)
+    of = f" of {asked_steps}" if asked_steps is not None else ""
+    return f"{run.level} seed {run.seed}: " + "; ".join(
+        [f"{run.steps}{of} steps, loss {loss}, {ms} ms a step", *run.notes]
+    )
+
+
+def figures(run: Run) -> tuple[str, str]:
+    """The newest loss, and the median time of the newest steps in milliseconds."""
+    if not run.steps:
+        return "", ""
+    times = [seconds for seconds in run.seconds[-20:] if not math.isnan(seconds)]  # NaN: that step was inspected
+    return f"{run.loss[-1]:.4g}", f"{1000 * statistics.median(times):.3g}" if times else ""
 
 
 def settle(run: Run, asked: Run) -> None:
