@@ -447,7 +447,7 @@ def test_compare_in_a_notebook_leaves_everything_as_it_was():
     assert not casts.installed() and newest_training() is None
 
 
-def test_compare_in_a_notebook_takes_steps_types_and_an_evaluation():
+def test_compare_in_a_notebook_takes_steps_types_and_an_evaluation(capsys):
     modes = []
 
     def evaluate(model: nn.Module) -> float:
@@ -459,8 +459,12 @@ def test_compare_in_a_notebook_takes_steps_types_and_an_evaluation():
     assert modes == [(False, False)] * 3 and found.metric == "evaluation"
     assert all(len(run.logged["evaluation"]) == 1 and run.peak_memory is None for run in found.runs)
     assert found.runs[1].logged == found.runs[2].logged != found.runs[0].logged  # O2 in bfloat16 is O5
-    named = amp.compare(built, ["O0", "O2"], metric="sum", evaluate=lambda model: {"sum": 1, "other": 2.0})
-    assert named.metric == "sum" and named.comparable
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 3 and printed[1].startswith("O2 seed 0: 7 of 7 steps, loss ")
+    figures = {"sum": 1, "other": 2.0}
+    named = amp.compare(built, ["O0", "O2"], metric="sum", evaluate=lambda _: figures, inspect=True, verbosity=0)
+    assert named.metric == "sum" and named.comparable and capsys.readouterr().out == ""
+    assert [[look.step for look in run.looks] for run in named.runs] == [[1], [1]]
     assert amp.compare(trains, ["O0", "O2"], steps=3).runs[1].steps == 3
 
 
