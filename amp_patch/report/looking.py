@@ -25,7 +25,8 @@ class Looking:
     def __init__(self, model: nn.Module, optimizer: Any, step: int) -> None:
         if foreign := [mode for mode in _stack() if not _is_default_device(mode)]:
             raise RuntimeError(
-                f"inspect: not at step {step}, whose end is inside of a TorchFunctionMode ({type(foreign[-1]).__name__})"
+                f"inspect: step {step} ends inside of a TorchFunctionMode ({type(foreign[-1]).__name__}), so the next "
+                "one is not inspected"
             )
         self._step = step
         self._block = inspect(model, optimizer)
@@ -33,18 +34,22 @@ class Looking:
         self._mode = _stack()[-1]
 
     def leave(self) -> Event:
-        """The "look" event. Whatever was entered since stays entered."""
+        """The "look" event. What others have entered since stays entered."""
+        self.abandon()
+        return look(self._seen, self._step)
+
+    def abandon(self) -> None:
+        """Look no further; there is no event."""
         above = []
         while (stack := _stack()) and stack[-1] is not self._mode:
             above.append(modes._pop_mode())
-        if not stack:
+        if not stack:  # somebody has taken it off
             modes._push_mode(self._mode)
         try:
             self._block.__exit__(None, None, None)
         finally:
             for mode in reversed(above):
                 modes._push_mode(mode)
-        return look(self._seen, self._step)
 
 
 def look(seen: Inspection, step: int) -> Event:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -50,10 +51,8 @@ def _reset() -> None:
     if torch.cuda.is_initialized():
         for index in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(index)
-    try:
+    with suppress(OSError):
         _CLEAR.write_text("5")  # Linux: VmHWM begins anew
-    except OSError:
-        pass
 
 
 def _status(name: str) -> int | None:

@@ -30,7 +30,6 @@ from amp_patch.compiling import not_traced
 from amp_patch.initialize import Dialect, Training, begin_training
 from amp_patch.optimizer import Stash
 from amp_patch.patch import Patches
-from amp_patch.policy import Policy
 from amp_patch.report.looking import Looking
 from amp_patch.report.peak import PeakMemory
 from amp_patch.report.runs import PARTS, Event, Run
@@ -168,8 +167,8 @@ class Recorder:
         if os.getpid() != self.process:  # a fork has left the block too
             return
         try:
-            if self._looking is not None:
-                self._looking.leave()
+            if self._looking is not None:  # its step never ended
+                self._looking.abandon()
                 self._looking = None
             self._measure()
             self._put({"event": "end", **self._sizes, "peak_memory": self._peak.read(self._device or "cpu")})
@@ -184,6 +183,7 @@ class Recorder:
         """`initialize` was called; None: with enabled=False."""
         self.trainings += 1
         if training is not None:
+            self._lead = None  # the earlier training may be over, and its optimizer still there
             self._hook(training)
             self._adopt(training)
 
@@ -193,8 +193,7 @@ class Recorder:
         self._adopted.append(training)
         begun = self._adopted[0].policy
         if len(self._adopted) == 1:
-            tensors = (*self._models_tensors(), *(t for o in _alive(training.optimizers) for t in _held(o)))
-            self._device = next((t.device.type for t in tensors), "cpu")
+            self._device = next((param.device.type for param, _ in self._pairs()), "cpu")
             self._on_cuda = self._device == "cuda"
             dtype = None if begun.opt_level == "O0" else str(begun.dtype).removeprefix("torch.")
             self._put(
@@ -207,7 +206,7 @@ class Recorder:
                 }
             )
             self._last = self._now()
-        elif _words(training.policy) != _words(begun):
+        elif training.policy != begun:
             self._note(f"initialize was called again, with another policy: {training.policy}")
 
     def _hook(self, training: Training) -> None:
@@ -254,7 +253,7 @@ class Recorder:
             self._step.bodies.append(_Body(body.loss, body.scale, body.scaler, body.optimizers, self._step.came))
             self._step.came = 0
             if self.steps < 2:
-                self._sizes["gradients"] = max(self._sizes["gradients"], _bytes(self._gradients()))
+                self._measure_gradients()
 
     def _step_begins(self, stash: Stash) -> None:
         self._know(stash)
@@ -283,9 +282,7 @@ class Recorder:
         inspected = self._looking is not None
         self._queue.append(_step_entry(step, optimizer, skipped, self._on_cuda, inspected))
         if self._looking is not None:
-            self._put_look(self._looking.leave())
-            self._looking = None
-            self._peak.resume()
+            self._leave_look()
         if self.steps & (self.steps - 1) == 0:  # the models may be gone when the recording ends
             self._measure()
         if len(self._queue) >= _FLUSH_STEPS or time.monotonic() - self._flushed >= _FLUSH_SECONDS:
@@ -306,8 +303,14 @@ class Recorder:
         except (ValueError, RuntimeError) as error:
             self._note(str(error))
 
-    def _put_look(self, event: Event) -> None:
-        self._put(event)
+    def _leave_look(self) -> None:
+        assert self._looking is not None
+        looking, self._looking = self._looking, None
+        try:
+            self._put(looking.leave())
+        except (ValueError, RuntimeError) as error:
+            self._note(f"inspect: {error}")
+        self._peak.resume()
 
     # What goes to the sinks.
 
@@ -353,38 +356,41 @@ class Recorder:
 
     # Sizes.
 
-    def _models_tensors(self) -> list[Tensor]:
-        return [p for training in self._adopted for model in _alive(training.models) for p in model.parameters()]
+    def _optimizers(self) -> list[Any]:
+        """Those of the recorded trainings that are still there, and in no later training."""
+        return [
+            optimizer
+            for training in self._adopted
+            for optimizer in _alive(training.optimizers)
+            if getattr(getattr(optimizer, "_amp_stash", None), "scalers", None) is training.scalers
+        ]
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """(param, master) of the optimizers that are still there."""
-        return [
-            pair
-            for training in self._adopted
-            for optimizer in _alive(training.optimizers)
-            if (stash := getattr(optimizer, "_amp_stash", None)) is not None
-            for pair in stash.masters.pairs(optimizer.param_groups)
+        """(param, master) of the models' parameters and the optimizers'; the same tensor twice where there is none."""
+        optimizers = self._optimizers()
+        pairs = [
+            pair for optimizer in optimizers for pair in optimizer._amp_stash.masters.pairs(optimizer.param_groups)
         ]
+        known = {id(param) for param, _ in pairs}
+        models = [model for training in self._adopted for model in _alive(training.models)]
+        return pairs + [(p, p) for model in models for p in model.parameters() if id(p) not in known]
 
-    def _gradients(self) -> list[Tensor]:
-        holders = {id(t): t for t in (*self._models_tensors(), *(t for pair in self._pairs() for t in pair))}
-        return [t.grad for t in holders.values() if t.grad is not None]
+    def _measure_gradients(self) -> None:
+        grads = [t.grad for t in {id(t): t for pair in self._pairs() for t in pair}.values() if t.grad is not None]
+        self._sizes["gradients"] = max(self._sizes["gradients"], _bytes(grads))
 
     def _measure(self) -> None:
+        optimizers = self._optimizers()
+        if not optimizers:
+            return  # all gone, or restored: what was measured before holds
         pairs = self._pairs()
-        weights = [*self._models_tensors(), *(param for param, _ in pairs)]
-        if not weights:
-            return  # all gone: what was measured before holds
-        states = [
-            getattr(zero.stateful(optimizer), "state", {})
-            for training in self._adopted
-            for optimizer in _alive(training.optimizers)
-        ]
-        self._sizes["weights"] = _bytes(weights)
+        states = [getattr(zero.stateful(optimizer), "state", {}) for optimizer in optimizers]
+        self._sizes["weights"] = _bytes(param for param, _ in pairs)
         self._sizes["masters"] = _bytes(master for param, master in pairs if master is not param)
-        if states:
-            self._sizes["state"] = _bytes(t for state in states for t in _tensors([*state.values()]))
+        self._sizes["state"] = _bytes(tensor for state in states for tensor in _tensors([*state.values()]))
 
+
+_NAN = float("nan")
 
 # What runs when no part of a step has been told: data is fetched, or gradients are clipped.
 _IDLE = "idle"
@@ -430,6 +436,7 @@ class _Entry:
 
 
 def _step_entry(step: _Step, optimizer: Any, skipped: Tensor | float, on_cuda: bool, inspected: bool) -> _Entry:
+    spans = step.spans
     losses: dict[tuple[int, ...], list[int]] = {}  # of which loss -> the places of its micro-batches
     samples: dict[tuple[int, ...], int] = {}
     for place, body in enumerate(step.bodies):
@@ -437,24 +444,23 @@ def _step_entry(step: _Step, optimizer: Any, skipped: Tensor | float, on_cuda: b
         samples[body.key] = samples.get(body.key, 0) + body.samples
     own = [body for body in step.bodies if any(each is optimizer for each in body.optimizers)] or step.bodies
     first_id = min((body.scaler.loss_id for body in own), default=0)
-    scale = next((body.scale for body in reversed(own) if body.scaler.loss_id == first_id), float("nan"))
-    # The forward of a second loss may be a part of the first one's: its samples are the same.
+    scale = next((body.scale for body in reversed(own) if body.scaler.loss_id == first_id), _NAN)
+    # Several losses (a GAN's) are of the same samples.
     came = max(samples.values(), default=step.came)
 
     def make(values: list[float]) -> Event:
-        parts = dict.fromkeys(PARTS, 0.0)
-        for part, start, end in step.spans:
-            parts[part] += float("nan") if inspected else _seconds(start, end, on_cuda)
-        if inspected:
-            parts = dict.fromkeys(PARTS, float("nan"))
-        means = [sum(values[2 + place] for place in places) / len(places) for places in losses.values()]
+        scale, skipped, *given = values
+        parts = dict.fromkeys(PARTS, _NAN if inspected else 0.0)
+        for part, start, end in spans:
+            parts[part] += _seconds(start, end, on_cuda)
+        means = [sum(given[place] for place in places) / len(places) for places in losses.values()]
         return {
             "event": "step",
-            "loss": sum(means) if means else float("nan"),
+            "loss": sum(means) if means else _NAN,
             "seconds": sum(parts.values()),
             "parts": parts,
-            "scale": values[0],
-            "skipped": bool(values[1]),
+            "scale": scale,
+            "skipped": bool(skipped),
             "samples": came,
         }
 
@@ -643,14 +649,6 @@ def _trainings() -> list[Training]:
 
 def _alive(refs: Any) -> list[Any]:
     return [value for ref in refs if (value := ref()) is not None]
-
-
-def _held(optimizer: Any) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _words(policy: Policy) -> str:
-    return str(policy)
 
 
 def _tensors(value: Any) -> list[Tensor]:
