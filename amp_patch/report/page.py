@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_patch.report import pictures
-from amp_patch.report.pictures import Picture, label
+from amp_patch.report.pictures import Picture
 from amp_patch.report.runs import PARTS, Look, Run, dumps
 from amp_patch.report.verdict import Comparison, LevelResult
 
@@ -56,7 +56,7 @@ th:first-child, td:first-child, td.text, th.text { text-align: left }
 td.text { white-space: normal; min-width: 16em }
 th[scope=row] { position: sticky; left: 0; background: var(--paper) }
 .named th[scope=row] { position: static; white-space: normal; overflow-wrap: anywhere; min-width: 11em }
-.named thead th { white-space: normal }
+.named thead th { white-space: normal; min-width: 6em }
 thead th { color: var(--soft); font-weight: 600; border-bottom-color: var(--soft); vertical-align: bottom }
 td small { display: block; white-space: normal; min-width: 9em; max-width: 17em; margin-left: auto }
 .pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr)); gap: 22px 28px;
@@ -141,14 +141,14 @@ def _verdict(level: LevelResult) -> str:
     look = "better" if better and kind == "differs" else kind
     text = f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}" if text else ""
     return (
-        f'<li style="border-color: var(--{pictures.colour(level.level)})"><strong>{_text(label(level))}</strong>'
+        f'<li style="border-color: var(--{pictures.colour(level.level)})"><strong>{_text(level.name)}</strong>'
         f'<span class="kind {look}">{_text(word)}</span>{_text(text)}</li>'
     )
 
 
 def _levels(comparison: Comparison) -> str:
     base = comparison.baseline
-    against = f"against {label(base)}" if base is not None else "against the baseline"
+    against = f"against {base.name}" if base is not None else "against the baseline"
     head = [
         "level",
         f"final {comparison.metric}",
@@ -167,7 +167,7 @@ def _levels(comparison: Comparison) -> str:
         peaks = [run.peak_memory for run in level.runs if run.peak_memory is not None]
         rows.append(
             [
-                _text(label(level)),
+                _text(level.name),
                 _number(level.mean) + (f"<small>{_several(level.final)}</small>" if len(level.final) > 1 else ""),
                 "" if base is None or level is base else _apart(level.mean, base.mean),
                 f"{level.step_ms:.3g} ms" if level.step_ms else "",
@@ -191,10 +191,10 @@ def _splits(comparison: Comparison) -> str:
     times, sizes = [], []
     for level in (level for level in comparison.levels if level.runs):
         split = pictures.part_ms(level)
-        times.append([_text(label(level)), *(f"{split[part]:.3g} ms" for part in PARTS)])
+        times.append([_text(level.name), *(f"{split[part]:.3g} ms" for part in PARTS)])
         runs = level.runs
         kinds = [sum(getattr(run, name) for run in runs) / len(runs) for name in pictures.SIZES]
-        sizes.append([_text(label(level)), *(pictures.size(each) for each in (*kinds, sum(kinds)))])
+        sizes.append([_text(level.name), *(pictures.size(each) for each in (*kinds, sum(kinds)))])
     if not times:
         return ""
     return _tables(
@@ -208,7 +208,7 @@ def _failures(comparison: Comparison) -> str:
     runs_of: dict[str, list[str]] = {}
     for level in comparison.levels:
         for run in level.failed:
-            where = f"{label(level)}, seed {run.seed}" + (f", after {_count(run.steps, 'step')}" if run.steps else "")
+            where = f"{level.name}, seed {run.seed}" + (f", after {_count(run.steps, 'step')}" if run.steps else "")
             runs_of.setdefault(run.error or "recorded no step", []).append(where)
     return "".join(f"<h3>{_text('; '.join(w))}</h3><pre>{_text(error)}</pre>" for error, w in runs_of.items())
 
@@ -220,7 +220,7 @@ def _seen(level: LevelResult) -> str:
         return ""
     looks = [look for _, look in looked]
     steps = sorted({look.step for look in looks})
-    parts = [f"<h3>{_text(label(level))}</h3>", _figures(pictures.numbers(level))]
+    parts = [f"<h3>{_text(level.name)}</h3>", _figures(pictures.numbers(level))]
     bad = [f"Seed {run.seed}: {look.not_finite}" for run, look in looked if look.not_finite]
     names = list(dict.fromkeys(name for look in looks for name in look.keep_fp32))
     when = (
@@ -260,7 +260,7 @@ def _lost(looks: Sequence[Look]) -> str:
 def _policies(comparison: Comparison) -> dict[str, str]:
     """label of a level -> its policy, in words."""
     policies = {
-        label(level): [*dict.fromkeys(run.policy for run in (*level.runs, *level.failed) if run.policy)]
+        level.name: [*dict.fromkeys(run.policy for run in (*level.runs, *level.failed) if run.policy)]
         for level in comparison.levels
     }
     return {name: "; ".join(words) for name, words in policies.items() if words}
@@ -273,7 +273,7 @@ def _runs(comparison: Comparison) -> str:
     rows = []
     for level in comparison.levels:
         for run in sorted((*level.runs, *level.failed), key=lambda run: run.seed):
-            rows.append([_text(label(level)), *_run(run, metric)])
+            rows.append([_text(level.name), *_run(run, metric)])
     return _tables(_table("", head, rows)) if rows else ""
 
 
