@@ -71,7 +71,8 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: 4px 18px; max-w
 dt { color: var(--soft) } dd { margin: 0 }
 @media (max-width: 600px) { main { padding: 16px 14px 32px } .summary { font-size: 1.15rem; padding: 12px 14px } }
 @media print { .scroll { overflow: visible } main { max-width: none; padding: 0 } body { font-size: 11px }
-  th, td { padding-right: 8px } h2, h3 { break-after: avoid } tr { break-inside: avoid } }
+  th, td, .named th[scope=row] { padding-right: 8px; white-space: normal; min-width: 0 } td small { min-width: 0 }
+  td.text { min-width: 9em } h2, h3 { break-after: avoid } tr { break-inside: avoid } }
 """
 _MORE_COLOURS = {"card": ("#f4f5f7", "#1e2329"), "good": ("#1a7f37", "#56d06f"), "unsure": ("#8a5a00", "#e3b341")}
 
