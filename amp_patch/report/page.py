@@ -70,7 +70,8 @@ pre { background: var(--card); border-radius: 4px; padding: 10px 14px; margin: 8
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 4px 18px; max-width: 76ch }
 dt { color: var(--soft) } dd { margin: 0 }
 @media (max-width: 600px) { main { padding: 16px 14px 32px } .summary { font-size: 1.15rem; padding: 12px 14px } }
-@media print { .scroll { overflow: visible } main { max-width: none; padding: 0 } body { font-size: 11px }
+@media print { .scroll { overflow: visible } main { max-width: none; padding: 0 } :root { font-size: 11px }
+  body { font-size: 1rem }
   th, td, .named th[scope=row] { padding-right: 8px; white-space: normal; min-width: 0 } td small { min-width: 0 }
   td.text { min-width: 9em } h2, h3 { break-after: avoid } tr { break-inside: avoid } }
 """
@@ -93,6 +94,7 @@ def html(comparison: Comparison) -> str:
     """The page: pictures inline, no script, no request to anything; light and dark as the reader's system is."""
     runs = comparison.runs
     seeds = len({run.seed for run in runs})
+    well = any(level.runs for level in comparison.levels)
     about = [f"{_count(len(comparison.levels), 'level')}, {_count(seeds, 'seed')}"]
     about += [f"{comparison.steps} steps"] if comparison.steps else []
     about += sorted({run.device for run in runs if run.device})
@@ -102,8 +104,8 @@ def html(comparison: Comparison) -> str:
         f'<p class="summary">{_text(comparison.summary)}</p>',
         '<ul class="verdicts">' + "".join(map(_verdict, comparison.levels)) + "</ul>" if comparison.levels else "",
         _items([_text(note) for note in comparison.notes]),
-        _section("How it was decided", f"<p>{_text(comparison.test)}</p>"),
-        _section("The levels", _levels(comparison)),
+        _section("How it was decided", f"<p>{_text(comparison.test)}</p>" if well else ""),
+        _section("The levels", _levels(comparison) if well else ""),
         _section("The figure at the end", _figures(pictures.finals(comparison))),
         _section("Training loss", _figures(pictures.losses(comparison))),
         _section("Time and memory", _figures(pictures.costs(comparison)) + _splits(comparison)),
@@ -181,11 +183,7 @@ def _levels(comparison: Comparison) -> str:
                 f"{len(level.failed)} of {len(level.failed) + len(level.runs)}" if level.failed else "",
             ]
         )
-    return (
-        ""
-        if not rows
-        else _table("Under the mean, the figure of each seed; of the speed, its range over the seeds.", head, rows)
-    )
+    return _table("Under the mean, the figure of each seed; of the speed, its range over the seeds.", head, rows)
 
 
 def _splits(comparison: Comparison) -> str:
@@ -323,9 +321,13 @@ def _tables(*several: str) -> str:
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, named: bool = False) -> str:
     """A table of HTML cells, in a box of its own that scrolls; the first cell of a row is its heading.
 
+    A column without a figure is left out.
+
     `named`: those are names of the user's, which can be long: they are broken into lines.
     """
-    columns = [(name, ' class="text"' if name == "notes" else "") for name in head]
+    kept = [place for place in range(len(head)) if place == 0 or any(row[place] for row in rows)]
+    rows = [[row[place] for place in kept] for row in rows]
+    columns = [(head[place], ' class="text"' if head[place] == "notes" else "") for place in kept]
     top = "".join(f'<th scope="col"{look}>{_text(name)}</th>' for name, look in columns)
     lines = []
     for first, *others in rows:

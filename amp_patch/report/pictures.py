@@ -188,11 +188,11 @@ def finals(comparison: Comparison) -> list[Picture]:
             ):
                 if beyond:
                     axes.plot([edge], [place], mark, color=mine, markersize=7)
-                    words.insert(0, ", ".join(f"{value:.4g}" for value in sorted(beyond)))
+                    words.insert(0, " to ".join(dict.fromkeys(f"{v:.4g}" for v in (min(beyond), max(beyond)))))
             if words:
                 right = not any(value > (low + high) / 2 for value in inside)
                 axes.text(
-                    0.93 if right else 0.07,
+                    0.91 if right else 0.09,
                     place,
                     ", ".join(words),
                     transform=axes.get_yaxis_transform(),
