@@ -23,7 +23,7 @@ _FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --remote-debugging-pipe"
 )
-# The browser wants its pipes as 3 and 4. A preexec_fn would do it too, but not in a process with threads, such as torch's.
+# The browser wants its pipes as 3 and 4. A preexec_fn is not for a process with threads, such as torch's.
 _LAUNCHER = (
     "import os, sys; r, w, *command = sys.argv[1:]; os.dup2(int(r), 3); os.dup2(int(w), 4); "
     "os.execvp(command[0], command)"

@@ -30,11 +30,12 @@ def common_steps(runs: Sequence[Run]) -> int:
 def final(run: Run, metric: str, steps: int) -> float:
     """The figure of a run: NaN if it has none, or one that is not finite.
 
-    For "loss" the mean over the last tenth (at least one) of the first `steps` steps, for any other metric the last
-    value that the run gave to `amp.log`.
+    For "loss" the mean over the last tenth (at least one) of the first `steps` steps, if the run's last loss, too, is
+    finite; for any other metric the last value that the run gave to `amp.log`.
     """
     if metric == LOSS:
-        values = run.loss[steps - max(1, steps // 10) : steps] if 0 < steps <= run.steps else []
+        ended_well = 0 < steps <= run.steps and math.isfinite(run.loss[-1])
+        values = run.loss[steps - max(1, steps // 10) : steps] if ended_well else []
     else:
         values = [value for _, value in run.logged.get(metric, [])[-1:]]
     if not values or not all(map(math.isfinite, values)):

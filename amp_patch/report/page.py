@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_patch.report import pictures
-from amp_patch.report.pictures import Picture, label
+from amp_patch.report.pictures import Picture
 from amp_patch.report.runs import PARTS, Look, Run, dumps
 from amp_patch.report.verdict import Comparison, LevelResult
 
@@ -36,7 +36,7 @@ h2 { font-size: 1.2rem; margin: 44px 0 10px; padding-top: 10px; border-top: 1px 
 h3 { font-size: 1rem; margin: 26px 0 8px }
 p, ul { margin: 8px 0 }
 p, .verdicts, .plain { max-width: 76ch }
-.soft, caption, figcaption, small { color: var(--soft) }
+.soft, small { color: var(--soft) }
 .summary { font-size: 1.35rem; line-height: 1.4; font-weight: 600; margin: 20px 0; padding: 14px 18px;
   border-left: 5px solid var(--O0); background: var(--card); border-radius: 4px }
 .verdicts { list-style: none; padding: 0 }
@@ -44,14 +44,19 @@ p, .verdicts, .plain { max-width: 76ch }
 .kind { display: inline-block; border: 1px solid currentColor; border-radius: 10px; padding: 0 9px; margin: 0 6px;
   font-size: 0.85rem }
 .within, .better { color: var(--good) } .differs, .failed { color: var(--lost) } .undecided { color: var(--unsure) }
-.scroll { overflow-x: auto; margin: 10px 0; max-width: 100% }
+.tables { display: flex; flex-wrap: wrap; gap: 0 56px }
+.tables > div { min-width: 0; max-width: 100%; margin-top: 14px }
+.tables p { margin: 0 }
+.scroll { overflow-x: auto; margin: 6px 0; max-width: 100% }
 .scroll:focus-visible { outline: 2px solid var(--O1) }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.92rem }
-caption { text-align: left; padding-bottom: 4px }
 th, td { padding: 6px 16px 6px 0; text-align: right; vertical-align: top; border-bottom: 1px solid var(--line);
   white-space: nowrap; overflow-wrap: normal }
 th:first-child, td:first-child, td.text, th.text { text-align: left }
 td.text { white-space: normal; min-width: 16em }
+th[scope=row] { position: sticky; left: 0; background: var(--paper) }
+.named th[scope=row] { position: static; white-space: normal; overflow-wrap: anywhere; min-width: 11em }
+.named thead th { white-space: normal; min-width: 6em }
 thead th { color: var(--soft); font-weight: 600; border-bottom-color: var(--soft); vertical-align: bottom }
 td small { display: block; white-space: normal; min-width: 9em; max-width: 17em; margin-left: auto }
 .pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr)); gap: 22px 28px;
@@ -65,8 +70,10 @@ pre { background: var(--card); border-radius: 4px; padding: 10px 14px; margin: 8
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 4px 18px; max-width: 76ch }
 dt { color: var(--soft) } dd { margin: 0 }
 @media (max-width: 600px) { main { padding: 16px 14px 32px } .summary { font-size: 1.15rem; padding: 12px 14px } }
-@media print { .scroll { overflow: visible } main { max-width: none; padding: 0 } body { font-size: 11px }
-  th, td { padding-right: 8px } h2, h3 { break-after: avoid } tr { break-inside: avoid } }
+@media print { .scroll { overflow: visible } main { max-width: none; padding: 0 } :root { font-size: 11px }
+  body { font-size: 1rem }
+  th, td, .named th[scope=row] { padding-right: 8px; white-space: normal; min-width: 0 } td small { min-width: 0 }
+  td.text { min-width: 9em } h2, h3 { break-after: avoid } tr { break-inside: avoid } }
 """
 _MORE_COLOURS = {"card": ("#f4f5f7", "#1e2329"), "good": ("#1a7f37", "#56d06f"), "unsure": ("#8a5a00", "#e3b341")}
 
@@ -87,6 +94,7 @@ def html(comparison: Comparison) -> str:
     """The page: pictures inline, no script, no request to anything; light and dark as the reader's system is."""
     runs = comparison.runs
     seeds = len({run.seed for run in runs})
+    well = any(level.runs for level in comparison.levels)
     about = [f"{_count(len(comparison.levels), 'level')}, {_count(seeds, 'seed')}"]
     about += [f"{comparison.steps} steps"] if comparison.steps else []
     about += sorted({run.device for run in runs if run.device})
@@ -96,14 +104,15 @@ def html(comparison: Comparison) -> str:
         f'<p class="summary">{_text(comparison.summary)}</p>',
         '<ul class="verdicts">' + "".join(map(_verdict, comparison.levels)) + "</ul>" if comparison.levels else "",
         _items([_text(note) for note in comparison.notes]),
-        _section("How it was decided", f"<p>{_text(comparison.test)}</p>"),
-        _section("The levels", _levels(comparison)),
+        _section("How it was decided", f"<p>{_text(comparison.test)}</p>" if well else ""),
+        _section("The levels", _levels(comparison) if well else ""),
         _section("The figure at the end", _figures(pictures.finals(comparison))),
         _section("Training loss", _figures(pictures.losses(comparison))),
         _section("Time and memory", _figures(pictures.costs(comparison)) + _splits(comparison)),
         _section("Loss scale", _figures(pictures.scales(comparison))),
         _section("What failed", _failures(comparison)),
         _section("What the numbers look like", "".join(map(_seen, comparison.levels))),
+        _section("What each level is", _definitions(_policies(comparison))),
         _section("The machine", _definitions(comparison.machine)),
         _section("Every run", _runs(comparison)),
     ]
@@ -133,16 +142,16 @@ def _verdict(level: LevelResult) -> str:
     kind, text, better = level.verdict
     word = "better" if better and kind == "differs" else _KINDS[kind]
     look = "better" if better and kind == "differs" else kind
-    text = f"{text[:1].upper()}{text[1:]}." if text else ""
+    text = f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}" if text else ""
     return (
-        f'<li style="border-color: var(--{pictures.colour(level.level)})"><strong>{_text(label(level))}</strong>'
+        f'<li style="border-color: var(--{pictures.colour(level.level)})"><strong>{_text(level.name)}</strong>'
         f'<span class="kind {look}">{_text(word)}</span>{_text(text)}</li>'
     )
 
 
 def _levels(comparison: Comparison) -> str:
     base = comparison.baseline
-    against = f"against {label(base)}" if base is not None else "against the baseline"
+    against = f"against {base.name}" if base is not None else "against the baseline"
     head = [
         "level",
         f"final {comparison.metric}",
@@ -161,7 +170,7 @@ def _levels(comparison: Comparison) -> str:
         peaks = [run.peak_memory for run in level.runs if run.peak_memory is not None]
         rows.append(
             [
-                _text(label(level)),
+                _text(level.name),
                 _number(level.mean) + (f"<small>{_several(level.final)}</small>" if len(level.final) > 1 else ""),
                 "" if base is None or level is base else _apart(level.mean, base.mean),
                 f"{level.step_ms:.3g} ms" if level.step_ms else "",
@@ -181,14 +190,15 @@ def _splits(comparison: Comparison) -> str:
     times, sizes = [], []
     for level in (level for level in comparison.levels if level.runs):
         split = pictures.part_ms(level)
-        times.append([_text(label(level)), *(f"{split[part]:.3g} ms" for part in PARTS)])
+        times.append([_text(level.name), *(f"{split[part]:.3g} ms" for part in PARTS)])
         runs = level.runs
         kinds = [sum(getattr(run, name) for run in runs) / len(runs) for name in pictures.SIZES]
-        sizes.append([_text(label(level)), *(pictures.size(each) for each in (*kinds, sum(kinds)))])
+        sizes.append([_text(level.name), *(pictures.size(each) for each in (*kinds, sum(kinds)))])
     if not times:
         return ""
-    return _table("Where the time of a step goes.", ["level", *pictures.PARTS_IN_WORDS.values()], times) + _table(
-        "What the model's tensors take.", ["level", *pictures.SIZES.values(), "together"], sizes
+    return _tables(
+        _table("Where the time of a step goes.", ["level", *pictures.PARTS_IN_WORDS.values()], times),
+        _table("What the model's tensors take.", ["level", *pictures.SIZES.values(), "together"], sizes),
     )
 
 
@@ -197,7 +207,7 @@ def _failures(comparison: Comparison) -> str:
     runs_of: dict[str, list[str]] = {}
     for level in comparison.levels:
         for run in level.failed:
-            where = f"{label(level)}, seed {run.seed}" + (f", after {_count(run.steps, 'step')}" if run.steps else "")
+            where = f"{level.name}, seed {run.seed}" + (f", after {_count(run.steps, 'step')}" if run.steps else "")
             runs_of.setdefault(run.error or "recorded no step", []).append(where)
     return "".join(f"<h3>{_text('; '.join(w))}</h3><pre>{_text(error)}</pre>" for error, w in runs_of.items())
 
@@ -209,19 +219,25 @@ def _seen(level: LevelResult) -> str:
         return ""
     looks = [look for _, look in looked]
     steps = sorted({look.step for look in looks})
-    parts = [f"<h3>{_text(label(level))}</h3>", _figures(pictures.numbers(level))]
+    parts = [f"<h3>{_text(level.name)}</h3>", _figures(pictures.numbers(level))]
     bad = [f"Seed {run.seed}: {look.not_finite}" for run, look in looked if look.not_finite]
     names = list(dict.fromkeys(name for look in looks for name in look.keep_fp32))
-    parts.append(f'<p class="soft">Looked at in {_count(len(looks), "step")}, the first after {steps[0]}.</p>')
+    when = (
+        f"of step {steps[0] + 1}"
+        if len(steps) == 1
+        else f"of {len(steps)} steps, from {steps[0] + 1} to {steps[-1] + 1}"
+    )
+    parts.append(f'<p class="soft">What is shown is {when}.</p>')
     if bad:
         parts += ["<p>Where the first number that is not finite appeared:</p>", _items([_text(each) for each in bad])]
     if names:
         parts.append(f"<p>Best kept in FP32:</p><pre>amp.initialize(..., keep_fp32={_text(repr(names))})</pre>")
-    errors = pictures.worst_errors(looks)[: pictures.WORST]
-    if errors:
-        rows = [[_text(name or "the model itself"), _number(error)] for name, error in errors]
-        parts.append(_table("Modules whose output differs most from FP32's.", ["module", "relative error"], rows))
-    return "".join(parts) + _lost(looks)
+    rows = [
+        [_text(name or "the model itself"), _number(e)] for name, e in pictures.worst_errors(looks)[: pictures.WORST]
+    ]
+    head = ["module", "relative error"]
+    worst = _table("Modules whose output differs most from FP32's.", head, rows, named=True) if rows else ""
+    return "".join(parts) + _tables(worst, _lost(looks))
 
 
 def _lost(looks: Sequence[Look]) -> str:
@@ -237,18 +253,27 @@ def _lost(looks: Sequence[Look]) -> str:
         return ""
     head = ["parameter", "flush at the scale in use", "at scale 1", "at the best", "overflow at the scale in use"]
     rows = [[_text(name), *map(pictures.percent, each)] for name, each in worst[:_LISTED]]
-    return _table("Parameters of whose gradients FP16 loses most.", head, rows)
+    return _table("Parameters of whose gradients FP16 loses most.", head, rows, named=True)
+
+
+def _policies(comparison: Comparison) -> dict[str, str]:
+    """label of a level -> its policy, in words."""
+    policies = {
+        level.name: [*dict.fromkeys(run.policy for run in (*level.runs, *level.failed) if run.policy)]
+        for level in comparison.levels
+    }
+    return {name: "; ".join(words) for name, words in policies.items() if words}
 
 
 def _runs(comparison: Comparison) -> str:
     metric = comparison.metric
     head = ["level", "seed", "steps", "last loss", *([metric] if metric != "loss" else []), "median step", "skips"]
-    head += ["weights", "peak memory", "policy", "notes"]
+    head += ["weights", "peak memory", "notes"]
     rows = []
     for level in comparison.levels:
         for run in sorted((*level.runs, *level.failed), key=lambda run: run.seed):
-            rows.append([_text(label(level)), *_run(run, metric)])
-    return _table("", head, rows, wordy=("policy", "notes"))
+            rows.append([_text(level.name), *_run(run, metric)])
+    return _tables(_table("", head, rows)) if rows else ""
 
 
 def _run(run: Run, metric: str) -> list[str]:
@@ -263,8 +288,7 @@ def _run(run: Run, metric: str) -> list[str]:
         str(sum(run.skipped)),
         pictures.size(run.weights) if run.weights else "",
         pictures.size(run.peak_memory) if run.peak_memory is not None else "",
-        _text(run.policy),
-        _text("; ".join([*run.notes, *(["failed"] if run.error else [])])),
+        _text("; ".join([*(["failed"] if run.error else []), *run.notes])),
     ]
 
 
@@ -289,18 +313,32 @@ def _definitions(pairs: dict[str, Any]) -> str:
     return f"<dl>{lines}</dl>" if lines else ""
 
 
-def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], wordy: Iterable[str] = ()) -> str:
-    """A table of HTML cells, in a box of its own that scrolls; the first cell of a row is its heading."""
-    columns = [(name, ' class="text"' if name in wordy else "") for name in head]
+def _tables(*several: str) -> str:
+    """Side by side where there is room."""
+    return f'<div class="tables">{"".join(several)}</div>' if any(several) else ""
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, named: bool = False) -> str:
+    """A table of HTML cells, in a box of its own that scrolls; the first cell of a row is its heading.
+
+    A column without a figure is left out.
+
+    `named`: those are names of the user's, which can be long: they are broken into lines.
+    """
+    kept = [place for place in range(len(head)) if place == 0 or any(row[place] for row in rows)]
+    rows = [[row[place] for place in kept] for row in rows]
+    columns = [(head[place], ' class="text"' if head[place] == "notes" else "") for place in kept]
     top = "".join(f'<th scope="col"{look}>{_text(name)}</th>' for name, look in columns)
     lines = []
     for first, *others in rows:
         cells = "".join(f"<td{look}>{cell}</td>" for cell, (_, look) in zip(others, columns[1:], strict=True))
         lines.append(f'<tr><th scope="row">{first}</th>{cells}</tr>')
-    title = f"<caption>{_text(caption)}</caption>" if caption else ""
+    words = _text(title or head[0])
     return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{_text(caption or "table")}"><table>{title}'
-        f"<thead><tr>{top}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+        (f'<div><p class="soft">{words}</p>' if title else "<div>")
+        + f'<div class="scroll{" named" * named}" role="region" tabindex="0" aria-label="{words}">'
+        + f'<table aria-label="{words}"><thead><tr>{top}</tr></thead>'
+        + f"<tbody>{''.join(lines)}</tbody></table></div></div>"
     )
 
 

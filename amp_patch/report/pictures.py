@@ -54,7 +54,7 @@ COLOURS = {
 }
 # What matplotlib draws them in; nothing else has these colours, so that each can become a variable of the page's.
 _STAND_INS = {name: f"#fe01{index:02x}" for index, name in enumerate(COLOURS)}
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "figure.facecolor": "none",
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
@@ -79,9 +79,11 @@ _STYLE = {
     "legend.borderpad": 0.0,
     "legend.handlelength": 1.0,
     "legend.columnspacing": 1.2,
+    "text.parse_math": False,  # in a user's name a dollar is a dollar
     "svg.fonttype": "none",  # words stay words: they can be read aloud, searched and copied
     "svg.hashsalt": "amp_patch",
 }
+_LARGEST = 1e30  # an axis cannot be much longer
 _POINTS = 400  # as many as such a picture can show of a curve
 WORST = 12  # modules
 SIZES = {"weights": "weights", "masters": "masters", "gradients": "gradients", "state": "optimizer state"}
@@ -99,11 +101,6 @@ class Picture(NamedTuple):
 def colour(level: str) -> str:
     """The name in COLOURS of a level's."""
     return level if level in COLOURS else "ink"
-
-
-def label(level: LevelResult) -> str:
-    """ "O2 FP16"."""
-    return f"{level.level} {'BF16' if level.dtype == 'bfloat16' else 'FP16'}" if level.dtype else level.level
 
 
 def losses(comparison: Comparison) -> list[Picture]:
@@ -129,7 +126,7 @@ def losses(comparison: Comparison) -> list[Picture]:
                 axes.yaxis.set_minor_formatter(NullFormatter())
             if baseline is not None and level is not baseline:
                 behind = curves[id(baseline)]
-                axes.plot(behind.steps, behind.mean, color=_STAND_INS["behind"], linewidth=3.5, label=label(baseline))
+                axes.plot(behind.steps, behind.mean, color=_STAND_INS["behind"], linewidth=3.5, label=baseline.name)
             mine = _STAND_INS[colour(level.level)]
             for run in level.failed:
                 if run.loss:
@@ -138,7 +135,7 @@ def losses(comparison: Comparison) -> list[Picture]:
             curve = curves.get(id(level))
             if curve is not None:
                 axes.fill_between(curve.steps, curve.low, curve.high, color=mine, alpha=0.22, linewidth=0)
-                axes.plot(curve.steps, curve.mean, color=mine, linewidth=1.4, label=label(level))
+                axes.plot(curve.steps, curve.mean, color=mine, linewidth=1.4, label=level.name)
                 if curve.not_finite.size:
                     axes.plot(
                         curve.not_finite,
@@ -154,47 +151,62 @@ def losses(comparison: Comparison) -> list[Picture]:
                 axes.set_ylim(*span)
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             axes.set_xlabel("step")
-            axes.set_title(f"{label(level)}: training loss")
+            axes.set_title(f"{level.name}: training loss")
             handles, labels = axes.get_legend_handles_labels()
             once = dict(zip(labels, handles, strict=True))
             if len(once) > 1:
                 axes.legend(once.values(), once.keys(), loc="best")
 
-        pictures.append(
-            _picture(f"loss-{label(level)}", draw, _words_of_losses(level, curves.get(id(level)), baseline))
-        )
+        pictures.append(_picture(f"loss-{level.name}", draw, _words_of_losses(level, curves.get(id(level)), baseline)))
     return pictures
 
 
 def finals(comparison: Comparison) -> list[Picture]:
     """The metric at the end: a dot a seed, in a row a level, before the range of the baseline's."""
-    rows = [(level, [v for v in level.final if math.isfinite(v)]) for level in comparison.levels if level.runs]
-    if not any(values for _, values in rows):
+    rows = [(level, [v for v in level.final if abs(v) < _LARGEST]) for level in comparison.levels if level.runs]
+    every = [value for _, values in rows for value in values]
+    if not every:
         return []
     baseline = comparison.baseline
+    # A level that is far off would leave of all others one dot: it is shown by an arrow at the edge, with its figure.
+    near = [v for level, values in rows if level.verdict.kind != "differs" for v in values] or every
+    width = max(near) - min(near) or abs(near[0]) or 1.0
+    low, high = max(min(every), min(near) - 3 * width), min(max(every), max(near) + 3 * width)
+    margin = 0.06 * (high - low or width)
 
     def draw(axes: Axes) -> None:
         for place, (level, values) in enumerate(rows):
             if level is baseline and values:
                 axes.axvspan(min(values), max(values), color=_STAND_INS["behind"], alpha=0.25, linewidth=0)
-            axes.plot(
-                values, [place] * len(values), "o", color=_STAND_INS[colour(level.level)], alpha=0.75, markersize=6
-            )
-            lost = len(level.final) - len(values)
-            if lost:
-                axes.annotate(
-                    f"{lost} not finite",
-                    (1, place),
-                    xycoords=("axes fraction", "data"),
-                    ha="right",
+            mine = _STAND_INS[colour(level.level)]
+            inside = [value for value in values if low <= value <= high]
+            axes.plot(inside, [place] * len(inside), "o", color=mine, alpha=0.75, markersize=6)
+            words = [f"{lost} not finite"] if (lost := len(level.final) - len(values)) else []
+            for edge, mark, beyond in (
+                (high, ">", [value for value in values if value > high]),
+                (low, "<", [value for value in values if value < low]),
+            ):
+                if beyond:
+                    axes.plot([edge], [place], mark, color=mine, markersize=7)
+                    words.insert(0, " to ".join(dict.fromkeys(f"{v:.4g}" for v in (min(beyond), max(beyond)))))
+            if words:
+                right = not any(value > (low + high) / 2 for value in inside)
+                axes.text(
+                    0.91 if right else 0.09,
+                    place,
+                    ", ".join(words),
+                    transform=axes.get_yaxis_transform(),
+                    ha="right" if right else "left",
                     va="center",
-                    color=_STAND_INS["lost"],
+                    fontsize=8.5,
+                    color=_STAND_INS["lost" if lost else "ink"],
                 )
-        _rows(axes, [label(level) for level, _ in rows])
+        axes.set_xlim(low - margin, high + margin)
+        _rows(axes, [level.name for level, _ in rows])
         axes.xaxis.set_major_locator(MaxNLocator(5))
-        axes.set_title(f"{_plain(_short(comparison.metric))} at the end, a dot a seed")
+        axes.set_title(f"{_short(comparison.metric)} at the end, a dot a seed")
 
-    figures = "; ".join(f"{label(level)}: {', '.join(f'{v:.4g}' for v in level.final)}" for level, _ in rows)
+    figures = "; ".join(f"{level.name}: {', '.join(f'{v:.4g}' for v in level.final)}" for level, _ in rows)
     return [_picture("final", draw, f"The {comparison.metric} at the end, of each seed. {figures}.", rows=len(rows))]
 
 
@@ -203,7 +215,7 @@ def costs(comparison: Comparison) -> list[Picture]:
     levels = [level for level in comparison.levels if level.runs]
     if not levels:
         return []
-    names = [label(level) for level in levels]
+    names = [level.name for level in levels]
     times = {part: [part_ms(level)[part] for level in levels] for part in PARTS}
     sizes = {name: [_mean(getattr(run, name) for run in level.runs) for level in levels] for name in SIZES}
     peaks = [_mean(run.peak_memory for run in level.runs if run.peak_memory is not None) for level in levels]
@@ -292,12 +304,12 @@ def scales(comparison: Comparison) -> list[Picture]:
             axes.set_ylim(2.0**low, 2.0**high)
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             axes.set_xlabel("step")
-            axes.set_title(f"{label(level)}: loss scale")
+            axes.set_title(f"{level.name}: loss scale")
 
         count = sum(sum(run.skipped) for run in runs)
         last = ", ".join(f"{run.scale[-1]:g}" for run in runs)
-        alt = f"The loss scale at {label(level)} over the steps; at the end {last}; {count} skipped steps in all."
-        pictures.append(_picture(f"scale-{label(level)}", draw, alt))
+        alt = f"The loss scale at {level.name} over the steps; at the end {last}; {count} skipped steps in all."
+        pictures.append(_picture(f"scale-{level.name}", draw, alt))
     return pictures
 
 
@@ -357,7 +369,7 @@ def _gradients(level: LevelResult, looks: list[Look]) -> Picture:
     """Figure 3 of Micikevicius et al. 2018: what of the gradients lies below FP16's range, at three loss scales."""
     counts = _exponents(looks, "gradients")
     in_use, best = looks[-1].scale, min(look.best_scale for look in looks)
-    scales = {"1": 1.0, f"in use, {_power(in_use)}": in_use, f"best, {_power(best)}": best}
+    scales = {"scale 1": 1.0, f"scale in use, {_power(in_use)}": in_use, f"best scale, {_power(best)}": best}
     total = sum(counts.values())
     shares = {}
     for words, scale in scales.items():
@@ -366,12 +378,12 @@ def _gradients(level: LevelResult, looks: list[Look]) -> Picture:
         flushed = sum(count for e, count in counts.items() if e < low) / total
         overflowed = sum(count for e, count in counts.items() if e > high) / total
         shares[words] = (low, high, flushed, overflowed)
-    used = shares[f"in use, {_power(in_use)}"]
+    used = shares[f"scale in use, {_power(in_use)}"]
     left, right = min(*counts, used[0]) - 2, max(*counts, used[1]) + 3
 
     def draw(axes: Axes) -> None:
         axes.set_axis_off()
-        axes.set_title(f"{label(level)}: gradients, by their size")
+        axes.set_title(f"{level.name}: gradients, by their size")
         above, below = axes.inset_axes((0, 0.48, 1, 0.52)), axes.inset_axes((0, 0, 1, 0.4))
         _histogram(above, counts, left, right, _STAND_INS[colour(level.level)], used[0], used[1])
         _powers(above, left, right)
@@ -388,7 +400,7 @@ def _gradients(level: LevelResult, looks: list[Look]) -> Picture:
             below.text(
                 left,
                 place - 0.42,
-                f"at scale {words}: {lost}",
+                f"{words}: {lost}",
                 fontsize=8.5,
                 va="center",
                 color=_STAND_INS["lost" if flushed or overflowed else "ink"],
@@ -400,11 +412,11 @@ def _gradients(level: LevelResult, looks: list[Look]) -> Picture:
         below.set_xlabel("size; the bars are what FP16 can hold")
 
     words = "; ".join(
-        f"at scale {words} {percent(flushed)} of them flush to zero and {percent(overflowed)} overflow"
+        f"at {words} {percent(flushed)} of them flush to zero and {percent(overflowed)} overflow"
         for words, (_, _, flushed, overflowed) in shares.items()
     )
-    alt = f"The sizes of the gradients at {label(level)}, from 2^{min(counts)} to 2^{max(counts)}. In FP16, {words}."
-    return _picture(f"gradients-{label(level)}", draw, alt, height=3.6)
+    alt = f"The sizes of the gradients at {level.name}, from 2^{min(counts)} to 2^{max(counts)}. In FP16, {words}."
+    return _picture(f"gradients-{level.name}", draw, alt, height=4.2)
 
 
 def _others(level: LevelResult, seen: dict[str, dict[int, int]]) -> Picture:
@@ -413,7 +425,7 @@ def _others(level: LevelResult, seen: dict[str, dict[int, int]]) -> Picture:
 
     def draw(axes: Axes) -> None:
         axes.set_axis_off()
-        axes.set_title(f"{label(level)}: everything else, by its size")
+        axes.set_title(f"{level.name}: everything else, by its size")
         height = 1 / len(seen)
         for place, (words, counts) in enumerate(seen.items()):
             row = axes.inset_axes((0, 1 - (place + 1) * height, 1, height * 0.68))
@@ -428,8 +440,8 @@ def _others(level: LevelResult, seen: dict[str, dict[int, int]]) -> Picture:
                 row.set_xlabel("size; FP16's range is shaded")
 
     spans = "; ".join(f"{words} from 2^{min(counts)} to 2^{max(counts)}" for words, counts in seen.items())
-    alt = f"The sizes of the numbers at {label(level)}: {spans}. FP16 holds 2^{low} to 2^{high + 1}."
-    return _picture(f"others-{label(level)}", draw, alt, height=3.6)
+    alt = f"The sizes of the numbers at {level.name}: {spans}. FP16 holds 2^{low} to 2^{high + 1}."
+    return _picture(f"others-{level.name}", draw, alt, height=4.2)
 
 
 def _errors(level: LevelResult, errors: list[tuple[str, float]]) -> Picture:
@@ -438,21 +450,26 @@ def _errors(level: LevelResult, errors: list[tuple[str, float]]) -> Picture:
 
     def draw(axes: Axes) -> None:
         shown = [high if math.isinf(error) else max(error, low) for _, error in errors]
-        bars = axes.barh(range(len(errors)), shown, 0.68, color=_STAND_INS[colour(level.level)])
-        for bar, (_, error) in zip(bars, errors, strict=True):
+        places = [place + 0.25 for place in range(len(errors))]  # a module's name stands above its bar
+        bars = axes.barh(places, shown, 0.4, color=_STAND_INS[colour(level.level)])
+        for place, (bar, (name, error)) in enumerate(zip(bars, errors, strict=True)):
             if math.isinf(error):
                 bar.set_color(_STAND_INS["lost"])
+            figure = "not finite" if math.isinf(error) else f"{error:.2g}"
+            words = f"{_short(name or 'the model itself', 42)}: {figure}"
+            axes.text(0, place - 0.2, words, transform=axes.get_yaxis_transform(), fontsize=8.5, va="center")
         axes.set_xscale("log")
         axes.set_xlim(low, high * 1.01)
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        _rows(axes, [_plain(_short(name or "the model itself", 22)) for name, _ in errors], at_least=6)
-        axes.set_title(f"{label(level)}: relative error", x=0)
+        axes.set_yticks([])
+        axes.set_ylim(max(len(errors), 6) - 0.4, -0.5)
+        axes.set_title(f"{level.name}: relative error")
         axes.set_xlabel("of a module's output against FP32")
 
     words = "; ".join(f"{name} {error:.2g}" for name, error in errors)
     return _picture(
-        f"errors-{label(level)}", draw, f"The relative error of the outputs of modules at {label(level)}: {words}.", 3.6
+        f"errors-{level.name}", draw, f"The relative error of the outputs of modules at {level.name}: {words}.", 4.2
     )
 
 
@@ -469,7 +486,7 @@ def _curve(seeds: list[list[float]]) -> _Curve:
     length = max(map(len, seeds))
     table = np.full((len(seeds), length), np.nan)
     for row, losses_ in zip(table, seeds, strict=True):
-        row[: len(losses_)] = losses_
+        row[: len(losses_)] = np.where(np.isfinite(losses_), np.clip(losses_, -_LARGEST, _LARGEST), np.nan)
     given = np.arange(length) < np.array([[len(each)] for each in seeds])
     finite = np.isfinite(table)
     steps = np.arange(1, length + 1)
@@ -485,8 +502,7 @@ def _curve(seeds: list[list[float]]) -> _Curve:
         mean = np.where(there, smooth, 0).sum(0) / there.sum(0)
     low, high = np.fmin.reduce(smooth, 0), np.fmax.reduce(smooth, 0)
     bad = steps[(given & ~finite).any(0)]
-    picked = [_thin(each) for each in (steps[window - 1 :], mean, low, high)]
-    return _Curve(*picked, _thin(bad))
+    return _Curve(_thin(steps[window - 1 :]), _thin(mean), _thin(low), _thin(high), _thin(bad))
 
 
 def _thin(values: np.ndarray) -> np.ndarray:
@@ -496,6 +512,7 @@ def _thin(values: np.ndarray) -> np.ndarray:
 def _corners(values: list[float]) -> tuple[list[int], list[float]]:
     """(steps, values) where the value changes, and at the ends: all that a line of steps needs."""
     places = [i for i in range(len(values)) if i == 0 or i == len(values) - 1 or values[i] != values[i - 1]]
+    places = _thin(np.asarray(places)).tolist()
     return [place + 1 for place in places], [values[place] for place in places]
 
 
@@ -530,9 +547,9 @@ def _powers(axes: Axes, left: int, right: int) -> None:
     axes.set_xticks(ticks, [f"2{_raised(e)}" for e in ticks])
 
 
-def _rows(axes: Axes, names: list[str], at_least: int = 1) -> None:
+def _rows(axes: Axes, names: list[str]) -> None:
     axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(max(len(names), at_least) - 0.4, -0.6)
+    axes.set_ylim(len(names) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0, labelcolor=_STAND_INS["ink"])
     axes.grid(False, axis="y")
 
@@ -566,13 +583,13 @@ def _sizes(totals: list[float], baseline: int | None) -> list[str]:
 
 def _words_of_losses(level: LevelResult, curve: _Curve | None, baseline: LevelResult | None) -> str:
     if curve is None:
-        return f"The training loss at {label(level)} up to where it failed."
+        return f"The training loss at {level.name} up to where it failed."
     last = [f"{run.loss[-1]:.4g}" for run in level.runs if run.loss]
-    words = f"The training loss at {label(level)} over {int(curve.steps[-1])} steps"
+    words = f"The training loss at {level.name} over {int(curve.steps[-1])} steps"
     words += f"; the last one of each seed: {', '.join(last)}."
     if curve.not_finite.size:
         words += f" Not finite at {curve.not_finite.size} steps, from step {int(curve.not_finite[0])} on."
-    return words + (f" Behind it in grey {label(baseline)}." if baseline is not None and level is not baseline else "")
+    return words + (f" Behind it in grey {baseline.name}." if baseline is not None and level is not baseline else "")
 
 
 def _raised(exponent: int) -> str:
@@ -595,12 +612,8 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _short(name: str, length: int = 28) -> str:
+    name = name.encode(errors="replace").decode()  # half a letter, of a file name, say, has no form
     return name if len(name) <= length else f"{name[: length // 2 - 1]}…{name[-(length // 2) :]}"
-
-
-def _plain(text: str) -> str:
-    """A user's text in a picture: a dollar is a dollar, not mathematics."""
-    return text.replace("$", r"\$")
 
 
 def _picture(
