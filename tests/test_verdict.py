@@ -216,7 +216,7 @@ def test_pairs_are_of_the_same_seed():
     assert made.levels[1].speedup == Ratio(10.0, 4.0, 16.0)
     unpaired = compare(base[:2], level[2:]).levels[1]
     assert unpaired.verdict.kind == "undecided" and unpaired.speedup is None
-    with pytest.raises(ValueError, match="Comparison: runs has two of O2 float16 with seed 1; .*give each run"):
+    with pytest.raises(ValueError, match=r"Comparison: runs has two of O2 float16 with seed 1; .*give each run"):
         compare(base, [level[1], level[1]])
 
 
@@ -253,8 +253,8 @@ def test_step_times_leave_out_what_warms_up_and_what_was_not_measured():
 
 def test_the_range_of_one_run_is_of_its_quartiles():
     base, level = made_up_run("O0"), made_up_run("O2")
-    base.seconds = [0.0] + [4.0, 4.0, 8.0, 16.0, 16.0]
-    level.seconds = [0.0] + [2.0, 2.0, 4.0, 8.0, 8.0]
+    base.seconds = [0.0, 4.0, 4.0, 8.0, 16.0, 16.0]
+    level.seconds = [0.0, 2.0, 2.0, 4.0, 8.0, 8.0]
     assert figures.speedup([(base, level)]) == Ratio(2.0, 0.5, 8.0)
     assert figures.speedup([(base, Run("O2", seconds=[1.0]))]) is None
 
@@ -439,7 +439,7 @@ def test_a_report_in_json_gives_the_comparison_back():
     assert o2["samples_per_second"] == pytest.approx(1600) and o2["step_ms"] == pytest.approx(5)
     # Every figure of a level is there, and every run with every step.
     own = {"runs", "failed"}
-    assert {field for field in LevelResult.__dataclass_fields__} - own <= set(o2)
+    assert set(LevelResult.__dataclass_fields__) - own <= set(o2)
     assert [len(run["loss"]) for run in told["runs"]] == [40, 40, 40, 40, 0]
 
 

@@ -34,14 +34,13 @@ def final(run: Run, metric: str, steps: int) -> float:
     finite; for any other metric the last value that the run gave to `amp.log`.
     """
     if metric == LOSS:
-        values = run.loss[steps - max(1, steps // 10) : steps] + run.loss[-1:] if 0 < steps <= run.steps else []
+        ended_well = 0 < steps <= run.steps and math.isfinite(run.loss[-1])
+        values = run.loss[steps - max(1, steps // 10) : steps] if ended_well else []
     else:
         values = [value for _, value in run.logged.get(metric, [])[-1:]]
     if not values or not all(map(math.isfinite, values)):
         return math.nan
-    return statistics.mean(
-        values[:-1] if metric == LOSS else values
-    )  # rounded once: the mean of equal numbers is that number
+    return statistics.mean(values)  # rounded once: the mean of equal numbers is that number
 
 
 def warm(values: Sequence[T]) -> Sequence[T]:

@@ -94,7 +94,7 @@ def _looks(comparison: Comparison) -> list[Any]:
         *("level", "type", "module", "error", "at the\nscale", "at\nscale 1", "at the\nbest"),
         text=("module",),
     )
-    lines: list[Any] = []
+    said: dict[str, list[str]] = {}  # a line -> the levels of which it is true
     for level in comparison.levels:
         looks = [look for run in (*level.runs, *level.failed) for look in run.looks]
         errors: dict[str, float] = {}
@@ -105,16 +105,18 @@ def _looks(comparison: Comparison) -> list[Any]:
             for name, shares in look.flushed.items():
                 module = name.rpartition(".")[0]
                 flushed[module] = list(map(max, flushed.get(module, shares), shares))
-        badness = {name: (errors.get(name, 0.0), flushed.get(name, [0.0])) for name in {**errors, **flushed}}
+        badness = {name: (errors.get(name, 0.0), *flushed.get(name, [0.0])) for name in {**errors, **flushed}}
         for name in sorted(badness, key=lambda name: badness[name], reverse=True)[:_MODULES]:
-            worst = f"{errors[name]:.2g}" if name in errors else ""
-            _row(rows, level, name or "(itself)", worst, *(f"{100 * share:.3g}" for share in flushed.get(name, [])))
-        not_finite = next((look.not_finite for look in looks if look.not_finite), None)
-        if not_finite:
-            lines.append(Text(f"{_short_name(level)}: {not_finite}."))
-        keep = dict.fromkeys(name for look in looks for name in look.keep_fp32)
-        if keep:
-            lines.append(Text(f"{_short_name(level)}: keep_fp32={list(keep)} would keep its worst modules in FP32."))
+            if any(badness[name]):
+                worst = f"{errors[name]:.2g}" if name in errors else ""
+                _row(rows, level, name or "(itself)", worst, *(f"{100 * share:.3g}" for share in flushed.get(name, [])))
+        found = [look.not_finite for look in looks if look.not_finite][:1]
+        keep = [*dict.fromkeys(name for look in looks for name in look.keep_fp32)]
+        if keep and level.dtype is not None:
+            found.append(f"keep_fp32={keep} would keep the worst modules in FP32")
+        for line in found:
+            said.setdefault(line, []).append(_short_name(level))
+    lines = [Text(f"{', '.join(names)}: {line}.") for line, names in said.items()]
     return [rows, *lines] if rows.row_count else lines
 
 
@@ -122,9 +124,11 @@ def _table(title: str, *headings: str, text: Iterable[str] = ()) -> Table:
     rows = Table(
         title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False
     )
+    lines = max(heading.count("\n") for heading in headings)
     for heading in headings:
         left = heading in ("level", "type", *text)
-        rows.add_column(Text(heading), justify="left" if left else "right", overflow="fold", vertical="bottom")
+        low = "\n" * (lines - heading.count("\n")) + heading
+        rows.add_column(Text(low), justify="left" if left else "right", overflow="fold")
     return rows
 
 
@@ -172,7 +176,7 @@ def _two_digits(value: float | None) -> str:
 
 def _power_of_two(scale: float) -> str:
     mantissa, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if mantissa == 0.5 and exponent > 10 else f"{scale:.4g}"
+    return f"2^{exponent - 1}" if mantissa == 0.5 and exponent > 10 else f"{scale:.3g}"
 
 
 def _part_ms(level: LevelResult, part: str) -> float | None:

@@ -492,7 +492,7 @@ def _speed(level: LevelResult, base: LevelResult) -> str:
 
 def _times(*ratios: float) -> list[str]:
     """Ratios above 1, with the digits that tell them from 1."""
-    digits = 2 if min(ratios) < 1.1 else 1
+    digits = 2 if min(ratios) < 1.1 else 1 if min(ratios) < 100 else 0
     return [f"{ratio:.{digits}f}" for ratio in ratios]
 
 
@@ -504,7 +504,7 @@ def _apart(figure: float, base: float) -> str:
     if base == 0:
         return f"{abs(figure - base):.2g} {side}"
     percent = 100 * abs(figure / base - 1)
-    return f"{percent:{'.2g' if percent < 10 else '.0f'}} % {side}"
+    return f"{percent:{'.0f' if 10 <= percent < 1e5 else '.2g'}} % {side}"
 
 
 def _tell_apart(*values: float) -> list[str]:
