@@ -52,21 +52,19 @@ def test_the_levels(comparison):
     assert lines[0] == "train.py, 40 steps"
     # level, type, seeds, figure, half of the range, against O0, ms, speed, memory, scale, skipped
     assert row(lines, "train.py", "O0") == ["O0", "3", "1.250", "±0.25", "20", "1.00x", "1.00", "1", "0"]
-    assert row(lines, "train.py", "O2") == [
-        "O2",
-        "fp16",
-        "3",
-        "1.250",
-        "±0.25",
-        "+0%",
-        "10",
-        "2.00x",
-        "0.50",
-        "2^16",
-        "1",
-    ]
-    assert row(lines, "train.py", "O3") == ["O3", "fp16", "3", "2.271", "±0.28", "+82%", "5", "4.00x", "1.00", "1", "0"]
+    o2, o3 = row(lines, "train.py", "O2"), row(lines, "train.py", "O3")
+    assert o2 == ["O2", "fp16", "3", "1.250", "±0.25", "+0%", "10", "2.00x", "0.50", "2^16", "1"]
+    assert o3 == ["O3", "fp16", "3", "2.271", "±0.28", "+82%", "5", "4.00x", "1.00", "1", "0"]
     assert row(lines, "train.py", "O5") == ["O5", "0/1"]
+
+
+def test_how_far_from_the_baseline():
+    figures = {"O1": 1.0, "O2": 1.3125, "O3": 2.5, "O4": 100.0, "O5": -100.0}
+    runs = [*seeds("O0", 1.0), *(run for level, final in figures.items() for run in seeds(level, final))]
+    lines = show(Comparison("train.py", runs))
+    assert [row(lines, "train.py", level)[4] for level in figures] == ["+0%", "+31%", "+150%", ">+999%", "<-999%"]
+    broken = [*seeds("O0", 1.0, 1.0), *seeds("O3", 1.0, math.nan)]
+    assert row(show(Comparison("train.py", broken)), "train.py", "O3")[3:5] == ["diverged", "10"]
 
 
 def test_the_verdicts_and_the_recommendation(comparison):

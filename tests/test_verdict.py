@@ -448,3 +448,13 @@ def test_the_machine():
     assert set(told) == {"torch", "python", "cpu", "threads", "gpu"}
     assert all(isinstance(value, str) and value for value in told.values())
     assert re.match(r"\d+\.\d+", told["torch"]) and int(told["threads"]) == 1
+
+
+def test_the_test_in_words():
+    made = compare(seeds("O0", 1.0, 1.5), seeds("O2", 1.0, 1.5))
+    assert made.test.startswith(
+        "The figure of a run is the mean training loss over the last tenth of the 40 steps that all runs trained; "
+        "lower is better. Runs are paired by seed with O0's. Within: "
+    )
+    assert "rejects at 5% that there is no difference" in made.test and "  " not in made.test
+    assert compare().test.startswith("The figure of a run is the mean training loss over the last tenth of the 0 steps")
