@@ -24,8 +24,6 @@ from amp_patch.scaler import is_first_rank
 
 UNDECIDED = "none: torch's own promotion"
 EMULATED = "emulated FP16"
-KEPT = "keep_fp32"
-_BY_NONE = (UNDECIDED, KEPT)
 # Rules of the op lists that are special cases of another one.
 _LISTS = {
     "batch_norm": "fp32 (batch_norm)",
@@ -62,9 +60,9 @@ class OpCall:
         gave: the dtypes of the tensors that came back.
         decided: why. The rule of the op lists (oplists.py): "lower", "fp32", "widest", "match_self", "banned" (allowed,
             it is fp32), with their special cases in brackets; "your register_half_function", or a sibling of it;
-            "keep_fp32" in modules that are kept; for a "cast" the argument of `initialize` that wants it; else "none:
-            torch's own promotion". "emulated FP16", alone or behind a rule, says that a CPU multiplied the FP16 values
-            in FP32 and rounded the result.
+            "keep_fp32" or "keep_batchnorm_fp32" in modules that are kept; for a "cast" the argument of `initialize`
+            that wants it; else "none: torch's own promotion". "emulated FP16", alone or behind a rule: a CPU multiplied
+            the FP16 values in FP32, and rounded the result.
     """
 
     module: str
@@ -81,8 +79,8 @@ class Explanation:
 
     Attributes:
         policy: what `initialize` resolved for the model; None for a model that never went through it.
-        kept: name of a module that stays FP32, with its children -> why. At O1 and O4 the op lists keep the batch
-            norms, and they are not here.
+        kept: name of a module that stays FP32, with its children -> "keep_fp32" (what shares a weight with such a
+            module too) or "keep_batchnorm_fp32". At O1 and O4 the op lists keep the batch norms: they are not here.
         calls: in the order in which they began. Functions that torch calls inside of one on the lists are left out.
     """
 
@@ -213,9 +211,11 @@ class _Watch(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.explanation = Explanation(policy_of(model), _kept(model))
+        # Of a model inside, where this is DistributedDataParallel's wrapper or the like.
+        policy = next((found for inner in model.modules() if (found := policy_of(inner)) is not None), None)
+        self.explanation = Explanation(policy, _kept(model, policy))
         self.calls = self.explanation.calls
-        self.running: list[tuple[str, nn.Module]] = [("", model)]  # innermost last
+        self.running = [""]  # names of modules, innermost last
         self.inside = False  # within a function whose parts are its own affair
         self.expected: Any = None  # the function that a spy is about to call
         self.originals: dict[int, Any] = {}  # id of what stands in place of a function -> the function
@@ -247,7 +247,7 @@ class _Watch(TorchFunctionMode):
     def _around(self, name: str) -> tuple[Any, Any]:
         def before(module: nn.Module, args: Any) -> None:
             if _here.busy:
-                self.running.append((name, module))
+                self.running.append(name)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if _here.busy:
@@ -337,31 +337,30 @@ class _Watch(TorchFunctionMode):
             with self._unseen():
                 result = cast_floats(value, dtype, *args)
             got, gave = _types(value), _types(result)
-            name, module = self.running[-1]
             policy = self.explanation.policy
-            if isinstance(module, KeptModule):
-                decided = KEPT
-            elif policy is not None and dtype is policy.cast_model_type:
-                decided = "cast_model_type"
-            else:
-                decided = "cast_model_outputs"
+            is_input = policy is not None and dtype is policy.cast_model_type
+            decided = self._kept_by() or ("cast_model_type" if is_input else "cast_model_outputs")
             if got != gave:
-                self.calls.append(OpCall(name, "cast", got, got, gave, decided))
+                self.calls.append(OpCall(self.running[-1], "cast", got, got, gave, decided))
             return result
 
         return casting
 
+    def _kept_by(self) -> str | None:
+        """Why the module that runs stays FP32, if it does."""
+        return next((why for name in self.running if (why := self.explanation.kept.get(name)) is not None), None)
+
     def _begin(self, op: str, given: Any) -> int:
-        types, (name, _) = _types(given), self.running[-1]
-        decided = KEPT if any(isinstance(module, KeptModule) for _, module in self.running) else UNDECIDED
-        self.calls.append(OpCall(name, op, types, types, (), decided))
+        types = _types(given)
+        self.calls.append(OpCall(self.running[-1], op, types, types, (), self._kept_by() or UNDECIDED))
         return len(self.calls) - 1
 
     def _end(self, index: int, result: Any, decided: str | None = None, parts_count: bool = False) -> None:
         """The call has returned. Of it and of those inside of it, what was decided stays; all, if its `parts_count`."""
         call = self.calls[index]
         call = self.calls[index] = replace(call, gave=_types(result), decided=decided or call.decided)
-        if not parts_count and decided is None and any(p.decided not in _BY_NONE for p in self.calls[index + 1 :]):
+        by_none = (UNDECIDED, *self.explanation.kept.values())
+        if not parts_count and decided is None and any(p.decided not in by_none for p in self.calls[index + 1 :]):
             del self.calls[index]
             return
         if not parts_count:
@@ -425,24 +424,21 @@ def _address(function: Any) -> str:
     return f"torch.{name}"
 
 
-def _kept(model: nn.Module) -> dict[str, str]:
-    """Name of the outermost modules that stay FP32 -> why."""
-    policy = policy_of(model)
-    if policy is None:
-        return {}
+def _kept(model: nn.Module, policy: Policy | None) -> dict[str, str]:
+    """Names of the outermost modules that stay FP32 -> why."""
     found: dict[str, str] = {}
-    holders: dict[int, str] = {}  # id of a parameter -> the first module that keeps it FP32
     inner: set[int] = set()
     for name, module in model.named_modules():
-        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and policy.cast_model_type is not None
-        by_type = is_norm and all(p.dtype is torch.float32 for p in module.parameters())
-        if id(module) in inner or not (isinstance(module, KeptModule) or by_type):
-            continue
-        inner.update(id(child) for child in module.modules())
-        shared = next((holders[id(p)] for p in module.parameters() if id(p) in holders), None)
-        why = "keep_batchnorm_fp32" if is_norm and policy.keep_batchnorm_fp32 else "keep_fp32"
-        found[name] = why if shared is None else f"{why} (shares a weight with {shared})"
-        holders.update((id(p), name) for p in module.parameters() if id(p) not in holders)
+        # torch's batch norms take low-precision inputs beside FP32 weights: they are kept without a class of ours.
+        cast = policy is not None and policy.cast_model_type is not None
+        is_norm = cast and isinstance(module, nn.modules.batchnorm._BatchNorm)
+        is_kept = isinstance(module, KeptModule) or (
+            is_norm and all(param.dtype is torch.float32 for param in module.parameters())
+        )
+        if is_kept and id(module) not in inner:
+            by_level = is_norm and policy is not None and policy.keep_batchnorm_fp32
+            found[name] = "keep_batchnorm_fp32" if by_level else "keep_fp32"
+            inner.update(map(id, module.modules()))
     return found
 
 
