@@ -105,10 +105,10 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation | None
     0), and the one after is as ever. `initialize(..., verbosity=2)` asks for that. A forward that torch.compile runs is
     passed over; with inputs, what is compiled runs eagerly meanwhile.
 
-    The numbers are those of a forward that nobody looks at, to the bit. It takes longer, about 20 us a call, and waits
-    for nothing on the device. While it runs torch's functions are replaced once more, in the whole process; nothing is
-    left of that afterwards. What is called by a name that was imported after `initialize` (`from torch import exp`), or
-    through a decorator such as `amp.half_function`, is shown with its casts done.
+    The numbers are those of a forward that nobody looks at, to the bit. It takes longer, and waits for nothing on the
+    device. While it runs torch's functions are replaced once more, in the whole process; nothing is left of that
+    afterwards. What is called by a name that was imported after `initialize` (`from torch import exp`), or through a
+    decorator such as `amp.half_function`, is shown with its casts done.
 
     Args:
         model: what `initialize` returned, at any level, or any module.
@@ -292,7 +292,6 @@ class _Watch(TorchFunctionMode):
 
     def _follow(self, place: casts.Place, rule: str, policy: Policy, function: Any, args: Any, kwargs: Any) -> Any:
         """Do what the wrapper does: call `function` by its rule. See rules.py."""
-        own_affair = policy.patch_torch_functions and not rule.startswith("user_")
         index = self._begin(_address_at(place), (args, kwargs))
         inner: Types = ()  # what the function itself gave
 
@@ -300,7 +299,7 @@ class _Watch(TorchFunctionMode):
         def spy(*args: Any, **kwargs: Any) -> Any:
             nonlocal inner
             self.calls[index] = replace(self.calls[index], ran=_ran(rule, (args, kwargs)))
-            self.inside, self.expected = own_affair, function
+            self.inside, self.expected = False, function
             try:
                 result = function(*args, **kwargs)
             finally:
@@ -382,7 +381,8 @@ def _types(value: Any) -> Types:
         found.append(tensor.dtype)
         return tensor
 
-    tree.map_tensors(note, value)
+    with torch._C.DisableTorchFunction():  # else a mode is told of each look at a dtype
+        tree.map_tensors(note, value)
     return tuple(found)
 
 
