@@ -21,6 +21,7 @@ from amp_patch.casts import (
     register_half_function,
     register_promote_function,
 )
+from amp_patch.explain import explain
 from amp_patch.find_scale import find_loss_scale
 from amp_patch.grad_scaler import GradScaler
 from amp_patch.initialize import (
@@ -51,6 +52,7 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "disable_casts",
+    "explain",
     "find_loss_scale",
     "float_function",
     "fp32_copy",

@@ -11,7 +11,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -50,6 +50,7 @@ __all__ = [
     "install",
     "installed",
     "leave_alone",
+    "places",
     "promote_function",
     "region",
     "register_float_function",
@@ -179,7 +180,8 @@ def _register_with_jit(wrapper: Any, original: Any) -> None:
 _lock = threading.RLock()
 _patches: Patches | None = None
 _installed: set[str] = set()  # which op lists, while installed
-_originals: dict[tuple[int, str], Any] = {}  # (id of the owner, name) -> what a wrapper replaced, while installed
+# (id of the owner, name) -> the owner, and what a wrapper replaced there, while installed
+_originals: dict[tuple[int, str], tuple[Any, Any]] = {}
 _wrappers: dict[tuple[int, str, str, str], tuple[Any, Any]] = {}  # (id of the original, rules, backend) -> both
 _registered: dict[tuple[int, str], tuple[Any, str, str]] = {}  # the user's: (owner, name, rule)
 
@@ -292,9 +294,33 @@ def _resolve(address: str) -> Any:
     return owner
 
 
+def _at(owner: Any, name: str) -> Any:
+    return inspect.getattr_static(owner, name, None) if isinstance(owner, type) else getattr(owner, name)
+
+
+class Place(NamedTuple):
+    """Where a wrapper stands: `owner.name`; by `register_half_function` and its siblings if `registered`."""
+
+    owner: Any
+    name: str
+    wrapper: Any
+    wrapped: compiling.Wrapped
+    registered: bool
+
+
+def places() -> list[Place]:
+    """Where wrappers stand now."""
+    found = [(owner, name, _at(owner, name)) for (_, name), (owner, _) in list(_originals.items())]
+    return [
+        Place(owner, name, wrapper, wrapped, (id(owner), name) in _registered)
+        for owner, name, wrapper in found
+        if (wrapped := compiling.wrapped_by(wrapper)) is not None  # else somebody has put another thing there
+    ]
+
+
 def _replace(patches: Patches, owner: Any, name: str, rule: str, apex_rule: str) -> None:
-    found = inspect.getattr_static(owner, name, None) if isinstance(owner, type) else getattr(owner, name)
-    original = _originals.setdefault((id(owner), name), found)
+    found = _at(owner, name)
+    _, original = _originals.setdefault((id(owner), name), (owner, found))
     key = (id(original), rule, apex_rule, backend())
     if key not in _wrappers:
         _wrappers[key] = (original, _wrapper_at(owner, name, original, rule, apex_rule))

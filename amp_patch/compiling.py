@@ -81,7 +81,7 @@ def not_traced(function: Any) -> Any:
     return function
 
 
-class _Wrapped:
+class Wrapped:
     """A function or method with a wrapper in front of it, and its rules by either list."""
 
     __slots__ = ("apex_rule", "original", "rule")
@@ -97,8 +97,8 @@ class _Wrapped:
         return rule if rule != "none" and (policy.patch_torch_functions or rule in EMULATED) else None
 
 
-_functions: dict[int, tuple[Any, _Wrapped]] = {}  # id of a wrapper -> the wrapper, and what it stands for
-_methods: dict[str, _Wrapped] = {}  # of torch.Tensor, by name
+_functions: dict[int, tuple[Any, Wrapped]] = {}  # id of a wrapper -> the wrapper, and what it stands for
+_methods: dict[str, Wrapped] = {}  # of torch.Tensor, by name
 _own_methods: set[Any] = set()  # of torch.Tensor, those that a wrapper ever stood for
 _told: set[int] = set()  # ids of the wrappers that Dynamo knows
 _hooked = False
@@ -108,12 +108,17 @@ _stale = False  # whether there may be frames that were compiled before
 
 def know(owner: Any, name: str, wrapper: Any, original: Any, rule: str, apex_rule: str) -> None:
     """Note that `wrapper` stands at `owner.name`, for when Dynamo meets it."""
-    wrapped = _Wrapped(original, rule, apex_rule)
+    wrapped = Wrapped(original, rule, apex_rule)
     _functions[id(wrapper)] = wrapper, wrapped
     if owner is torch.Tensor:
         _methods[name] = wrapped
         if isinstance(original, (types.MethodDescriptorType, types.WrapperDescriptorType)):
             _own_methods.add(original)
+
+
+def wrapped_by(wrapper: Any) -> Wrapped | None:
+    """What `wrapper` stands for; None if it is no wrapper."""
+    return _functions.get(id(wrapper), (None, None))[1]
 
 
 def forget_methods() -> None:
@@ -327,7 +332,7 @@ def _give_kernels_back() -> None:
             setattr(kernels, name, _functions[id(function)][1].original)
 
 
-def _rule_now(wrapped: _Wrapped, name: str) -> str | None:
+def _rule_now(wrapped: Wrapped, name: str) -> str | None:
     return None if name in _inside.names else wrapped.rule_of(regions.traced())
 
 
@@ -392,7 +397,7 @@ def _tell() -> None:
         if rules.hashable(wrapper) and wrapper in known:  # Dynamo made its table when the wrapper was there
             known[wrapped.original] = known.pop(wrapper)
 
-        def build(self: Any, value: Any, wrapped: _Wrapped = wrapped) -> Any:
+        def build(self: Any, value: Any, wrapped: Wrapped = wrapped) -> Any:
             self.install_guards(builder.GuardBuilder.ID_MATCH)
             return variable(wrapped, source=self.source)
 

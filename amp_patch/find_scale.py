@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from amp_patch import regions, shards
-from amp_patch.model import policy_of
+from amp_patch.model import policy_of, undone
 
 _LOWEST, _HIGHEST = -24, 120  # powers of two that are tried
 
@@ -55,7 +54,7 @@ def find_loss_scale(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any
     *inputs, targets = batch
 
     def gradients(power: int) -> list[Tensor]:
-        with _undone(model), regions.everywhere(policy_of(model)):
+        with undone(model), regions.everywhere(policy_of(model)):
             loss = loss_fn(model(*inputs), targets)
             if loss.numel() != 1 or not bool(torch.isfinite(loss)):
                 raise ValueError(
@@ -89,19 +88,3 @@ def _last(holds: Callable[[int], bool], first: int, last: int) -> int:
         middle = (first + last + 1) // 2
         first, last = (middle, last) if holds(middle) else (first, middle - 1)
     return first
-
-
-@contextmanager
-def _undone(model: nn.Module) -> Iterator[None]:
-    """Put back buffers (a batch norm counts its batches) and the state of the random generators."""
-    # A forward may write to a buffer, or put another tensor in its place.
-    buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    try:
-        with torch.random.fork_rng(devices=sorted(d.index for d in devices)):
-            yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, before in buffers:
-                buffer.copy_(before)
-                module._buffers[name] = buffer

@@ -18,6 +18,7 @@ from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
 from amp_patch.backward import ScaledBackward
 from amp_patch.cpu_fp16 import settle
+from amp_patch.explain import at_next_forward
 from amp_patch.optimizer import AmpOptimizer, Stash
 from amp_patch.override import overridden
 from amp_patch.policy import OPT_LEVELS, Policy, resolve, scale_number
@@ -111,7 +112,8 @@ def initialize(
             level sets; None keeps it. Strings ("True", "dynamic", "128.0") are understood.
         cast_model_outputs: dtype of the models' floating outputs. None: FP32 for a cast model, else untouched.
         num_losses: how many losses have a scale of their own; `scale_loss(loss_id=...)` chooses.
-        verbosity: 0 silences the messages about overflow (logger "amp_patch"; only rank 0 speaks).
+        verbosity: 0 silences the messages about overflow (logger "amp_patch"; only rank 0 speaks). 2: the next forward
+            of each model prints what ran in which type, and why, to stdout (`explain`).
         min_loss_scale, max_loss_scale: range of a dynamic scale. Defaults 2**-24 and 2**24.
         dtype: torch.float16 (default; bfloat16 at O4 and O5) or torch.bfloat16, whose loss scale is 1 unless given.
         keep_fp32: modules that stay FP32 at any level, with their children: qualified names, classes, or a predicate
@@ -201,6 +203,9 @@ def initialize_as(
         methods=tuple(methods),
         process_group=process_group,
     )
+    if int(verbosity) > 1:
+        for model in model_list:
+            at_next_forward(model)
     return _apex_form(models, optimizers, optimizer_list)
 
 

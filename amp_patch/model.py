@@ -7,6 +7,7 @@ import inspect
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -390,6 +391,22 @@ def policy_of(model: nn.Module) -> Policy | None:
 def gradients_stay_local(model: nn.Module) -> bool:
     """Whether the backward of the last forward of `model` leaves its gradients on this process, cast or scaled."""
     return isinstance(model, AmpModel) and vars(model)["_amp"].local
+
+
+@contextmanager
+def undone(model: nn.Module) -> Iterator[None]:
+    """Afterwards put back buffers (a batch norm counts its batches) and the state of the random generators."""
+    # A forward may write to a buffer, or put another tensor in its place.
+    buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices=sorted(d.index for d in devices)):
+            yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, before in buffers:
+                buffer.copy_(before)
+                module._buffers[name] = buffer
 
 
 def set_policy(model: nn.Module, policy: Policy) -> None:

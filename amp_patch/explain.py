@@ -1,0 +1,504 @@
+"""explain: for one forward, the types that each function of torch's got, ran in and gave, and what decided them."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from amp_patch import casts, shards, tree
+from amp_patch.model import KeptModule, policy_of, uncompiled, undone
+from amp_patch.patch import Patches
+from amp_patch.policy import Policy
+from amp_patch.rules import RULES
+from amp_patch.scaler import is_first_rank
+
+UNDECIDED = "none: torch's own promotion"
+EMULATED = "emulated FP16"
+# Rules of the op lists that are special cases of another one.
+_LISTS = {
+    "batch_norm": "fp32 (batch_norm)",
+    "einsum": "lower (einsum)",
+    "einsum_widest": "widest (einsum)",
+    "emulated": "widest",
+    "in_place_fp32": "fp32 (in place)",
+    "mixed_fp32": "widest (mixed_fp32)",
+    "rnn": "lower (rnn)",
+}
+_REGISTERED = {"user_fp32": "register_float_function", "user_widest": "register_promote_function"}
+_NO_OPS = ("rnn_input", "disabled")  # rules of what computes nothing
+_SHORT = {
+    torch.float16: "FP16",
+    torch.bfloat16: "BF16",
+    torch.float32: "FP32",
+    torch.float64: "FP64",
+}
+_WIDTH = 100
+
+Types = tuple[torch.dtype, ...]
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """One call of a function of torch's, or of one that was registered, that takes or gives floating tensors.
+
+    Attributes:
+        module: qualified name of the module whose forward made it; "" is the model itself.
+        op: where the function stands: "torch.nn.functional.linear", "torch.Tensor.__matmul__"; "cast" for what a cast
+            model does with its inputs and outputs, and a `keep_fp32` module with its own.
+        got: the dtypes of the tensors that were passed, in order.
+        ran: the dtypes of the tensors that the function was called with, after amp's casts.
+        gave: the dtypes of the tensors that came back.
+        decided: why. The rule of the op lists (oplists.py): "lower", "fp32", "widest", "match_self", "banned" (allowed,
+            it is fp32), with their special cases in brackets; "your register_half_function", or a sibling of it;
+            "keep_fp32" or "keep_batchnorm_fp32" in modules that are kept; for a "cast" the argument of `initialize`
+            that wants it; else "none: torch's own promotion". "emulated FP16", alone or behind a rule: a CPU multiplied
+            the FP16 values in FP32, and rounded the result.
+    """
+
+    module: str
+    op: str
+    got: Types
+    ran: Types
+    gave: Types
+    decided: str
+
+
+@dataclass
+class Explanation:
+    """What `explain` found. As a string it is a table of at most 100 columns, in which equal calls are one row.
+
+    Attributes:
+        policy: what `initialize` resolved for the model; None for a model that never went through it.
+        kept: name of a module that stays FP32, with its children -> "keep_fp32" (what shares a weight with such a
+            module too) or "keep_batchnorm_fp32". At O1 and O4 the op lists keep the batch norms: they are not here.
+        calls: in the order in which they began. Functions that torch calls inside of one on the lists are left out.
+    """
+
+    policy: Policy | None
+    kept: dict[str, str] = field(default_factory=dict)
+    calls: list[OpCall] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return "\n".join([*_policy_lines(self.policy), *_kept_lines(self.kept), *_table(self.calls)])
+
+
+def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation | None:
+    """What ran how: the resolved policy of `model`, and of one forward each function with its types::
+
+        print(amp.explain(model, images))
+
+    With inputs, `model(*inputs, **kwargs)` is run once without gradients, in the mode (train or eval) that the model
+    is in, and the result is an `Explanation`. Buffers and the random numbers that come next are as before; hooks of
+    the model are called.
+
+    Without any, nothing is run: the next forward of the model prints its explanation to stdout when it ends (on rank
+    0), and the one after is as ever. `initialize(..., verbosity=2)` asks for that. A forward that torch.compile runs is
+    passed over; with inputs, what is compiled runs eagerly meanwhile.
+
+    The numbers are those of a forward that nobody looks at, to the bit. It takes longer, and waits for nothing on the
+    device. While it runs torch's functions are replaced once more, in the whole process; nothing is left of that
+    afterwards. What is called by a name that was imported after `initialize` (`from torch import exp`), or through a
+    decorator such as `amp.half_function`, is shown with its casts done.
+
+    Args:
+        model: what `initialize` returned, at any level, or any module.
+        inputs, kwargs: of its forward.
+
+    Raises:
+        ValueError: the model is sharded. RuntimeError: called within a forward that is being explained.
+    """
+    shards.refuse(model, "explain")
+    model = uncompiled(model)
+    if not inputs and not kwargs:
+        at_next_forward(model)
+        return None
+    with torch.no_grad(), undone(model), _explaining(model) as explanation:
+        model(*inputs, **kwargs)
+    return explanation
+
+
+def at_next_forward(model: nn.Module) -> None:
+    """Let the next forward of `model` print its explanation."""
+    if not any(isinstance(hook, _Waiting) for hook in model._forward_pre_hooks.values()):
+        _Waiting(model)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Watching a forward
+
+
+_watching = threading.Lock()  # functions are replaced for the whole process: one forward at a time
+
+
+class _Here(threading.local):
+    busy = False  # whether a forward of this thread is being explained
+
+
+_here = _Here()
+
+
+@contextmanager
+def _explaining(model: nn.Module) -> Iterator[Explanation]:
+    if _here.busy:
+        raise RuntimeError("explain: called within a forward that is being explained; call it outside of the model")
+    with _watching:
+        watch = _Watch(model)
+        try:
+            watch.start()
+            yield watch.explanation
+        finally:
+            watch.stop()
+
+
+class _Waiting:
+    """A forward pre-hook that has the forward which begins explained and printed, and takes itself away."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.handle = model.register_forward_pre_hook(self)
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if _here.busy:  # explained as a part of another one
+            self.handle.remove()
+        elif _watching.acquire(blocking=False):
+            self.handle.remove()
+            _Printing(model)
+
+
+class _Printing:
+    """The forward hook that ends what a `_Waiting` began."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.watch = model, _Watch(model)
+        self.found = sys.exc_info()[1]  # the caller may be handling one
+        self.handle = model.register_forward_hook(self, always_call=True)
+        try:
+            self.watch.start()
+        except BaseException:
+            self.end()
+            raise
+
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+        if model is self.model:  # the replicas of DataParallel share their hooks
+            self.end()
+            if sys.exc_info()[1] is self.found and is_first_rank():
+                print(self.watch.explanation)
+
+    def end(self) -> None:
+        self.handle.remove()
+        self.watch.stop()
+        _watching.release()
+
+
+class _Watch(TorchFunctionMode):
+    """Notes the calls of one forward, on this thread.
+
+    A function on the op lists is replaced by one that notes the call and does as its rule says, with a spy for the
+    function itself. A mode sees all others; what these call inside it does not see, but the replaced ones are there.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        # Of a model inside, where this is DistributedDataParallel's wrapper or the like.
+        policy = next((found for inner in model.modules() if (found := policy_of(inner)) is not None), None)
+        self.explanation = Explanation(policy, _kept(model, policy))
+        self.calls = self.explanation.calls
+        self.running = [""]  # names of modules, innermost last
+        self.inside = False  # within a function whose parts are its own affair
+        self.expected: Any = None  # the function that a spy is about to call
+        self.originals: dict[int, Any] = {}  # id of what stands in place of a function -> the function
+        self.stack = ExitStack()
+
+    def start(self) -> None:
+        stack = self.stack
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for name, module in self.model.named_modules():
+            if module is not self.model:
+                before, after = self._around(name)
+                stack.callback(module.register_forward_pre_hook(before).remove)
+                stack.callback(module.register_forward_hook(after, always_call=True).remove)
+        patches = Patches()
+        stack.callback(patches.remove)
+        patches.set(tree, "cast_floats", self._casting(tree.cast_floats))
+        # torch's fused encoder layers keep away from modes; this one changes nothing.
+        patches.set(torch.overrides, "has_torch_function", _has_subclass)
+        for place in casts.places():
+            patches.set(place.owner, place.name, self._frame(place))
+        stack.enter_context(self)
+        stack.callback(setattr, _here, "busy", False)
+        _here.busy = True
+
+    def stop(self) -> None:
+        self.stack.close()
+
+    def _around(self, name: str) -> tuple[Any, Any]:
+        def before(module: nn.Module, args: Any) -> None:
+            if _here.busy:
+                self.running.append(name)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if _here.busy:
+                self.running.pop()
+
+        return before, after
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        func = self.originals.get(id(func), func)
+        expected, self.expected = self.expected, None
+        if self.inside or not _here.busy or (expected is not None and func == expected):
+            return func(*args, **kwargs)
+        index = self._begin(_address(func), (args, kwargs))
+        result = func(*args, **kwargs)
+        self._end(index, args[0] if func is Tensor.__setitem__ else result)
+        return result
+
+    def _frame(self, place: casts.Place) -> Any:
+        """What stands in place of a wrapper meanwhile; it binds as the wrapper does."""
+        wrapper, original = place.wrapper, place.wrapped.original
+        call = wrapper.__func__ if isinstance(wrapper, (staticmethod, classmethod)) else wrapper
+        function = original.__func__ if isinstance(original, (staticmethod, classmethod)) else original
+
+        @functools.wraps(function)
+        def frame(*args: Any, **kwargs: Any) -> Any:
+            if self.inside or not _here.busy or kwargs.get("out") is not None:
+                return call(*args, **kwargs)
+            policy = casts.current()
+            rule = place.wrapped.rule_of(policy)
+            if policy is None or rule is None:
+                return call(*args, **kwargs)
+            if rule in _NO_OPS:
+                with self._unseen():
+                    return call(*args, **kwargs)
+            return self._follow(place, rule, policy, function, args, kwargs)
+
+        self.originals[id(frame)] = function
+        if isinstance(wrapper, classmethod):
+            return classmethod(frame)
+        return staticmethod(frame) if isinstance(wrapper, staticmethod) else frame
+
+    def _follow(self, place: casts.Place, rule: str, policy: Policy, function: Any, args: Any, kwargs: Any) -> Any:
+        """Do what the wrapper does: call `function` by its rule. See rules.py."""
+        index = self._begin(_address_at(place), (args, kwargs))
+        inner: Types = ()  # what the function itself gave
+
+        @functools.wraps(function)
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inner
+            self.calls[index] = replace(self.calls[index], ran=_ran(rule, (args, kwargs)))
+            self.inside, self.expected = False, function
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self.inside, self.expected = True, None
+            inner = _types(result)
+            return result
+
+        with self._unseen():
+            result = RULES[rule](spy, args, kwargs, policy)
+        decided = [_decided(place, rule)] if policy.patch_torch_functions else []
+        if policy.emulates and _types(result) != inner:
+            decided.append(EMULATED)
+            # Its FP32 operands are those of FP16, to which O1 has rounded them.
+            got = self.calls[index].got
+            ran = tuple(_rounded(dtype) for dtype in got) if policy.patch_torch_functions else got
+            self.calls[index] = replace(self.calls[index], ran=ran)
+        given = args[0] if place.name == "__setitem__" else result
+        self._end(index, given, ", ".join(decided) or None, parts_count=rule.startswith("user_"))
+        return result
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
+
+    def _casting(self, cast_floats: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(cast_floats)
+        def casting(value: Any, dtype: torch.dtype, *args: Any) -> Any:
+            if self.inside or not _here.busy:
+                return cast_floats(value, dtype, *args)
+            with self._unseen():
+                result = cast_floats(value, dtype, *args)
+            got, gave = _types(value), _types(result)
+            policy = self.explanation.policy
+            is_input = policy is not None and dtype is policy.cast_model_type
+            decided = self._kept_by() or ("cast_model_type" if is_input else "cast_model_outputs")
+            if got != gave:
+                self.calls.append(OpCall(self.running[-1], "cast", got, got, gave, decided))
+            return result
+
+        return casting
+
+    def _kept_by(self) -> str | None:
+        """Why the module that runs stays FP32, if it does."""
+        return next((why for name in self.running if (why := self.explanation.kept.get(name)) is not None), None)
+
+    def _begin(self, op: str, given: Any) -> int:
+        types = _types(given)
+        self.calls.append(OpCall(self.running[-1], op, types, types, (), self._kept_by() or UNDECIDED))
+        return len(self.calls) - 1
+
+    def _end(self, index: int, result: Any, decided: str | None = None, parts_count: bool = False) -> None:
+        """The call has returned. Of it and of those inside of it, what was decided stays; all, if its `parts_count`."""
+        call = self.calls[index]
+        call = self.calls[index] = replace(call, gave=_types(result), decided=decided or call.decided)
+        by_none = (UNDECIDED, *self.explanation.kept.values())
+        if not parts_count and decided is None and any(p.decided not in by_none for p in self.calls[index + 1 :]):
+            del self.calls[index]
+            return
+        if not parts_count:
+            del self.calls[index + 1 :]
+        if not call.gave or not any(dtype.is_floating_point for dtype in (*call.got, *call.gave)):
+            del self.calls[index]
+
+
+def _has_subclass(values: Any) -> bool:
+    """torch.overrides.has_torch_function without the modes."""
+    return any(isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter) for value in values)
+
+
+def _types(value: Any) -> Types:
+    """The dtypes of the tensors in a value, in all its containers."""
+    found: list[torch.dtype] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor.dtype)
+        return tensor
+
+    with torch._C.DisableTorchFunction():  # else a mode is told of each look at a dtype
+        tree.map_tensors(note, value)
+    return tuple(found)
+
+
+def _ran(rule: str, given: Any) -> Types:
+    types = _types(given)
+    if rule == "rnn" and torch.is_autocast_enabled("cuda"):  # which casts the weights into cuDNN's one buffer
+        low = torch.get_autocast_dtype("cuda")
+        types = tuple(low if dtype.is_floating_point else dtype for dtype in types)
+    return types
+
+
+def _rounded(dtype: torch.dtype) -> torch.dtype:
+    return torch.float16 if dtype in (torch.float32, torch.bfloat16) else dtype
+
+
+def _decided(place: casts.Place, rule: str) -> str:
+    if place.registered:
+        return f"your {_REGISTERED.get(rule, 'register_half_function')}"
+    return _LISTS.get(rule, rule)
+
+
+def _address_at(place: casts.Place) -> str:
+    owner = place.owner
+    return (
+        f"{owner.__module__}.{owner.__qualname__}.{place.name}"
+        if isinstance(owner, type)
+        else (f"{owner.__name__}.{place.name}")
+    )
+
+
+def _address(function: Any) -> str:
+    """Where users find a function that a mode was told of."""
+    name = getattr(function, "__name__", str(function))
+    module = getattr(function, "__module__", None)
+    if module in ("torch.nn.functional", "torch._C._nn"):
+        return f"torch.nn.functional.{name}"
+    if hasattr(function, "__objclass__") or module == "torch._tensor":
+        return f"torch.Tensor.{name}"
+    return f"torch.{name}"
+
+
+def _kept(model: nn.Module, policy: Policy | None) -> dict[str, str]:
+    """Names of the outermost modules that stay FP32 -> why."""
+    found: dict[str, str] = {}
+    inner: set[int] = set()
+    for name, module in model.named_modules():
+        # torch's batch norms take low-precision inputs beside FP32 weights: they are kept without a class of ours.
+        cast = policy is not None and policy.cast_model_type is not None
+        is_norm = cast and isinstance(module, nn.modules.batchnorm._BatchNorm)
+        is_kept = isinstance(module, KeptModule) or (
+            is_norm and all(param.dtype is torch.float32 for param in module.parameters())
+        )
+        if is_kept and id(module) not in inner:
+            by_level = is_norm and policy is not None and policy.keep_batchnorm_fp32
+            found[name] = "keep_batchnorm_fp32" if by_level else "keep_fp32"
+            inner.update(map(id, module.modules()))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# As text
+
+
+def _policy_lines(policy: Policy | None) -> list[str]:
+    if policy is None:
+        return ["no policy: the model never went through amp.initialize()"]
+    rows = [f"  {entry.name:<22}{_short(getattr(policy, entry.name))}" for entry in fields(policy)]
+    return ["policy", *rows]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, torch.dtype):
+        return _SHORT.get(value, str(value).removeprefix("torch."))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _kept_lines(kept: dict[str, str]) -> list[str]:
+    if not kept:
+        return []
+    return ["", "stay FP32", *(f"  {_cut(name or '(model)', 48)}: {why}"[:_WIDTH] for name, why in kept.items())]
+
+
+def _table(calls: list[OpCall]) -> list[str]:
+    if not calls:
+        return ["", "no function of torch's took or gave a floating tensor"]
+    header = ("module", "op", "got", "ran", "gave", "decided by", "times")
+    rows = [
+        (
+            call.module or "(model)",
+            call.op.replace("torch.nn.functional.", "F.").replace("torch.Tensor.", "Tensor."),
+            *map(_shorts, (call.got, call.ran, call.gave)),
+            call.decided,
+            str(times),
+        )
+        for call, times in Counter(calls).items()
+    ]
+    table = [header, *rows] if len(rows) < len(calls) else [row[:-1] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    room = _WIDTH - sum(widths[2:]) - 2 * (len(widths) - 1)
+    widths[1] = max(min(widths[1], room - min(widths[0], room // 2)), 4)
+    widths[0] = max(min(widths[0], room - widths[1]), 4)
+    lines = [
+        "  ".join(_cut(cell, width).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
+    if any(EMULATED in call.decided for call in calls):
+        lines += ["", f"{EMULATED}: multiplied in FP32 on this CPU, and each result rounded to FP16 once"]
+    return ["", *lines]
+
+
+def _shorts(types: Types) -> str:
+    """The floating types among these, each once."""
+    shorts = dict.fromkeys(_short(dtype) for dtype in types if dtype.is_floating_point)
+    return ",".join(shorts) or "-"
+
+
+def _cut(text: str, width: int) -> str:
+    """The end of it, which says most of a qualified name."""
+    return text if len(text) <= width else f"...{text[len(text) - width + 3 :]}"[:width]
