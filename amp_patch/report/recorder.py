@@ -133,6 +133,7 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         self._adopted: list[Training] = []
+        self._scalers: set[int] = set()  # ids of their lists of scalers, by which an optimizer's training is known
         self._handles: list[Any] = []
         self._hooked: list[weakref.ref[nn.Module]] = []
         self._lead: weakref.ref[Any] | None = None
@@ -142,6 +143,7 @@ class Recorder:
         self._travelling: list[_Batch] = []
         self._flushed = time.monotonic()
         self._sizes = {"weights": 0, "masters": 0, "gradients": 0, "state": 0}
+        self._measure_after = 1
         self._looking: Looking | None = None
         self._peak = PeakMemory()
         self._phase = _IDLE
@@ -191,6 +193,7 @@ class Recorder:
         """Take this training for one that is recorded."""
         self.enabled = True
         self._adopted.append(training)
+        self._scalers.add(id(training.scalers))
         begun = self._adopted[0].policy
         if len(self._adopted) == 1:
             self._device = next((param.device.type for param, _ in self._pairs()), "cpu")
@@ -217,12 +220,11 @@ class Recorder:
 
     def _know(self, stash: Stash) -> None:
         """Adopt the training of an optimizer that was initialized before the recording began."""
-        if any(stash.scalers is training.scalers for training in self._adopted):
-            return
-        for training in _trainings():
-            if stash.scalers is training.scalers:
-                self.trainings += 1
-                self._adopt(training)
+        if id(stash.scalers) not in self._scalers:
+            for training in _trainings():
+                if stash.scalers is training.scalers:
+                    self.trainings += 1
+                    self._adopt(training)
 
     def _forward_begins(self, args: Any, kwargs: Any) -> None:
         if self._phase is not _IDLE or not torch.is_grad_enabled():
@@ -230,7 +232,8 @@ class Recorder:
         self._mark("optimizer" if self._stepping else "data")
         self._phase = "forward"
         self._step.forward_seen = True
-        tensor = next(iter(_tensors((args, kwargs))), None)
+        given = args[0] if args and isinstance(args[0], Tensor) else (args, kwargs)
+        tensor = next(iter(_tensors(given)), None)
         self._step.came = tensor.shape[0] if tensor is not None and tensor.dim() else 0
 
     def _body_begins(self, stashes: list[Stash]) -> None:
@@ -283,7 +286,8 @@ class Recorder:
         self._queue.append(_step_entry(step, optimizer, skipped, self._on_cuda, inspected))
         if self._looking is not None:
             self._leave_look()
-        if self.steps & (self.steps - 1) == 0:  # the models may be gone when the recording ends
+        if self.steps == self._measure_after:  # the models may be gone when the recording ends
+            self._measure_after *= 4
             self._measure()
         if len(self._queue) >= _FLUSH_STEPS or time.monotonic() - self._flushed >= _FLUSH_SECONDS:
             self._flush()
@@ -548,9 +552,8 @@ class _RecordedBackward(ScaledBackward):
         super().begin()
 
     def scaled(self, loss: Tensor) -> Tensor:
-        with torch.no_grad(), regions.region(None):
-            one = shards.local(loss.detach())
-            self.loss = one.clone() if one.numel() == 1 else one.double().mean()
+        value = shards.local(loss.detach())
+        self.loss = value.clone() if value.numel() == 1 else value.double().mean()
         return super().scaled(loss)
 
     def abandon(self) -> None:
