@@ -138,7 +138,7 @@ class Recorder:
         self._hooked: list[weakref.ref[nn.Module]] = []
         self._lead: weakref.ref[Any] | None = None
         self._device = ""
-        self._on_cuda = False
+        self._cuda: torch.device | None = None  # on which the training is timed
         self._queue: list[_Entry] = []
         self._travelling: list[_Batch] = []
         self._flushed = time.monotonic()
@@ -188,6 +188,8 @@ class Recorder:
             self._lead = None  # the earlier training may be over, and its optimizer still there
             self._hook(training)
             self._adopt(training)
+            if not self.steps:
+                self._last = self._now()  # what came before the training is none of it
 
     def _adopt(self, training: Training) -> None:
         """Take this training for one that is recorded."""
@@ -196,8 +198,11 @@ class Recorder:
         self._scalers.add(id(training.scalers))
         begun = self._adopted[0].policy
         if len(self._adopted) == 1:
-            self._device = next((param.device.type for param, _ in self._pairs()), "cpu")
-            self._on_cuda = self._device == "cuda"
+            device = next((param.device for param, _ in self._pairs()), torch.device("cpu"))
+            self._device = device.type
+            if device.type == "cuda":
+                self._cuda = device
+                self._last = self._now()
             dtype = None if begun.opt_level == "O0" else str(begun.dtype).removeprefix("torch.")
             self._put(
                 {
@@ -208,7 +213,6 @@ class Recorder:
                     "device": self._device,
                 }
             )
-            self._last = self._now()
         elif training.policy != begun:
             self._note(f"initialize was called again, with another policy: {training.policy}")
 
@@ -283,7 +287,7 @@ class Recorder:
         # Of a step that skips on the device the verdict is the newest there; others leave none.
         skipped = stash.verdicts[-1].overflow if stash.verdicts else float(stash.last_skipped)
         inspected = self._looking is not None
-        self._queue.append(_step_entry(step, optimizer, skipped, self._on_cuda, inspected))
+        self._queue.append(_step_entry(step, optimizer, skipped, inspected))
         if self._looking is not None:
             self._leave_look()
         if self.steps == self._measure_after:  # the models may be gone when the recording ends
@@ -346,10 +350,10 @@ class Recorder:
 
     def _now(self) -> Any:
         """This moment: for a training on CUDA when the device gets there."""
-        if not self._on_cuda:
+        if self._cuda is None:
             return _clock()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._cuda))
         return event
 
     def _mark(self, part: str) -> None:
@@ -439,7 +443,7 @@ class _Entry:
         self.make = make
 
 
-def _step_entry(step: _Step, optimizer: Any, skipped: Tensor | float, on_cuda: bool, inspected: bool) -> _Entry:
+def _step_entry(step: _Step, optimizer: Any, skipped: Tensor | float, inspected: bool) -> _Entry:
     spans = step.spans
     losses: dict[tuple[int, ...], list[int]] = {}  # of which loss -> the places of its micro-batches
     samples: dict[tuple[int, ...], int] = {}
@@ -456,7 +460,7 @@ def _step_entry(step: _Step, optimizer: Any, skipped: Tensor | float, on_cuda: b
         scale, skipped, *given = values
         parts = dict.fromkeys(PARTS, _NAN if inspected else 0.0)
         for part, start, end in spans:
-            parts[part] += _seconds(start, end, on_cuda)
+            parts[part] += _seconds(start, end)
         means = [sum(given[place] for place in places) / len(places) for places in losses.values()]
         return {
             "event": "step",
@@ -471,11 +475,9 @@ def _step_entry(step: _Step, optimizer: Any, skipped: Tensor | float, on_cuda: b
     return _Entry([scale, skipped, *(body.loss for body in step.bodies)], make)
 
 
-def _seconds(start: Any, end: Any, on_cuda: bool) -> float:
-    if not on_cuda:
+def _seconds(start: Any, end: Any) -> float:
+    if isinstance(start, float):
         return end - start
-    if isinstance(start, float):  # the recording began before the device was known
-        return 0.0
     end.synchronize()
     return start.elapsed_time(end) / 1e3
 
@@ -634,7 +636,7 @@ def _here() -> list[Recorder]:
 
 
 def _is_recording(recorder: Recorder) -> bool:
-    capturing = recorder._on_cuda and torch.cuda.is_current_stream_capturing()
+    capturing = recorder._cuda is not None and torch.cuda.is_current_stream_capturing()
     return recorder.process == os.getpid() and not capturing
 
 
