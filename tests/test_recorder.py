@@ -7,10 +7,14 @@ import math
 import os
 import pickle
 import sys
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from apexed import apex_amp  # noqa: F401  the fixture `apex`
+from conftest import DEVICES
+from test_syncs import count
 from torch import nn
 from training import ADAM, LEVELS, SGD, backward, convnet, images, linear, same, train, weights
 
@@ -26,16 +30,16 @@ COMPOSER = sys.modules[begin_training.__module__]
 torch_hooks = sys.modules["torch.optim.optimizer"]
 
 
-def started(level="O2", lr=2.0**-20, optimizer=None, **options):
+def started(level="O2", lr=2.0**-20, optimizer=None, device="cpu", **options):
     """A linear layer with the weights 1 and 2, and its SGD; where the scale moves it starts at 2**10."""
-    model = linear([[1.0, 2.0]])
+    model = linear([[1.0, 2.0]], device)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr) if optimizer is None else optimizer(model.parameters())
     return amp.initialize(model, optimizer, opt_level=level, verbosity=0, max_loss_scale=2.0**10, **options)
 
 
 def one_step(model, optimizer, inputs=((1.0, 1.0),), factor=1.0, **options):
     optimizer.zero_grad()
-    loss = model(torch.tensor(inputs)).sum() * factor
+    loss = model(torch.tensor(inputs, device=model.weight.device)).sum() * factor
     backward(loss, optimizer, **options)
     optimizer.step()
 
@@ -59,19 +63,54 @@ def nothing_left():
     assert untouched()
 
 
-def test_the_losses_scales_skips_and_samples_are_those_of_the_training():
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_losses_scales_skips_and_samples_are_those_of_the_training(device):
     with amp.record() as run:
-        model, optimizer = started(lr=0.0)
+        model, optimizer = started(lr=0.0, device=device)
         one_step(model, optimizer)
         one_step(model, optimizer, inputs=((2.0, 2.0), (2.0, 2.0), (0.0, 0.0)), factor=2.0)
         one_step(model, optimizer, factor=2.0**9)  # 2**9 * 2**10 overflows: the scale is halved
         one_step(model, optimizer, factor=2.0**-4)
-    assert run.level == "O2" and run.dtype == "float16" and run.device == "cpu" and run.policy.startswith("O2 (")
+    assert run.level == "O2" and run.dtype == "float16" and run.device == device and run.policy.startswith("O2 (")
     assert run.loss == [3.0, 24.0, 1536.0, 0.1875]
     assert run.scale == [1024.0, 1024.0, 1024.0, 512.0]
     assert run.skipped == [False, False, True, False]
     assert run.samples == [1, 3, 1, 1]
     assert run.error is None and run.notes == []
+    assert all(map(math.isfinite, run.seconds)) and min(run.parts["optimizer"]) > 0
+    assert run.seconds == [sum(run.parts[part][step] for part in PARTS) for step in range(4)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_recording_a_step_does_not_wait_for_the_device(level, device):
+    waits = []
+    for recorded in (False, True):
+        with amp.record() if recorded else nullcontext():
+            model, optimizer = started(level, device=device)
+            inputs = torch.ones(1, 2, device=device)
+            counts = []
+            for _ in range(3):
+                loss = model(inputs).sum()
+                counts.append(count(device, partial(backward, loss, optimizer)))
+                counts.append(count(device, optimizer.step))
+                amp.log(loss=loss)
+        waits.append(counts)
+    assert waits[0] == waits[1]
+
+
+def test_a_skip_on_the_device_is_recorded(monkeypatch):
+    monkeypatch.setattr("amp_patch.optimizer.waits", lambda device: True)  # as if the CPU were one to wait for
+    arrived = False
+    monkeypatch.setattr("amp_patch.optimizer.Verdict.here", lambda self: arrived)
+    with amp.record() as run:
+        model, optimizer = started(optimizer=lambda params: torch.optim.SGD(params, lr=0.0, fused=True))
+        for step in range(4):
+            one_step(model, optimizer, factor=2.0**9 if step == 2 else 1.0)
+            assert len(optimizer._amp_stash.verdicts) == step  # the first step is not one of these
+        arrived = True
+        one_step(model, optimizer)
+    assert run.skipped == [False, False, True, False, False]
 
 
 def test_the_loss_is_the_one_at_scale_loss_though_it_is_changed_later():

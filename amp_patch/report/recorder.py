@@ -133,15 +133,17 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         self._adopted: list[Training] = []
+        self._scalers: set[int] = set()  # ids of their lists of scalers, by which an optimizer's training is known
         self._handles: list[Any] = []
         self._hooked: list[weakref.ref[nn.Module]] = []
         self._lead: weakref.ref[Any] | None = None
         self._device = ""
-        self._on_cuda = False
+        self._cuda: torch.device | None = None  # on which the training is timed
         self._queue: list[_Entry] = []
         self._travelling: list[_Batch] = []
         self._flushed = time.monotonic()
         self._sizes = {"weights": 0, "masters": 0, "gradients": 0, "state": 0}
+        self._measure_after = 1
         self._looking: Looking | None = None
         self._peak = PeakMemory()
         self._phase = _IDLE
@@ -186,15 +188,21 @@ class Recorder:
             self._lead = None  # the earlier training may be over, and its optimizer still there
             self._hook(training)
             self._adopt(training)
+            if not self.steps:
+                self._last = self._now()  # what came before the training is none of it
 
     def _adopt(self, training: Training) -> None:
         """Take this training for one that is recorded."""
         self.enabled = True
         self._adopted.append(training)
+        self._scalers.add(id(training.scalers))
         begun = self._adopted[0].policy
         if len(self._adopted) == 1:
-            self._device = next((param.device.type for param, _ in self._pairs()), "cpu")
-            self._on_cuda = self._device == "cuda"
+            device = next((param.device for param, _ in self._pairs()), torch.device("cpu"))
+            self._device = device.type
+            if device.type == "cuda":
+                self._cuda = device
+                self._last = self._now()
             dtype = None if begun.opt_level == "O0" else str(begun.dtype).removeprefix("torch.")
             self._put(
                 {
@@ -205,7 +213,6 @@ class Recorder:
                     "device": self._device,
                 }
             )
-            self._last = self._now()
         elif training.policy != begun:
             self._note(f"initialize was called again, with another policy: {training.policy}")
 
@@ -217,12 +224,11 @@ class Recorder:
 
     def _know(self, stash: Stash) -> None:
         """Adopt the training of an optimizer that was initialized before the recording began."""
-        if any(stash.scalers is training.scalers for training in self._adopted):
-            return
-        for training in _trainings():
-            if stash.scalers is training.scalers:
-                self.trainings += 1
-                self._adopt(training)
+        if id(stash.scalers) not in self._scalers:
+            for training in _trainings():
+                if stash.scalers is training.scalers:
+                    self.trainings += 1
+                    self._adopt(training)
 
     def _forward_begins(self, args: Any, kwargs: Any) -> None:
         if self._phase is not _IDLE or not torch.is_grad_enabled():
@@ -230,7 +236,8 @@ class Recorder:
         self._mark("optimizer" if self._stepping else "data")
         self._phase = "forward"
         self._step.forward_seen = True
-        tensor = next(iter(_tensors((args, kwargs))), None)
+        given = args[0] if args and isinstance(args[0], Tensor) else (args, kwargs)
+        tensor = next(iter(_tensors(given)), None)
         self._step.came = tensor.shape[0] if tensor is not None and tensor.dim() else 0
 
     def _body_begins(self, stashes: list[Stash]) -> None:
@@ -280,10 +287,11 @@ class Recorder:
         # Of a step that skips on the device the verdict is the newest there; others leave none.
         skipped = stash.verdicts[-1].overflow if stash.verdicts else float(stash.last_skipped)
         inspected = self._looking is not None
-        self._queue.append(_step_entry(step, optimizer, skipped, self._on_cuda, inspected))
+        self._queue.append(_step_entry(step, optimizer, skipped, inspected))
         if self._looking is not None:
             self._leave_look()
-        if self.steps & (self.steps - 1) == 0:  # the models may be gone when the recording ends
+        if self.steps == self._measure_after:  # the models may be gone when the recording ends
+            self._measure_after *= 4
             self._measure()
         if len(self._queue) >= _FLUSH_STEPS or time.monotonic() - self._flushed >= _FLUSH_SECONDS:
             self._flush()
@@ -342,10 +350,10 @@ class Recorder:
 
     def _now(self) -> Any:
         """This moment: for a training on CUDA when the device gets there."""
-        if not self._on_cuda:
+        if self._cuda is None:
             return _clock()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._cuda))
         return event
 
     def _mark(self, part: str) -> None:
@@ -435,7 +443,7 @@ class _Entry:
         self.make = make
 
 
-def _step_entry(step: _Step, optimizer: Any, skipped: Tensor | float, on_cuda: bool, inspected: bool) -> _Entry:
+def _step_entry(step: _Step, optimizer: Any, skipped: Tensor | float, inspected: bool) -> _Entry:
     spans = step.spans
     losses: dict[tuple[int, ...], list[int]] = {}  # of which loss -> the places of its micro-batches
     samples: dict[tuple[int, ...], int] = {}
@@ -452,7 +460,7 @@ def _step_entry(step: _Step, optimizer: Any, skipped: Tensor | float, on_cuda: b
         scale, skipped, *given = values
         parts = dict.fromkeys(PARTS, _NAN if inspected else 0.0)
         for part, start, end in spans:
-            parts[part] += _seconds(start, end, on_cuda)
+            parts[part] += _seconds(start, end)
         means = [sum(given[place] for place in places) / len(places) for places in losses.values()]
         return {
             "event": "step",
@@ -467,11 +475,9 @@ def _step_entry(step: _Step, optimizer: Any, skipped: Tensor | float, on_cuda: b
     return _Entry([scale, skipped, *(body.loss for body in step.bodies)], make)
 
 
-def _seconds(start: Any, end: Any, on_cuda: bool) -> float:
-    if not on_cuda:
+def _seconds(start: Any, end: Any) -> float:
+    if isinstance(start, float):
         return end - start
-    if isinstance(start, float):  # the recording began before the device was known
-        return 0.0
     end.synchronize()
     return start.elapsed_time(end) / 1e3
 
@@ -548,9 +554,8 @@ class _RecordedBackward(ScaledBackward):
         super().begin()
 
     def scaled(self, loss: Tensor) -> Tensor:
-        with torch.no_grad(), regions.region(None):
-            one = shards.local(loss.detach())
-            self.loss = one.clone() if one.numel() == 1 else one.double().mean()
+        value = shards.local(loss.detach())
+        self.loss = value.clone() if value.numel() == 1 else value.double().mean()
         return super().scaled(loss)
 
     def abandon(self) -> None:
@@ -631,7 +636,7 @@ def _here() -> list[Recorder]:
 
 
 def _is_recording(recorder: Recorder) -> bool:
-    capturing = recorder._on_cuda and torch.cuda.is_current_stream_capturing()
+    capturing = recorder._cuda is not None and torch.cuda.is_current_stream_capturing()
     return recorder.process == os.getpid() and not capturing
 
 
