@@ -188,6 +188,11 @@ def test_equal_to_the_bit():
     assert judge(base, level).kind == "within" and "every loss the same as O0's, to the bit" in judge(base, level).text
     level[0].loss[0] = math.nextafter(4.0, 5.0)  # the figure is the same, the curve is not
     assert judge(base, level).kind == "undecided" and "equal to O0's" in judge(base, level).text
+    # Without a loss, or without a finite one, there are no bits to compare.
+    for losses in ([], [math.nan] * 40):
+        base, level = logs("O0", 0.5), logs("O2", 0.5)
+        base[0].loss = level[0].loss = losses
+        assert judge(base, level, metric="accuracy").kind == "undecided"
     # An accuracy can be the same by chance.
     for values, kind in (((0.5,), "undecided"), ((0.5, 0.5), "within")):
         base, level = logs("O0", *values), logs("O2", *values)
@@ -317,6 +322,8 @@ def test_failed_runs_are_named_with_their_error():
     assert o3.verdict.kind == "failed" and not o3.runs and o3.final == []
     assert o3.verdict.text == "failed with seed 0: recorded no step; failed with seed 1: boom"
     assert not o3.verdict.usable and o3.speedup is None and o3.step_ms is None
+    stopped = made_up_run("O1", 0, error="exit 1 after 40 steps")  # with losses, but they are not what was asked for
+    assert compare(base, [stopped]).levels[1].verdict.text == "failed with seed 0: exit 1 after 40 steps"
 
 
 def test_the_levels_come_as_asked_for_and_o0_is_the_baseline():
