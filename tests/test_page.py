@@ -140,7 +140,8 @@ def test_what_the_user_wrote_is_text(tmp_path):
     seen = tree.text.count(NASTY.replace("\udcff", "?"))
     assert seen >= 13, f"only {seen}"
     # In its pictures names are cut to what fits; a dollar is none of mathematics'.
-    assert "</style><script>" in tree.text[tree.text.index("dot a seed") - 40 :]
+    assert "</style><scri…ng>\"' $x_1$ \u4e2d? at the end, a dot a seed" in tree.text
+    assert tree.text.count("$x_1$") == seen + 3, "the dots' title, the module's bar, and the repr in keep_fp32"
 
 
 def test_json_holds_every_figure(full, tmp_path):

@@ -50,7 +50,7 @@ p, .verdicts, .plain { max-width: 76ch }
 .scroll { overflow-x: auto; margin: 6px 0; max-width: 100% }
 .scroll:focus-visible { outline: 2px solid var(--O1) }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.92rem }
-th, td { padding: 6px 16px 6px 0; text-align: right; vertical-align: top; border-bottom: 1px solid var(--line);
+th, td { padding: 6px 14px 6px 0; text-align: right; vertical-align: top; border-bottom: 1px solid var(--line);
   white-space: nowrap; overflow-wrap: normal }
 th:first-child, td:first-child, td.text, th.text { text-align: left }
 td.text { white-space: normal; min-width: 16em }
@@ -161,8 +161,8 @@ def _levels(comparison: Comparison) -> str:
         "samples/s",
         "peak memory",
         against,
-        "scale at the end",
-        "skipped steps",
+        "last scale",
+        "skips",
         "failed",
     ]
     rows = []

@@ -558,7 +558,7 @@ def _bars(axes: Axes, names: list[str], totals: list[float], ends: list[str]) ->
     longest = max(totals) or 1.0
     for place, (total, words) in enumerate(zip(totals, ends, strict=True)):
         axes.text(total + 0.02 * longest, place, words, va="center", fontsize=8.5)
-    axes.set_xlim(0, longest * (1.06 + 0.036 * max(map(len, ends))))
+    axes.set_xlim(0, longest)  # the layout leaves room for the words
     _rows(axes, names)
     axes.set_xticks([])
     axes.grid(False)
