@@ -26,6 +26,7 @@ BENCHMARKS = {
     "launches": ["benchmarks/launches.py"],
     "step": ["benchmarks/step.py", "--device", "cuda", "--size", "100m"],
     "compile": ["benchmarks/compile.py", "--device", "cuda", "--size", "100m"],
+    "recording": ["benchmarks/recording.py", "--device", "cuda"],
 }
 
 

@@ -61,22 +61,36 @@ def test_json_holds_the_rows_and_what_they_depend_on(timing, tmp_path):
     timing.write_json(argparse.Namespace(**{**vars(options), "json": None}), [])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("script", "dtype"), [("step", "bf16"), ("step", "fp16"), ("compile", "bf16")])
-def test_every_rival_of_the_step_trains_the_same_model(script, dtype, tmp_path):
-    figures = tmp_path / "step.json"
-    options = ["--models", "convnet", "--batches", "1", "--repeats", "1", "--threads", "1", "--json", str(figures)]
+def run(script, folder, *options):
+    """What a benchmark prints, and the rows of its JSON."""
+    figures = folder / "figures.json"
     warnings = ["-W", "error", "-W", "ignore:`torch.jit.script_method` is deprecated"]  # Inductor's own import
+    options = [*options, "--repeats", "1", "--threads", "1", "--json", str(figures)]
     done = subprocess.run(
-        [sys.executable, *warnings, str(BENCHMARKS / f"{script}.py"), "--dtype", dtype, *options],
+        [sys.executable, *warnings, str(BENCHMARKS / f"{script}.py"), *options],
         env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    rows = {row["rival"]: row for row in json.loads(figures.read_text())["rows"]}
+    return done.stdout, json.loads(figures.read_text())["rows"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "dtype"), [("step", "bf16"), ("step", "fp16"), ("compile", "bf16")])
+def test_every_rival_of_the_step_trains_the_same_model(script, dtype, tmp_path):
+    output, rows = run(script, tmp_path, "--dtype", dtype, "--models", "convnet", "--batches", "1")
+    rows = {row["rival"]: row for row in rows}
     assert set(rows) == {"fp32", "autocast", "autocast+scaler", "O1", "O2"}
     assert rows["autocast+scaler"]["ratio"] == 1.0
     for rival, row in rows.items():
         assert row["first_loss"] == pytest.approx(rows["fp32"]["first_loss"], rel=0.02), rival
-        assert f"{rival:17}" in done.stdout
+        assert f"{rival:17}" in output
+
+
+@pytest.mark.slow
+def test_the_recorded_turns_are_recorded(tmp_path):
+    output, rows = run("recording", tmp_path, "--levels", "O0", "O2", "--steps", "2", "--batch", "1")
+    assert [row["level"] for row in rows] == ["O0", "O2"]
+    for row in rows:
+        assert row["off"] > 0 and row["recorded"] > 0 and f"{row['ratio']:9.4f}" in output

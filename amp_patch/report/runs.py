@@ -135,7 +135,10 @@ _NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 def dumps(value: Any, **options: Any) -> str:
     """Strict JSON of containers and numbers; numbers that are not finite become "NaN", "Infinity" and "-Infinity"."""
-    return json.dumps(_named(value), allow_nan=False, **options)
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError:  # there is such a number, which is rare, and copying everything takes longer than writing it
+        return json.dumps(_named(value), allow_nan=False, **options)
 
 
 def loads(text: str) -> Any:
