@@ -52,21 +52,19 @@ def test_the_levels(comparison):
     assert lines[0] == "train.py, 40 steps"
     # level, type, seeds, figure, half of the range, against O0, ms, speed, memory, scale, skipped
     assert row(lines, "train.py", "O0") == ["O0", "3", "1.250", "±0.25", "20", "1.00x", "1.00", "1", "0"]
-    assert row(lines, "train.py", "O2") == [
-        "O2",
-        "fp16",
-        "3",
-        "1.250",
-        "±0.25",
-        "+0%",
-        "10",
-        "2.00x",
-        "0.50",
-        "2^16",
-        "1",
-    ]
-    assert row(lines, "train.py", "O3") == ["O3", "fp16", "3", "2.271", "±0.28", "+82%", "5", "4.00x", "1.00", "1", "0"]
+    o2, o3 = row(lines, "train.py", "O2"), row(lines, "train.py", "O3")
+    assert o2 == ["O2", "fp16", "3", "1.250", "±0.25", "+0%", "10", "2.00x", "0.50", "2^16", "1"]
+    assert o3 == ["O3", "fp16", "3", "2.271", "±0.28", "+82%", "5", "4.00x", "1.00", "1", "0"]
     assert row(lines, "train.py", "O5") == ["O5", "0/1"]
+
+
+def test_how_far_from_the_baseline():
+    figures = {"O1": 1.0, "O2": 1.3125, "O3": 2.5, "O4": 100.0, "O5": -100.0}
+    runs = [*seeds("O0", 1.0), *(run for level, final in figures.items() for run in seeds(level, final))]
+    lines = show(Comparison("train.py", runs))
+    assert [row(lines, "train.py", level)[4] for level in figures] == ["+0%", "+31%", "+150%", ">+999%", "<-999%"]
+    broken = [*seeds("O0", 1.0, 1.0), *seeds("O3", 1.0, math.nan)]
+    assert row(show(Comparison("train.py", broken)), "train.py", "O3")[3:5] == ["diverged", "10"]
 
 
 def test_the_verdicts_and_the_recommendation(comparison):
@@ -98,12 +96,15 @@ def test_times_of_inspected_steps_do_not_count(comparison):
 
 def test_the_worst_modules():
     first, second = made_up_look(), made_up_look(2)
-    first.errors = {"first": 0.001, "last": 0.2, "third": 0.1, "fourth": 0.002}
-    second.errors, second.flushed = {"third": math.nan}, {"last.weight": [0.2, 0.5, 0.1], "alone": [0.0, 0.0, 0.0]}
+    first.errors = {"first": 0.001, "last": 0.2, "third": 0.1, "[red]": 0.002}
+    second.errors, second.flushed = {"third": math.nan}, {"last.weight": [0.2, 0.5, 0.1]}
     second.not_finite, second.keep_fp32 = "forward of pow in third, step 2", ["third", "last"]
     runs = [*seeds("O0", 1.0, 1.5), *seeds("O2", 1.0, 1.5)]
     assert "flush" not in words(show(Comparison("train.py", runs)))
     runs[2].looks, runs[3].looks = [first], [second]
+    fine = made_up_look()
+    fine.errors, fine.flushed, fine.keep_fp32 = {"fine": 0.0}, {"fine.weight": [0.0, 0.0, 0.0]}, []
+    runs[0].looks = [fine]
     lines = show(Comparison("train.py", runs))
     start = next(i for i, line in enumerate(lines) if line.startswith("Gradients that FP16"))
     rule = next(i for i in range(start, len(lines)) if set(lines[i]) == {"─"})
@@ -112,8 +113,8 @@ def test_the_worst_modules():
     assert rows[1] == ["O2", "fp16", "last", "0.2", "20", "60", "10"], (
         "the worst of all looks and parameters, in percent"
     )
-    assert rows[2] == ["O2", "fp16", "fourth", "0.002"]
-    assert "alone" not in words(lines), "nothing is wrong with it"
+    assert rows[2] == ["O2", "fp16", "[red]", "0.002"]
+    assert "fine" not in words(lines), "nothing is wrong with it"
     assert "first" not in rows[3], "three are enough"
     said = words(lines)
     assert "O2 fp16: forward of pow in third, step 2." in said

@@ -188,6 +188,11 @@ def test_equal_to_the_bit():
     assert judge(base, level).kind == "within" and "every loss the same as O0's, to the bit" in judge(base, level).text
     level[0].loss[0] = math.nextafter(4.0, 5.0)  # the figure is the same, the curve is not
     assert judge(base, level).kind == "undecided" and "equal to O0's" in judge(base, level).text
+    # Without a loss, or without a finite one, there are no bits to compare.
+    for losses in ([], [math.nan] * 40):
+        base, level = logs("O0", 0.5), logs("O2", 0.5)
+        base[0].loss = level[0].loss = losses
+        assert judge(base, level, metric="accuracy").kind == "undecided"
     # An accuracy can be the same by chance.
     for values, kind in (((0.5,), "undecided"), ((0.5, 0.5), "within")):
         base, level = logs("O0", *values), logs("O2", *values)
@@ -317,6 +322,8 @@ def test_failed_runs_are_named_with_their_error():
     assert o3.verdict.kind == "failed" and not o3.runs and o3.final == []
     assert o3.verdict.text == "failed with seed 0: recorded no step; failed with seed 1: boom"
     assert not o3.verdict.usable and o3.speedup is None and o3.step_ms is None
+    stopped = made_up_run("O1", 0, error="exit 1 after 40 steps")  # with losses, but they are not what was asked for
+    assert compare(base, [stopped]).levels[1].verdict.text == "failed with seed 0: exit 1 after 40 steps"
 
 
 def test_the_levels_come_as_asked_for_and_o0_is_the_baseline():
@@ -448,3 +455,13 @@ def test_the_machine():
     assert set(told) == {"torch", "python", "cpu", "threads", "gpu"}
     assert all(isinstance(value, str) and value for value in told.values())
     assert re.match(r"\d+\.\d+", told["torch"]) and int(told["threads"]) == 1
+
+
+def test_the_test_in_words():
+    made = compare(seeds("O0", 1.0, 1.5), seeds("O2", 1.0, 1.5))
+    assert made.test.startswith(
+        "The figure of a run is the mean training loss over the last tenth of the 40 steps that all runs trained; "
+        "lower is better. Runs are paired by seed with O0's. Within: "
+    )
+    assert "rejects at 5% that there is no difference" in made.test and "  " not in made.test
+    assert compare().test.startswith("The figure of a run is the mean training loss over the last tenth of the 0 steps")

@@ -55,7 +55,7 @@ def step_times(run: Run) -> list[float]:
 
 def samples_per_second(run: Run) -> float | None:
     """The median over the `warm` steps that were measured; None where the batch is not known."""
-    pairs = zip(warm(run.samples), warm(run.seconds), strict=True)
+    pairs = zip(warm(run.samples), warm(run.seconds), strict=False)
     rates = [samples / seconds for samples, seconds in pairs if samples > 0 and math.isfinite(seconds) and seconds > 0]
     return statistics.median(rates) if rates else None
 
@@ -92,7 +92,7 @@ def paired_t_test(first: Sequence[float], second: Sequence[float]) -> float:
     largest = max(map(abs, differences), default=0.0)
     if len(differences) < 2 or largest == 0:
         return 1.0
-    scaled = [d / largest for d in differences]  # t does not change, and squares cannot overflow
+    scaled = [d / largest for d in differences]  # t does not change; Python 3.10 squares floats
     spread = statistics.stdev(scaled)
     t = statistics.mean(scaled) / (spread / math.sqrt(len(scaled))) if spread else math.inf
     return 1 - student(abs(t), len(scaled) - 1)

@@ -42,7 +42,7 @@ def _overview(comparison: Comparison) -> Table:
     of_base = f"vs\n{base.level}" if base is not None else "vs"
     rows = _table(
         f"{comparison.title}, {comparison.steps} steps",
-        *("level", "type", "seeds", f"final\n{comparison.metric}", of_base, "ms per\nstep", "speed", "memory"),
+        *("level", "seeds", f"final\n{comparison.metric}", of_base, "ms per\nstep", "speed", "memory"),
         *("loss\nscale", "skipped\nsteps"),
     )
     for level in comparison.levels:
@@ -73,7 +73,7 @@ def _verdicts(comparison: Comparison) -> Table:
 
 
 def _times(comparison: Comparison) -> Table:
-    rows = _table("Time of a step, ms", "level", "type", *PARTS, "samples\nper second")
+    rows = _table("Time of a step, ms", "level", *PARTS, "samples\nper second")
     for level in filter(_went_well, comparison.levels):
         _row(rows, level, *(_number(_part_ms(level, part)) for part in PARTS), _number(level.samples_per_second))
     return rows
@@ -81,7 +81,7 @@ def _times(comparison: Comparison) -> Table:
 
 def _sizes(comparison: Comparison) -> Table:
     sizes = ("weights", "masters", "gradients", "state", "peak_memory")
-    rows = _table("Memory, MiB", "level", "type", "weights", "masters", "gradients", "optimizer\nstate", "peak")
+    rows = _table("Memory, MiB", "level", "weights", "masters", "gradients", "optimizer\nstate", "peak")
     for level in filter(_went_well, comparison.levels):
         _row(rows, level, *(_number(_mib(level.runs, size)) for size in sizes))
     return rows
@@ -91,7 +91,7 @@ def _looks(comparison: Comparison) -> list[Any]:
     """The worst modules of each level that was inspected, what FP16 would lose of their gradients, and what to do."""
     rows = _table(
         "Gradients that FP16 would flush to zero, %, and errors against FP32",
-        *("level", "type", "module", "error", "at the\nscale", "at\nscale 1", "at the\nbest"),
+        *("level", "module", "error", "at the\nscale", "at\nscale 1", "at the\nbest"),
         text=("module",),
     )
     said: dict[str, list[str]] = {}  # a line -> the levels of which it is true
@@ -126,7 +126,7 @@ def _table(title: str, *headings: str, text: Iterable[str] = ()) -> Table:
     )
     lines = max(heading.count("\n") for heading in headings)
     for heading in headings:
-        left = heading in ("level", "type", *text)
+        left = heading in ("level", *text)
         low = "\n" * (lines - heading.count("\n")) + heading
         rows.add_column(Text(low), justify="left" if left else "right", overflow="fold")
     return rows
@@ -134,7 +134,7 @@ def _table(title: str, *headings: str, text: Iterable[str] = ()) -> Table:
 
 def _row(rows: Table, level: LevelResult, *cells: str) -> None:
     # Text, because rich would take brackets in a string for markup.
-    rows.add_row(*map(Text, (level.level, _SHORT.get(level.dtype, ""), *cells)))
+    rows.add_row(*map(Text, (_short_name(level), *cells)))
 
 
 def _short_name(level: LevelResult) -> str:
@@ -160,7 +160,10 @@ def _percent(level: LevelResult, base: LevelResult | None) -> str:
     """How far the mean is from the baseline's."""
     if base is None or level is base or level.mean is None or not base.mean or len(level.finite) < len(level.runs):
         return ""
-    return f"{100 * (level.mean - base.mean) / abs(base.mean):+.2g}%"
+    percent = 100 * (level.mean - base.mean) / abs(base.mean)
+    if abs(percent) > 999:
+        return ">+999%" if percent > 0 else "<-999%"
+    return f"{percent:{'+.0f' if abs(percent) > 99 else '+.2g'}}%"
 
 
 def _number(value: float | None) -> str:

@@ -168,16 +168,20 @@ class Comparison:
             else f"the last value of {self.metric} that the run gave to amp.log"
         )
         better = "higher" if self.maximize else "lower"
-        return (
-            f"The figure of a run is {what}; {better} is better. Runs are paired by seed with {base}'s. Within: the "
-            f"mean over the level's seeds that {base} has too lies between the lowest and the highest figure of "
-            f"{base}'s seeds. Differs: it lies outside, and Student's paired t-test over the seeds (two-sided) rejects "
-            f"at {SIGNIFICANCE:.0%} that there is no difference; each level is tested by itself. Undecided: it lies "
-            "outside, and the test does not reject that, or there is only one seed. To lie outside on the better side "
-            "is no reason against a level. One of which a run diverged (its figure is missing or not finite) is not to "
-            "be used. Times: the median step of each run, without the first tenth of the steps; the ratio is taken for "
-            "each seed, and a level is faster only if it is with all of them (with one seed: if the quartiles of its "
-            "step times are)."
+        return " ".join(
+            [
+                f"The figure of a run is {what}; {better} is better. Runs are paired by seed with {base}'s.",
+                f"Within: the mean over the level's seeds that {base} has too lies between the lowest and the highest",
+                f"figure of {base}'s seeds; a difference smaller than this spread is not seen.",
+                "Differs: it lies outside, and Student's paired t-test over the seeds (two-sided) rejects at",
+                f"{SIGNIFICANCE:.0%} that there is no difference; each level is tested by itself.",
+                "Undecided: it lies outside, and the test does not reject that, or there is only one seed.",
+                "To lie outside on the better side is no reason against a level. One of which a run diverged (its",
+                "figure is missing or not finite) is not to be used.",
+                "Times: the median step of each run, without the first tenth of the steps; the ratio is taken for each",
+                "seed, and a level is faster only if it is with all of them (with one seed: if the quartiles of its",
+                "step times are).",
+            ]
         )
 
     @cached_property
