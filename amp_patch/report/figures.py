@@ -1,0 +1,117 @@
+"""What a run comes to in single figures, and the statistics of a few of them: no words."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from amp_patch.report.runs import Run
+
+LOSS = "loss"  # the metric that every recording has
+
+
+class Ratio(NamedTuple):
+    """How many times faster than the baseline: above 1 is faster."""
+
+    median: float
+    low: float
+    high: float
+
+
+def common_steps(runs: Sequence[Run]) -> int:
+    """How many steps all of `runs` trained, not counting those that ended with a loss that is not finite."""
+    finite = [run.steps for run in runs if run.loss and math.isfinite(run.loss[-1])]
+    return min(finite or [run.steps for run in runs], default=0)
+
+
+def final(run: Run, metric: str, steps: int) -> float:
+    """The figure of a run: NaN if it has none, or one that is not finite.
+
+    For "loss" the mean over the last tenth (at least one) of the first `steps` steps, for any other metric the last
+    value that the run gave to `amp.log`.
+    """
+    if metric == LOSS:
+        values = run.loss[steps - max(1, steps // 10) : steps] if 0 < steps <= run.steps else []
+    else:
+        values = [value for _, value in run.logged.get(metric, [])[-1:]]
+    if not values or not all(map(math.isfinite, values)):
+        return math.nan
+    return statistics.mean(values)  # rounded once: the mean of equal numbers is that number
+
+
+def step_times(run: Run) -> list[float]:
+    """Seconds of the steps after the first tenth, and after the first, which warm up; without those not measured."""
+    warm = run.seconds[max(1, len(run.seconds) // 10) :]
+    return [seconds for seconds in warm if math.isfinite(seconds) and seconds > 0]
+
+
+def samples_per_second(run: Run) -> float | None:
+    """Over the steps of `step_times`; None where the batch is not known."""
+    first = max(1, len(run.seconds) // 10)
+    pairs = zip(run.samples[first:], run.seconds[first:], strict=False)
+    rates = [samples / seconds for samples, seconds in pairs if samples > 0 and math.isfinite(seconds) and seconds > 0]
+    return statistics.median(rates) if rates else None
+
+
+def speedup(pairs: Sequence[tuple[Run, Run]]) -> Ratio | None:
+    """Of pairs (baseline's run, the level's run of the same seed): their ratio of median step times.
+
+    The median, lowest and highest over the pairs. Of one pair, `low` and `high` are what the quartiles of its step
+    times leave possible: the baseline's lower one over the level's upper one, and the reverse. None without times.
+    """
+    times = [(step_times(base), step_times(run)) for base, run in pairs]
+    times = [(base, run) for base, run in times if base and run]
+    if not times:
+        return None
+    ratios = [statistics.median(base) / statistics.median(run) for base, run in times]
+    if len(ratios) == 1:
+        (base_low, base_high), (low, high) = (_quartiles(each) for each in times[0])
+        return Ratio(ratios[0], base_low / high, base_high / low)
+    return Ratio(statistics.median(ratios), min(ratios), max(ratios))
+
+
+def held_bytes(run: Run) -> int:
+    """Weights, masters, gradients and the optimizer's state together."""
+    return run.weights + run.masters + run.gradients + run.state
+
+
+def paired_t_test(first: Sequence[float], second: Sequence[float]) -> float:
+    """The p of Student's two-sided paired t-test that the two have the same mean; 1 for fewer than two pairs.
+
+    t = mean(d) / (s(d) / sqrt(n)) of the differences d, on n - 1 degrees of freedom.
+    Source: Student, The probable error of a mean, Biometrika 6 (1908).
+    """
+    differences = [a - b for a, b in zip(first, second, strict=True)]
+    largest = max(map(abs, differences), default=0.0)
+    if len(differences) < 2 or largest == 0:
+        return 1.0
+    scaled = [d / largest for d in differences]  # t does not change, and squares cannot overflow
+    spread = statistics.stdev(scaled)
+    t = statistics.mean(scaled) / (spread / math.sqrt(len(scaled))) if spread else math.inf
+    return 1 - student(abs(t), len(scaled) - 1)
+
+
+def student(t: float, freedom: int) -> float:
+    """The probability that |T| <= t, for t >= 0, under Student's distribution with `freedom` degrees of freedom.
+
+    Source: the finite sums for whole degrees of freedom, 26.7.3 and 26.7.4 of Abramowitz and Stegun, Handbook of
+    Mathematical Functions (1964).
+    """
+    angle = math.atan(t / math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    # Powers of the cosine from `start` up to freedom - 2, each with the ratio of its factor to the one before.
+    start = freedom % 2
+    total, term = 0.0, cosine**start
+    for power in range(start, freedom - 1, 2):
+        total += term
+        term *= cosine**2 * (power + 1) / (power + 2)
+    return 2 / math.pi * (angle + sine * total) if start else sine * total
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    if len(values) == 1:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high

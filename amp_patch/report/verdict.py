@@ -1,0 +1,513 @@
+"""Comparison: trainings at several opt levels side by side, and what they say about each level, by a stated test."""
+
+from __future__ import annotations
+
+import math
+import platform
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from amp_patch.report import figures
+from amp_patch.report.figures import LOSS, Ratio
+from amp_patch.report.runs import Run
+
+SIGNIFICANCE = 0.05
+_LESS_MEMORY = 0.95  # a level is recommended for its memory only below this share of the baseline's
+
+
+class Verdict(NamedTuple):
+    """What is said of a level.
+
+    Attributes:
+        kind: "baseline"; "within" the baseline's spread; "differs" (`better`, or not to be used); "undecided", where
+            more seeds are needed; "failed", without a run that went well; "alone", with nothing to compare it with.
+        text: a sentence without the level's name, without a full stop.
+        better: whether a "differs" is an improvement.
+    """
+
+    kind: str
+    text: str
+    better: bool = False
+
+    @property
+    def usable(self) -> bool:
+        """Whether nothing found speaks against the level's accuracy."""
+        return self.kind in ("baseline", "within") or self.better
+
+
+@dataclass(frozen=True)
+class LevelResult:
+    """The runs of one level. Ratios are to the baseline's, None where one of the two is not known.
+
+    Attributes:
+        level, dtype: "O2", "float16"; the dtype is None at O0.
+        runs: those that went well, by seed.
+        failed: the others.
+        final: a figure for each of `runs`; NaN if the run diverged or has none.
+        step_ms: milliseconds a step: the median over the runs of each one's median.
+        speedup: how many times faster than the baseline; with one seed, the range is the step times' quartiles'.
+        memory_ratio: of the runs' median peak memory.
+        bytes_ratio: of weights, masters, gradients and the optimizer's state.
+        samples_per_second: the median over the runs.
+        skips: how many steps each of `runs` skipped.
+        scales: the loss scale at the end of each of `runs`.
+    """
+
+    level: str
+    dtype: str | None
+    runs: list[Run]
+    failed: list[Run]
+    final: list[float]
+    step_ms: float | None = None
+    speedup: Ratio | None = None
+    memory_ratio: float | None = None
+    bytes_ratio: float | None = None
+    samples_per_second: float | None = None
+    skips: list[int] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    verdict: Verdict = field(default_factory=lambda: Verdict("alone", ""))
+
+    @property
+    def name(self) -> str:
+        return f"{self.level} {self.dtype}" if self.dtype else self.level
+
+    @property
+    def seeds(self) -> list[int]:
+        return [run.seed for run in self.runs]
+
+    @property
+    def finite(self) -> dict[int, float]:
+        """Seed -> figure, of the runs that have one."""
+        return {run.seed: figure for run, figure in zip(self.runs, self.final, strict=True) if math.isfinite(figure)}
+
+    @property
+    def mean(self) -> float | None:
+        """Of the finite figures."""
+        return statistics.mean(self.finite.values()) if self.finite else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Trainings at several levels, and what they say. What is computed from the runs is computed once, when asked for.
+
+    How a level is judged is in `test`, in words; `figures` has the sums.
+
+    Attributes:
+        title: what was trained: the script's name.
+        runs: in the order in which the levels were asked for.
+        metric: "loss", or a name given to `amp.log`.
+        maximize: whether more of the metric is better.
+        asked_steps: how many steps each run should have trained, if that was said.
+        machine: what it ran on, as `machine()` tells.
+
+    Raises:
+        ValueError: two runs of one level that went well have the same seed.
+    """
+
+    title: str
+    runs: list[Run]
+    metric: str = LOSS
+    maximize: bool = False
+    asked_steps: int | None = None
+    machine: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for level in self._groups:
+            twice = [seed for seed in level.seeds if level.seeds.count(seed) > 1]
+            if twice:
+                raise ValueError(
+                    f"Comparison: runs has two of {level.name} with seed {twice[0]}; runs are paired by their seeds: "
+                    "give each run of a level its own"
+                )
+
+    @cached_property
+    def steps(self) -> int:
+        """How many steps all runs that went well trained: the losses are compared over these."""
+        return figures.common_steps([run for run in self.runs if _went_well(run)])
+
+    @cached_property
+    def levels(self) -> list[LevelResult]:
+        """In the order in which the runs name them."""
+        base = self._base
+        measured = [self._measured(level, base) for level in self._groups]
+        if base is None:
+            return [replace(level, verdict=self._without_baseline(level)) for level in measured]
+        base = next(level for level in measured if (level.level, level.dtype) == (base.level, base.dtype))
+        return [replace(level, verdict=self._judged(level, base)) for level in measured]
+
+    @cached_property
+    def baseline(self) -> LevelResult | None:
+        """O0 if it has figures, else the first level that does; None if none does."""
+        if self._base is None:
+            return None
+        return next(each for each in self.levels if (each.level, each.dtype) == (self._base.level, self._base.dtype))
+
+    @cached_property
+    def comparable(self) -> bool:
+        """Whether there are two levels with runs that went well, and figures of at least one of them."""
+        return self._base is not None and sum(bool(level.runs) for level in self._groups) > 1
+
+    @cached_property
+    def figure(self) -> str:
+        """What the metric is called in a sentence."""
+        return f"final {self.metric}"
+
+    @property
+    def test(self) -> str:
+        """How it was decided, in words."""
+        base = self._base.name if self._base is not None else "the baseline"
+        what = (
+            f"the mean training loss over the last tenth of the {self.steps} steps that all runs trained"
+            if self.metric == LOSS
+            else f"the last value of {self.metric} that the run gave to amp.log"
+        )
+        better = "higher" if self.maximize else "lower"
+        return (
+            f"The figure of a run is {what}; {better} is better. Runs are paired by seed with {base}'s. "
+            f"Within: the mean over a level's seeds lies between the lowest and the highest figure of {base}'s seeds. "
+            f"Differs: it lies outside, and Student's paired t-test over the seeds (two-sided) rejects at "
+            f"{SIGNIFICANCE:.0%} that there is no difference; the test is done for each level by itself. "
+            "Undecided: it lies outside, and the test does not reject that, or there is only one seed. A level of "
+            "which a run diverged (its figure is missing or not finite) is not to be used. Times: the median step of "
+            "each run, without the first tenth of the steps; the ratio is taken for each seed, and a level is faster "
+            "only if it is with all of them (with one seed: if the quartiles of its step times are)."
+        )
+
+    @cached_property
+    def summary(self) -> str:
+        """What to use, and why, in one or two sentences."""
+        base = self.baseline
+        if base is None or not self.comparable:
+            return self._nothing_to_compare()
+        others = [level for level in self.levels if level is not base and level.runs]
+        usable = [level for level in others if level.verdict.usable and not level.failed]
+        faster = [level for level in usable if level.speedup is not None and level.speedup.low > 1]
+        if faster:
+            best = max(faster, key=lambda level: level.speedup or Ratio(0, 0, 0))
+            return f"Use {best.name}: {best.verdict.text}."
+        smaller = [level for level in usable if (_memory(level) or 1.0) < _LESS_MEMORY]
+        if smaller:
+            best = min(smaller, key=lambda level: _memory(level) or 1.0)
+            return f"No level that can be used is faster than {base.name}. For its memory use {best.name}: " + (
+                f"{best.verdict.text}."
+            )
+        if usable:
+            names = _list([level.name for level in usable])
+            return f"Stay with {base.name}: {names} can be used, but is neither faster nor smaller."
+        undecided = [level for level in others if level.verdict.kind == "undecided"]
+        reasons = "; ".join(f"{level.name}: {level.verdict.text}" for level in others)
+        return f"Stay with {base.name}{' for now' * bool(undecided)}: {reasons}."
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What the reader should know of the runs: what they noted, and where they are not alike."""
+        notes: dict[str, list[str]] = {}
+        well = [run for run in self.runs if _went_well(run)]
+        for run in well:
+            if self.asked_steps is not None and run.steps < self.asked_steps:
+                text = f"trained {run.steps} of the {self.asked_steps} steps asked for"
+                notes.setdefault(text, []).append(_name(run))
+            elif run.steps < max(each.steps for each in well):
+                notes.setdefault(f"trained only {run.steps} steps", []).append(_name(run))
+            for text in run.notes:
+                notes.setdefault(text, []).append(_name(run))
+        lines = [f"{'all runs' if len(names) == len(well) else _list(names)}: {t}" for t, names in notes.items()]
+        if self.metric == LOSS and len({run.steps for run in well}) > 1:
+            lines.append(f"the losses are compared over the {self.steps} steps that all runs have in common")
+        base = self._base
+        if base is not None and base.level != "O0" and any(level.level == "O0" for level in self._groups):
+            lines.append(f"O0 gave no figures; the others are compared with {base.name}")
+        if base is not None and _seeds_change_nothing(base):
+            lines.append(f"all seeds of {base.name} gave the same losses to the bit: they are one seed to the test")
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every figure, for `runs.dumps`."""
+        return {
+            "title": self.title,
+            "metric": self.metric,
+            "maximize": self.maximize,
+            "asked_steps": self.asked_steps,
+            "machine": self.machine,
+            "comparable": self.comparable,
+            "summary": self.summary,
+            "test": self.test,
+            "notes": self.notes,
+            "baseline": self.baseline.name if self.baseline is not None else None,
+            "levels": [_level_dict(level) for level in self.levels],
+            "runs": [run.to_dict() for run in self.runs],
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Comparison:
+        """The comparison of which `to_dict` gave `values`; what is computed is computed again, from the runs."""
+        given = {name: values[name] for name in ("title", "metric", "maximize", "asked_steps", "machine")}
+        return cls(runs=[Run.from_dict(run) for run in values["runs"]], **given)
+
+    @cached_property
+    def _groups(self) -> list[LevelResult]:
+        """The levels with their runs and figures. A run that failed before its dtype was known joins its level."""
+        keys: dict[tuple[str, str | None], list[Run]] = {}
+        of_level: dict[str, tuple[str, str | None]] = {}
+        for run in sorted(self.runs, key=lambda run: run.dtype is None):
+            key = (run.level, run.dtype)
+            if run.dtype is None and not _went_well(run):
+                key = of_level.get(run.level, key)
+            of_level.setdefault(run.level, key)
+            keys.setdefault(key, []).append(run)
+        order = {id(run): i for i, run in enumerate(self.runs)}
+        groups = []
+        for (level, dtype), runs in sorted(keys.items(), key=lambda each: min(order[id(run)] for run in each[1])):
+            runs = sorted(runs, key=lambda run: run.seed)
+            well = [run for run in runs if _went_well(run)]
+            final = [figures.final(run, self.metric, self.steps) for run in well]
+            groups.append(LevelResult(level, dtype, well, [run for run in runs if not _went_well(run)], final))
+        return groups
+
+    @cached_property
+    def _base(self) -> LevelResult | None:
+        with_figures = [level for level in self._groups if level.finite]
+        return next((level for level in with_figures if level.level == "O0"), next(iter(with_figures), None))
+
+    def _measured(self, level: LevelResult, base: LevelResult | None) -> LevelResult:
+        runs = level.runs
+        times = [statistics.median(times) for run in runs if (times := figures.step_times(run))]
+        rates = [rate for run in runs if (rate := figures.samples_per_second(run)) is not None]
+        found: dict[str, Any] = {
+            "step_ms": 1000 * statistics.median(times) if times else None,
+            "samples_per_second": statistics.median(rates) if rates else None,
+            "skips": [sum(run.skipped) for run in runs],
+            "scales": [run.scale[-1] for run in runs if run.scale],
+        }
+        if base is not None:
+            of_seed = {run.seed: run for run in base.runs}
+            pairs = [(of_seed[run.seed], run) for run in runs if run.seed in of_seed]
+            found["speedup"] = figures.speedup(pairs)
+            found["memory_ratio"] = _ratio(
+                [run.peak_memory for run in runs if run.peak_memory is not None],
+                [run.peak_memory for run in base.runs if run.peak_memory is not None],
+            )
+            found["bytes_ratio"] = _ratio(map(figures.held_bytes, runs), map(figures.held_bytes, base.runs))
+        return replace(level, **found)
+
+    def _without_baseline(self, level: LevelResult) -> Verdict:
+        if not level.runs:
+            return Verdict("failed", _failures(level))
+        return Verdict("alone", "; ".join(self._diverged(level, None)))
+
+    def _judged(self, level: LevelResult, base: LevelResult) -> Verdict:
+        if not level.runs:
+            return Verdict("failed", _failures(level))
+        kind, accuracy, better = self._accuracy(level, base)
+        parts = [accuracy] if level is base else [_speed(level, base), accuracy]
+        if kind == "differs" and not better:
+            parts = ["do not use: " + accuracy, _speed(level, base)]
+        if level.failed:
+            parts.append(_failures(level))
+        if kind == "baseline" and not self.comparable:
+            kind = "alone"
+        return Verdict(kind, "; ".join(part for part in parts if part), better)
+
+    def _accuracy(self, level: LevelResult, base: LevelResult) -> tuple[str, str, bool]:
+        """The kind of the verdict, its reason, and whether it is better than the baseline."""
+        spread = list(base.finite.values())
+        diverged = self._diverged(level, base)
+        if level is base:
+            text, low, high = _tell_apart(statistics.mean(spread), min(spread), max(spread))
+            over = f" over {len(spread)} seeds ({low} to {high})" if len(spread) > 1 else ""
+            return "baseline", "; ".join([f"{self.figure} {text}{over}", *diverged]), False
+        if diverged:
+            return "differs", "; ".join(diverged), False
+        seeds = [seed for seed in level.finite if seed in base.finite]
+        if not seeds:
+            return "undecided", f"no seed of it has a figure of {base.name}'s to compare with", False
+        ours, theirs = [level.finite[seed] for seed in seeds], [base.finite[seed] for seed in seeds]
+        if _same_losses(level, base, seeds) and ours == theirs:
+            same = f"every loss the same as {base.name}'s, to the bit"
+            return "within", f"{self.figure} {_tell_apart(statistics.mean(ours))[0]}, {same}", False
+        mean, base_mean = statistics.mean(ours), statistics.mean(theirs)
+        better = (mean > base_mean) is self.maximize and mean != base_mean
+        apart = _apart(mean, base_mean)
+        if len(spread) < 2 or _seeds_change_nothing(base):
+            what = "one seed" if len(spread) < 2 else "the seeds change nothing"
+            more = "run --seeds 3 to judge it" if len(spread) < 2 else "pass the seed to the script to judge it"
+            return "undecided", f"{what}: {self.figure} {apart} {base.name}'s; {more}", False
+        text, low, high, of_base = _tell_apart(mean, min(spread), max(spread), base_mean)
+        its_spread = f"the spread of {base.name}'s {len(spread)} seeds ({low} to {high})"
+        if min(spread) <= mean <= max(spread):
+            return "within", f"{self.figure} {text} within {its_spread}", False
+        if len(seeds) < 2:
+            return "undecided", f"{self.figure} {text} outside {its_spread}, with one seed; run more seeds", False
+        p = figures.paired_t_test(ours, theirs)
+        found = f"paired t-test over {len(seeds)} seeds: p {'< 0.001' if p < 0.001 else f'= {p:.2g}'}"
+        if p >= SIGNIFICANCE:
+            return (
+                "undecided",
+                f"{self.figure} {text} outside {its_spread}, which may be chance ({found}); " + ("run more seeds"),
+                False,
+            )
+        word = "better" if better else "worse"
+        return (
+            "differs",
+            f"{self.figure} {text} is {word}, {apart} {base.name}'s {of_base}, and outside "
+            + (f"{its_spread} ({found})"),
+            better,
+        )
+
+    def _diverged(self, level: LevelResult, base: LevelResult | None) -> list[str]:
+        """Why runs of a level have no figure, in words."""
+        reasons: dict[str, list[int]] = {}
+        for run, figure in zip(level.runs, level.final, strict=True):
+            if math.isfinite(figure):
+                continue
+            step = next((step for step, loss in enumerate(run.loss) if not math.isfinite(loss)), None)
+            also = base is not None and level is not base and run.seed in set(base.seeds) - set(base.finite)
+            as_base = f", as {base.name} did" if also and base is not None else ""
+            if step is not None and self.metric == LOSS:
+                reasons.setdefault(f"diverged with seed %s at step {step}{as_base}", []).append(run.seed)
+            elif self.metric != LOSS and self.metric in run.logged:
+                reasons.setdefault(f"{self.metric} was not finite with seed %s{as_base}", []).append(run.seed)
+            else:
+                reasons.setdefault(f"gave no {self.metric} with seed %s{as_base}", []).append(run.seed)
+        return [text % _list([str(seed) for seed in seeds]) for text, seeds in reasons.items()]
+
+    def _nothing_to_compare(self) -> str:
+        if not self.runs:
+            return "Nothing to compare: there is no run."
+        failed = "".join(f" {level.name}: {_failures(level)}." for level in self._groups if level.failed)
+        well = [level for level in self._groups if level.runs]
+        if not well:
+            return f"Nothing to compare: no run went well.{failed}"
+        if self._base is None and self.metric != LOSS and not any(self.metric in run.logged for run in self.runs):
+            logged = sorted({name for run in self.runs for name in run.logged})
+            known = f"they logged {_list(logged)}" if logged else f"call amp.log({self.metric}=...) in the script"
+            return f"Nothing to compare: no run gave {self.metric}; {known}.{failed}"
+        if self._base is None:
+            return f"Nothing to compare: all runs of {_list([level.name for level in well])} diverged.{failed}"
+        return f"Nothing to compare {well[0].name} with: it is the only level with figures.{failed}"
+
+
+def machine() -> dict[str, str]:
+    """What this process runs on. Asks CUDA for its devices' names, which starts it where there is one."""
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "cpu": f"{_cpu_name()} ({torch.backends.cpu.get_cpu_capability()})",
+        "threads": str(torch.get_num_threads()),
+        "gpu": ", ".join(devices) or "none",
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _went_well(run: Run) -> bool:
+    return run.error is None and bool(run.loss or run.logged)
+
+
+def _name(run: Run) -> str:
+    return f"{run.level} seed {run.seed}"
+
+
+def _failures(level: LevelResult) -> str:
+    errors: dict[str, list[str]] = {}
+    for run in level.failed:
+        errors.setdefault(run.error or "recorded no step", []).append(str(run.seed))
+    return "; ".join(f"failed with seed {_list(seeds)}: {error}" for error, seeds in errors.items())
+
+
+def _seeds_change_nothing(base: LevelResult) -> bool:
+    """Whether its runs, two or more, are one run."""
+    return len(base.runs) > 1 and all(run.loss == base.runs[0].loss for run in base.runs)
+
+
+def _same_losses(level: LevelResult, base: LevelResult, seeds: Iterable[int]) -> bool:
+    ours, theirs = ({run.seed: run.loss for run in each.runs} for each in (level, base))
+    return all(ours[seed] == theirs[seed] for seed in seeds)
+
+
+def _ratio(ours: Iterable[int], theirs: Iterable[int]) -> float | None:
+    ours, theirs = list(ours), list(theirs)
+    return statistics.median(ours) / statistics.median(theirs) if ours and theirs and min(*theirs, 1) > 0 else None
+
+
+def _memory(level: LevelResult) -> float | None:
+    return level.memory_ratio if level.memory_ratio is not None else level.bytes_ratio
+
+
+def _speed(level: LevelResult, base: LevelResult) -> str:
+    parts = []
+    if level.speedup is not None:
+        median, low, high = level.speedup
+        how = "one run, " if len(level.runs) == 1 else ""
+        if low > 1:
+            middle, least, most = _times(median, low, high)
+            parts.append(f"{middle}x faster than {base.name} ({how}{least} to {most})")
+        elif high < 1:
+            middle, least, most = _times(1 / median, 1 / high, 1 / low)
+            parts.append(f"{middle}x slower than {base.name} ({how}{least} to {most})")
+        else:
+            parts.append(f"as fast as {base.name} ({how}{low:.2f} to {high:.2f})")
+    memory = _memory(level)
+    if memory is not None:
+        what = "memory" if level.memory_ratio is not None else "bytes of weights, gradients and state"
+        same, part = abs(memory - 1) < 0.005, "of" if memory < 1 else "times"
+        parts.append(f"the same {what}" if same else f"{memory:.2f} {part} its {what}")
+    return ", ".join(parts)
+
+
+def _times(*ratios: float) -> list[str]:
+    """Ratios above 1, with the digits that tell them from 1."""
+    digits = 2 if min(ratios) < 1.1 else 1
+    return [f"{ratio:.{digits}f}" for ratio in ratios]
+
+
+def _apart(figure: float, base: float) -> str:
+    """ "0.3 % above"."""
+    side = "above" if figure > base else "below"
+    if figure == base:
+        return "equal to"
+    if base == 0:
+        return f"{abs(figure - base):.2g} {side}"
+    return f"{100 * abs(figure / base - 1):.2g} % {side}"
+
+
+def _tell_apart(*values: float) -> list[str]:
+    """Numbers with four significant digits, or as many as it takes to tell those apart that differ."""
+    for digits in range(4, 17):
+        texts = [f"{value:#.{digits}g}".rstrip(".") for value in values]
+        if len(set(texts)) == len(set(values)):
+            break
+    return texts
+
+
+def _list(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
+def _level_dict(level: LevelResult) -> dict[str, Any]:
+    plain = {
+        name: value
+        for name, value in vars(level).items()
+        if name not in ("runs", "failed", "speedup", "verdict")  # the runs are told elsewhere
+    }
+    return {
+        **plain,
+        "name": level.name,
+        "seeds": level.seeds,
+        "failed_seeds": [run.seed for run in level.failed],
+        "speedup": level.speedup._asdict() if level.speedup else None,
+        "verdict": level.verdict._asdict(),
+    }
