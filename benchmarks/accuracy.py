@@ -85,8 +85,9 @@ def read(report: Path) -> Comparison:
 def write(comparisons: dict[str, Comparison], docs: Path) -> list[str]:
     """Write accuracy.md and a picture for each family into `docs`; what contradicts the claim, a line each."""
     docs.mkdir(parents=True, exist_ok=True)
-    alts = {family: draw(comparison, docs / f"accuracy-{family}.svg") for family, comparison in comparisons.items()}
-    (docs / "accuracy.md").write_text(page(comparisons, alts))
+    for family, comparison in comparisons.items():
+        draw(comparison, docs / f"accuracy-{family}.svg")
+    (docs / "accuracy.md").write_text(page(comparisons))
     return contradictions(comparisons)
 
 
@@ -97,42 +98,42 @@ def contradictions(comparisons: dict[str, Comparison]) -> list[str]:
         levels = {level.level: level for level in comparison.levels}
         for name in CLAIMED:
             level = levels.get(name)
-            if level is None:
-                broken.append(f"{family} was not trained at {name}")
-            elif level.verdict.kind != "within" or level.failed or "O0" not in levels:
-                broken.append(f"{family} at {name}: {level.verdict.text}")
+            if "O0" not in levels or level is None:
+                broken.append(f"{family} was not trained at {name if level is None else 'O0'}")
+            elif level.verdict.kind != "within" or level.failed:
+                broken.append(f"{family} at {name}: {outcome(comparison, level)}")
     return broken
 
 
-def page(comparisons: dict[str, Comparison], alts: dict[str, str]) -> str:
+def page(comparisons: dict[str, Comparison]) -> str:
     first = next(iter(comparisons.values()))
-    steps = ", ".join(f"{comparison.steps} for {FAMILIES[f][1]}" for f, comparison in comparisons.items())
+    steps = listed([f"{comparison.steps} steps for {FAMILIES[f][1]}" for f, comparison in comparisons.items()])
     parts = [
         "# Does mixed precision lose accuracy?",
         "<!-- Written by `make accuracy` (benchmarks/accuracy.py): edit that. -->",
         answer(comparisons),
         "## How it was measured",
-        f"Each model was trained at each level, from {seeds(first)} seeds, which move the weights and the batches; what "
-        "is held out stays the same. The levels differ in one string, the opt level. The learning rate rises for a "
-        f"tenth of the steps and then falls to 0, so that what is compared has come to rest: {steps}. The held-out "
-        "loss is the mean cross entropy in nats.",
+        f"Each model was trained at each level from {seeds(first)} seeds, which move the weights and the batches; what "
+        f"is held out stays the same. {steps}: in the first tenth of them the learning rate rises, then it falls to 0, "
+        "so that what is compared has come to rest. The held-out loss is the mean cross entropy in nats.",
         first.test,
-        "*p* is that of the paired t-test: a small one says that a difference is not chance, however small it is. "
-        "*Speed* is the ratio of step times to O0's, above 1 where the level is faster; *memory* that of the bytes of "
-        "weights, masters, gradients and optimizer state. Both are of this machine and of very small models, in which "
-        "the casts take more of the time than in large ones; and where a processor has no FP16 arithmetic, FP16 on it "
-        "is emulated: it shows what FP16 does to accuracy, not to time.",
+        "In the tables *p* is that of the paired t-test: a small one says that a difference is not chance, however "
+        "small the difference. *Speed* is the ratio of step times to O0's, above 1 where the level is faster; *memory* "
+        "is that of the bytes of weights, masters, gradients and optimizer state. Speed is of the machine named below "
+        "and of very small models, of whose steps the casts take more than of large ones'. Where a processor has no "
+        "FP16 arithmetic, FP16 on it is emulated: it shows what FP16 does to accuracy, not to time.",
     ]
     for family, comparison in comparisons.items():
         title, _, what = FAMILIES[family]
-        parts += [f"## {title}", what, table(comparison), f"![{alts[family]}](accuracy-{family}.svg)"]
-    machine = "; ".join(f"{name}: {value}" for name, value in first.machine.items())
+        picture = f"![The held-out loss of each seed, by level; the range of O0's is shaded.](accuracy-{family}.svg)"
+        parts += [f"## {title}", what, table(comparison), picture]
+    machine = ", ".join(f"{name} {value}" for name, value in first.machine.items())
     parts += [
         "## Again",
         "    make accuracy",
-        f"trains all of it anew and rewrites this page; it fails if the held-out loss of {listed(CLAIMED)} does not lie "
-        "within the spread of O0's seeds on every family. A report for each family, with loss curves, loss scales and "
-        "times, is then in `out/accuracy/`.",
+        f"trains everything anew and rewrites this page; it fails if the held-out loss at {listed(CLAIMED)} does not "
+        "lie within the spread of O0's seeds in every family. A report for each family, with loss curves, loss scales "
+        "and times, is then in `out/accuracy/`.",
         f"These figures are of: {machine}.",
     ]
     return "\n\n".join(parts) + "\n"
@@ -142,41 +143,58 @@ def answer(comparisons: dict[str, Comparison]) -> str:
     """The paragraph on top, from the verdicts."""
     broken = contradictions(comparisons)
     names = listed([FAMILIES[family][1] for family in comparisons])
-    claim = f"the held-out loss at {listed(CLAIMED)} lies within the spread of O0's seeds on {names}"
+    count = seeds(next(iter(comparisons.values())))
     if broken:
-        sentences = ["**Here it did.** That", f"{claim}, did not hold:", "; ".join(broken) + "."]
+        claim = f"that at {listed(CLAIMED)} the held-out loss of {names} lies within the spread of O0's {count} seeds"
+        sentences = [f"**In these runs it did.** The claim {claim}, does not hold: {'; '.join(broken)}."]
     else:
-        first = next(iter(comparisons.values()))
-        sentences = [f"**No, not at {listed(CLAIMED)}:** {claim}, {seeds(first)} seeds each.", *furthest(comparisons)]
+        claim = f"the held-out loss of {names} lies within the spread of O0's {count} seeds"
+        sentences = [f"**Not at {listed(CLAIMED)}:** there {claim}. {furthest(comparisons)}"]
     return " ".join([*sentences, *of_o3(comparisons)])
 
 
-def furthest(comparisons: dict[str, Comparison]) -> list[str]:
-    """The largest difference among the levels of the claim, in units of the spread of O0's seeds."""
+def furthest(comparisons: dict[str, Comparison]) -> str:
+    """The largest difference among the levels of the claim, measured by the spread of O0's seeds."""
 
-    def share(pair: tuple[str, LevelResult]) -> float:
-        base = comparisons[pair[0]].baseline
-        spread = max(base.final) - min(base.final)
-        return abs(pair[1].mean - base.mean) / spread if spread else 0.0
+    def share(comparison: Comparison, level: LevelResult) -> float:
+        base = comparison.baseline.final
+        spread = max(base) - min(base)
+        return abs(level.mean - statistics.mean(base)) / spread if spread else 0.0
 
-    pairs = [(family, each) for family, c in comparisons.items() for each in c.levels if each.level in CLAIMED]
-    family, level = max(pairs, key=share)
-    base = comparisons[family].baseline
-    return [
-        f"The mean that is furthest from O0's, measured by that spread, is {FAMILIES[family][1]}'s at {level.level}: "
-        f"{level.mean:.4f} against {base.mean:.4f}, and O0's own seeds go from {min(base.final):.4f} to "
-        f"{max(base.final):.4f}."
-    ]
+    trials = [(f, each, level) for f, each in comparisons.items() for level in each.levels if level.level in CLAIMED]
+    family, comparison, level = max(trials, key=lambda trial: share(*trial[1:]))
+    return (
+        f"Measured by that spread {FAMILIES[family][1]} at {level.level} comes out furthest from O0: "
+        f"{outcome(comparison, level)}, {share(comparison, level):.0%} of the spread away."
+    )
 
 
 def of_o3(comparisons: dict[str, Comparison]) -> list[str]:
-    """O3 as it is."""
-    found = {f: level for f, comparison in comparisons.items() for level in comparison.levels if level.level == "O3"}
-    within = [FAMILIES[f][1] for f, level in found.items() if level.verdict.kind == "within" and not level.failed]
-    other = [f"{FAMILIES[f][1]}: {lvl.verdict.text}" for f, lvl in found.items() if FAMILIES[f][1] not in within]
-    start = ["O3, FP16 throughout without FP32 masters, promises nothing, and is shown as it came out."] if found else []
-    held = [f"It lies within the spread too on {listed(within)}."] if within else []
-    return [*start, *held, *(f"On {each}." for each in other)]
+    """O3 as it is, in sentences."""
+    found = [(f, each, level) for f, each in comparisons.items() for level in each.levels if level.level == "O3"]
+    told = [f"{FAMILIES[f][1]} {level.verdict.kind}, {outcome(each, level)}" for f, each, level in found]
+    start = "O3, FP16 throughout without FP32 masters, is outside of the claim and shown as it came out"
+    return [f"{start}: {'; '.join(told)}."] if found else []
+
+
+def outcome(comparison: Comparison, level: LevelResult) -> str:
+    """A level's mean beside O0's, in words."""
+    base = comparison.baseline
+    if level.failed or base is None or len(level.finite) < len(level.runs) or not level.runs:
+        return level.verdict.text
+    low, high = min(base.final), max(base.final)
+    p = paired_p(level, base)
+    chance = "" if p is None else f", p {p if p[0] == '<' else '= ' + p}"
+    return f"a mean of {level.mean:#.5g} against O0's {base.mean:#.5g} ({low:#.5g} to {high:#.5g}){chance}"
+
+
+def paired_p(level: LevelResult, base: LevelResult) -> str | None:
+    """The p of the paired t-test against O0, as it is printed; None for fewer than two pairs."""
+    seeds = [seed for seed in level.finite if seed in base.finite]
+    if len(seeds) < 2:
+        return None
+    p = paired_t_test([level.finite[seed] for seed in seeds], [base.finite[seed] for seed in seeds])
+    return "< 0.001" if p < 0.001 else f"{p:.2g}"
 
 
 def table(comparison: Comparison) -> str:
@@ -188,40 +206,36 @@ def table(comparison: Comparison) -> str:
     rows = [heads, ["---"] + ["---:"] * (len(heads) - 1)]
     for level in comparison.levels:
         values = list(level.finite.values())
-        pairs = [(level.finite[seed], base.finite[seed]) for seed in level.finite if seed in base.finite] if base else []
-        known = bool(values) and level is not base and bool(pairs)
-        difference = statistics.mean(ours - theirs for ours, theirs in pairs) if known else None
-        p = paired_t_test(*zip(*pairs, strict=True)) if known and len(pairs) > 1 else None
+        other = base is not None and level is not base and bool(values)
         row = [
             level.level,
-            f"{level.mean:.4f}" if values else "",
-            f"{min(values):.4f} to {max(values):.4f}" if values else "",
-            f"{difference:+.4f}" if difference is not None else "",
-            "" if p is None else "< 0.001" if p < 0.001 else f"{p:.2g}",
+            f"{level.mean:#.5g}" if values else "",
+            f"{min(values):#.5g} to {max(values):#.5g}" if values else "",
+            f"{level.mean - base.mean:+.2g}" if other else "",
+            (paired_p(level, base) or "") if other else "",
             level.verdict.kind + (f", {len(level.failed)} failed" if level.failed else ""),
         ]
         if second:
             each = [run.logged[second][-1][1] for run in level.runs if second in run.logged]
             row.append(f"{statistics.mean(each):.2f}" if each else "")
         row += [
-            f"{level.speedup.median:.2f}" if level.speedup and level is not base else "",
-            f"{level.bytes_ratio:.2f}" if level.bytes_ratio is not None and level is not base else "",
+            f"{level.speedup.median:.2f}" if other and level.speedup else "",
+            f"{level.bytes_ratio:.2f}" if other and level.bytes_ratio is not None else "",
             f"{sum(level.skips)} of {sum(run.steps for run in level.runs)}",
         ]
         rows.append(row)
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def draw(comparison: Comparison, path: Path) -> str:
-    """The held-out losses, a dot a seed, as an SVG file in light colours; what it shows, in words."""
+def draw(comparison: Comparison, path: Path) -> None:
+    """The held-out losses, a dot a seed, as an SVG file in light colours; nothing where there are none."""
     from amp_patch.report import pictures  # here: matplotlib takes a second
 
-    picture = pictures.finals(comparison)[0]
-    svg = picture.svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" style="background: #ffffff" ', 1)
-    for name, (light, _) in pictures.COLOURS.items():
-        svg = svg.replace(f"var(--{name})", light)
-    path.write_text(svg + "\n")
-    return picture.alt
+    for picture in pictures.finals(comparison):
+        svg = picture.svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" style="background: #ffffff" ', 1)
+        for name, (light, _) in pictures.COLOURS.items():
+            svg = svg.replace(f"var(--{name})", light)
+        path.write_text(svg + "\n")
 
 
 def seeds(comparison: Comparison) -> int:
