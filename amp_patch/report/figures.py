@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from amp_patch.report.runs import Run
 
+T = TypeVar("T")
 LOSS = "loss"  # the metric that every recording has
 
 
@@ -41,16 +42,19 @@ def final(run: Run, metric: str, steps: int) -> float:
     return statistics.mean(values)  # rounded once: the mean of equal numbers is that number
 
 
+def warm(values: Sequence[T]) -> Sequence[T]:
+    """Without the first tenth of the steps, and without the first, which warm up."""
+    return values[max(1, len(values) // 10) :]
+
+
 def step_times(run: Run) -> list[float]:
-    """Seconds of the steps after the first tenth, and after the first, which warm up; without those not measured."""
-    warm = run.seconds[max(1, len(run.seconds) // 10) :]
-    return [seconds for seconds in warm if math.isfinite(seconds) and seconds > 0]
+    """Seconds of the `warm` steps that were measured."""
+    return [seconds for seconds in warm(run.seconds) if math.isfinite(seconds) and seconds > 0]
 
 
 def samples_per_second(run: Run) -> float | None:
-    """Over the steps of `step_times`; None where the batch is not known."""
-    first = max(1, len(run.seconds) // 10)
-    pairs = zip(run.samples[first:], run.seconds[first:], strict=False)
+    """The median over the `warm` steps that were measured; None where the batch is not known."""
+    pairs = zip(warm(run.samples), warm(run.seconds), strict=True)
     rates = [samples / seconds for samples, seconds in pairs if samples > 0 and math.isfinite(seconds) and seconds > 0]
     return statistics.median(rates) if rates else None
 

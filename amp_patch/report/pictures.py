@@ -9,7 +9,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,7 @@ import matplotlib
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from amp_patch.histogram import FORMATS
 from amp_patch.report.runs import PARTS, Look, Run
@@ -83,9 +83,9 @@ _STYLE = {
     "svg.hashsalt": "amp_patch",
 }
 _POINTS = 400  # as many as such a picture can show of a curve
-_WORST = 12  # modules
-_SIZES = {"weights": "weights", "masters": "masters", "gradients": "gradients", "state": "optimizer state"}
-_PARTS = {**{part: part for part in PARTS}, "between": "in between"}
+WORST = 12  # modules
+SIZES = {"weights": "weights", "masters": "masters", "gradients": "gradients", "state": "optimizer state"}
+PARTS_IN_WORDS = {**{part: part for part in PARTS}, "between": "in between"}
 _FP16 = FORMATS[torch.float16]
 
 
@@ -99,6 +99,11 @@ class Picture(NamedTuple):
 def colour(level: str) -> str:
     """The name in COLOURS of a level's."""
     return level if level in COLOURS else "ink"
+
+
+def label(level: LevelResult) -> str:
+    """ "O2 FP16"."""
+    return f"{level.level} {'BF16' if level.dtype == 'bfloat16' else 'FP16'}" if level.dtype else level.level
 
 
 def losses(comparison: Comparison) -> list[Picture]:
@@ -124,9 +129,7 @@ def losses(comparison: Comparison) -> list[Picture]:
                 axes.yaxis.set_minor_formatter(NullFormatter())
             if baseline is not None and level is not baseline:
                 behind = curves[id(baseline)]
-                axes.plot(
-                    behind.steps, behind.mean, color=_STAND_INS["behind"], linewidth=3.5, label=baseline.level
-                )
+                axes.plot(behind.steps, behind.mean, color=_STAND_INS["behind"], linewidth=3.5, label=label(baseline))
             mine = _STAND_INS[colour(level.level)]
             for run in level.failed:
                 if run.loss:
@@ -135,7 +138,7 @@ def losses(comparison: Comparison) -> list[Picture]:
             curve = curves.get(id(level))
             if curve is not None:
                 axes.fill_between(curve.steps, curve.low, curve.high, color=mine, alpha=0.22, linewidth=0)
-                axes.plot(curve.steps, curve.mean, color=mine, linewidth=1.4, label=level.level)
+                axes.plot(curve.steps, curve.mean, color=mine, linewidth=1.4, label=label(level))
                 if curve.not_finite.size:
                     axes.plot(
                         curve.not_finite,
@@ -151,13 +154,15 @@ def losses(comparison: Comparison) -> list[Picture]:
                 axes.set_ylim(*span)
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             axes.set_xlabel("step")
-            axes.set_title(f"{level.level}: training loss")
+            axes.set_title(f"{label(level)}: training loss")
             handles, labels = axes.get_legend_handles_labels()
             once = dict(zip(labels, handles, strict=True))
             if len(once) > 1:
                 axes.legend(once.values(), once.keys(), loc="best")
 
-        pictures.append(_picture(f"loss-{level.level}", draw, _words_of_losses(level, curves.get(id(level)), baseline)))
+        pictures.append(
+            _picture(f"loss-{label(level)}", draw, _words_of_losses(level, curves.get(id(level)), baseline))
+        )
     return pictures
 
 
@@ -185,11 +190,11 @@ def finals(comparison: Comparison) -> list[Picture]:
                     va="center",
                     color=_STAND_INS["lost"],
                 )
-        _rows(axes, [level.level for level, _ in rows])
+        _rows(axes, [label(level) for level, _ in rows])
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.set_title(f"{_plain(_short(comparison.metric))} at the end, a dot a seed")
 
-    figures = "; ".join(f"{level.level}: {', '.join(f'{v:.4g}' for v in level.final)}" for level, _ in rows)
+    figures = "; ".join(f"{label(level)}: {', '.join(f'{v:.4g}' for v in level.final)}" for level, _ in rows)
     return [_picture("final", draw, f"The {comparison.metric} at the end, of each seed. {figures}.", rows=len(rows))]
 
 
@@ -198,17 +203,14 @@ def costs(comparison: Comparison) -> list[Picture]:
     levels = [level for level in comparison.levels if level.runs]
     if not levels:
         return []
-    names = [level.level for level in levels]
-    times = {part: [1000 * part_seconds(level.runs, part) for level in levels] for part in PARTS}
-    sizes = {name: [_mean(getattr(run, name) for run in level.runs) for level in levels] for name in _SIZES}
+    names = [label(level) for level in levels]
+    times = {part: [part_ms(level)[part] for level in levels] for part in PARTS}
+    sizes = {name: [_mean(getattr(run, name) for run in level.runs) for level in levels] for name in SIZES}
     peaks = [_mean(run.peak_memory for run in level.runs if run.peak_memory is not None) for level in levels]
-    baseline = names.index(comparison.baseline.level) if comparison.baseline in levels else None
+    baseline = next((place for place, level in enumerate(levels) if level is comparison.baseline), None)
 
-    def stacked(
-        stacks: dict[str, list[float]], labels: dict[str, str], title: str, say: Callable[[float], str]
-    ) -> Picture:
+    def stacked(stacks: dict[str, list[float]], labels: dict[str, str], title: str, ends: list[str]) -> Picture:
         totals = [sum(values) for values in zip(*stacks.values(), strict=True)]
-        ends = [_against(total, totals, place, baseline, say) for place, total in enumerate(totals)]
 
         def draw(axes: Axes) -> None:
             left = np.zeros(len(names))
@@ -225,22 +227,27 @@ def costs(comparison: Comparison) -> list[Picture]:
                         label=labels[name],
                     )
                 left += values
-            _bars(axes, names, totals, ends, say)
+            _bars(axes, names, totals, ends)
             axes.set_title(title, pad=36)
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
 
         parts = "; ".join(f"{n}: {end}" for n, end in zip(names, ends, strict=True))
         return _picture(title, draw, f"{title}, by level. {parts}.", rows=len(names), above=0.25)
 
-    pictures = [stacked(times, _PARTS, "Time of a step", lambda ms: f"{ms:.3g} ms")]
+    pictures = []
+    if any(level.step_ms for level in levels):
+        pictures.append(
+            stacked(times, PARTS_IN_WORDS, "Time of a step", [_speed(level, comparison) for level in levels])
+        )
     if any(map(any, sizes.values())):
-        pictures.append(stacked(sizes, _SIZES, "Memory of the model's tensors", size))
+        totals = [sum(values) for values in zip(*sizes.values(), strict=True)]
+        pictures.append(stacked(sizes, SIZES, "Memory of the model's tensors", _sizes(totals, baseline)))
     if any(peaks):
-        ends = [_against(peak, peaks, place, baseline, size) for place, peak in enumerate(peaks)]
+        ends = _sizes(peaks, baseline)
 
         def draw(axes: Axes) -> None:
-            axes.barh(range(len(names)), peaks, 0.68, color=[_STAND_INS[colour(name)] for name in names])
-            _bars(axes, names, peaks, ends, size)
+            axes.barh(range(len(names)), peaks, 0.68, color=[_STAND_INS[colour(level.level)] for level in levels])
+            _bars(axes, names, peaks, ends)
             axes.set_title("Peak memory", pad=36)
 
         words = "; ".join(f"{name}: {end}" for name, end in zip(names, ends, strict=True))
@@ -285,12 +292,12 @@ def scales(comparison: Comparison) -> list[Picture]:
             axes.set_ylim(2.0**low, 2.0**high)
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             axes.set_xlabel("step")
-            axes.set_title(f"{level.level}: loss scale")
+            axes.set_title(f"{label(level)}: loss scale")
 
         count = sum(sum(run.skipped) for run in runs)
         last = ", ".join(f"{run.scale[-1]:g}" for run in runs)
-        alt = f"The loss scale at {level.level} over the steps; at the end {last}; {count} skipped steps in all."
-        pictures.append(_picture(f"scale-{level.level}", draw, alt))
+        alt = f"The loss scale at {label(level)} over the steps; at the end {last}; {count} skipped steps in all."
+        pictures.append(_picture(f"scale-{label(level)}", draw, alt))
     return pictures
 
 
@@ -303,12 +310,12 @@ def numbers(level: LevelResult) -> list[Picture]:
     kinds = {
         "weights": "weights",
         "activations": "activations",
-        "activation_gradients": "activations’ gradients, scaled",
+        "activation_gradients": "activations' gradients, scaled",
     }
     seen = {words: _exponents(looks, kind) for kind, words in kinds.items() if _exponents(looks, kind)}
     if seen:
         pictures.append(_others(level, seen))
-    errors = worst_errors(looks)[:_WORST]
+    errors = worst_errors(looks)[:WORST]
     if errors:
         pictures.append(_errors(level, errors))
     return pictures
@@ -324,20 +331,26 @@ def worst_errors(looks: Iterable[Look]) -> list[tuple[str, float]]:
     return sorted(worst.items(), key=lambda item: (-item[1], item[0]))
 
 
-def part_seconds(runs: Sequence[Run], part: str) -> float:
-    """The mean over the runs of the median over the steps."""
-    return _mean(float(np.median(run.parts[part])) for run in runs if run.parts[part])
+def part_ms(level: LevelResult) -> dict[str, float]:
+    """name in PARTS -> milliseconds of a step: the step's time, shared out as the parts' medians over the steps are.
+
+    The steps that warm up are left out, as they are of the step's time.
+    """
+    medians = dict.fromkeys(PARTS, 0.0)
+    for run in level.runs:
+        for part, seconds in run.parts.items():
+            warm = [each for each in seconds[max(1, len(seconds) // 10) :] if math.isfinite(each)]
+            medians[part] += float(np.median(warm)) if warm else 0.0
+    total = sum(medians.values())
+    return {part: (level.step_ms or 0.0) * median / total if total else 0.0 for part, median in medians.items()}
 
 
 def size(count: float) -> str:
     """Bytes in words: 1536 is "1.5 KiB"."""
     if count < 1024:
         return f"{count:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        count /= 1024
-        if count < 1000:
-            break
-    return f"{count:.3g} {unit}"
+    power = min(3, int(math.log(count, 1024)))
+    return f"{count / 1024**power:.3g} {('KiB', 'MiB', 'GiB')[power - 1]}"
 
 
 def _gradients(level: LevelResult, looks: list[Look]) -> Picture:
@@ -357,41 +370,41 @@ def _gradients(level: LevelResult, looks: list[Look]) -> Picture:
     left, right = min(*counts, used[0]) - 2, max(*counts, used[1]) + 3
 
     def draw(axes: Axes) -> None:
-        below = axes.inset_axes((0, -0.78, 1, 0.44), sharex=axes)
-        _histogram(axes, counts, left, right, _STAND_INS[colour(level.level)], used[0], used[1])
-        axes.tick_params(labelbottom=False)
-        axes.set_ylabel("numbers")
-        axes.set_title(f"{level.level}: gradients, by their size")
+        axes.set_axis_off()
+        axes.set_title(f"{label(level)}: gradients, by their size")
+        above, below = axes.inset_axes((0, 0.48, 1, 0.52)), axes.inset_axes((0, 0, 1, 0.4))
+        _histogram(above, counts, left, right, _STAND_INS[colour(level.level)], used[0], used[1])
+        _powers(above, left, right)
+        above.tick_params(labelbottom=False)
         for place, (words, (low, high, flushed, overflowed)) in enumerate(shares.items()):
             below.barh(
                 place,
                 min(high, right) + 1 - max(low, left),
-                0.34,
+                0.3,
                 max(low, left),
                 color=_STAND_INS[colour(level.level) if place == 1 else "behind"],
             )
-            lost = f"{_percent(flushed)} flush" + (f", {_percent(overflowed)} overflow" if overflowed else "")
+            lost = f"{percent(flushed)} flush" + (f", {percent(overflowed)} overflow" if overflowed else "")
             below.text(
                 left,
-                place - 0.36,
+                place - 0.42,
                 f"at scale {words}: {lost}",
                 fontsize=8.5,
                 va="center",
                 color=_STAND_INS["lost" if flushed or overflowed else "ink"],
             )
-        below.set_ylim(2.45, -0.75)
+        below.set_ylim(2.3, -0.8)
         below.set_yticks([])
-        below.grid(False, axis="y")
         below.spines["left"].set_visible(False)
         _powers(below, left, right)
         below.set_xlabel("size; the bars are what FP16 can hold")
 
     words = "; ".join(
-        f"at scale {words} {_percent(flushed)} of them flush to zero and {_percent(overflowed)} overflow"
+        f"at scale {words} {percent(flushed)} of them flush to zero and {percent(overflowed)} overflow"
         for words, (_, _, flushed, overflowed) in shares.items()
     )
-    alt = f"The sizes of the gradients at {level.level}, from 2^{min(counts)} to 2^{max(counts)}. In FP16, {words}."
-    return _picture(f"gradients-{level.level}", draw, alt, height=3.6, bottom=True)
+    alt = f"The sizes of the gradients at {label(level)}, from 2^{min(counts)} to 2^{max(counts)}. In FP16, {words}."
+    return _picture(f"gradients-{label(level)}", draw, alt, height=3.6)
 
 
 def _others(level: LevelResult, seen: dict[str, dict[int, int]]) -> Picture:
@@ -400,7 +413,7 @@ def _others(level: LevelResult, seen: dict[str, dict[int, int]]) -> Picture:
 
     def draw(axes: Axes) -> None:
         axes.set_axis_off()
-        axes.set_title(f"{level.level}: everything else, by its size")
+        axes.set_title(f"{label(level)}: everything else, by its size")
         height = 1 / len(seen)
         for place, (words, counts) in enumerate(seen.items()):
             row = axes.inset_axes((0, 1 - (place + 1) * height, 1, height * 0.68))
@@ -412,11 +425,11 @@ def _others(level: LevelResult, seen: dict[str, dict[int, int]]) -> Picture:
             if place < len(seen) - 1:
                 row.tick_params(labelbottom=False)
             else:
-                row.set_xlabel("size; FP16’s range is shaded")
+                row.set_xlabel("size; FP16's range is shaded")
 
     spans = "; ".join(f"{words} from 2^{min(counts)} to 2^{max(counts)}" for words, counts in seen.items())
-    alt = f"The sizes of the numbers at {level.level}: {spans}. FP16 holds 2^{low} to 2^{high + 1}."
-    return _picture(f"others-{level.level}", draw, alt, height=3.6)
+    alt = f"The sizes of the numbers at {label(level)}: {spans}. FP16 holds 2^{low} to 2^{high + 1}."
+    return _picture(f"others-{label(level)}", draw, alt, height=3.6)
 
 
 def _errors(level: LevelResult, errors: list[tuple[str, float]]) -> Picture:
@@ -433,13 +446,13 @@ def _errors(level: LevelResult, errors: list[tuple[str, float]]) -> Picture:
         axes.set_xlim(low, high * 1.01)
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        _rows(axes, [_plain(_short(name or "the model itself", 22)) for name, _ in errors])
-        axes.set_title(f"{level.level}: relative error", x=0)
-        axes.set_xlabel("of a module’s output against FP32")
+        _rows(axes, [_plain(_short(name or "the model itself", 22)) for name, _ in errors], at_least=6)
+        axes.set_title(f"{label(level)}: relative error", x=0)
+        axes.set_xlabel("of a module's output against FP32")
 
     words = "; ".join(f"{name} {error:.2g}" for name, error in errors)
     return _picture(
-        f"errors-{level.level}", draw, f"The relative error of the outputs of modules at {level.level}: {words}.", 3.6
+        f"errors-{label(level)}", draw, f"The relative error of the outputs of modules at {label(level)}: {words}.", 3.6
     )
 
 
@@ -461,7 +474,12 @@ def _curve(seeds: list[list[float]]) -> _Curve:
     finite = np.isfinite(table)
     steps = np.arange(1, length + 1)
     window = max(1, length // 25)
-    smooth = np.stack([np.convolve(np.where(ok, row, np.nan), np.full(window, 1 / window), "valid") for ok, row in zip(finite, table, strict=True)])
+    smooth = np.stack(
+        [
+            np.convolve(np.where(ok, row, np.nan), np.full(window, 1 / window), "valid")
+            for ok, row in zip(finite, table, strict=True)
+        ]
+    )
     there = given[:, window - 1 :]  # a seed that ended earlier is no gap
     with np.errstate(invalid="ignore"):
         mean = np.where(there, smooth, 0).sum(0) / there.sum(0)
@@ -490,9 +508,7 @@ def _exponents(looks: Iterable[Look], kind: str) -> dict[int, int]:
     return dict(sorted(counts.items()))
 
 
-def _histogram(
-    axes: Axes, counts: dict[int, int], left: int, right: int, kept: str, lowest: int, highest: int
-) -> None:
+def _histogram(axes: Axes, counts: dict[int, int], left: int, right: int, kept: str, lowest: int, highest: int) -> None:
     """Bars on a logarithmic axis; those of the numbers outside of [lowest, highest] in the colour of what is lost."""
     edges = np.arange(left, right + 1)
     values = np.array([counts.get(e, 0) for e in edges[:-1]])
@@ -502,7 +518,9 @@ def _histogram(
             axes.stairs(np.where(part, values, 0), edges, baseline=0.5, fill=True, color=paint)
     axes.set_yscale("log")
     axes.set_ylim(0.5, values.max() * 2)
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_locator(LogLocator(numticks=4))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"10{_raised(round(math.log10(value)))}"))
+    axes.yaxis.set_minor_locator(NullLocator())
 
 
 def _powers(axes: Axes, left: int, right: int) -> None:
@@ -512,16 +530,14 @@ def _powers(axes: Axes, left: int, right: int) -> None:
     axes.set_xticks(ticks, [f"2{_raised(e)}" for e in ticks])
 
 
-def _rows(axes: Axes, names: list[str]) -> None:
+def _rows(axes: Axes, names: list[str], at_least: int = 1) -> None:
     axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_ylim(max(len(names), at_least) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0, labelcolor=_STAND_INS["ink"])
     axes.grid(False, axis="y")
 
 
-def _bars(
-    axes: Axes, names: list[str], totals: list[float], ends: list[str], say: Callable[[float], str]
-) -> None:
+def _bars(axes: Axes, names: list[str], totals: list[float], ends: list[str]) -> None:
     longest = max(totals) or 1.0
     for place, (total, words) in enumerate(zip(totals, ends, strict=True)):
         axes.text(total + 0.02 * longest, place, words, va="center", fontsize=8.5)
@@ -532,20 +548,31 @@ def _bars(
     axes.spines["bottom"].set_visible(False)
 
 
-def _against(total: float, totals: list[float], place: int, baseline: int | None, say: Callable[[float], str]) -> str:
-    if baseline is None or place == baseline or not totals[baseline] or not total:
-        return say(total)
-    return f"{say(total)} ({total / totals[baseline]:.2g}×)"
+def _speed(level: LevelResult, comparison: Comparison) -> str:
+    if not level.step_ms:
+        return "unknown"
+    faster = "" if level is comparison.baseline or level.speedup is None else f", {level.speedup.median:.2g}x as fast"
+    return f"{level.step_ms:.3g} ms{faster}"
+
+
+def _sizes(totals: list[float], baseline: int | None) -> list[str]:
+    """In words, each also as a multiple of the baseline's."""
+    base = 0.0 if baseline is None else totals[baseline]
+    return [
+        size(total) + (f" ({total / base:.2g}x)" if base and total and place != baseline else "")
+        for place, total in enumerate(totals)
+    ]
 
 
 def _words_of_losses(level: LevelResult, curve: _Curve | None, baseline: LevelResult | None) -> str:
     if curve is None:
-        return f"The training loss at {level.level} up to where it failed."
+        return f"The training loss at {label(level)} up to where it failed."
     last = [f"{run.loss[-1]:.4g}" for run in level.runs if run.loss]
-    words = f"The training loss at {level.level} over {int(curve.steps[-1])} steps; the last one of each seed: {', '.join(last)}."
+    words = f"The training loss at {label(level)} over {int(curve.steps[-1])} steps"
+    words += f"; the last one of each seed: {', '.join(last)}."
     if curve.not_finite.size:
         words += f" Not finite at {curve.not_finite.size} steps, from step {int(curve.not_finite[0])} on."
-    return words + (f" Behind it in grey {baseline.level}." if baseline not in (None, level) else "")
+    return words + (f" Behind it in grey {label(baseline)}." if baseline is not None and level is not baseline else "")
 
 
 def _raised(exponent: int) -> str:
@@ -558,7 +585,7 @@ def _power(scale: float) -> str:
     return f"2{_raised(math.frexp(scale)[1] - 1)}" if exact and scale != 1 else f"{scale:g}"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     return "0 %" if share == 0 else "<0.1 %" if share < 0.001 else f"{100 * share:.2g} %" if share < 1 else "100 %"
 
 
@@ -584,7 +611,6 @@ def _picture(
     *,
     rows: int | None = None,
     above: float = 0.0,
-    bottom: bool = False,
 ) -> Picture:
     """Make one; `rows` bars decide its height, `above` inches more are for a legend."""
     if rows is not None:

@@ -168,14 +168,14 @@ class Comparison:
         )
         better = "higher" if self.maximize else "lower"
         return (
-            f"The figure of a run is {what}; {better} is better. Runs are paired by seed with {base}'s. "
-            f"Within: the mean over a level's seeds lies between the lowest and the highest figure of {base}'s seeds. "
-            f"Differs: it lies outside, and Student's paired t-test over the seeds (two-sided) rejects at "
-            f"{SIGNIFICANCE:.0%} that there is no difference; the test is done for each level by itself. "
-            "Undecided: it lies outside, and the test does not reject that, or there is only one seed. A level of "
-            "which a run diverged (its figure is missing or not finite) is not to be used. Times: the median step of "
-            "each run, without the first tenth of the steps; the ratio is taken for each seed, and a level is faster "
-            "only if it is with all of them (with one seed: if the quartiles of its step times are)."
+            f"The figure of a run is {what}; {better} is better. Runs are paired by seed with {base}'s. Within: the "
+            f"mean over the level's seeds that {base} has too lies between the lowest and the highest figure of "
+            f"{base}'s seeds. Differs: it lies outside, and Student's paired t-test over the seeds (two-sided) rejects "
+            f"at {SIGNIFICANCE:.0%} that there is no difference; each level is tested by itself. Undecided: it lies "
+            "outside, and the test does not reject that, or there is only one seed. A level of which a run diverged "
+            "(its figure is missing or not finite) is not to be used. Times: the median step of each run, without the "
+            "first tenth of the steps; the ratio is taken for each seed, and a level is faster only if it is with all "
+            "of them (with one seed: if the quartiles of its step times are)."
         )
 
     @cached_property
@@ -193,15 +193,17 @@ class Comparison:
         smaller = [level for level in usable if (_memory(level) or 1.0) < _LESS_MEMORY]
         if smaller:
             best = min(smaller, key=lambda level: _memory(level) or 1.0)
-            return f"No level that can be used is faster than {base.name}. For its memory use {best.name}: " + (
-                f"{best.verdict.text}."
-            )
-        if usable:
-            names = _list([level.name for level in usable])
-            return f"Stay with {base.name}: {names} can be used, but is neither faster nor smaller."
+            return f"Use {best.name} for its memory; none is faster than {base.name}: {best.verdict.text}."
         undecided = [level for level in others if level.verdict.kind == "undecided"]
-        reasons = "; ".join(f"{level.name}: {level.verdict.text}" for level in others)
-        return f"Stay with {base.name}{' for now' * bool(undecided)}: {reasons}."
+        reasons = {
+            "{} would do as well, no faster and no smaller": usable,
+            "{} cannot be told from chance yet, run three seeds or more": undecided,
+            "do not use {}": [level for level in others if not level.verdict.usable and level not in undecided],
+            "{} failed with some seeds": [level for level in others if level.verdict.usable and level.failed],
+            "{} failed": [level for level in self.levels if not level.runs],
+        }
+        said = [text.format(_list([level.name for level in found])) for text, found in reasons.items() if found]
+        return f"Stay with {base.name}{' for now' if undecided else ''}: {'; '.join(said)}."
 
     @cached_property
     def notes(self) -> list[str]:
@@ -334,9 +336,10 @@ class Comparison:
         better = (mean > base_mean) is self.maximize and mean != base_mean
         apart = _apart(mean, base_mean)
         if len(spread) < 2 or _seeds_change_nothing(base):
-            what = "one seed" if len(spread) < 2 else "the seeds change nothing"
-            more = "run --seeds 3 to judge it" if len(spread) < 2 else "pass the seed to the script to judge it"
-            return "undecided", f"{what}: {self.figure} {apart} {base.name}'s; {more}", False
+            what, more = ("one seed", "run three seeds or more")
+            if len(spread) > 1:
+                what, more = "the seeds change nothing", "let the script use them"
+            return "undecided", f"{what}: {self.figure} {apart} {base.name}'s; {more} to judge it", False
         text, low, high, of_base = _tell_apart(mean, min(spread), max(spread), base_mean)
         its_spread = f"the spread of {base.name}'s {len(spread)} seeds ({low} to {high})"
         if min(spread) <= mean <= max(spread):
@@ -344,20 +347,13 @@ class Comparison:
         if len(seeds) < 2:
             return "undecided", f"{self.figure} {text} outside {its_spread}, with one seed; run more seeds", False
         p = figures.paired_t_test(ours, theirs)
-        found = f"paired t-test over {len(seeds)} seeds: p {'< 0.001' if p < 0.001 else f'= {p:.2g}'}"
+        found = f"paired t-test p {'< 0.001' if p < 0.001 else f'= {p:.2g}'}"
         if p >= SIGNIFICANCE:
-            return (
-                "undecided",
-                f"{self.figure} {text} outside {its_spread}, which may be chance ({found}); " + ("run more seeds"),
-                False,
-            )
-        word = "better" if better else "worse"
-        return (
-            "differs",
-            f"{self.figure} {text} is {word}, {apart} {base.name}'s {of_base}, and outside "
-            + (f"{its_spread} ({found})"),
-            better,
-        )
+            chance = f"outside {its_spread}, which may be chance ({found}); run more seeds"
+            return "undecided", f"{self.figure} {text}, {apart} {base.name}'s {of_base}, {chance}", False
+        word = ", better: " if better else ", "
+        difference = f"{self.figure} {text}{word}{apart} {base.name}'s {of_base}, outside {its_spread}"
+        return "differs", f"{difference}, {found}", better
 
     def _diverged(self, level: LevelResult, base: LevelResult | None) -> list[str]:
         """Why runs of a level have no figure, in words."""
@@ -369,12 +365,12 @@ class Comparison:
             also = base is not None and level is not base and run.seed in set(base.seeds) - set(base.finite)
             as_base = f", as {base.name} did" if also and base is not None else ""
             if step is not None and self.metric == LOSS:
-                reasons.setdefault(f"diverged with seed %s at step {step}{as_base}", []).append(run.seed)
+                reasons.setdefault(f"diverged with {{}} at step {step}{as_base}", []).append(run.seed)
             elif self.metric != LOSS and self.metric in run.logged:
-                reasons.setdefault(f"{self.metric} was not finite with seed %s{as_base}", []).append(run.seed)
+                reasons.setdefault(f"{self.metric} was not finite with {{}}{as_base}", []).append(run.seed)
             else:
-                reasons.setdefault(f"gave no {self.metric} with seed %s{as_base}", []).append(run.seed)
-        return [text % _list([str(seed) for seed in seeds]) for text, seeds in reasons.items()]
+                reasons.setdefault(f"gave no {self.metric} with {{}}{as_base}", []).append(run.seed)
+        return [text.format(_seeds(seeds)) for text, seeds in reasons.items()]
 
     def _nothing_to_compare(self) -> str:
         if not self.runs:
@@ -422,10 +418,14 @@ def _name(run: Run) -> str:
 
 
 def _failures(level: LevelResult) -> str:
-    errors: dict[str, list[str]] = {}
+    errors: dict[str, list[int]] = {}
     for run in level.failed:
-        errors.setdefault(run.error or "recorded no step", []).append(str(run.seed))
-    return "; ".join(f"failed with seed {_list(seeds)}: {error}" for error, seeds in errors.items())
+        errors.setdefault(run.error or "recorded no step", []).append(run.seed)
+    return "; ".join(f"failed with {_seeds(seeds)}: {error}" for error, seeds in errors.items())
+
+
+def _seeds(seeds: Sequence[int]) -> str:
+    return f"seed{'s' if len(seeds) > 1 else ''} {_list([str(seed) for seed in seeds])}"
 
 
 def _seeds_change_nothing(base: LevelResult) -> bool:
@@ -440,7 +440,7 @@ def _same_losses(level: LevelResult, base: LevelResult, seeds: Iterable[int]) ->
 
 def _ratio(ours: Iterable[int], theirs: Iterable[int]) -> float | None:
     ours, theirs = list(ours), list(theirs)
-    return statistics.median(ours) / statistics.median(theirs) if ours and theirs and min(*theirs, 1) > 0 else None
+    return statistics.median(ours) / median if ours and theirs and (median := statistics.median(theirs)) > 0 else None
 
 
 def _memory(level: LevelResult) -> float | None:
@@ -451,7 +451,7 @@ def _speed(level: LevelResult, base: LevelResult) -> str:
     parts = []
     if level.speedup is not None:
         median, low, high = level.speedup
-        how = "one run, " if len(level.runs) == 1 else ""
+        how = "one run, " if len(set(level.seeds) & set(base.seeds)) == 1 else ""
         if low > 1:
             middle, least, most = _times(median, low, high)
             parts.append(f"{middle}x faster than {base.name} ({how}{least} to {most})")
@@ -481,7 +481,8 @@ def _apart(figure: float, base: float) -> str:
         return "equal to"
     if base == 0:
         return f"{abs(figure - base):.2g} {side}"
-    return f"{100 * abs(figure / base - 1):.2g} % {side}"
+    percent = 100 * abs(figure / base - 1)
+    return f"{percent:{'.2g' if percent < 10 else '.0f'}} % {side}"
 
 
 def _tell_apart(*values: float) -> list[str]:
