@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -114,14 +113,18 @@ def test_the_pictures_stand_alone_in_light_colours(accuracy, tmp_path):
         assert "var(" not in text and "#ffffff" in text and len(text) < 150_000
 
 
-def test_the_page_can_be_written_again_from_reports(tmp_path):
+def test_the_page_can_be_written_again_from_reports(accuracy, tmp_path, monkeypatch, capsys):
     """The exit status is the claim's."""
-    for family, each in families(O2=1.0).items():
-        (tmp_path / "reports" / family).mkdir(parents=True)
-        (tmp_path / "reports" / family / "report.json").write_text(dumps(each.to_dict()))
-    command = [sys.executable, "-W", "error", str(SCRIPT), "--from", str(tmp_path / "reports"), "--docs", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1, done.stderr
-    assert "lstm at O2: a mean of 3.5000" in done.stderr
-    assert done.stdout.rstrip().endswith("accuracy.md")
-    assert len(rows((tmp_path / "accuracy.md").read_text())) == 18
+    reports, docs = tmp_path / "reports", tmp_path / "docs"
+    monkeypatch.setattr(sys, "argv", ["accuracy.py", "--from", str(reports), "--docs", str(docs)])
+    with pytest.raises(SystemExit, match=r"there is no .*report\.json"):
+        accuracy.main()
+    for shift, status, said in (1 / 64, 0, ""), (1.0, 1, "lstm at O2: a mean of 3.5000"):
+        for family, each in families(O2=shift).items():
+            (reports / family).mkdir(parents=True, exist_ok=True)
+            (reports / family / "report.json").write_text(dumps(each.to_dict()))
+        assert accuracy.main() == status
+        printed, errors = capsys.readouterr()
+        assert said in errors and bool(errors) == bool(status)
+        assert printed.rstrip().endswith(str(docs / "accuracy.md"))
+        assert len(rows((docs / "accuracy.md").read_text())) == 18
