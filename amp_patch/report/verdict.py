@@ -17,6 +17,7 @@ from amp_patch.report.figures import LOSS, Ratio
 from amp_patch.report.runs import Run
 
 SIGNIFICANCE = 0.05
+INTERRUPTED = "interrupted"  # an error that begins so is the user's Ctrl-C: no fault of the level
 _LESS_MEMORY = 0.95  # a level is recommended for its memory only below this share of the baseline's
 
 
@@ -24,10 +25,10 @@ class Verdict(NamedTuple):
     """What is said of a level.
 
     Attributes:
-        kind: "baseline"; "within" the baseline's spread; "differs" (`better`, or not to be used); "undecided", where
-            more seeds are needed; "failed", without a run that went well; "alone", with nothing to compare it with.
+        kind: "baseline"; "within" the baseline's spread; "differs" (`better`, or not to be used); "undecided", which
+            may be chance; "failed", without a run that went well; "alone", with nothing to compare it with.
         text: a sentence without the level's name, without a full stop.
-        better: whether a "differs" is an improvement.
+        better: whether the level lies outside of the baseline's spread on the better side.
     """
 
     kind: str
@@ -172,10 +173,11 @@ class Comparison:
             f"mean over the level's seeds that {base} has too lies between the lowest and the highest figure of "
             f"{base}'s seeds. Differs: it lies outside, and Student's paired t-test over the seeds (two-sided) rejects "
             f"at {SIGNIFICANCE:.0%} that there is no difference; each level is tested by itself. Undecided: it lies "
-            "outside, and the test does not reject that, or there is only one seed. A level of which a run diverged "
-            "(its figure is missing or not finite) is not to be used. Times: the median step of each run, without the "
-            "first tenth of the steps; the ratio is taken for each seed, and a level is faster only if it is with all "
-            "of them (with one seed: if the quartiles of its step times are)."
+            "outside, and the test does not reject that, or there is only one seed. To lie outside on the better side "
+            "is no reason against a level. One of which a run diverged (its figure is missing or not finite) is not to "
+            "be used. Times: the median step of each run, without the first tenth of the steps; the ratio is taken for "
+            "each seed, and a level is faster only if it is with all of them (with one seed: if the quartiles of its "
+            "step times are)."
         )
 
     @cached_property
@@ -185,21 +187,25 @@ class Comparison:
         if base is None or not self.comparable:
             return self._nothing_to_compare()
         others = [level for level in self.levels if level is not base and level.runs]
-        usable = [level for level in others if level.verdict.usable and not level.failed]
+        usable = [level for level in others if level.verdict.usable and not _faults(level)]
         faster = [level for level in usable if level.speedup is not None and level.speedup.low > 1]
         if faster:
             best = max(faster, key=lambda level: level.speedup or Ratio(0, 0, 0))
             return f"Use {best.name}: {best.verdict.text}."
-        smaller = [level for level in usable if (_memory(level) or 1.0) < _LESS_MEMORY]
+        smaller = [level for level in usable if _is_smaller(level, base)]
         if smaller:
             best = min(smaller, key=lambda level: _memory(level) or 1.0)
             return f"Use {best.name} for its memory; none is faster than {base.name}: {best.verdict.text}."
-        undecided = [level for level in others if level.verdict.kind == "undecided"]
+        kinds = {
+            kind: [level for level in others if level.verdict.kind == kind and not level.verdict.better]
+            for kind in ("undecided", "differs")
+        }
+        undecided = kinds["undecided"]
         reasons = {
-            "{} would do as well, no faster and no smaller": usable,
+            "{} would do as well, but not faster, nor in much less memory": usable,
             "{} cannot be told from chance yet, run three seeds or more": undecided,
-            "do not use {}": [level for level in others if not level.verdict.usable and level not in undecided],
-            "{} failed with some seeds": [level for level in others if level.verdict.usable and level.failed],
+            "do not use {}": kinds["differs"],
+            "{} failed with some seeds": [level for level in others if level.verdict.usable and _faults(level)],
             "{} failed": [level for level in self.levels if not level.runs],
         }
         said = [text.format(_list([level.name for level in found])) for text, found in reasons.items() if found]
@@ -329,7 +335,8 @@ class Comparison:
         if not seeds:
             return "undecided", f"no seed of it has a figure of {base.name}'s to compare with", False
         ours, theirs = [level.finite[seed] for seed in seeds], [base.finite[seed] for seed in seeds]
-        if _same_losses(level, base, seeds) and ours == theirs:
+        of_seed = {run.seed: run for run in base.runs}
+        if ours == theirs and all(_same(run, of_seed[run.seed]) for run in level.runs if run.seed in seeds):
             same = f"every loss the same as {base.name}'s, to the bit"
             return "within", f"{self.figure} {_tell_apart(statistics.mean(ours))[0]}, {same}", False
         mean, base_mean = statistics.mean(ours), statistics.mean(theirs)
@@ -347,30 +354,32 @@ class Comparison:
         if len(seeds) < 2:
             return "undecided", f"{self.figure} {text} outside {its_spread}, with one seed; run more seeds", False
         p = figures.paired_t_test(ours, theirs)
-        found = f"paired t-test p {'< 0.001' if p < 0.001 else f'= {p:.2g}'}"
-        if p >= SIGNIFICANCE:
-            chance = f"outside {its_spread}, which may be chance ({found}); run more seeds"
-            return "undecided", f"{self.figure} {text}, {apart} {base.name}'s {of_base}, {chance}", False
         word = ", better: " if better else ", "
         difference = f"{self.figure} {text}{word}{apart} {base.name}'s {of_base}, outside {its_spread}"
-        return "differs", f"{difference}, {found}", better
+        found = f"paired t-test p {'< 0.001' if p < 0.001 else f'= {p:.2g}'}"
+        if p < SIGNIFICANCE:
+            return "differs", f"{difference}, {found}", better
+        more = "" if better else "; run more seeds"
+        return "undecided", f"{difference}, which may be chance ({found}){more}", better
 
     def _diverged(self, level: LevelResult, base: LevelResult | None) -> list[str]:
         """Why runs of a level have no figure, in words."""
-        reasons: dict[str, list[int]] = {}
+        reasons: dict[tuple[str, str], list[int]] = {}
         for run, figure in zip(level.runs, level.final, strict=True):
             if math.isfinite(figure):
                 continue
             step = next((step for step, loss in enumerate(run.loss) if not math.isfinite(loss)), None)
-            also = base is not None and level is not base and run.seed in set(base.seeds) - set(base.finite)
-            as_base = f", as {base.name} did" if also and base is not None else ""
+            after = ""
             if step is not None and self.metric == LOSS:
-                reasons.setdefault(f"diverged with {{}} at step {step}{as_base}", []).append(run.seed)
+                what, after = "diverged", f" at step {step}"
             elif self.metric != LOSS and self.metric in run.logged:
-                reasons.setdefault(f"{self.metric} was not finite with {{}}{as_base}", []).append(run.seed)
+                what = f"{self.metric} was not finite"
             else:
-                reasons.setdefault(f"gave no {self.metric} with {{}}{as_base}", []).append(run.seed)
-        return [text.format(_seeds(seeds)) for text, seeds in reasons.items()]
+                what = f"gave no {self.metric}"
+            if base is not None and level is not base and run.seed in set(base.seeds) - set(base.finite):
+                after += f", as {base.name} did"
+            reasons.setdefault((what, after), []).append(run.seed)
+        return [f"{what} with {_seeds(seeds)}{after}" for (what, after), seeds in reasons.items()]
 
     def _nothing_to_compare(self) -> str:
         if not self.runs:
@@ -428,14 +437,19 @@ def _seeds(seeds: Sequence[int]) -> str:
     return f"seed{'s' if len(seeds) > 1 else ''} {_list([str(seed) for seed in seeds])}"
 
 
+def _faults(level: LevelResult) -> list[Run]:
+    """The runs that failed by themselves."""
+    return [run for run in level.failed if not (run.error or "").startswith(INTERRUPTED)]
+
+
 def _seeds_change_nothing(base: LevelResult) -> bool:
     """Whether its runs, two or more, are one run."""
-    return len(base.runs) > 1 and all(run.loss == base.runs[0].loss for run in base.runs)
+    return len(base.runs) > 1 and len(set(base.final)) == 1 and all(_same(run, base.runs[0]) for run in base.runs)
 
 
-def _same_losses(level: LevelResult, base: LevelResult, seeds: Iterable[int]) -> bool:
-    ours, theirs = ({run.seed: run.loss for run in each.runs} for each in (level, base))
-    return all(ours[seed] == theirs[seed] for seed in seeds)
+def _same(run: Run, other: Run) -> bool:
+    """Whether all losses are finite, and the same to the bit."""
+    return bool(run.loss) and run.loss == other.loss and all(map(math.isfinite, run.loss))
 
 
 def _ratio(ours: Iterable[int], theirs: Iterable[int]) -> float | None:
@@ -445,6 +459,14 @@ def _ratio(ours: Iterable[int], theirs: Iterable[int]) -> float | None:
 
 def _memory(level: LevelResult) -> float | None:
     return level.memory_ratio if level.memory_ratio is not None else level.bytes_ratio
+
+
+def _is_smaller(level: LevelResult, base: LevelResult) -> bool:
+    """Whether all runs peaked below all of the baseline's, by more than a little; where none is known, the tensors."""
+    peaks, of_base = ([run.peak_memory for run in each.runs if run.peak_memory is not None] for each in (level, base))
+    if peaks and of_base:
+        return max(peaks) < _LESS_MEMORY * min(of_base)
+    return level.bytes_ratio is not None and level.bytes_ratio < _LESS_MEMORY
 
 
 def _speed(level: LevelResult, base: LevelResult) -> str:
