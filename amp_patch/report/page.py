@@ -36,7 +36,7 @@ h2 { font-size: 1.2rem; margin: 44px 0 10px; padding-top: 10px; border-top: 1px 
 h3 { font-size: 1rem; margin: 26px 0 8px }
 p, ul { margin: 8px 0 }
 p, .verdicts, .plain { max-width: 76ch }
-.soft, caption, figcaption, small { color: var(--soft) }
+.soft, small { color: var(--soft) }
 .summary { font-size: 1.35rem; line-height: 1.4; font-weight: 600; margin: 20px 0; padding: 14px 18px;
   border-left: 5px solid var(--O0); background: var(--card); border-radius: 4px }
 .verdicts { list-style: none; padding: 0 }
@@ -44,14 +44,19 @@ p, .verdicts, .plain { max-width: 76ch }
 .kind { display: inline-block; border: 1px solid currentColor; border-radius: 10px; padding: 0 9px; margin: 0 6px;
   font-size: 0.85rem }
 .within, .better { color: var(--good) } .differs, .failed { color: var(--lost) } .undecided { color: var(--unsure) }
-.scroll { overflow-x: auto; margin: 10px 0; max-width: 100% }
+.tables { display: flex; flex-wrap: wrap; gap: 0 56px }
+.tables > div { min-width: 0; max-width: 100%; margin-top: 14px }
+.tables p { margin: 0 }
+.scroll { overflow-x: auto; margin: 6px 0; max-width: 100% }
 .scroll:focus-visible { outline: 2px solid var(--O1) }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.92rem }
-caption { text-align: left; padding-bottom: 4px }
 th, td { padding: 6px 16px 6px 0; text-align: right; vertical-align: top; border-bottom: 1px solid var(--line);
   white-space: nowrap; overflow-wrap: normal }
 th:first-child, td:first-child, td.text, th.text { text-align: left }
 td.text { white-space: normal; min-width: 16em }
+th[scope=row] { position: sticky; left: 0; background: var(--paper) }
+.named th[scope=row] { position: static; white-space: normal; overflow-wrap: anywhere; min-width: 11em }
+.named thead th { white-space: normal }
 thead th { color: var(--soft); font-weight: 600; border-bottom-color: var(--soft); vertical-align: bottom }
 td small { display: block; white-space: normal; min-width: 9em; max-width: 17em; margin-left: auto }
 .pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr)); gap: 22px 28px;
@@ -104,6 +109,7 @@ def html(comparison: Comparison) -> str:
         _section("Loss scale", _figures(pictures.scales(comparison))),
         _section("What failed", _failures(comparison)),
         _section("What the numbers look like", "".join(map(_seen, comparison.levels))),
+        _section("What each level is", _definitions(_policies(comparison))),
         _section("The machine", _definitions(comparison.machine)),
         _section("Every run", _runs(comparison)),
     ]
@@ -133,7 +139,7 @@ def _verdict(level: LevelResult) -> str:
     kind, text, better = level.verdict
     word = "better" if better and kind == "differs" else _KINDS[kind]
     look = "better" if better and kind == "differs" else kind
-    text = f"{text[:1].upper()}{text[1:]}." if text else ""
+    text = f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}" if text else ""
     return (
         f'<li style="border-color: var(--{pictures.colour(level.level)})"><strong>{_text(label(level))}</strong>'
         f'<span class="kind {look}">{_text(word)}</span>{_text(text)}</li>'
@@ -174,7 +180,11 @@ def _levels(comparison: Comparison) -> str:
                 f"{len(level.failed)} of {len(level.failed) + len(level.runs)}" if level.failed else "",
             ]
         )
-    return _table("Under the mean, the figure of each seed; of the speed, its range over the seeds.", head, rows)
+    return (
+        ""
+        if not rows
+        else _table("Under the mean, the figure of each seed; of the speed, its range over the seeds.", head, rows)
+    )
 
 
 def _splits(comparison: Comparison) -> str:
@@ -187,8 +197,9 @@ def _splits(comparison: Comparison) -> str:
         sizes.append([_text(label(level)), *(pictures.size(each) for each in (*kinds, sum(kinds)))])
     if not times:
         return ""
-    return _table("Where the time of a step goes.", ["level", *pictures.PARTS_IN_WORDS.values()], times) + _table(
-        "What the model's tensors take.", ["level", *pictures.SIZES.values(), "together"], sizes
+    return _tables(
+        _table("Where the time of a step goes.", ["level", *pictures.PARTS_IN_WORDS.values()], times),
+        _table("What the model's tensors take.", ["level", *pictures.SIZES.values(), "together"], sizes),
     )
 
 
@@ -212,16 +223,22 @@ def _seen(level: LevelResult) -> str:
     parts = [f"<h3>{_text(label(level))}</h3>", _figures(pictures.numbers(level))]
     bad = [f"Seed {run.seed}: {look.not_finite}" for run, look in looked if look.not_finite]
     names = list(dict.fromkeys(name for look in looks for name in look.keep_fp32))
-    parts.append(f'<p class="soft">Looked at in {_count(len(looks), "step")}, the first after {steps[0]}.</p>')
+    when = (
+        f"of step {steps[0] + 1}"
+        if len(steps) == 1
+        else f"of {len(steps)} steps, from {steps[0] + 1} to {steps[-1] + 1}"
+    )
+    parts.append(f'<p class="soft">What is shown is {when}.</p>')
     if bad:
         parts += ["<p>Where the first number that is not finite appeared:</p>", _items([_text(each) for each in bad])]
     if names:
         parts.append(f"<p>Best kept in FP32:</p><pre>amp.initialize(..., keep_fp32={_text(repr(names))})</pre>")
-    errors = pictures.worst_errors(looks)[: pictures.WORST]
-    if errors:
-        rows = [[_text(name or "the model itself"), _number(error)] for name, error in errors]
-        parts.append(_table("Modules whose output differs most from FP32's.", ["module", "relative error"], rows))
-    return "".join(parts) + _lost(looks)
+    rows = [
+        [_text(name or "the model itself"), _number(e)] for name, e in pictures.worst_errors(looks)[: pictures.WORST]
+    ]
+    head = ["module", "relative error"]
+    worst = _table("Modules whose output differs most from FP32's.", head, rows, named=True) if rows else ""
+    return "".join(parts) + _tables(worst, _lost(looks))
 
 
 def _lost(looks: Sequence[Look]) -> str:
@@ -237,18 +254,27 @@ def _lost(looks: Sequence[Look]) -> str:
         return ""
     head = ["parameter", "flush at the scale in use", "at scale 1", "at the best", "overflow at the scale in use"]
     rows = [[_text(name), *map(pictures.percent, each)] for name, each in worst[:_LISTED]]
-    return _table("Parameters of whose gradients FP16 loses most.", head, rows)
+    return _table("Parameters of whose gradients FP16 loses most.", head, rows, named=True)
+
+
+def _policies(comparison: Comparison) -> dict[str, str]:
+    """label of a level -> its policy, in words."""
+    policies = {
+        label(level): [*dict.fromkeys(run.policy for run in (*level.runs, *level.failed) if run.policy)]
+        for level in comparison.levels
+    }
+    return {name: "; ".join(words) for name, words in policies.items() if words}
 
 
 def _runs(comparison: Comparison) -> str:
     metric = comparison.metric
     head = ["level", "seed", "steps", "last loss", *([metric] if metric != "loss" else []), "median step", "skips"]
-    head += ["weights", "peak memory", "policy", "notes"]
+    head += ["weights", "peak memory", "notes"]
     rows = []
     for level in comparison.levels:
         for run in sorted((*level.runs, *level.failed), key=lambda run: run.seed):
             rows.append([_text(label(level)), *_run(run, metric)])
-    return _table("", head, rows, wordy=("policy", "notes"))
+    return _tables(_table("", head, rows)) if rows else ""
 
 
 def _run(run: Run, metric: str) -> list[str]:
@@ -263,8 +289,7 @@ def _run(run: Run, metric: str) -> list[str]:
         str(sum(run.skipped)),
         pictures.size(run.weights) if run.weights else "",
         pictures.size(run.peak_memory) if run.peak_memory is not None else "",
-        _text(run.policy),
-        _text("; ".join([*run.notes, *(["failed"] if run.error else [])])),
+        _text("; ".join([*(["failed"] if run.error else []), *run.notes])),
     ]
 
 
@@ -289,18 +314,28 @@ def _definitions(pairs: dict[str, Any]) -> str:
     return f"<dl>{lines}</dl>" if lines else ""
 
 
-def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], wordy: Iterable[str] = ()) -> str:
-    """A table of HTML cells, in a box of its own that scrolls; the first cell of a row is its heading."""
-    columns = [(name, ' class="text"' if name in wordy else "") for name in head]
+def _tables(*several: str) -> str:
+    """Side by side where there is room."""
+    return f'<div class="tables">{"".join(several)}</div>' if any(several) else ""
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, named: bool = False) -> str:
+    """A table of HTML cells, in a box of its own that scrolls; the first cell of a row is its heading.
+
+    `named`: those are names of the user's, which can be long: they are broken into lines.
+    """
+    columns = [(name, ' class="text"' if name == "notes" else "") for name in head]
     top = "".join(f'<th scope="col"{look}>{_text(name)}</th>' for name, look in columns)
     lines = []
     for first, *others in rows:
         cells = "".join(f"<td{look}>{cell}</td>" for cell, (_, look) in zip(others, columns[1:], strict=True))
         lines.append(f'<tr><th scope="row">{first}</th>{cells}</tr>')
-    title = f"<caption>{_text(caption)}</caption>" if caption else ""
+    words = _text(title or head[0])
     return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{_text(caption or "table")}"><table>{title}'
-        f"<thead><tr>{top}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+        (f'<div><p class="soft">{words}</p>' if title else "<div>")
+        + f'<div class="scroll{" named" * named}" role="region" tabindex="0" aria-label="{words}">'
+        + f'<table aria-label="{words}"><thead><tr>{top}</tr></thead>'
+        + f"<tbody>{''.join(lines)}</tbody></table></div></div>"
     )
 
 

@@ -54,7 +54,7 @@ COLOURS = {
 }
 # What matplotlib draws them in; nothing else has these colours, so that each can become a variable of the page's.
 _STAND_INS = {name: f"#fe01{index:02x}" for index, name in enumerate(COLOURS)}
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "figure.facecolor": "none",
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
@@ -79,6 +79,7 @@ _STYLE = {
     "legend.borderpad": 0.0,
     "legend.handlelength": 1.0,
     "legend.columnspacing": 1.2,
+    "text.parse_math": False,  # in a user's name a dollar is a dollar
     "svg.fonttype": "none",  # words stay words: they can be read aloud, searched and copied
     "svg.hashsalt": "amp_patch",
 }
@@ -169,30 +170,47 @@ def losses(comparison: Comparison) -> list[Picture]:
 def finals(comparison: Comparison) -> list[Picture]:
     """The metric at the end: a dot a seed, in a row a level, before the range of the baseline's."""
     rows = [(level, [v for v in level.final if math.isfinite(v)]) for level in comparison.levels if level.runs]
-    if not any(values for _, values in rows):
+    every = [value for _, values in rows for value in values]
+    if not every:
         return []
     baseline = comparison.baseline
+    # A level that is far off would leave of all others one dot: it is shown by an arrow at the edge, with its figure.
+    near = [v for level, values in rows if level.verdict.kind != "differs" for v in values] or every
+    width = max(near) - min(near) or abs(near[0]) or 1.0
+    low, high = max(min(every), min(near) - 3 * width), min(max(every), max(near) + 3 * width)
+    margin = 0.06 * (high - low or width)
 
     def draw(axes: Axes) -> None:
         for place, (level, values) in enumerate(rows):
             if level is baseline and values:
                 axes.axvspan(min(values), max(values), color=_STAND_INS["behind"], alpha=0.25, linewidth=0)
-            axes.plot(
-                values, [place] * len(values), "o", color=_STAND_INS[colour(level.level)], alpha=0.75, markersize=6
-            )
-            lost = len(level.final) - len(values)
-            if lost:
-                axes.annotate(
-                    f"{lost} not finite",
-                    (1, place),
-                    xycoords=("axes fraction", "data"),
-                    ha="right",
+            mine = _STAND_INS[colour(level.level)]
+            inside = [value for value in values if low <= value <= high]
+            axes.plot(inside, [place] * len(inside), "o", color=mine, alpha=0.75, markersize=6)
+            words = [f"{lost} not finite"] if (lost := len(level.final) - len(values)) else []
+            for edge, mark, beyond in (
+                (high, ">", [value for value in values if value > high]),
+                (low, "<", [value for value in values if value < low]),
+            ):
+                if beyond:
+                    axes.plot([edge], [place], mark, color=mine, markersize=7)
+                    words.insert(0, ", ".join(f"{value:.4g}" for value in sorted(beyond)))
+            if words:
+                right = not any(value > (low + high) / 2 for value in inside)
+                axes.text(
+                    0.93 if right else 0.07,
+                    place,
+                    ", ".join(words),
+                    transform=axes.get_yaxis_transform(),
+                    ha="right" if right else "left",
                     va="center",
-                    color=_STAND_INS["lost"],
+                    fontsize=8.5,
+                    color=_STAND_INS["lost" if lost else "ink"],
                 )
+        axes.set_xlim(low - margin, high + margin)
         _rows(axes, [label(level) for level, _ in rows])
         axes.xaxis.set_major_locator(MaxNLocator(5))
-        axes.set_title(f"{_plain(_short(comparison.metric))} at the end, a dot a seed")
+        axes.set_title(f"{_short(comparison.metric)} at the end, a dot a seed")
 
     figures = "; ".join(f"{label(level)}: {', '.join(f'{v:.4g}' for v in level.final)}" for level, _ in rows)
     return [_picture("final", draw, f"The {comparison.metric} at the end, of each seed. {figures}.", rows=len(rows))]
@@ -357,7 +375,7 @@ def _gradients(level: LevelResult, looks: list[Look]) -> Picture:
     """Figure 3 of Micikevicius et al. 2018: what of the gradients lies below FP16's range, at three loss scales."""
     counts = _exponents(looks, "gradients")
     in_use, best = looks[-1].scale, min(look.best_scale for look in looks)
-    scales = {"1": 1.0, f"in use, {_power(in_use)}": in_use, f"best, {_power(best)}": best}
+    scales = {"scale 1": 1.0, f"scale in use, {_power(in_use)}": in_use, f"best scale, {_power(best)}": best}
     total = sum(counts.values())
     shares = {}
     for words, scale in scales.items():
@@ -366,7 +384,7 @@ def _gradients(level: LevelResult, looks: list[Look]) -> Picture:
         flushed = sum(count for e, count in counts.items() if e < low) / total
         overflowed = sum(count for e, count in counts.items() if e > high) / total
         shares[words] = (low, high, flushed, overflowed)
-    used = shares[f"in use, {_power(in_use)}"]
+    used = shares[f"scale in use, {_power(in_use)}"]
     left, right = min(*counts, used[0]) - 2, max(*counts, used[1]) + 3
 
     def draw(axes: Axes) -> None:
@@ -388,7 +406,7 @@ def _gradients(level: LevelResult, looks: list[Look]) -> Picture:
             below.text(
                 left,
                 place - 0.42,
-                f"at scale {words}: {lost}",
+                f"{words}: {lost}",
                 fontsize=8.5,
                 va="center",
                 color=_STAND_INS["lost" if flushed or overflowed else "ink"],
@@ -400,11 +418,11 @@ def _gradients(level: LevelResult, looks: list[Look]) -> Picture:
         below.set_xlabel("size; the bars are what FP16 can hold")
 
     words = "; ".join(
-        f"at scale {words} {percent(flushed)} of them flush to zero and {percent(overflowed)} overflow"
+        f"at {words} {percent(flushed)} of them flush to zero and {percent(overflowed)} overflow"
         for words, (_, _, flushed, overflowed) in shares.items()
     )
     alt = f"The sizes of the gradients at {label(level)}, from 2^{min(counts)} to 2^{max(counts)}. In FP16, {words}."
-    return _picture(f"gradients-{label(level)}", draw, alt, height=3.6)
+    return _picture(f"gradients-{label(level)}", draw, alt, height=4.2)
 
 
 def _others(level: LevelResult, seen: dict[str, dict[int, int]]) -> Picture:
@@ -429,7 +447,7 @@ def _others(level: LevelResult, seen: dict[str, dict[int, int]]) -> Picture:
 
     spans = "; ".join(f"{words} from 2^{min(counts)} to 2^{max(counts)}" for words, counts in seen.items())
     alt = f"The sizes of the numbers at {label(level)}: {spans}. FP16 holds 2^{low} to 2^{high + 1}."
-    return _picture(f"others-{label(level)}", draw, alt, height=3.6)
+    return _picture(f"others-{label(level)}", draw, alt, height=4.2)
 
 
 def _errors(level: LevelResult, errors: list[tuple[str, float]]) -> Picture:
@@ -438,21 +456,26 @@ def _errors(level: LevelResult, errors: list[tuple[str, float]]) -> Picture:
 
     def draw(axes: Axes) -> None:
         shown = [high if math.isinf(error) else max(error, low) for _, error in errors]
-        bars = axes.barh(range(len(errors)), shown, 0.68, color=_STAND_INS[colour(level.level)])
-        for bar, (_, error) in zip(bars, errors, strict=True):
+        places = [place + 0.25 for place in range(len(errors))]  # a module's name stands above its bar
+        bars = axes.barh(places, shown, 0.4, color=_STAND_INS[colour(level.level)])
+        for place, (bar, (name, error)) in enumerate(zip(bars, errors, strict=True)):
             if math.isinf(error):
                 bar.set_color(_STAND_INS["lost"])
+            figure = "not finite" if math.isinf(error) else f"{error:.2g}"
+            words = f"{_short(name or 'the model itself', 42)}: {figure}"
+            axes.text(0, place - 0.2, words, transform=axes.get_yaxis_transform(), fontsize=8.5, va="center")
         axes.set_xscale("log")
         axes.set_xlim(low, high * 1.01)
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        _rows(axes, [_plain(_short(name or "the model itself", 22)) for name, _ in errors], at_least=6)
-        axes.set_title(f"{label(level)}: relative error", x=0)
+        axes.set_yticks([])
+        axes.set_ylim(max(len(errors), 6) - 0.4, -0.5)
+        axes.set_title(f"{label(level)}: relative error")
         axes.set_xlabel("of a module's output against FP32")
 
     words = "; ".join(f"{name} {error:.2g}" for name, error in errors)
     return _picture(
-        f"errors-{label(level)}", draw, f"The relative error of the outputs of modules at {label(level)}: {words}.", 3.6
+        f"errors-{label(level)}", draw, f"The relative error of the outputs of modules at {label(level)}: {words}.", 4.2
     )
 
 
@@ -485,8 +508,7 @@ def _curve(seeds: list[list[float]]) -> _Curve:
         mean = np.where(there, smooth, 0).sum(0) / there.sum(0)
     low, high = np.fmin.reduce(smooth, 0), np.fmax.reduce(smooth, 0)
     bad = steps[(given & ~finite).any(0)]
-    picked = [_thin(each) for each in (steps[window - 1 :], mean, low, high)]
-    return _Curve(*picked, _thin(bad))
+    return _Curve(_thin(steps[window - 1 :]), _thin(mean), _thin(low), _thin(high), _thin(bad))
 
 
 def _thin(values: np.ndarray) -> np.ndarray:
@@ -530,9 +552,9 @@ def _powers(axes: Axes, left: int, right: int) -> None:
     axes.set_xticks(ticks, [f"2{_raised(e)}" for e in ticks])
 
 
-def _rows(axes: Axes, names: list[str], at_least: int = 1) -> None:
+def _rows(axes: Axes, names: list[str]) -> None:
     axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(max(len(names), at_least) - 0.4, -0.6)
+    axes.set_ylim(len(names) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0, labelcolor=_STAND_INS["ink"])
     axes.grid(False, axis="y")
 
@@ -596,11 +618,6 @@ def _mean(values: Iterable[float]) -> float:
 
 def _short(name: str, length: int = 28) -> str:
     return name if len(name) <= length else f"{name[: length // 2 - 1]}…{name[-(length // 2) :]}"
-
-
-def _plain(text: str) -> str:
-    """A user's text in a picture: a dollar is a dollar, not mathematics."""
-    return text.replace("$", r"\$")
 
 
 def _picture(
