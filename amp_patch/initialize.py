@@ -19,6 +19,7 @@ from amp_patch import optimizer as optimizer_side
 from amp_patch.backward import ScaledBackward
 from amp_patch.cpu_fp16 import settle
 from amp_patch.optimizer import AmpOptimizer, Stash
+from amp_patch.override import overridden
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy, resolve, scale_number
 from amp_patch.scaler import LossScaler, is_first_rank
 
@@ -92,6 +93,12 @@ def initialize(
     A model for torch's `fully_shard` (FSDP2) is sharded first, with `mp_policy=amp.fsdp_policy(opt_level)`, then its
     optimizer is made, then this is called. At O2 its FP32 shards are the masters; O3 is refused.
 
+    The environment has the last word, so that a script can be tried at another level without an edit:
+    ``AMP_PATCH_OPT_LEVEL`` ("O0" to "O5") takes the place of `opt_level`, ``AMP_PATCH_DTYPE`` ("float16", "bfloat16")
+    that of `dtype` at O1, O2 and O3. By it O0 is the plain FP32 script, whatever else is passed here; at another level
+    the options that contradict it are dropped, and the log says which. Both are read at each call; `enabled=False`
+    stays off.
+
     Args:
         models: a module, or a list or tuple of them (a module and its child may both be in it). FP32.
         optimizers: an optimizer, a list or tuple, or None (inference: no masters). Objects with `param_groups` and
@@ -131,24 +138,25 @@ def initialize(
             f"initialize: enabled is {enabled!r}; the third positional argument is `enabled`, so name the level: "
             "opt_level='O1'"
         )
-    policy = (
-        resolve(
+    policy = None
+    if enabled:
+        opt_level, options = overridden(
             opt_level,
-            dtype=dtype,
-            cast_model_type=cast_model_type,
-            patch_torch_functions=patch_torch_functions,
-            keep_batchnorm_fp32=keep_batchnorm_fp32,
-            master_weights=master_weights,
-            loss_scale=loss_scale,
-            cast_model_outputs=cast_model_outputs,
-            min_loss_scale=min_loss_scale,
-            max_loss_scale=max_loss_scale,
-            allow_banned=allow_banned,
-            cpu_fp16=cpu_fp16,
+            {
+                "dtype": dtype,
+                "cast_model_type": cast_model_type,
+                "patch_torch_functions": patch_torch_functions,
+                "keep_batchnorm_fp32": keep_batchnorm_fp32,
+                "master_weights": master_weights,
+                "loss_scale": loss_scale,
+                "cast_model_outputs": cast_model_outputs,
+                "min_loss_scale": min_loss_scale,
+                "max_loss_scale": max_loss_scale,
+                "allow_banned": allow_banned,
+                "cpu_fp16": cpu_fp16,
+            },
         )
-        if enabled
-        else None
-    )
+        policy = resolve(opt_level, **options)
     result = initialize_as(
         Dialect(), models, optimizers, policy, num_losses, verbosity, keep_fp32, process_group, methods
     )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_patch.override import overridden
 from amp_patch.policy import LOW_PRECISION, Policy, resolve
 
 FoundInf = dict[torch.device, Tensor]
@@ -121,7 +122,7 @@ def fsdp_policy(
     norm, `keep_fp32`), which is sharded for itself, before the modules around it.
 
     Args:
-        opt_level, dtype: as in `initialize`.
+        opt_level, dtype: as in `initialize`, from the environment too (save where O0 is asked for).
         reduce_dtype: the type in which gradients are summed over the processes. None: FP32.
 
     Raises:
@@ -129,7 +130,10 @@ def fsdp_policy(
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    policy = resolve(opt_level, dtype=dtype)
+    options: dict[str, Any] = {"dtype": dtype}
+    if opt_level != "O0":  # which is the word for modules that stay FP32 at any level
+        opt_level, options = overridden(opt_level, options)
+    policy = resolve(opt_level, **options)
     if policy.cast_model_type is not None and not policy.master_weights:
         raise ValueError(f"fsdp_policy: {_no_masters(policy)}")
     if policy.cast_model_type is not None and reduce_dtype is None:

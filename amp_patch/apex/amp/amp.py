@@ -33,6 +33,8 @@ def init(
 ) -> AmpHandle | NoOpHandle:
     """Turn the casts of O1 on for the whole process, without a model (the API before `initialize`).
 
+    ``AMP_PATCH_OPT_LEVEL`` in the environment may say O4 or O0 instead; see `AmpHandle`.
+
     Args:
         enabled: False changes nothing and gives a handle that does nothing.
         loss_scale: of the optimizers that the handle wraps: "dynamic" or a number.

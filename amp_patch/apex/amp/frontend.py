@@ -12,6 +12,7 @@ from amp_patch.apex.amp.handle import AmpHandle, dialect
 from amp_patch.apex.amp.lists import register_edits
 from amp_patch.apex.fp16_utils import FP16_Optimizer
 from amp_patch.initialize import initialize_as, load_state_dict, newest_training, state_dict
+from amp_patch.override import overridden
 from amp_patch.policy import OPT_LEVELS, Policy, resolve
 
 _CASTS_FUNCTIONS = ("O1", "O4")
@@ -130,7 +131,8 @@ def initialize(
 ) -> Any:
     """`amp_patch.initialize` with Apex's arguments, whose models and optimizers answer to Apex's private names too.
 
-    The arguments behind the star are amp_patch's own. `amp._amp_state` then speaks of this training.
+    The arguments behind the star are amp_patch's own, and so are the environment variables ``AMP_PATCH_OPT_LEVEL`` and
+    ``AMP_PATCH_DTYPE``. `amp._amp_state` then speaks of this training.
 
     Raises:
         RuntimeError: an override that contradicts the level (printed while `_amp_state.hard_override`, and dropped); an
@@ -158,19 +160,24 @@ def initialize(
         if (objection := _objection(opt_level, name, value)) is not None:
             warn_or_err(f"initialize: {name}={value} contradicts opt_level {opt_level!r}: {objection}")
             overrides[name] = None
-    policy = resolve(
+    opt_level, options = overridden(
         opt_level,
-        dtype=dtype,
-        loss_scale=loss_scale,
-        cast_model_outputs=cast_model_outputs,
-        min_loss_scale=min_loss_scale,
-        max_loss_scale=max_loss_scale,
-        allow_banned=allow_banned,
-        cpu_fp16=cpu_fp16,
-        **overrides,
+        {
+            "dtype": dtype,
+            "loss_scale": loss_scale,
+            "cast_model_outputs": cast_model_outputs,
+            "min_loss_scale": min_loss_scale,
+            "max_loss_scale": max_loss_scale,
+            "allow_banned": allow_banned,
+            "cpu_fp16": cpu_fp16,
+            **overrides,
+        },
     )
+    policy = resolve(opt_level, **options)
     policy = replace(policy, op_lists="apex")
-    if cast_model_type is False:  # weights stay as they came, and those that came in half get masters all the same
+    if (
+        options["cast_model_type"] is False
+    ):  # weights stay as they came, and those that came in half get masters all the same
         policy = replace(policy, cast_model_type=None)
     register_edits()
     result = initialize_as(

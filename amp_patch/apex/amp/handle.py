@@ -19,7 +19,8 @@ from amp_patch.apex.amp.scaler import LossScaler
 from amp_patch.cpu_fp16 import settle
 from amp_patch.initialize import Dialect, Training, begin_training
 from amp_patch.initialize import scale_loss as scale_loss_of
-from amp_patch.policy import Policy, resolve
+from amp_patch.override import LEVEL, overridden
+from amp_patch.policy import OPT_LEVELS, Policy, resolve
 
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
 
@@ -55,7 +56,9 @@ class AmpHandle:
         loss_scale: of optimizers that this handle wraps: "dynamic" or a number.
         enable_caching: kept as `has_cache`. Weights are cast once per forward and `scale_loss` in any case.
         verbose: kept as `verbose`; casts are not printed.
-        training: None for the process.
+        training: None for the process. Its level is then O1, or what ``AMP_PATCH_OPT_LEVEL`` says: O4, or O0, at
+            which the handle does all that it does without casting or scaling anything. Other levels cast a model, of
+            which there is none: ValueError.
     """
 
     def __init__(
@@ -74,10 +77,17 @@ class AmpHandle:
         self._was_default = True
         self._active = True
         if training is None:
-            policy = resolve("O1", loss_scale=loss_scale, allow_banned=allow_banned)
+            level, options = overridden("O1", {"loss_scale": loss_scale, "allow_banned": allow_banned})
+            policy = resolve(level, **options)
+            if policy.cast_model_type is not None:
+                raise ValueError(
+                    f"amp.init: the environment variable {LEVEL} is {level!r}, which casts a model, and amp.init() is "
+                    "given none; wanted O0, O1 or O4, or a script that calls amp.initialize(model, optimizer)"
+                )
             self._policy = settle(replace(policy, op_lists="apex"), on_cpu=True)
-            register_edits()
-            casts.install("apex")
+            if policy.patch_torch_functions:
+                register_edits()
+                casts.install("apex")
             regions.set_default(self._policy)
 
     def is_active(self) -> bool:
@@ -96,7 +106,8 @@ class AmpHandle:
         self._active = bool(value)
         before = self._policy if self._training is None else self._training.policy
         assert before is not None
-        after = replace(before, patch_torch_functions=self._active)
+        patches = self._active and OPT_LEVELS[before.opt_level].patch_torch_functions
+        after = replace(before, patch_torch_functions=patches)
         if not self._active:
             self._was_default = regions.default() is before
             if self._was_default:

@@ -1,0 +1,90 @@
+"""An opt level from outside: the environment variables that override what a script passes to `initialize`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, resolve
+from amp_patch.scaler import is_first_rank
+
+logger = logging.getLogger("amp_patch")
+
+LEVEL, DTYPE = "AMP_PATCH_OPT_LEVEL", "AMP_PATCH_DTYPE"
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in LOW_PRECISION}
+_OF_EITHER_DTYPE = ("O1", "O2", "O3")
+
+# The options that say what a level is, dtype first: others may contradict it. The rest has no part in that.
+_OPTIONS = (
+    "dtype",
+    "cast_model_type",
+    "patch_torch_functions",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
+    "cast_model_outputs",
+)
+
+Choice = TypeVar("Choice")
+
+
+def overridden(opt_level: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The level and the options of `resolve` that the environment makes of a script's; without it the very same.
+
+    ``AMP_PATCH_OPT_LEVEL`` replaces the level, ``AMP_PATCH_DTYPE`` ("float16", "bfloat16") the dtype at O1, O2 and O3;
+    both are read at each call, and an empty one is as none. At O0 by override nothing is left of the script's options.
+    At a level that the script did not ask for an option is dropped if `resolve` refuses it there, or if it would undo
+    the level (patch_torch_functions=False at O1, cast_model_type=torch.float32 at O2). What was dropped is logged.
+
+    Raises:
+        ValueError, TypeError: a variable that names no level or dtype; what `resolve` refuses at the script's own.
+    """
+    wanted, dtype = _read(LEVEL, {level: level for level in OPT_LEVELS}), _read(DTYPE, _DTYPES)
+    level = opt_level if wanted is None else wanted
+    if level not in _OF_EITHER_DTYPE:
+        dtype = None
+    if wanted is None and dtype is None:
+        return opt_level, options
+    resolve(opt_level, **options)  # the script's own mistakes are errors as ever
+    given = {name: options[name] for name in _OPTIONS if options.get(name) is not None}
+    kept: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    if level != "O0":
+        for name, value in given.items():
+            if name not in kept and _accepts(level, {**kept, name: value}, undone=level == opt_level):
+                kept[name] = value
+    if is_first_rank():
+        dropped = [f"{name}={value!r}" for name, value in given.items() if kept.get(name) is not value]
+        logger.info(
+            "amp_patch: the script asked for %s, by %s it is %s%s; dropped: %s",
+            opt_level,
+            " and ".join(name for name, value in ((LEVEL, wanted), (DTYPE, dtype)) if value is not None),
+            level,
+            "" if dtype is None else f" in {dtype}",
+            ", ".join(dropped) or "nothing",
+        )
+    return level, {**options, **dict.fromkeys(given), **kept}
+
+
+def _accepts(level: str, options: dict[str, Any], undone: bool) -> bool:
+    """Whether the level takes the options; with `undone`, also if nothing of its casts is left then."""
+    try:
+        policy = resolve(level, **options)
+    except (TypeError, ValueError):
+        return False
+    if undone:
+        return True
+    own, unchanged = OPT_LEVELS[level], options.get("cast_model_type") is not False  # Apex's word for FP32 weights
+    casts_model = policy.cast_model_type is not None
+    return unchanged and (policy.patch_torch_functions, casts_model) == (
+        own.patch_torch_functions,
+        own.cast_model_type is not None,
+    )
+
+
+def _read(variable: str, choices: Mapping[str, Choice]) -> Choice | None:
+    value = os.environ.get(variable, "")
+    if value and value not in choices:
+        raise ValueError(f"initialize: the environment variable {variable} is {value!r}; wanted {', '.join(choices)}")
+    return choices[value] if value else None

@@ -1,0 +1,184 @@
+"""AMP_PATCH_OPT_LEVEL and AMP_PATCH_DTYPE: what becomes of a script's own level and options."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+import training
+from apexed import apex_amp  # noqa: F401  the fixture `amp`: Apex's
+from torch import nn
+
+import amp_patch as native
+from amp_patch import shards
+from amp_patch.integrations.opt_level import OptLevel
+from amp_patch.model import policy_of
+from amp_patch.policy import resolve
+
+HALF, BF16 = torch.float16, torch.bfloat16
+
+
+def policy(make=None, **options):
+    """What a script's `initialize(**options)` ends up with."""
+    model, optimizer = nn.Linear(2, 2), None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _ = (make or native.initialize)(model, optimizer, verbosity=0, **options)
+    found = policy_of(model)
+    return None if found is None else dataclasses.replace(found, cpu_fp16="auto", op_lists="torch")
+
+
+@pytest.fixture(params=["native", "apex"])
+def initialize(request, amp):
+    """Both front doors."""
+    return native.initialize if request.param == "native" else amp.initialize
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    def set_to(level=None, dtype=None):
+        for name, value in (("AMP_PATCH_OPT_LEVEL", level), ("AMP_PATCH_DTYPE", dtype)):
+            monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+
+    set_to()
+    return set_to
+
+
+@pytest.mark.parametrize("level", training.LEVELS)
+@pytest.mark.parametrize("asked", ["O0", "O1", "O2"])
+def test_the_level_of_the_environment_is_used(initialize, environment, asked, level):
+    environment(level)
+    assert policy(initialize, opt_level=asked) == resolve(level)
+    environment("")  # as none
+    assert policy(initialize, opt_level=asked) == resolve(asked)
+
+
+@pytest.mark.parametrize("asked", [None, BF16])
+def test_the_dtype_of_the_environment_acts_where_a_level_has_either(initialize, environment, asked):
+    for level in training.LEVELS:
+        environment(level, "bfloat16")
+        assert policy(initialize, dtype=asked) == resolve(level, dtype=BF16 if level in ("O1", "O2", "O3") else None)
+    environment(None, "float16")
+    assert policy(initialize, opt_level="O2", dtype=asked) == resolve("O2", dtype=HALF)
+    environment(None, "bfloat16")
+    assert policy(initialize, opt_level="O0") == resolve("O0")
+    assert policy(initialize, opt_level="O5") == resolve("O5")
+
+
+def test_at_o0_nothing_is_left_of_the_scripts_options(initialize, environment):
+    environment("O0")
+    options = {"loss_scale": "128.0", "keep_batchnorm_fp32": "True", "master_weights": True, "dtype": BF16}
+    found = policy(initialize, opt_level="O2", cast_model_type=BF16, cast_model_outputs=HALF, **options)
+    assert found == resolve("O0")
+    assert policy(initialize, opt_level="O0", loss_scale=128.0) == resolve("O0")
+
+
+def test_what_the_level_accepts_is_kept_and_what_it_refuses_is_dropped_and_said(initialize, environment, caplog):
+    environment("O1")
+    with caplog.at_level(logging.INFO, logger="amp_patch"):
+        found = policy(initialize, opt_level="O2", loss_scale=128.0, keep_batchnorm_fp32=True, dtype=HALF)
+    assert found == resolve("O1", loss_scale=128.0, dtype=HALF)
+    (said,) = [record.getMessage() for record in caplog.records if "asked for" in record.getMessage()]
+    assert "asked for O2, by AMP_PATCH_OPT_LEVEL it is O1; dropped: keep_batchnorm_fp32=True" in said
+    environment("O5")
+    assert policy(initialize, opt_level="O1", dtype=HALF, loss_scale="dynamic") == resolve("O5", loss_scale="dynamic")
+    environment("O3")
+    assert policy(initialize, opt_level="O2", dtype=BF16, keep_batchnorm_fp32=True) == resolve(
+        "O3", dtype=BF16, keep_batchnorm_fp32=True
+    )
+    environment("O2", "float16")
+    assert policy(initialize, opt_level="O2", cast_model_type=BF16) == resolve("O2", dtype=HALF)
+
+
+def test_an_option_that_would_undo_the_level_is_dropped(amp, environment):
+    environment("O1")
+    assert policy(opt_level="O2", patch_torch_functions="False") == resolve("O1")
+    environment("O2")
+    assert policy(opt_level="O1", cast_model_type=torch.float32) == resolve("O2")
+    assert policy(amp.initialize, opt_level="O1", cast_model_type=False) == resolve("O2")
+    # At its own level the script's word holds.
+    assert policy(opt_level="O2", cast_model_type=torch.float32) == resolve("O2", cast_model_type=torch.float32)
+
+
+def test_off_stays_off(initialize, environment):
+    environment("O2")
+    assert policy(initialize, enabled=False) is None
+
+
+def test_bad_values_name_the_variable_and_the_choices(initialize, environment):
+    environment("O9")
+    with pytest.raises(ValueError, match="AMP_PATCH_OPT_LEVEL is 'O9'; wanted O0, O1, O2, O3, O4, O5"):
+        policy(initialize)
+    environment("O1", "half")
+    with pytest.raises(ValueError, match="AMP_PATCH_DTYPE is 'half'; wanted float16, bfloat16"):
+        policy(initialize)
+    environment("O2")
+    with pytest.raises(ValueError, match="loss_scale is -1"):  # the script's own mistake
+        policy(initialize, opt_level="O1", loss_scale=-1)
+
+
+def losses(make=None, **options):
+    model = training.convnet()
+    optimizer = training.SGD(model.parameters())
+    if make is not None:
+        model, optimizer = make(model, optimizer, verbosity=0, **options)
+        return training.train(model, optimizer, 2)
+    out = []
+    for step in range(2):
+        inputs, targets = training.images(step)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    return out
+
+
+def test_an_overridden_script_has_the_losses_of_its_new_level_to_the_bit(initialize, environment):
+    plain, o5 = losses(), losses(initialize, opt_level="O5")
+    environment("O0")
+    assert losses(initialize, opt_level="O2", loss_scale=128.0, keep_batchnorm_fp32=True) == plain
+    environment("O5")
+    assert losses(initialize, opt_level="O1") == o5 != plain
+
+
+def test_fsdp_policy_goes_with_initialize(environment):
+    environment("O2", "bfloat16")
+    assert shards.fsdp_policy("O1").param_dtype is BF16
+    assert shards.fsdp_policy("O0").param_dtype is None  # of modules that stay FP32
+    environment("O0")
+    assert shards.fsdp_policy("O2").param_dtype is None
+
+
+def test_the_handle_of_the_api_before_initialize(amp, environment):
+    """O0 and O4 are what O1 may be there: it casts functions, and has no model that it could cast."""
+    weight = torch.ones(1, 1)
+    for level, dtype in (("O0", torch.float32), ("O4", BF16), ("O1", HALF)):
+        environment(level)
+        handle = amp.init(loss_scale=4.0)
+        layer = nn.Linear(1, 1)
+        optimizer = handle.wrap_optimizer(torch.optim.SGD(layer.parameters(), lr=0.25))
+        assert handle.is_active() and torch.mm(weight, weight).dtype is dtype
+        with optimizer.scale_loss(layer(weight).float().sum()) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        assert layer.weight.grad.item() == 1.0
+        assert optimizer._amp_stash.scalers[0].loss_scale() == (1.0 if level == "O0" else 4.0)
+        handle._deactivate()
+        assert torch.mm(weight, weight).dtype is torch.float32
+        handle._is_active = True
+        assert torch.mm(weight, weight).dtype is dtype
+        handle._deactivate()
+    environment("O2")
+    with pytest.raises(ValueError, match="AMP_PATCH_OPT_LEVEL is 'O2', which casts a model"):
+        amp.init()
+    assert not amp.init(enabled=False).is_active()
+
+
+def test_the_plugins_for_trainers_go_with_it(environment):
+    environment("O5")
+    plugin = OptLevel("O1", loss_scale=4.0)
+    plugin.models = [nn.Linear(1, 1)]
+    plugin._initialize([torch.optim.SGD(plugin.models[0].parameters(), lr=0.1)])
+    assert policy_of(plugin.models[0]) == resolve("O5", loss_scale=4.0, cpu_fp16="native")
