@@ -142,12 +142,10 @@ def train(monkeypatch, capsys):
     [("digits", "O2", 60, 0.5), ("gpt", "O1", 100, 3.0), ("lstm", "O3", 150, 2.6)],
 )
 def test_train_learns(train, task, level, steps, better_than):
-    guess = {"digits": math.log(10), "gpt": math.log(103), "lstm": math.log(103)}[task]
     start = train(task, level, "--steps", "1")
     end = train(task, level, "--steps", str(steps))
-    assert start["held_out_loss"] == pytest.approx(guess, rel=0.1), "what is known before training"
     assert (end["level"], end["dtype"], end["steps"]) == (level, "float16", steps)
-    assert end["held_out_loss"] < better_than
+    assert end["held_out_loss"] < better_than < start["held_out_loss"]
     if task == "digits":
         assert end["accuracy"] > 85
     else:
