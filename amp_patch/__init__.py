@@ -34,6 +34,8 @@ from amp_patch.initialize import (
     state_dict,
 )
 from amp_patch.microscope import inspect
+from amp_patch.report.notebook import compare
+from amp_patch.report.recorder import log, record
 from amp_patch.shards import fsdp_policy
 
 __version__ = "0.1.0"
@@ -45,6 +47,7 @@ __all__ = [
     "GradScaler",
     "amp",
     "autocast",
+    "compare",
     "custom_bwd",
     "custom_fwd",
     "disable_casts",
@@ -58,10 +61,12 @@ __all__ = [
     "inspect",
     "is_autocast_available",
     "load_state_dict",
+    "log",
     "loss_scale",
     "master_params",
     "multi_tensor",
     "promote_function",
+    "record",
     "register_float_function",
     "register_half_function",
     "register_promote_function",

@@ -1,9 +1,11 @@
-"""`python -m amp_patch`: `info` says what is in use, `run` runs scripts written for Apex, `check` reads them."""
+"""`python -m amp_patch`: `info` says what is in use, `run` runs scripts written for Apex, `check` reads them, and
+`compare` runs them at several opt levels."""
 
 from __future__ import annotations
 
 import argparse
 import platform
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,6 +13,7 @@ import torch
 
 from amp_patch import __version__, casts, check, multi_tensor, run
 from amp_patch.cpu_fp16 import has_fp16_arithmetic
+from amp_patch.report import experiment
 
 
 def info(_: argparse.Namespace) -> None:
@@ -34,6 +37,7 @@ def info(_: argparse.Namespace) -> None:
 class Command(NamedTuple):
     run: Callable[[argparse.Namespace], None]
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    split: Callable[[list[str]], tuple[list[str], list[str]]] | None = None  # off the script's own, `arguments`
 
 
 # A subcommand is a line here and a function; its docstring is its help.
@@ -41,6 +45,7 @@ COMMANDS = {
     "info": Command(info),
     "run": Command(run.run, run.add_arguments),
     "check": Command(check.check, check.add_arguments),
+    "compare": Command(experiment.compare, experiment.add_arguments, experiment.split),
 }
 
 
@@ -53,7 +58,12 @@ def main(arguments: list[str] | None = None) -> None:
     for name, command in COMMANDS.items():
         words = command.run.__doc__
         command.add_arguments(subcommands.add_parser(name, help=words, description=words, allow_abbrev=False))
-    args = parser.parse_args(arguments)
+    given, scripts = sys.argv[1:] if arguments is None else arguments, None
+    if given and given[0] in COMMANDS and (split := COMMANDS[given[0]].split) is not None:
+        given, scripts = split(given)
+    args = parser.parse_args(given)
+    if scripts is not None:
+        args.arguments = scripts
     COMMANDS[args.command].run(args)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from amp_patch import masters, shards
 from amp_patch.optimizer import Pending, Stash, distinct_pairs, recover, unscale
+from amp_patch.policy import LOW_PRECISION
 from amp_patch.scaler import LossScaler, inverse_of
 
 Pair = tuple[Tensor, Tensor]  # (param, master)
@@ -22,7 +23,7 @@ class _SetAside(NamedTuple):
 
 
 class ScaledBackward:
-    """The stages of one `scale_loss`, in order: `begin`, the body, then `delay`, `finish` or `abandon`; `close` always.
+    """The stages of one `scale_loss`: `begin`, `scaled`, the body, then `delay`, `finish` or `abandon`; `close` always.
 
     Nothing here syncs with the device.
 
@@ -83,6 +84,12 @@ class ScaledBackward:
                 masters.rescale(new, factor, own_only=False)
                 stash.pending = self.now
         self.had_grad = {id(param) for param, _ in distinct_pairs(self.optimizers) if param.grad is not None}
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What the body runs backward on: the loss times the scale, FP32 (FP64 for an FP64 loss)."""
+        if self.scaling:
+            return self.scaler.scale(loss)
+        return loss.float() if loss.dtype in LOW_PRECISION else loss
 
     def must_delay(self) -> bool:
         """Whether FSDP modules hold gradients back, so that only a later backward can bring them all."""

@@ -20,7 +20,7 @@ from amp_patch.backward import ScaledBackward
 from amp_patch.cpu_fp16 import settle
 from amp_patch.optimizer import AmpOptimizer, Stash
 from amp_patch.override import overridden
-from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy, resolve, scale_number
+from amp_patch.policy import OPT_LEVELS, Policy, resolve, scale_number
 from amp_patch.scaler import LossScaler, is_first_rank
 
 logger = logging.getLogger("amp_patch")
@@ -182,9 +182,7 @@ def initialize_as(
         module.reshard()  # after a forward its parameters may be the gathered ones, which no optimizer holds
     targets = [optimizer_side.innermost(optimizer) for optimizer in optimizer_list]
     if policy is None:
-        for target in targets:
-            if getattr(target, "_amp_stash", None) is None:
-                target._amp_stash = dialect.stash(OPT_LEVELS["O0"], [], enabled=False)
+        _leave_alone(dialect, targets)
         return _apex_form(models, optimizers, optimizer_list)
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
@@ -298,17 +296,13 @@ def scale_loss(
     stash = next(stash for stash in stashes if stash.enabled)
     model_side.refuse_sharded_since((ref() for stash in stashes for ref in stash.models), "scale_loss")
     scaler = _scaler(stash, loss_id).to(loss.device)
-    scaling = scaler.scales
 
-    backward = ScaledBackward(targets, scaler, scaling)
+    backward = ScaledBackward(targets, scaler, scaler.scales)
     try:
         backward.begin()
         try:
             with regions.everywhere(stash.policy):
-                if scaling:
-                    yield scaler.scale(loss)
-                else:
-                    yield loss.float() if loss.dtype in LOW_PRECISION else loss
+                yield backward.scaled(loss)
         except BaseException:
             backward.abandon()
             raise
@@ -417,14 +411,7 @@ def restore() -> None:
     Raises:
         RuntimeError: a model whose class something else changed meanwhile; all others are restored.
     """
-    errors = []
-    for training in reversed(_trainings):
-        models = [model for ref in training.models if (model := ref()) is not None]
-        optimizers = [optimizer for ref in training.optimizers if (optimizer := ref()) is not None]
-        try:
-            leave(models, optimizers)
-        except RuntimeError as error:
-            errors.append(error)  # one model that cannot be restored keeps no other from it
+    errors = _leave_all(_trainings)
     _trainings.clear()
     regions.set_default(None)
     casts.uninstall()
@@ -433,6 +420,36 @@ def restore() -> None:
     model_side.allow_fast_path()
     if errors:
         raise errors[0]
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Undo every `initialize` of the body when that ends, and leave the trainings from before it as they are."""
+    before, default = [training for training in _trainings if training.alive()], regions.default()
+    try:
+        yield
+    finally:
+        errors = _leave_all([made for made in _trainings if all(made is not known for known in before)])
+        _trainings[:] = before
+        if before:  # these need torch's namespace as it is
+            regions.set_default(default)
+        else:
+            restore()
+        if errors:
+            raise errors[0]
+
+
+def _leave_all(trainings: list[Training]) -> list[RuntimeError]:
+    """`leave` what is alive of these, last first; what went wrong: one model that cannot be restored keeps no other."""
+    errors = []
+    for training in reversed(trainings):
+        models = [model for ref in training.models if (model := ref()) is not None]
+        optimizers = [optimizer for ref in training.optimizers if (optimizer := ref()) is not None]
+        try:
+            leave(models, optimizers)
+        except RuntimeError as error:
+            errors.append(error)
+    return errors
 
 
 def _check(
@@ -524,6 +541,13 @@ def _enter(
         casts.install(policy.op_lists)
     if policy.patch_torch_functions:
         regions.set_default(policy)
+
+
+def _leave_alone(dialect: Dialect, targets: list[Any]) -> None:
+    """Let `scale_loss` know these optimizers as ones that it does nothing for."""
+    for target in targets:
+        if getattr(target, "_amp_stash", None) is None:
+            target._amp_stash = dialect.stash(OPT_LEVELS["O0"], [], enabled=False)
 
 
 def leave(models: list[nn.Module], targets: list[Any]) -> None:

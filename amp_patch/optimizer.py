@@ -213,14 +213,8 @@ class AmpOptimizer(subclass.Generated):
         if issubclass(base, torch.optim.Optimizer):
             return {}
 
-        # A duck-typed optimizer has no hooks: the same two calls around its step.
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            called, kwargs = before_step(self, (self, *args), kwargs) or ((self, *args), kwargs)
-            # It may not expect parameters without gradients, as a torch Optimizer must: skipped means not called.
-            skipped = self._amp_stash.step_skipped and self._amp_stash.enabled
-            result = None if skipped else base.step(*called, **kwargs)  # type: ignore[attr-defined]
-            after_step(self, called, kwargs)
-            return result
+            return hookless_step(base, self, args, kwargs)
 
         return {"step": step}
 
@@ -518,6 +512,16 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if not skipped:  # of a step that the device skipped, the values that are there already
         links.publish(stash.masters.linked())
     consume(optimizer, stash)
+
+
+def hookless_step(base: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """The step of a duck-typed optimizer of class `base`, which has no hooks: the same two calls around it."""
+    called, kwargs = before_step(optimizer, (optimizer, *args), kwargs) or ((optimizer, *args), kwargs)
+    # It may not expect parameters without gradients, as a torch Optimizer must: skipped means not called.
+    skipped = optimizer._amp_stash.step_skipped and optimizer._amp_stash.enabled
+    result = None if skipped else base.step(*called, **kwargs)
+    after_step(optimizer, called, kwargs)
+    return result
 
 
 def consume(optimizer: Any, stash: Stash) -> None:

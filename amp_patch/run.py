@@ -21,6 +21,7 @@ import pkgutil
 import runpy
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments, --help included")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = None) -> None:
     """run a script written for Apex as it is: its `import apex` finds amp_patch"""
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins  # which exec would give as a dict, as for any module but this one
@@ -67,7 +68,8 @@ def run(args: argparse.Namespace) -> None:
     # The second name is what a spawned process has for it, and multiprocessing made it one for our own main module.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     try:
-        execute()
+        with around or nullcontext():
+            execute()
     except BaseException:
         sys.excepthook = partial(_report, sys.excepthook, main.__dict__)
         raise

@@ -1,0 +1,88 @@
+"""Looking: one `amp.inspect` that is entered between two steps of somebody else's loop, and left after the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch import overrides as modes
+
+from amp_patch.histogram import Histogram
+from amp_patch.microscope import Inspection, inspect
+from amp_patch.report.runs import Event
+
+
+class Looking:
+    """Looks from its making until `leave`.
+
+    Raises:
+        RuntimeError: another TorchFunctionMode is entered here. Its `with` block may end before the next step does,
+            and would then take the inspection's mode off in place of its own.
+        ValueError: from `inspect`.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, step: int) -> None:
+        if foreign := [mode for mode in _stack() if not _is_default_device(mode)]:
+            raise RuntimeError(
+                f"inspect: not at step {step}, whose end is inside of a TorchFunctionMode ({type(foreign[-1]).__name__})"
+            )
+        self._step = step
+        self._block = inspect(model, optimizer)
+        self._seen = self._block.__enter__()
+        self._mode = _stack()[-1]
+
+    def leave(self) -> Event:
+        """The "look" event. Whatever was entered since stays entered."""
+        above = []
+        while (stack := _stack()) and stack[-1] is not self._mode:
+            above.append(modes._pop_mode())
+        if not stack:
+            modes._push_mode(self._mode)
+        try:
+            self._block.__exit__(None, None, None)
+        finally:
+            for mode in reversed(above):
+                modes._push_mode(mode)
+        return look(self._seen, self._step)
+
+
+def look(seen: Inspection, step: int) -> Event:
+    """What `inspect` saw, as the "look" event of a recording. Reads histograms: syncs with the device."""
+    scales = (seen.scale, 1.0, seen.best_scale())
+    return {
+        "event": "look",
+        "step": step,
+        "scale": seen.scale,
+        "best_scale": scales[2],
+        "counts": {
+            name: _total(getattr(seen, name).values())
+            for name in ("weights", "activations", "gradients", "activation_gradients")
+        },
+        "flushed": {name: [each.flushed(scale) for scale in scales] for name, each in seen.gradients.items()},
+        "overflowed": {name: [each.overflowed(scale) for scale in scales] for name, each in seen.gradients.items()},
+        "errors": dict(seen.errors),
+        "not_finite": None if seen.not_finite is None else str(seen.not_finite),
+        "keep_fp32": seen.keep_fp32(),
+    }
+
+
+def _total(histograms: Iterable[Histogram]) -> dict[str, Any]:
+    zeros = not_finite = 0
+    exponents: dict[int, int] = {}
+    for histogram in histograms:
+        zeros += histogram.zeros
+        not_finite += histogram.not_finite
+        for exponent, count in histogram.counts.items():
+            exponents[exponent] = exponents.get(exponent, 0) + count
+    named = {str(exponent): exponents[exponent] for exponent in sorted(exponents)}
+    return {"zeros": zeros, "not_finite": not_finite, "exponents": named}
+
+
+def _stack() -> list[Any]:
+    return modes._get_current_function_mode_stack()
+
+
+def _is_default_device(mode: Any) -> bool:
+    """torch.set_default_device's, which stays, and finds itself below others."""
+    return type(mode).__module__ == "torch.utils._device"

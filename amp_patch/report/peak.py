@@ -1,0 +1,74 @@
+"""The most memory that a training held: CUDA's allocator tells, or on a CPU the operating system."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class PeakMemory:
+    """Measures from its making on, but for what runs between `pause` and `resume`."""
+
+    def __init__(self) -> None:
+        self._resident = _status("VmRSS")
+        self._before = _largest_ever()
+        self._banked: dict[str, int] = {}  # kind of device -> the peak before the last pause
+        _reset()
+
+    def pause(self) -> None:
+        for kind in ("cpu", "cuda"):
+            if (peak := self._since_reset(kind)) is not None:
+                self._banked[kind] = max(peak, self._banked.get(kind, 0))
+
+    def resume(self) -> None:
+        _reset()
+
+    def read(self, device: str) -> int | None:
+        """Bytes: on "cuda" those that were allocated, on "cpu" the growth of the process; None where nothing tells."""
+        peaks = [peak for peak in (self._since_reset(device), self._banked.get(device)) if peak is not None]
+        return max(peaks, default=None)
+
+    def _since_reset(self, device: str) -> int | None:
+        if device == "cuda":
+            if not torch.cuda.is_initialized():
+                return None
+            return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
+        peak = _status("VmHWM")
+        if peak is not None and self._resident is not None:
+            return max(0, peak - self._resident)
+        peak = _largest_ever()
+        if peak is None or self._before is None or peak == self._before:
+            return None  # the largest may have been before
+        return peak - self._before
+
+
+def _reset() -> None:
+    if torch.cuda.is_initialized():
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(index)
+    try:
+        _CLEAR.write_text("5")  # Linux: VmHWM begins anew
+    except OSError:
+        pass
+
+
+def _status(name: str) -> int | None:
+    """A line of Linux's /proc/self/status, in bytes."""
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
+
+
+def _largest_ever() -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024

@@ -1,0 +1,683 @@
+"""Record what happens in `initialize`, `scale_loss` and the optimizers' steps: losses, times, scales, skips, sizes.
+
+While somebody records, and only then, one class and three functions of amp_patch are replaced, torch's hooks of all
+optimizers' steps are set, and the models have a hook before their forward. Nothing that is recorded makes a step wait
+for a device: numbers on a device are copied when the device gets there, and read later.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from amp_patch import optimizer as optimizer_side
+from amp_patch import regions, shards, tree, zero
+from amp_patch.backward import ScaledBackward
+from amp_patch.compiling import not_traced
+from amp_patch.initialize import Dialect, Training, begin_training
+from amp_patch.optimizer import Stash
+from amp_patch.patch import Patches
+from amp_patch.policy import Policy
+from amp_patch.report.looking import Looking
+from amp_patch.report.peak import PeakMemory
+from amp_patch.report.runs import PARTS, Event, Run
+from amp_patch.report.sinks import Sink, sinks_for
+
+# A recording is handed on this often, whichever comes first: by steps, by seconds.
+_FLUSH_STEPS, _FLUSH_SECONDS = 50, 0.5
+
+_clock = time.perf_counter
+
+_lock = threading.Lock()
+_recorders: list[Recorder] = []
+_patches = Patches()  # in force while there are recorders
+
+
+class Enough(SystemExit):
+    """The training has taken the steps that were asked for; to Python an exit without an error."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+@contextmanager
+def record(to: Any = None, *, inspect: bool = False) -> Iterator[Run]:
+    """Record the training that runs in the block::
+
+        with amp.record("curves.jsonl") as run:
+            train(model, optimizer)
+        print(run.loss[-1], run.peak_memory)
+
+    What runs through `scale_loss` and `optimizer.step()` is recorded; `initialize` is called inside of the block or
+    before it. There may be several recordings at once. No step waits for the device because of it. Figures arrive every
+    half second or 50 steps, and when the block ends. Of the processes of a distributed job the first writes the file.
+
+    Args:
+        to: a path, for one line of JSON an event; a TensorBoard SummaryWriter, or what else has
+            `add_scalar(tag, value, step)`; None for the `Run` alone.
+        inspect: also look, as `amp.inspect` does, at the step after 1, 10, 100, ... steps, whose times are then NaN.
+
+    Yields:
+        The `Run`, which fills.
+
+    Raises:
+        TypeError, OSError: `to` cannot be written to.
+    """
+    run = Run(level="")
+    with Recorder([run, *sinks_for(to)], inspect=inspect):
+        yield run
+
+
+def log(**scalars: Any) -> None:
+    """Give figures of the script's own to whoever records, by their names: `amp.log(held_out_loss=1.2)`.
+
+    They belong to the number of optimizer steps that were taken until now. Without a recorder nothing happens.
+
+    Args:
+        scalars: numbers, or tensors of one element, which are copied now and read later: this does not sync.
+
+    Raises:
+        TypeError: anything else.
+    """
+    for name, value in scalars.items():
+        number = isinstance(value, Real)
+        if not (number or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex())):
+            what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
+            raise TypeError(f"log: {name} is {what}; wanted a number or a tensor of one element")
+    for recorder in _here():
+        for name, value in scalars.items():
+            recorder._log(name, value)
+
+
+class Recorder:
+    """Records the trainings of this process while its block runs, as events (see `Run.add`) to the sinks.
+
+    A step ends when the first optimizer that ever stepped has stepped again; what others do until then (a GAN's) is in
+    the same record. What the recorder itself does between two steps is in nobody's time. Where a compiled model hides
+    its forward, its time is in "data".
+
+    Args:
+        sinks: each has `add(event)`; `flush` and `close`, where it has them, are called too.
+        stop_after: leave the training after so many steps, by raising `Enough` out of `optimizer.step()`.
+        inspect: emit a "look" of the step after 1, 10, 100, ... steps. The times of such a step are NaN.
+
+    Attributes:
+        trainings: how many calls of `initialize` were seen, those with `enabled=False` among them, and trainings that
+            began before the recording.
+        enabled: whether any of them was enabled.
+        losses: how many bodies of `scale_loss` were seen.
+        steps: how many steps were recorded.
+    """
+
+    def __init__(self, sinks: Sequence[Any], *, stop_after: int | None = None, inspect: bool = False) -> None:
+        if stop_after is not None and (isinstance(stop_after, bool) or stop_after < 1):
+            raise ValueError(f"Recorder: stop_after is {stop_after!r}; wanted a positive integer, or None")
+        self.trainings = self.losses = self.steps = 0
+        self.enabled = False
+        self.process = os.getpid()
+        self._sinks: list[Sink] = list(sinks)
+        self._stop_after = stop_after
+        self._inspect = inspect
+
+    def __enter__(self) -> Recorder:
+        self._adopted: list[Training] = []
+        self._handles: list[Any] = []
+        self._hooked: list[weakref.ref[nn.Module]] = []
+        self._lead: weakref.ref[Any] | None = None
+        self._device = ""
+        self._on_cuda = False
+        self._queue: list[_Entry] = []
+        self._travelling: list[_Batch] = []
+        self._flushed = time.monotonic()
+        self._sizes = {"weights": 0, "masters": 0, "gradients": 0, "state": 0}
+        self._looking: Looking | None = None
+        self._peak = PeakMemory()
+        self._phase = _IDLE
+        self._stepping = False
+        self._open_bodies = 0
+        self._step = _Step()
+        self._last = self._now()
+        for training in _trainings():
+            self._hook(training)
+        with _lock:
+            if not _recorders:
+                _install()
+            _recorders.append(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        with _lock:
+            _recorders.remove(self)
+            if not _recorders:
+                _patches.remove()
+        for handle in self._handles:
+            handle.remove()
+        if os.getpid() != self.process:  # a fork has left the block too
+            return
+        try:
+            if self._looking is not None:
+                self._looking.leave()
+                self._looking = None
+            self._measure()
+            self._put({"event": "end", **self._sizes, "peak_memory": self._peak.read(self._device or "cpu")})
+            self._flush(wait=True)
+        finally:
+            for sink in self._sinks:
+                _call(sink, "close")
+
+    # What happens in the training.
+
+    def _initialized(self, training: Training | None) -> None:
+        """`initialize` was called; None: with enabled=False."""
+        self.trainings += 1
+        if training is not None:
+            self._hook(training)
+            self._adopt(training)
+
+    def _adopt(self, training: Training) -> None:
+        """Take this training for one that is recorded."""
+        self.enabled = True
+        self._adopted.append(training)
+        begun = self._adopted[0].policy
+        if len(self._adopted) == 1:
+            tensors = (*self._models_tensors(), *(t for o in _alive(training.optimizers) for t in _held(o)))
+            self._device = next((t.device.type for t in tensors), "cpu")
+            self._on_cuda = self._device == "cuda"
+            dtype = None if begun.opt_level == "O0" else str(begun.dtype).removeprefix("torch.")
+            self._put(
+                {
+                    "event": "begin",
+                    "level": begun.opt_level,
+                    "dtype": dtype,
+                    "policy": str(begun),
+                    "device": self._device,
+                }
+            )
+            self._last = self._now()
+        elif _words(training.policy) != _words(begun):
+            self._note(f"initialize was called again, with another policy: {training.policy}")
+
+    def _hook(self, training: Training) -> None:
+        for model in _alive(training.models):
+            if not any(ref() is model for ref in self._hooked):
+                self._hooked.append(weakref.ref(model))
+                self._handles.append(model.register_forward_pre_hook(_ForwardHook(self), with_kwargs=True))
+
+    def _know(self, stash: Stash) -> None:
+        """Adopt the training of an optimizer that was initialized before the recording began."""
+        if any(stash.scalers is training.scalers for training in self._adopted):
+            return
+        for training in _trainings():
+            if stash.scalers is training.scalers:
+                self.trainings += 1
+                self._adopt(training)
+
+    def _forward_begins(self, args: Any, kwargs: Any) -> None:
+        if self._phase is not _IDLE or not torch.is_grad_enabled():
+            return  # in the one of another model, or recomputed in backward; or an evaluation
+        self._mark("optimizer" if self._stepping else "data")
+        self._phase = "forward"
+        self._step.forward_seen = True
+        tensor = next(iter(_tensors((args, kwargs))), None)
+        self._step.came = tensor.shape[0] if tensor is not None and tensor.dim() else 0
+
+    def _body_begins(self, stashes: list[Stash]) -> None:
+        for stash in stashes:
+            self._know(stash)
+        self._open_bodies += 1
+        if self._open_bodies > 1:
+            return
+        seen = self._phase == "forward" or self._step.forward_seen
+        self._mark("optimizer" if self._stepping and self._phase is _IDLE else "forward" if seen else "data")
+        self._phase = "backward"
+
+    def _body_ends(self, body: _RecordedBackward) -> None:
+        self._open_bodies = max(0, self._open_bodies - 1)
+        if self._open_bodies == 0:
+            self._mark("backward")
+            self._phase = _IDLE
+        if body.loss is not None:
+            self.losses += 1
+            self._step.bodies.append(_Body(body.loss, body.scale, body.scaler, body.optimizers, self._step.came))
+            self._step.came = 0
+            if self.steps < 2:
+                self._sizes["gradients"] = max(self._sizes["gradients"], _bytes(self._gradients()))
+
+    def _step_begins(self, stash: Stash) -> None:
+        self._know(stash)
+        if not self._stepping:  # else a subclass's step calls its parent's
+            self._mark("between" if self._phase is _IDLE else self._phase)
+            self._stepping = True
+
+    def _step_ends(self, optimizer: Any, stash: Stash) -> bool:
+        """Whether that were enough steps."""
+        self._mark("optimizer")
+        self._stepping = False
+        self._phase = "backward" if self._open_bodies else _IDLE
+        if self._lead is None or self._lead() is None:
+            self._lead = weakref.ref(optimizer)
+        if self._lead() is not optimizer:
+            return False
+        self._finish_step(optimizer, stash)
+        self._last = self._now()
+        return self._stop_after is not None and self.steps >= self._stop_after
+
+    def _finish_step(self, optimizer: Any, stash: Stash) -> None:
+        step, self._step = self._step, _Step()
+        self.steps += 1
+        # Of a step that skips on the device the verdict is the newest there; others leave none.
+        skipped = stash.verdicts[-1].overflow if stash.verdicts else float(stash.last_skipped)
+        inspected = self._looking is not None
+        self._queue.append(_step_entry(step, optimizer, skipped, self._on_cuda, inspected))
+        if self._looking is not None:
+            self._put_look(self._looking.leave())
+            self._looking = None
+            self._peak.resume()
+        if self.steps & (self.steps - 1) == 0:  # the models may be gone when the recording ends
+            self._measure()
+        if len(self._queue) >= _FLUSH_STEPS or time.monotonic() - self._flushed >= _FLUSH_SECONDS:
+            self._flush()
+        last = self._stop_after is not None and self.steps >= self._stop_after
+        if self._inspect and not last and _is_power_of_ten(self.steps):
+            self._look(optimizer, stash)
+
+    # Looking.
+
+    def _look(self, optimizer: Any, stash: Stash) -> None:
+        models = _alive(stash.models) or [m for training in self._adopted for m in _alive(training.models)]
+        if not models:
+            return
+        self._peak.pause()
+        try:
+            self._looking = Looking(models[0], optimizer, self.steps)
+        except (ValueError, RuntimeError) as error:
+            self._note(str(error))
+
+    def _put_look(self, event: Event) -> None:
+        self._put(event)
+
+    # What goes to the sinks.
+
+    def _log(self, name: str, value: Any) -> None:
+        value = value.detach().clone() if isinstance(value, Tensor) else float(value)
+        event = {"event": "log", "step": self.steps, "name": name}
+        self._queue.append(_Entry([value], lambda values: {**event, "value": values[0]}))
+
+    def _note(self, text: str) -> None:
+        self._put({"event": "note", "text": text})
+
+    def _put(self, event: Event) -> None:
+        self._queue.append(_Entry([], lambda _: event))
+
+    def _flush(self, wait: bool = False) -> None:
+        """Send off what is queued, and hand on what has arrived of what was sent off before; all of it if `wait`."""
+        self._flushed = time.monotonic()
+        if self._queue:
+            self._travelling.append(_Batch(self._queue))
+            self._queue = []
+        while self._travelling and (wait or self._travelling[0].here()):
+            for event in self._travelling.pop(0).read():
+                for sink in self._sinks:
+                    sink.add(event)
+        for sink in self._sinks:
+            _call(sink, "flush")
+
+    # Times.
+
+    def _now(self) -> Any:
+        """This moment: for a training on CUDA when the device gets there."""
+        if not self._on_cuda:
+            return _clock()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _mark(self, part: str) -> None:
+        """What ran since the last mark was this part of the step."""
+        now = self._now()
+        self._step.spans.append((part, self._last, now))
+        self._last = now
+
+    # Sizes.
+
+    def _models_tensors(self) -> list[Tensor]:
+        return [p for training in self._adopted for model in _alive(training.models) for p in model.parameters()]
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """(param, master) of the optimizers that are still there."""
+        return [
+            pair
+            for training in self._adopted
+            for optimizer in _alive(training.optimizers)
+            if (stash := getattr(optimizer, "_amp_stash", None)) is not None
+            for pair in stash.masters.pairs(optimizer.param_groups)
+        ]
+
+    def _gradients(self) -> list[Tensor]:
+        holders = {id(t): t for t in (*self._models_tensors(), *(t for pair in self._pairs() for t in pair))}
+        return [t.grad for t in holders.values() if t.grad is not None]
+
+    def _measure(self) -> None:
+        pairs = self._pairs()
+        weights = [*self._models_tensors(), *(param for param, _ in pairs)]
+        if not weights:
+            return  # all gone: what was measured before holds
+        states = [
+            getattr(zero.stateful(optimizer), "state", {})
+            for training in self._adopted
+            for optimizer in _alive(training.optimizers)
+        ]
+        self._sizes["weights"] = _bytes(weights)
+        self._sizes["masters"] = _bytes(master for param, master in pairs if master is not param)
+        if states:
+            self._sizes["state"] = _bytes(t for state in states for t in _tensors([*state.values()]))
+
+
+# What runs when no part of a step has been told: data is fetched, or gradients are clipped.
+_IDLE = "idle"
+
+
+@dataclass
+class _Body:
+    """One body of `scale_loss`: its loss and scale (tensors of one element), and the samples that came before it."""
+
+    loss: Tensor
+    scale: Tensor
+    scaler: Any
+    optimizers: list[Any]
+    samples: int
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Of which loss it was: a GAN's two may have one loss_id."""
+        return id(self.scaler), *sorted(map(id, self.optimizers))
+
+
+@dataclass
+class _Step:
+    """What was seen since the last step ended.
+
+    Attributes:
+        spans: (part, its start, its end).
+        came: how many samples the forward was given that no body has followed yet.
+    """
+
+    spans: list[tuple[str, Any, Any]] = field(default_factory=list)
+    bodies: list[_Body] = field(default_factory=list)
+    forward_seen: bool = False
+    came: int = 0
+
+
+class _Entry:
+    """An event that waits for numbers which may be on a device: `make` is given them, in order."""
+
+    def __init__(self, values: list[Tensor | float], make: Callable[[list[float]], Event]) -> None:
+        self.values = values
+        self.make = make
+
+
+def _step_entry(step: _Step, optimizer: Any, skipped: Tensor | float, on_cuda: bool, inspected: bool) -> _Entry:
+    losses: dict[tuple[int, ...], list[int]] = {}  # of which loss -> the places of its micro-batches
+    samples: dict[tuple[int, ...], int] = {}
+    for place, body in enumerate(step.bodies):
+        losses.setdefault(body.key, []).append(place)
+        samples[body.key] = samples.get(body.key, 0) + body.samples
+    own = [body for body in step.bodies if any(each is optimizer for each in body.optimizers)] or step.bodies
+    first_id = min((body.scaler.loss_id for body in own), default=0)
+    scale = next((body.scale for body in reversed(own) if body.scaler.loss_id == first_id), float("nan"))
+    # The forward of a second loss may be a part of the first one's: its samples are the same.
+    came = max(samples.values(), default=step.came)
+
+    def make(values: list[float]) -> Event:
+        parts = dict.fromkeys(PARTS, 0.0)
+        for part, start, end in step.spans:
+            parts[part] += float("nan") if inspected else _seconds(start, end, on_cuda)
+        if inspected:
+            parts = dict.fromkeys(PARTS, float("nan"))
+        means = [sum(values[2 + place] for place in places) / len(places) for places in losses.values()]
+        return {
+            "event": "step",
+            "loss": sum(means) if means else float("nan"),
+            "seconds": sum(parts.values()),
+            "parts": parts,
+            "scale": values[0],
+            "skipped": bool(values[1]),
+            "samples": came,
+        }
+
+    return _Entry([scale, skipped, *(body.loss for body in step.bodies)], make)
+
+
+def _seconds(start: Any, end: Any, on_cuda: bool) -> float:
+    if not on_cuda:
+        return end - start
+    if isinstance(start, float):  # the recording began before the device was known
+        return 0.0
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+class _Batch:
+    """Entries whose numbers are on their way to the host."""
+
+    @torch.no_grad()
+    def __init__(self, entries: list[_Entry]) -> None:
+        self.entries = entries
+        on_device: dict[torch.device, list[Tensor]] = {}
+        for entry in entries:
+            for value in entry.values:
+                if isinstance(value, Tensor) and value.is_cuda:
+                    on_device.setdefault(value.device, []).append(value)
+        self.arriving: dict[torch.device, tuple[Tensor, Any]] = {}
+        for device, tensors in on_device.items():
+            with regions.region(None):
+                stacked = torch.stack([tensor.reshape(()).double() for tensor in tensors])
+            landing = torch.empty(stacked.shape, dtype=stacked.dtype, device="cpu", pin_memory=True)
+            landing.copy_(stacked, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(device))
+            self.arriving[device] = landing, arrived
+
+    def here(self) -> bool:
+        return all(arrived.query() for _, arrived in self.arriving.values())
+
+    def read(self) -> Iterator[Event]:
+        """The events; waits for the devices if it must."""
+        landed: dict[torch.device, Iterator[float]] = {}
+        for device, (landing, arrived) in self.arriving.items():
+            arrived.synchronize()
+            landed[device] = iter(landing.tolist())
+        for entry in self.entries:
+            yield entry.make([_read(value, landed) for value in entry.values])
+
+
+def _read(value: Tensor | float, landed: dict[torch.device, Iterator[float]]) -> float:
+    if not isinstance(value, Tensor):
+        return value
+    return next(landed[value.device]) if value.device in landed else float(value.item())
+
+
+class _ForwardHook:
+    """A model's forward pre-hook. Copies and pickles of the model have one that does nothing in its place."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # traced to nothing
+        if _is_recording(self.recorder):
+            self.recorder._forward_begins(args, kwargs)
+
+    def __reduce__(self) -> Any:
+        return _NoHook, ()
+
+
+class _NoHook:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        pass
+
+
+class _RecordedBackward(ScaledBackward):
+    """What stands in for `ScaledBackward` while somebody records: it tells the recorders."""
+
+    loss: Tensor | None = None  # copied; None again if the body failed
+
+    def begin(self) -> None:
+        for recorder in _here():
+            recorder._body_begins(self.stashes)
+        super().begin()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        with torch.no_grad(), regions.region(None):
+            one = shards.local(loss.detach())
+            self.loss = one.clone() if one.numel() == 1 else one.double().mean()
+        return super().scaled(loss)
+
+    def abandon(self) -> None:
+        self.loss = None
+        super().abandon()
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            for recorder in _here():
+                recorder._body_ends(self)
+
+
+@not_traced
+def _step_begins(optimizer: Any, *_: Any) -> None:
+    if (stash := _recorded(optimizer)) is not None:
+        for recorder in _here():
+            recorder._step_begins(stash)
+
+
+@not_traced
+def _step_ends(optimizer: Any, *_: Any) -> None:
+    stash = _recorded(optimizer)
+    if stash is not None and stash.step_depth == 0:  # else a subclass's step has called its parent's
+        enough = [recorder._step_ends(optimizer, stash) for recorder in _here()]
+        if any(enough):
+            raise Enough
+
+
+def _hookless_step(original: Callable[..., Any], base: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    _step_begins(optimizer)
+    result = original(base, optimizer, args, kwargs)
+    _step_ends(optimizer)
+    return result
+
+
+def _enter(original: Callable[..., Any], training: Training, *args: Any) -> None:
+    original(training, *args)
+    for recorder in _here():
+        recorder._initialized(training)
+
+
+def _leave_alone(original: Callable[..., Any], dialect: Dialect, targets: list[Any]) -> None:
+    original(dialect, targets)
+    for recorder in _here():
+        recorder._initialized(None)
+
+
+def _install() -> None:
+    # `amp_patch.initialize` is the function; these are names of its module.
+    composer = sys.modules[begin_training.__module__]
+    try:
+        _patches.set(composer, "ScaledBackward", _RecordedBackward)
+        for owner, name, ours in (
+            (composer, "_enter", _enter),
+            (composer, "_leave_alone", _leave_alone),
+            (optimizer_side, "hookless_step", _hookless_step),
+        ):
+            _patches.set(owner, name, partial(ours, getattr(owner, name)))
+        # Torch runs these before and after an optimizer's own, amp's among them.
+        handles: list[Any] = []
+        _patches.apply(
+            lambda: handles.append(register_optimizer_step_pre_hook(_step_begins)), lambda: handles.pop().remove()
+        )
+        after: list[Any] = []
+        _patches.apply(
+            lambda: after.append(register_optimizer_step_post_hook(_step_ends)), lambda: after.pop().remove()
+        )
+    except BaseException:
+        _patches.remove()
+        raise
+
+
+def _here() -> list[Recorder]:
+    """Those that record this process: a fork inherits its parent's too."""
+    return [recorder for recorder in _recorders if _is_recording(recorder)]
+
+
+def _is_recording(recorder: Recorder) -> bool:
+    capturing = recorder._on_cuda and torch.cuda.is_current_stream_capturing()
+    return recorder.process == os.getpid() and not capturing
+
+
+def _recorded(optimizer: Any) -> Stash | None:
+    """The stash of an optimizer whose training is enabled."""
+    stash: Stash | None = getattr(optimizer, "_amp_stash", None)
+    if stash is None or not stash.enabled or stash.owner is None or stash.owner() is not optimizer:
+        return None
+    return stash
+
+
+def _trainings() -> list[Training]:
+    return sys.modules[begin_training.__module__]._trainings
+
+
+def _alive(refs: Any) -> list[Any]:
+    return [value for ref in refs if (value := ref()) is not None]
+
+
+def _held(optimizer: Any) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _words(policy: Policy) -> str:
+    return str(policy)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    tree.map_tensors(note, value)
+    return found
+
+
+def _bytes(tensors: Any) -> int:
+    """What the tensors take, each once; of a sharded one this process's part."""
+    total = 0
+    for tensor in {id(t): t for t in tensors}.values():
+        local = shards.local(tensor)
+        parts = (local._values(), local._indices()) if local.is_sparse else (local,)
+        total += sum(part.numel() * part.element_size() for part in parts)
+    return total
+
+
+def _is_power_of_ten(number: int) -> bool:
+    return str(number).strip("0") == "1"
+
+
+def _call(sink: Any, name: str) -> None:
+    if callable(method := getattr(sink, name, None)):
+        method()

@@ -1,0 +1,51 @@
+"""One run of a comparison, in a process of its own: `python -m amp_patch run`, recorded."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from amp_patch import run as runner
+from amp_patch.report.recorder import Recorder
+from amp_patch.report.runs import Run, dumps
+from amp_patch.report.sinks import JsonLines
+from amp_patch.report.trials import failure, seeded
+
+
+@contextmanager
+def recorded(path: str, *, steps: int | None, inspect: bool, shift: bool) -> Iterator[None]:
+    """Write the events of the training in the body to `path`, and last why it failed, if it did.
+
+    The level and the seed are in the environment: AMP_PATCH_OPT_LEVEL, AMP_PATCH_SEED.
+    """
+    level, seed = os.environ["AMP_PATCH_OPT_LEVEL"], int(os.environ["AMP_PATCH_SEED"])
+    run, recorder, error = Run(level, seed), None, None
+    try:
+        with seeded(seed, shift=shift):
+            recorder = Recorder([JsonLines(path), run], stop_after=steps, inspect=inspect)
+            with recorder:
+                yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        if recorder is not None and (words := failure(recorder, run, error)) is not None:
+            with open(path, "a") as lines:
+                lines.write(dumps({"event": "end", "error": words}) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m amp_patch.report.worker", allow_abbrev=False)
+    parser.add_argument("--record", required=True)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--inspect", action="store_true")
+    parser.add_argument("--shift", action="store_true")
+    runner.add_arguments(parser)
+    args = parser.parse_args()
+    runner.run(args, recorded(args.record, steps=args.steps, inspect=args.inspect, shift=args.shift))
+
+
+if __name__ == "__main__":
+    main()
