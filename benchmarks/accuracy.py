@@ -4,7 +4,7 @@ Each family of examples/train.py goes through `python -m amp_patch compare`; the
 the reports. Ends with an error, and the page says so too, if the held-out loss of O1, O2, O4 or O5 does not lie within
 the spread of O0's seeds.
 
-    python benchmarks/accuracy.py                        # a quarter of an hour on one core
+    python benchmarks/accuracy.py                        # a quarter of an hour on an idle machine
     python benchmarks/accuracy.py --from out/accuracy    # the page again, from the reports of an earlier run
 """
 
@@ -120,7 +120,7 @@ def page(comparisons: dict[str, Comparison]) -> str:
         "In the tables *p* is that of the paired t-test: a small one says that a difference is not chance, however "
         "small the difference. *Speed* is the ratio of step times to O0's, above 1 where the level is faster; *memory* "
         "is that of the bytes of weights, masters, gradients and optimizer state. Speed is of the machine named below "
-        "and of very small models, of whose steps the casts take more than of large ones'. Where a processor has no "
+        "and of very small models, in which the casts weigh more than in large ones. Where a processor has no "
         "FP16 arithmetic, FP16 on it is emulated: it shows what FP16 does to accuracy, not to time.",
     ]
     for family, comparison in comparisons.items():
