@@ -10,13 +10,20 @@ SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu tests/cuda/*.cpp)
 NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/null))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench sanitize cuda-compile gpu-check clean
+# The examples' models are tiny: a second thread would only wait for the first.
+demo accuracy: export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo accuracy test test-all lint format bench sanitize cuda-compile gpu-check clean
 
 help: ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/installed ## train a convnet and a small GPT at O0 to O5; ends with a table and a plot
-	$(BIN)/python examples/opt_levels.py
+demo: $(VENV)/installed ## compare O0 to O5 on a small GPT, three seeds each; ends with a table and a report in HTML
+	$(BIN)/python -m amp_patch compare --levels O0,O1,O2,O3,O4,O5 --seeds 3 --seed-flag=--seed --metric held_out_loss \
+		--inspect --out out/demo examples/train.py -- --task gpt --steps 200
+
+accuracy: $(VENV)/installed ## docs/accuracy.md anew: three families of models, five seeds, O0 to O5; 20 minutes
+	$(BIN)/python benchmarks/accuracy.py
 
 test: $(VENV)/installed ## every test that is not marked slow
 	$(BIN)/python -m pytest -m "not slow"
@@ -63,7 +70,7 @@ $(VENV)/tools: Makefile
 	touch $@
 
 $(VENV)/installed: $(VENV)/tools setup.py pyproject.toml $(SOURCES)
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[examples,dev]"
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[examples,report,dev]"
 	touch $@
 
 # What amp_patch.integrations is tested in, 225 MB: only test-all wants it. amp_patch is there already, and not built

@@ -8,7 +8,6 @@ from __future__ import annotations
 import pydoc_data.topics
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 
 Split = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -16,6 +15,8 @@ Split = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 def digits(device: str = "cpu") -> Split:
     """1797 handwritten digits, 8 x 8 grey values in [0, 1]: (images, labels) for training, the same held out."""
+    from sklearn.datasets import load_digits  # here, because it takes two seconds that the text need not wait for
+
     pixels, labels = load_digits(return_X_y=True)
     images = torch.tensor(pixels / 16, dtype=torch.float32, device=device).view(-1, 1, 8, 8)
     targets = torch.tensor(labels, device=device)

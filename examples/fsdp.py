@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tasks import Topics
+from tasks import TopicsGPT
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
@@ -35,7 +35,7 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 dist.init_process_group("nccl" if device == "cuda" else "gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 
-task = Topics(device)
+task = TopicsGPT(device)
 model = task.model()
 policy = amp.fsdp_policy(args.opt_level)  # amp
 for block in model.blocks:
@@ -77,7 +77,7 @@ for step in range(first, args.steps):
 
 model.eval()
 with torch.no_grad():
-    bits = task.evaluate(model)
+    bits = task.evaluate(model)["bits"]
 if rank == 0:
-    print(f"{args.opt_level}: {world} ranks, held-out {bits:.3f} {task.metric}")
+    print(f"{args.opt_level}: {world} ranks, held-out {bits:.3f} bits per character")
 dist.destroy_process_group()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +15,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from amp_patch import amp
+from amp_patch.report.runs import loads
+from amp_patch.report.verdict import Comparison
+
 pytest.importorskip("sklearn", reason="the examples' digits come with scikit-learn")
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # Run by name below, each with a test of what it shows. A new example without one fails test_every_example_is_tested.
 # (test_recipes.py runs examples/recipes.)
-SCRIPTS = ("minimal", "gan", "ddp", "fsdp", "opt_levels", "graph")
-MODULES = ("data", "tasks", "curves")
+SCRIPTS = ("minimal", "gan", "ddp", "fsdp", "train", "graph")
+MODULES = ("data", "tasks")
 
 
 def run(
@@ -109,17 +116,86 @@ def test_a_graph_trains_as_the_loop_beside_it(backend, tmp_path):
     assert number(r"held-out accuracy ([\d.]+)%", printed) > 92
 
 
-def test_opt_levels_ends_with_a_row_for_each_level_and_a_picture(tmp_path):
-    out = tmp_path / "deep" / "curves.png"
-    chosen = ("O0", "O1", "O2", "O5")
-    printed = run("opt_levels", "--steps", "4", "--levels", *chosen, "--out", str(out), cwd=tmp_path)
-    for title in ("digits, 4 steps", "gpt, 4 steps"):
-        assert title in printed
-    assert "…" not in printed, "the tables fit a terminal of 80 columns"
-    for level in chosen:
-        assert len(re.findall(rf"^ *{level} +\d", printed, re.MULTILINE)) == 2
-    assert "Loss curves:" in printed
-    assert out.read_bytes().startswith(b"\x89PNG")
+@pytest.fixture
+def train(monkeypatch, capsys):
+    """train(task, level, *options): what examples/train.py logs, run in this process, with `steps` of its training."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+    def train(task: str, level: str, *options: str) -> dict[str, float]:
+        monkeypatch.setattr(sys, "argv", ["train.py", "--task", task, "--opt-level", level, *options])
+        with amp.record(None) as recorded:
+            runpy.run_path(str(EXAMPLES / "train.py"), run_name="__main__")
+        amp.restore()
+        figures = {name: values[-1][1] for name, values in recorded.logged.items()}
+        printed = capsys.readouterr().out
+        assert all(f"{name} {value:.4f}" in printed for name, value in figures.items())
+        assert printed.startswith(f"{task}, {recorded.steps} steps, ")
+        return {**figures, "level": recorded.level, "steps": recorded.steps, "dtype": recorded.dtype}
+
+    yield train
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("task", "level", "steps", "better_than"),
+    [("digits", "O2", 60, 0.5), ("gpt", "O1", 100, 3.2), ("lstm", "O3", 100, 3.2)],
+)
+def test_train_learns(train, task, level, steps, better_than):
+    """In the text the frequencies of the letters alone give 3.3 nats."""
+    start = train(task, level, "--steps", "1")
+    end = train(task, level, "--steps", str(steps))
+    assert (end["level"], end["dtype"], end["steps"]) == (level, "float16", steps)
+    assert end["held_out_loss"] < better_than < start["held_out_loss"]
+    if task == "digits":
+        assert end["accuracy"] > 85
+    else:
+        assert end["bits"] == pytest.approx(end["held_out_loss"] / math.log(2))
+
+
+def test_train_takes_a_type_and_a_seed(train):
+    bf16 = train("lstm", "O2", "--dtype", "bfloat16", "--steps", "3")
+    assert (bf16["level"], bf16["dtype"]) == ("O2", "bfloat16")
+    losses = [train("lstm", "O0", "--steps", "3", "--seed", seed)["held_out_loss"] for seed in ("0", "0", "1")]
+    assert losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.slow
+def test_the_demo_ends_with_the_table_and_the_report(tmp_path):
+    """The Makefile's own command, with fewer levels, seeds and steps."""
+    makefile = [
+        "make",
+        "-C",
+        str(EXAMPLES.parent),
+        "--no-print-directory",
+        "-n",
+        "-o",
+        ".venv/installed",
+        "demo",
+        "BIN=",
+    ]
+    asked = subprocess.run(makefile, capture_output=True, text=True, check=True).stdout.replace("\\\n", " ")
+    command = shlex.split(asked)
+    assert command[:4] == ["/python", "-m", "amp_patch", "compare"] and command[-4:-1] == ["--task", "gpt", "--steps"]
+    small = {"--levels": "O0,O3", "--seeds": "1", "--out": str(tmp_path / "demo"), "--steps": "4"}
+    for option, value in small.items():
+        command[command.index(option) + 1] = value
+    done = subprocess.run(
+        [sys.executable, *command[1:]],
+        cwd=EXAMPLES.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    for level in small["--levels"].split(","):
+        assert re.search(rf"\b{level}\b", done.stdout), done.stdout
+    assert done.stdout.rstrip().endswith(str(tmp_path / "demo" / "report.html"))
+    comparison = Comparison.from_dict(loads((tmp_path / "demo" / "report.json").read_text()))
+    assert [run.steps for run in comparison.runs] == [4, 4]
+    assert all(math.isfinite(figure) for level in comparison.levels for figure in level.final)
+    assert comparison.metric == "held_out_loss"
 
 
 @pytest.mark.slow
@@ -138,51 +214,11 @@ def test_fsdp_resumes_on_another_number_of_processes(tmp_path):
     assert 3.5 < bits[1] < bits[0] < 5
 
 
-@pytest.fixture
-def demo(monkeypatch):
-    """The module opt_levels; its `main` returns what it prints."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    import opt_levels
-
-    yield opt_levels
-    for name in ("opt_levels", *MODULES):
-        sys.modules.pop(name, None)
-
-
-def test_opt_levels_counts_the_memory_of_each_level(demo, tmp_path):
-    results = demo.main(["--task", "gpt", "--steps", "2", "--out", str(tmp_path / "curves.png")])
-    by_level = {result.level: result for result in results}
-    full = by_level["O0"].weights
-    # Adam holds two tensors like the weights, and four bytes a parameter for its step count, which we leave out.
-    expected = {  # (weights, masters, state) in units of the FP32 weights
-        "O0": (1, 0, 2),
-        "O1": (1, 0, 2),
-        "O2": (0.5, 1, 2),
-        "O3": (0.5, 0, 1),
-        "O4": (1, 0, 2),
-        "O5": (0.5, 1, 2),
-    }
-    for level, units in expected.items():
-        row = by_level[level]
-        assert (row.weights, row.masters) == (units[0] * full, units[1] * full), level
-        assert 0 <= row.state - units[2] * full < 1024, level
-
-
-def test_the_picture_takes_a_run_that_diverged(demo, tmp_path):
-    from curves import plot
-
-    fine = demo.Result("digits", "accuracy, %", "O0", [2.0, 1.0, 0.5], 90.0, 1.0, 1, 1, 1, 1.0, 0)
-    lost = demo.Result("digits", "accuracy, %", "O3", [2.0, float("inf"), float("nan")], 10.0, 1.0, 1, 1, 1, 1.0, 0)
-    plot({"digits": [fine, lost]}, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
-
-
 @pytest.mark.slow
-def test_every_level_learns_what_fp32_learns(demo, tmp_path):
-    """The claim of the whole package, at the demo's full length. O3 is shown as it comes out."""
-    results = {(r.task, r.level): r.held_out for r in demo.main(["--out", str(tmp_path / "curves.png")])}
-    assert results["digits", "O0"] > 97
-    assert results["gpt", "O0"] < 3.5
-    for level in ("O1", "O2", "O4", "O5"):
-        assert abs(results["digits", level] - results["digits", "O0"]) <= 1.0, level
-        assert abs(results["gpt", level] - results["gpt", "O0"]) <= 0.05, level
+@pytest.mark.parametrize("task", ["digits", "gpt", "lstm"])
+def test_every_level_learns_what_fp32_learns(train, task):
+    """At full length. `make accuracy` asks more exactly, of five seeds and all levels."""
+    losses = {level: train(task, level)["held_out_loss"] for level in ("O0", "O1", "O2", "O5")}
+    assert losses["O0"] < {"digits": 0.06, "gpt": 2.35, "lstm": 2.0}[task]
+    for level in ("O1", "O2", "O5"):
+        assert losses[level] == pytest.approx(losses["O0"], rel=0.02, abs=0.005), level

@@ -1,0 +1,250 @@
+"""Does mixed precision lose accuracy? Three families of models, each level, several seeds: docs/accuracy.md.
+
+Each family of examples/train.py goes through `python -m amp_patch compare`; the page and its pictures are written from
+the reports. Ends with an error, and the page says so too, if the held-out loss of O1, O2, O4 or O5 does not lie within
+the spread of O0's seeds.
+
+    python benchmarks/accuracy.py                        # a quarter of an hour on an idle machine
+    python benchmarks/accuracy.py --from out/accuracy    # the page again, from the reports of an earlier run
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from amp_patch.report.figures import paired_t_test
+from amp_patch.report.runs import loads
+from amp_patch.report.verdict import Comparison, LevelResult
+
+ROOT = Path(__file__).parents[1]
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+CLAIMED = ("O1", "O2", "O4", "O5")
+METRIC = "held_out_loss"
+# Task of examples/train.py -> (its heading, in a sentence, what is trained)
+FAMILIES = {
+    "digits": (
+        "A convnet reads digits",
+        "the convnet",
+        "Two convolutions with batch norms and two linear layers, SGD with momentum. 1347 handwritten digits of 8 x 8 "
+        "pixels (scikit-learn's) to train on, 450 held out.",
+    ),
+    "gpt": (
+        "A GPT writes Python's manual",
+        "the GPT",
+        "Two blocks of attention and MLP, 64 wide, with layer norms, Adam. Nine in ten topics of Python's reference "
+        "manual, character by character, to train on; every tenth is held out.",
+    ),
+    "lstm": (
+        "An LSTM writes Python's manual",
+        "the LSTM",
+        "An embedding, `torch.nn.LSTM` with 96 units and a linear layer, Adam. The same text.",
+    ),
+}
+SECOND = {"accuracy": "accuracy, %", "bits": "bits per character"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), metavar="FAMILY")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, help="of each training (the default is each task's own)")
+    parser.add_argument("--out", type=Path, default=Path("out/accuracy"), help="where the reports go")
+    parser.add_argument("--from", dest="reports", type=Path, help="train nothing: take the reports from this folder")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where the page goes")
+    args = parser.parse_args()
+
+    for family in args.families if args.reports is None else []:
+        done = train(family, args.out / family, args.seeds, args.steps)
+        if done:
+            return done
+    folder = args.reports or args.out
+    broken = write({family: read(folder / family / "report.json") for family in args.families}, args.docs)
+    print(f"The page: {args.docs / 'accuracy.md'}")
+    for each in broken:
+        print(f"The claim does not hold: {each}", file=sys.stderr)
+    return 1 if broken else 0
+
+
+def train(family: str, out: Path, seeds: int, steps: int | None) -> int:
+    """Run the comparison of a family; its exit status."""
+    compare = ["-m", "amp_patch", "compare", "--levels", ",".join(LEVELS), "--seeds", str(seeds), "--seed-flag=--seed"]
+    script = [str(ROOT / "examples/train.py"), "--", "--task", family, *(["--steps", str(steps)] if steps else [])]
+    return subprocess.run([sys.executable, *compare, "--metric", METRIC, "--out", str(out), *script]).returncode
+
+
+def read(report: Path) -> Comparison:
+    if not report.exists():
+        raise SystemExit(f"accuracy.py: there is no {report}: run it without --from, or with --families")
+    return Comparison.from_dict(loads(report.read_text()))
+
+
+def write(comparisons: dict[str, Comparison], docs: Path) -> list[str]:
+    """Write accuracy.md and a picture for each family into `docs`; what contradicts the claim, a line each."""
+    docs.mkdir(parents=True, exist_ok=True)
+    for family, comparison in comparisons.items():
+        draw(comparison, docs / f"accuracy-{family}.svg")
+    (docs / "accuracy.md").write_text(page(comparisons))
+    return contradictions(comparisons)
+
+
+def contradictions(comparisons: dict[str, Comparison]) -> list[str]:
+    """Where the held-out loss is not within the spread of O0's seeds, though it should be, or is not known."""
+    broken = []
+    for family, comparison in comparisons.items():
+        levels = {level.level: level for level in comparison.levels}
+        for name in CLAIMED:
+            level = levels.get(name)
+            if "O0" not in levels or level is None:
+                broken.append(f"{family} was not trained at {name if level is None else 'O0'}")
+            elif level.verdict.kind != "within" or level.failed:
+                broken.append(f"{family} at {name}: {outcome(comparison, level)}")
+    return broken
+
+
+def page(comparisons: dict[str, Comparison]) -> str:
+    first = next(iter(comparisons.values()))
+    steps = listed([f"{comparison.steps} steps for {FAMILIES[f][1]}" for f, comparison in comparisons.items()])
+    parts = [
+        "# Does mixed precision lose accuracy?",
+        "<!-- Written by `make accuracy` (benchmarks/accuracy.py): edit that. -->",
+        answer(comparisons),
+        "## How it was measured",
+        f"Each model was trained at each level from {seeds(first)} seeds, which move the weights and the batches; what "
+        f"is held out stays the same. {steps}: in the first tenth of them the learning rate rises, then it falls to 0, "
+        "so that what is compared has come to rest. The held-out loss is the mean cross entropy in nats.",
+        first.test,
+        "In the tables *p* is that of the paired t-test: a small one says that a difference is not chance, however "
+        "small the difference. *Speed* is the ratio of step times to O0's, above 1 where the level is faster; *memory* "
+        "is that of the bytes of weights, masters, gradients and optimizer state. Speed is of the machine named below "
+        "and of very small models, in which the casts weigh more than in large ones. Where a processor has no "
+        "FP16 arithmetic, FP16 on it is emulated: it shows what FP16 does to accuracy, not to time.",
+    ]
+    for family, comparison in comparisons.items():
+        title, _, what = FAMILIES[family]
+        picture = f"![The held-out loss of each seed, by level; the range of O0's is shaded.](accuracy-{family}.svg)"
+        parts += [f"## {title}", what, table(comparison), picture]
+    machine = ", ".join(f"{name} {value}" for name, value in first.machine.items())
+    parts += [
+        "## Again",
+        "    make accuracy",
+        f"trains everything anew and rewrites this page; it fails if the held-out loss at {listed(CLAIMED)} does not "
+        "lie within the spread of O0's seeds in every family. A report for each family, with loss curves, loss scales "
+        "and times, is then in `out/accuracy/`.",
+        f"These figures are of: {machine}.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def answer(comparisons: dict[str, Comparison]) -> str:
+    """The paragraph on top, from the verdicts."""
+    broken = contradictions(comparisons)
+    names = listed([FAMILIES[family][1] for family in comparisons])
+    count = seeds(next(iter(comparisons.values())))
+    if broken:
+        claim = f"that at {listed(CLAIMED)} the held-out loss of {names} lies within the spread of O0's {count} seeds"
+        sentences = [f"**In these runs it did.** The claim {claim}, does not hold: {'; '.join(broken)}."]
+    else:
+        claim = f"the held-out loss of {names} lies within the spread of O0's {count} seeds"
+        sentences = [f"**Not at {listed(CLAIMED)}:** there {claim}. {furthest(comparisons)}"]
+    return " ".join([*sentences, *of_o3(comparisons)])
+
+
+def furthest(comparisons: dict[str, Comparison]) -> str:
+    """The largest difference among the levels of the claim, measured by the spread of O0's seeds."""
+
+    def share(comparison: Comparison, level: LevelResult) -> float:
+        base = comparison.baseline.final
+        spread = max(base) - min(base)
+        return abs(level.mean - statistics.mean(base)) / spread if spread else 0.0
+
+    trials = [(f, each, level) for f, each in comparisons.items() for level in each.levels if level.level in CLAIMED]
+    family, comparison, level = max(trials, key=lambda trial: share(*trial[1:]))
+    return (
+        f"Measured by that spread {FAMILIES[family][1]} at {level.level} comes out furthest from O0: "
+        f"{outcome(comparison, level)}, {share(comparison, level):.0%} of the spread away."
+    )
+
+
+def of_o3(comparisons: dict[str, Comparison]) -> list[str]:
+    """O3 as it is, in sentences."""
+    found = [(f, each, level) for f, each in comparisons.items() for level in each.levels if level.level == "O3"]
+    told = [f"{FAMILIES[f][1]} {level.verdict.kind}, {outcome(each, level)}" for f, each, level in found]
+    start = "O3, FP16 throughout without FP32 masters, is outside of the claim and shown as it came out"
+    return [f"{start}: {'; '.join(told)}."] if found else []
+
+
+def outcome(comparison: Comparison, level: LevelResult) -> str:
+    """A level's mean beside O0's, in words."""
+    base = comparison.baseline
+    if level.failed or base is None or len(level.finite) < len(level.runs) or not level.runs:
+        return level.verdict.text
+    low, high = min(base.final), max(base.final)
+    p = paired_p(level, base)
+    chance = "" if p is None else f", p {p if p[0] == '<' else '= ' + p}"
+    return f"a mean of {level.mean:#.5g} against O0's {base.mean:#.5g} ({low:#.5g} to {high:#.5g}){chance}"
+
+
+def paired_p(level: LevelResult, base: LevelResult) -> str | None:
+    """The p of the paired t-test against O0, as it is printed; None for fewer than two pairs."""
+    seeds = [seed for seed in level.finite if seed in base.finite]
+    if len(seeds) < 2:
+        return None
+    p = paired_t_test([level.finite[seed] for seed in seeds], [base.finite[seed] for seed in seeds])
+    return "< 0.001" if p < 0.001 else f"{p:.2g}"
+
+
+def table(comparison: Comparison) -> str:
+    base = comparison.baseline
+    logged = {name for run in comparison.runs for name in run.logged}
+    second = next((name for name in SECOND if name in logged), None)
+    heads = ["level", "held-out loss", "of the seeds", "to O0", "p", "verdict"]
+    heads += [*([SECOND[second]] if second else []), "speed", "memory", "skipped steps"]
+    rows = [heads, ["---"] + ["---:"] * (len(heads) - 1)]
+    for level in comparison.levels:
+        values = list(level.finite.values())
+        other = base is not None and level is not base and bool(values)
+        row = [
+            level.level,
+            f"{level.mean:#.5g}" if values else "",
+            f"{min(values):#.5g} to {max(values):#.5g}" if values else "",
+            f"{level.mean - base.mean:+.2g}" if other else "",
+            (paired_p(level, base) or "") if other else "",
+            level.verdict.kind + (f", {len(level.failed)} failed" if level.failed else ""),
+        ]
+        if second:
+            each = [run.logged[second][-1][1] for run in level.runs if second in run.logged]
+            row.append(f"{statistics.mean(each):.2f}" if each else "")
+        row += [
+            f"{level.speedup.median:.2f}" if other and level.speedup else "",
+            f"{level.bytes_ratio:.2f}" if other and level.bytes_ratio is not None else "",
+            f"{sum(level.skips)} of {sum(run.steps for run in level.runs)}",
+        ]
+        rows.append(row)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def draw(comparison: Comparison, path: Path) -> None:
+    """The held-out losses, a dot a seed, as an SVG file in light colours; nothing where there are none."""
+    from amp_patch.report import pictures  # here: matplotlib takes a second
+
+    for picture in pictures.finals(comparison):
+        svg = picture.svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" style="background: #ffffff" ', 1)
+        for name, (light, _) in pictures.COLOURS.items():
+            svg = svg.replace(f"var(--{name})", light)
+        path.write_text(svg + "\n")
+
+
+def seeds(comparison: Comparison) -> int:
+    return len({run.seed for run in comparison.runs})
+
+
+def listed(names: list[str] | tuple[str, ...]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
