@@ -1,4 +1,4 @@
-"""ForwardHook: tells when a model's forward begins. By itself in its file, which torch.compile traces, unlike others'."""
+"""ForwardHook: tells when a model's forward begins. In a file of its own, which torch.compile may trace."""
 
 from __future__ import annotations
 
