@@ -57,7 +57,7 @@ _USED = tuple(
 # What these do to optimizers and gradients is Python's: Dynamo would find nothing there to compile, and try.
 _BOOKKEEPING = (
     *("backward", "clip", "initialize", "links", "masters", "memory", "multi_tensor", "optimizer"),
-    *("replicas", "scaler"),
+    *("replicas", "report.recorder", "scaler"),
 )
 
 

@@ -700,3 +700,24 @@ def test_compiled_models_stay_one_graph():
     assert run.loss == losses and run.samples == [0, 0]
     assert run.parts["forward"] == [0.0, 0.0] and run.parts["data"][1] > 0
     assert images(0)[0].shape[0] == 8
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be instantiated")
+def test_a_compiled_loop_is_recorded_and_nothing_of_that_is_compiled():
+    model, optimizer = amp.initialize(model := convnet(), SGD(model.parameters()), opt_level="O2", verbosity=0)
+
+    def step(inputs, targets):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        backward(loss, optimizer)
+        optimizer.step()
+        return loss
+
+    compiled = torch.compile(step, backend="eager")
+    with amp.record(inspect=True) as run:
+        losses = [compiled(*images(index)).item() for index in range(3)]
+    torch._dynamo.reset()
+    assert run.loss == losses and [look.step for look in run.looks] == [1] and run.notes == []

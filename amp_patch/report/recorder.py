@@ -26,10 +26,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from amp_patch import optimizer as optimizer_side
 from amp_patch import regions, shards, tree, zero
 from amp_patch.backward import ScaledBackward
-from amp_patch.compiling import not_traced
+from amp_patch.compiling import eager_only, not_traced
 from amp_patch.initialize import Dialect, Training, begin_training
 from amp_patch.optimizer import Stash
 from amp_patch.patch import Patches
+from amp_patch.report.forward_hook import ForwardHook
 from amp_patch.report.looking import Looking
 from amp_patch.report.peak import PeakMemory
 from amp_patch.report.runs import PARTS, Event, Run
@@ -96,9 +97,7 @@ def log(**scalars: Any) -> None:
         if not (number or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex())):
             what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
             raise TypeError(f"log: {name} is {what}; wanted a number or a tensor of one element")
-    for recorder in _here():
-        for name, value in scalars.items():
-            recorder._log(name, value)
+    _tell("_log", scalars)
 
 
 class Recorder:
@@ -191,6 +190,7 @@ class Recorder:
             if not self.steps:
                 self._last = self._now()  # what came before the training is none of it
 
+    @eager_only
     def _adopt(self, training: Training) -> None:
         """Take this training for one that is recorded."""
         self.enabled = True
@@ -220,7 +220,9 @@ class Recorder:
         for model in _alive(training.models):
             if not any(ref() is model for ref in self._hooked):
                 self._hooked.append(weakref.ref(model))
-                self._handles.append(model.register_forward_pre_hook(_ForwardHook(self), with_kwargs=True))
+                self._handles.append(
+                    model.register_forward_pre_hook(ForwardHook(self._forward_begins), with_kwargs=True)
+                )
 
     def _know(self, stash: Stash) -> None:
         """Adopt the training of an optimizer that was initialized before the recording began."""
@@ -231,7 +233,7 @@ class Recorder:
                     self._adopt(training)
 
     def _forward_begins(self, args: Any, kwargs: Any) -> None:
-        if self._phase is not _IDLE or not torch.is_grad_enabled():
+        if self._phase is not _IDLE or not torch.is_grad_enabled() or not _is_recording(self):
             return  # in the one of another model, or recomputed in backward; or an evaluation
         self._mark("optimizer" if self._stepping else "data")
         self._phase = "forward"
@@ -301,6 +303,7 @@ class Recorder:
 
     # Looking.
 
+    @eager_only
     def _look(self, optimizer: Any, stash: Stash) -> None:
         models = _alive(stash.models) or [m for training in self._adopted for m in _alive(training.models)]
         if not models:
@@ -311,6 +314,7 @@ class Recorder:
         except (ValueError, RuntimeError) as error:
             self._note(str(error))
 
+    @eager_only
     def _leave_look(self) -> None:
         assert self._looking is not None
         looking, self._looking = self._looking, None
@@ -322,10 +326,12 @@ class Recorder:
 
     # What goes to the sinks.
 
-    def _log(self, name: str, value: Any) -> None:
-        value = value.detach().clone() if isinstance(value, Tensor) else float(value)
-        event = {"event": "log", "step": self.steps, "name": name}
-        self._queue.append(_Entry([value], lambda values: {**event, "value": values[0]}))
+    @eager_only
+    def _log(self, scalars: dict[str, Any]) -> None:
+        for name, value in scalars.items():
+            number = shards.local(value.detach()).clone() if isinstance(value, Tensor) else float(value)
+            event = {"event": "log", "step": self.steps, "name": name}
+            self._queue.append(_Entry([number], partial(_logged, event)))
 
     def _note(self, text: str) -> None:
         self._put({"event": "note", "text": text})
@@ -333,6 +339,7 @@ class Recorder:
     def _put(self, event: Event) -> None:
         self._queue.append(_Entry([], lambda _: event))
 
+    @eager_only
     def _flush(self, wait: bool = False) -> None:
         """Send off what is queued, and hand on what has arrived of what was sent off before; all of it if `wait`."""
         self._flushed = time.monotonic()
@@ -383,10 +390,12 @@ class Recorder:
         models = [model for training in self._adopted for model in _alive(training.models)]
         return pairs + [(p, p) for model in models for p in model.parameters() if id(p) not in known]
 
+    @eager_only
     def _measure_gradients(self) -> None:
         grads = [t.grad for t in {id(t): t for pair in self._pairs() for t in pair}.values() if t.grad is not None]
         self._sizes["gradients"] = max(self._sizes["gradients"], _bytes(grads))
 
+    @eager_only
     def _measure(self) -> None:
         optimizers = self._optimizers()
         if not optimizers:
@@ -441,6 +450,10 @@ class _Entry:
     def __init__(self, values: list[Tensor | float], make: Callable[[list[float]], Event]) -> None:
         self.values = values
         self.make = make
+
+
+def _logged(event: Event, values: list[float]) -> Event:
+    return {**event, "value": values[0]}
 
 
 def _step_entry(step: _Step, optimizer: Any, skipped: Tensor | float, inspected: bool) -> _Entry:
@@ -522,35 +535,13 @@ def _read(value: Tensor | float, landed: dict[torch.device, Iterator[float]]) ->
     return next(landed[value.device]) if value.device in landed else float(value.item())
 
 
-class _ForwardHook:
-    """A model's forward pre-hook. Copies and pickles of the model have one that does nothing in its place."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return  # traced to nothing
-        if _is_recording(self.recorder):
-            self.recorder._forward_begins(args, kwargs)
-
-    def __reduce__(self) -> Any:
-        return _NoHook, ()
-
-
-class _NoHook:
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        pass
-
-
 class _RecordedBackward(ScaledBackward):
     """What stands in for `ScaledBackward` while somebody records: it tells the recorders."""
 
     loss: Tensor | None = None  # copied; None again if the body failed
 
     def begin(self) -> None:
-        for recorder in _here():
-            recorder._body_begins(self.stashes)
+        _tell("_body_begins", self.stashes)
         super().begin()
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -566,22 +557,20 @@ class _RecordedBackward(ScaledBackward):
         try:
             super().close()
         finally:
-            for recorder in _here():
-                recorder._body_ends(self)
+            _tell("_body_ends", self)
 
 
 @not_traced
 def _step_begins(optimizer: Any, *_: Any) -> None:
     if (stash := _recorded(optimizer)) is not None:
-        for recorder in _here():
-            recorder._step_begins(stash)
+        _tell("_step_begins", stash)
 
 
 @not_traced
 def _step_ends(optimizer: Any, *_: Any) -> None:
     stash = _recorded(optimizer)
     if stash is not None and stash.step_depth == 0:  # else a subclass's step has called its parent's
-        enough = [recorder._step_ends(optimizer, stash) for recorder in _here()]
+        enough = _tell("_step_ends", optimizer, stash)
         if any(enough):
             raise Enough
 
@@ -595,14 +584,12 @@ def _hookless_step(original: Callable[..., Any], base: Any, optimizer: Any, args
 
 def _enter(original: Callable[..., Any], training: Training, *args: Any) -> None:
     original(training, *args)
-    for recorder in _here():
-        recorder._initialized(training)
+    _tell("_initialized", training)
 
 
 def _leave_alone(original: Callable[..., Any], dialect: Dialect, targets: list[Any]) -> None:
     original(dialect, targets)
-    for recorder in _here():
-        recorder._initialized(None)
+    _tell("_initialized", None)
 
 
 def _install() -> None:
@@ -630,9 +617,9 @@ def _install() -> None:
         raise
 
 
-def _here() -> list[Recorder]:
-    """Those that record this process: a fork inherits its parent's too."""
-    return [recorder for recorder in _recorders if _is_recording(recorder)]
+def _tell(what: str, *args: Any) -> list[Any]:
+    """Call a method of all who record this process: a fork inherits its parent's recorders too."""
+    return [getattr(recorder, what)(*args) for recorder in _recorders if _is_recording(recorder)]
 
 
 def _is_recording(recorder: Recorder) -> bool:
