@@ -6,7 +6,8 @@ The picture is that of Micikevicius et al. 2018 (arXiv:1710.03740), figure 3.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,8 +50,25 @@ class Histogram:
         slots = torch.frexp(values)[1] - _LOWEST  # frexp's fraction is in [0.5, 1): its exponent is one above ours
         slots = torch.where(values == 0, 0, slots)
         slots = torch.where(torch.isfinite(values), slots, _EXPONENTS + 1)
-        counts = torch.bincount(slots, minlength=_EXPONENTS + 2)
-        self._counts = counts if self._counts is None else self._counts + counts.to(self._counts.device)
+        self._take(torch.bincount(slots, minlength=_EXPONENTS + 2))
+
+    @classmethod
+    def merged(cls, several: Iterable[Histogram]) -> Histogram:
+        """A new one with what all of them have counted, on the device of the first one that has counted; no sync."""
+        merged = cls()
+        for each in several:
+            if each._counts is not None:
+                merged._take(each._counts)
+        return merged
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: {"zeros": n, "not_finite": n, "exponents": {"-24": n, ...}}, the lowest exponent first. One sync."""
+        read = self._read()
+        exponents = {str(_LOWEST + slot): count for slot, count in enumerate(read[1:-1]) if count}
+        return {"zeros": read[0], "not_finite": read[-1], "exponents": exponents}
+
+    def _take(self, counts: Tensor) -> None:
+        self._counts = counts.clone() if self._counts is None else self._counts + counts.to(self._counts.device)
 
     def _read(self) -> list[int]:
         if self._counts is None:
