@@ -77,7 +77,7 @@ class Histogram:
         return merged
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: {"zeros": n, "not_finite": n, "exponents": {"-24": n, ...}}, the lowest exponent first. One sync."""
+        """For JSON: {"zeros": n, "not_finite": n, "exponents": {"-24": n, ...}}, lowest exponent first. One sync."""
         zeros, slots, not_finite = self._read()
         exponents = {str(exponent): sum(three) for exponent, three in slots.items()}
         return {"zeros": zeros, "not_finite": not_finite, "exponents": exponents}
