@@ -73,7 +73,7 @@ class Inspection:
             write to their input, or cannot be computed in FP32, are left out.
         not_finite: where the first number that is not finite appeared; None if all were finite. Infinities that are
             asked for, as in `masked_fill(mask, -inf)`, do not count, nor do those that come in from outside.
-        scale: the loss scale, when the block ended.
+        scale: the loss scale of the last backward; without one, the one that the next would have.
         step: how many optimizer steps it saw.
     """
 
@@ -210,7 +210,9 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
             stashes = [
                 stash for t in targets if (stash := getattr(t, "_amp_stash", None)) is not None and stash.scalers
             ]
-            if scaler is not None:
+            if watch.scale is not None:
+                seen.scale = float(watch.scale)
+            elif scaler is not None:
                 seen.scale = scaler.get_scale()
             elif stashes:
                 seen.scale = stashes[0].scalers[0].loss_scale()
@@ -240,8 +242,20 @@ class _Frame:
     calls_others: bool = False
 
 
+class _own:
+    """What runs inside is none of the model's computing."""
+
+    def __enter__(self) -> None:
+        self.before, _Watch.busy = _Watch.busy, True
+
+    def __exit__(self, *_: Any) -> None:
+        _Watch.busy = self.before
+
+
 class _Watch(TorchFunctionMode):
     """Keeps a log of calls, and of each tensor in it, and of its gradient, the lowest and highest value; no sync."""
+
+    busy = False  # whether one of them, there may be several, computes for itself
 
     def __init__(self, model: nn.Module, targets: list[Any], scaler: Any, seen: Inspection, stack: ExitStack) -> None:
         super().__init__()
@@ -249,7 +263,7 @@ class _Watch(TorchFunctionMode):
         self.model = model
         self.running: list[_Frame] = []  # innermost last
         self.called: set[str] = set()
-        self.busy = False  # computing for itself
+        self.scale: Tensor | None = None  # of the last backward
         self.stepping = False  # inside of an optimizer's step, unless an exception has left it
         self.handles: list[Any] = []
         self.forget()
@@ -285,24 +299,26 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         op = getattr(func, "__name__", str(func))
         if (
-            (op in _ATTRIBUTES and func != _GRAD)
-            or self.busy
+            _Watch.busy
             or self.stepping
             or self.seen.not_finite is not None
+            or (op in _ATTRIBUTES and func != _GRAD)
             or _in_backward()
         ):
             return func(*args, **kwargs)
-        given = [self._key(t) for t in _given((args, kwargs))]
+        with _own():
+            given = [self._key(t) for t in _given((args, kwargs))]
         result = func(*args, **kwargs)
         if op == "backward":
             return result
-        outputs = _given(args[0] if op == "__setitem__" else result)
-        if func == _GRAD:  # what backward made is none of what computes with it
-            self.outside.update(self._key(grad) for grad in outputs)
-        elif outputs:
-            made = [self._key(t, new=True) for t in outputs]
-            infinite = any(isinstance(c, float) and math.isinf(c) for c in (*args, *kwargs.values()))
-            self.calls.append(_Call(self._module(), op, given, made, not given or "empty" in op or infinite))
+        with _own():
+            outputs = _given(args[0] if op == "__setitem__" else result)
+            if func == _GRAD:  # what backward made is none of what computes with it
+                self.outside.update(self._key(grad) for grad in outputs)
+            elif outputs:
+                made = [self._key(t, new=True) for t in outputs]
+                infinite = any(isinstance(c, float) and math.isinf(c) for c in (*args, *kwargs.values()))
+                self.calls.append(_Call(self._module(), op, given, made, not given or "empty" in op or infinite))
         return result
 
     def _module(self) -> str | None:
@@ -351,7 +367,7 @@ class _Watch(TorchFunctionMode):
                 elif len(todo) < 16:  # what was made before the block has no end here
                     todo.append(source)
         if given and key not in given:
-            op = re.sub(r"Backward\d*$", "", made_by.name())
+            op = re.sub(r"Backward\d*$|^.*::", "", made_by.name())
             self.calls.append(_Call(self._module(), op, given, [key], harmless=changed))
 
     def _factor(self) -> float | Tensor:
@@ -362,6 +378,7 @@ class _Watch(TorchFunctionMode):
             stashes = (getattr(target, "_amp_stash", None) for target in self.targets)
             # Of several optimizers those of another loss are in no `scale_loss` now.
             scale = next((stash.scale for stash in stashes if stash is not None and stash.scale is not None), None)
+        self.scale = self.scale if scale is None else scale.clone()
         return 1.0 if scale is None else scale.double().reciprocal()
 
     def _gradient_of(self, name: str) -> Any:
@@ -377,7 +394,7 @@ class _Watch(TorchFunctionMode):
             seen.activation_gradients.setdefault(name, Histogram()).add(_values(grad))
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if self.busy:
+            if _Watch.busy:
                 return
             self.stepping = False
             if self.running:
@@ -388,17 +405,15 @@ class _Watch(TorchFunctionMode):
             self.running.append(_Frame(name, [(tensor, _version(tensor)) for tensor in _floats((args, kwargs))]))
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self.busy or not self.running:
+            if _Watch.busy or not self.running:
                 return
-            frame = self.running[-1]
-            outputs = _floats(output)
-            self.busy = True
-            try:
-                for tensor in outputs:
-                    if tensor.requires_grad:
-                        if seen.not_finite is None and not _in_backward():
-                            self._key(tensor)  # by an autograd function, perhaps, of this module
-                        tensor.register_hook(came_back)
+            with _own():
+                outputs = _floats(output)
+                for tensor in (tensor for tensor in outputs if tensor.requires_grad):
+                    if seen.not_finite is None and not _in_backward():
+                        self._key(tensor)  # made by an autograd function, perhaps, of this module
+                    tensor.register_hook(came_back)
+                frame = self.running.pop()
                 if _in_backward():  # checkpointing computes again what was counted
                     return
                 for tensor in outputs:
@@ -409,9 +424,6 @@ class _Watch(TorchFunctionMode):
                     error = _error(module, args, kwargs, outputs)
                     if error is not None:
                         self.errors[name] = torch.maximum(error, self.errors.get(name, error).to(error.device))
-            finally:
-                self.running.pop()
-                self.busy = False
 
         return before, after
 
@@ -419,12 +431,9 @@ class _Watch(TorchFunctionMode):
         """A mask's -inf among the model's buffers, or handed to it, is none of its doing."""
         if _in_backward() or self.seen.not_finite is not None:
             return
-        self.busy = True
-        try:
+        with _own():
             for tensor in _floats((args, kwargs, [*self.model.buffers()])):
                 self.outside.add(self._key(tensor))
-        finally:
-            self.busy = False
 
     def _conclude_step(self, *_: Any) -> None:
         self.conclude()
@@ -436,8 +445,7 @@ class _Watch(TorchFunctionMode):
 
     def conclude(self) -> None:
         """Look for the first number of this step that is not finite, and read the errors. One sync."""
-        self.busy = True
-        try:
+        with _own():
             pairs = [*self.values, *self.gradients.values(), *self.errors.values()]
             if pairs:
                 every = torch.stack([pair.to(pairs[0].device) for pair in pairs]).tolist()
@@ -446,8 +454,6 @@ class _Watch(TorchFunctionMode):
                 self._note_errors(dict(zip(self.errors, later[len(gradients) :], strict=True)))
                 if self.seen.not_finite is None:
                     self.seen.not_finite = self._culprit(_Log(self.calls, values, gradients, self.outside))
-        finally:
-            self.busy = False
         self.forget()
 
     def _note_errors(self, errors: dict[str, list[float]]) -> None:
