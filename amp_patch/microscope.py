@@ -539,11 +539,12 @@ class _Log:
                     touching.append(other.module)
                     reached.update(other.made if other.casts else ())
         else:
-            reached = {key for key in call.given if key in self.gradients and not _finite(self.gradients[key])}
+            reached = set(call.given)
             for other in reversed(self.calls[: self.calls.index(call)]):
-                if not reached.isdisjoint(other.made):
+                found = reached.intersection(other.made)
+                reached.update(other.given if found and other.casts else ())
+                if not all(_finite(self.gradients[key]) for key in found if key in self.gradients):
                     touching.append(other.module)
-                    reached.update(other.given if other.casts else ())
         return touching
 
 
