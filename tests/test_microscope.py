@@ -648,7 +648,7 @@ def test_what_stands_out_is_printed():
     seen, _ = look_deep("O2", "cpu", factors, weight)
     seen.scale = 2.0**10
     seen.gradients = {"first.weight": Histogram(), "head.weight": Histogram()}
-    seen.gradients["first.weight"].add(torch.tensor([2.0**-30, 1.0, 1.0, 128.0]))
+    seen.gradients["first.weight"].add(torch.tensor([2.0**-40, 1.0, 1.0, 128.0]))
     seen.gradients["head.weight"].add(torch.tensor([1.0]))
     assert str(seen).splitlines() == [
         "2 steps; loss scale 1024, the best one 256",
