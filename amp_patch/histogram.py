@@ -37,7 +37,8 @@ class Histogram:
     """
 
     def __init__(self) -> None:
-        self._counts: Tensor | None = None  # zeros, the exponents, non-finite
+        self._counts: Tensor | None = None
+        self._known: tuple[int, dict[int, list[int]], int] | None = None  # what `_read` has read of them
 
     def __repr__(self) -> str:
         exponents = self.counts
@@ -67,6 +68,7 @@ class Histogram:
             one = torch.ones((), dtype=torch.int64, device=values.device)
             counts = one.new_zeros(_SLOTS).scatter_add_(0, slots.long(), one.expand(slots.shape))
         self._counts = counts if self._counts is None else self._counts + counts.to(self._counts.device)
+        self._known = None
 
     @classmethod
     def merged(cls, several: Iterable[Histogram]) -> Histogram:
@@ -83,13 +85,15 @@ class Histogram:
         return {"zeros": zeros, "not_finite": not_finite, "exponents": exponents}
 
     def _read(self) -> tuple[int, dict[int, list[int]], int]:
-        """Zeros; exponent -> how many in each of its slots, where there are any; non-finite numbers. One sync."""
+        """Zeros; exponent -> how many in each of its slots, where there are any; non-finite numbers. One sync at most."""
         if self._counts is None:
             return 0, {}, 0
-        zeros, *rest, not_finite = self._counts.tolist()
-        rest.insert(0, 0)
-        threes = {_LOWEST + place // 3: rest[place : place + 3] for place in range(0, len(rest), 3)}
-        return zeros, {exponent: three for exponent, three in threes.items() if any(three)}, not_finite
+        if self._known is None:
+            zeros, *rest, not_finite = self._counts.tolist()
+            rest.insert(0, 0)
+            threes = {_LOWEST + place // 3: rest[place : place + 3] for place in range(0, len(rest), 3)}
+            self._known = zeros, {exponent: three for exponent, three in threes.items() if any(three)}, not_finite
+        return self._known
 
     @property
     def total(self) -> int:

@@ -153,7 +153,7 @@ def test_the_error_is_that_against_fp32_on_the_same_input(level, dtype, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_nothing_is_left_behind_and_nothing_is_changed(device):
     """The inspected steps give the weights of those that nobody looked at; batch norms count each batch once."""
-    runs = []
+    runs, hooks = [], []
     for inspected in (False, True):
         model = training.convnet(device=device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -170,6 +170,9 @@ def test_nothing_is_left_behind_and_nothing_is_changed(device):
         for module in model.modules():
             assert not module._forward_hooks and not module._forward_pre_hooks
         assert not any(param._backward_hooks for param in model.parameters())
+        hooks.append([len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)])
+        assert torch.overrides._get_current_function_mode_stack() == []
+    assert hooks[0] == hooks[1]
     assert training.same(*runs)
 
 
