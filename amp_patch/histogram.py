@@ -85,7 +85,7 @@ class Histogram:
         return {"zeros": zeros, "not_finite": not_finite, "exponents": exponents}
 
     def _read(self) -> tuple[int, dict[int, list[int]], int]:
-        """Zeros; exponent -> how many in each of its slots, where there are any; non-finite numbers. One sync at most."""
+        """Zeros; exponent -> how many in each of its slots, where there are any; non-finite ones. One sync at most."""
         if self._counts is None:
             return 0, {}, 0
         if self._known is None:

@@ -444,6 +444,28 @@ def test_the_planted_overflows_are_fp16s(level, device):
         assert seen.not_finite is None and finite and seen.keep_fp32() == []
 
 
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_list_of_modules_is_not_kept_in_place_of_what_runs_it(level):
+    """Each of its modules would be kept for itself, with FP16 between them."""
+    factors = {"0_layers_0": 2.0**12, "0_layers_1": 2.0**12, "0_layers_2": 2.0**-24}
+    make = lambda: nn.Sequential(Listed(), nn.Linear(4, 4, bias=False))  # noqa: E731
+    seen, _ = look_deep(level, "cpu", factors, model=make())
+    assert (seen.not_finite.module, seen.keep_fp32()) == ("0.layers.1", ["0"])
+    seen, finite = look_deep(level, "cpu", factors, model=make(), keep_fp32=["0"])
+    assert seen.not_finite is None and finite
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_overflow_that_reaches_the_end_has_no_list(device):
     """The model's own output is too large for FP16."""
@@ -454,6 +476,8 @@ def test_an_overflow_that_reaches_the_end_has_no_list(device):
     seen, _ = look_deep("O2", device, {**factors, "head": 2.0**4}, keep_fp32=["block"])
     assert seen.not_finite is not None and seen.keep_fp32() == []
     assert "try dtype=torch.bfloat16" in str(seen)
+    seen, _ = look_deep("O2", device, {"head": 2.0**14, "first": 2.0**4})
+    assert seen.errors["head"] == math.inf and seen.keep_fp32() == []  # FP32 inside of it would not help
     assert look_deep("O5", device, {**factors, "head": 2.0**4})[0].not_finite is None
 
 
