@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,12 +26,17 @@ class LossScaleRange(NamedTuple):
     lowest: float
     highest: float
 
+    def __str__(self) -> str:
+        low, high = (f"2**{round(math.log2(scale))} ({scale:g})" for scale in self)
+        return f"loss scales from {low} to {high}"
+
 
 def find_loss_scale(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any) -> LossScaleRange:
     """The range of static loss scales that are safe for this batch::
 
         amp.initialize(model, optimizer, opt_level="O2")
-        amp.find_loss_scale(model, torch.nn.functional.cross_entropy, (inputs, targets)).highest
+        print(amp.find_loss_scale(model, torch.nn.functional.cross_entropy, (inputs, targets)))
+        # loss scales from 2**-4 (0.0625) to 2**15 (32768)
 
     Runs `loss_fn(model(*inputs), targets)` and its backward some sixteen times, in the types of the model's opt level,
     by bisection: overflows are those of the real backward, of activations' gradients too. Leave a margin below
@@ -43,27 +49,39 @@ def find_loss_scale(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any
         batch: (inputs, ..., targets): the last goes to `loss_fn`, the others to the model.
 
     Raises:
-        TypeError: a batch that is no such tuple.
-        ValueError: the loss is not one finite number, or even at a scale of 2**-24 a gradient overflows; or the model
-        is sharded.
+        TypeError: a batch that is no such tuple; a model or a loss that is none.
+        ValueError: the loss is not one finite number, or does not depend on a parameter that requires grad; or even at
+        a scale of 2**-24 a gradient overflows; or the model is sharded.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"find_loss_scale: model is a {type(model).__name__}; wanted a torch.nn.Module")
     shards.refuse(model, "find_loss_scale")
     if not isinstance(batch, list | tuple) or len(batch) < 2:
         raise TypeError(f"find_loss_scale: batch is a {type(batch).__name__}; wanted a tuple (inputs, ..., targets)")
     params = [param for param in model.parameters() if param.requires_grad]
+    if not params:
+        raise ValueError(f"find_loss_scale: no parameter of {type(model).__name__} requires grad")
     *inputs, targets = batch
 
     def gradients(power: int) -> list[Tensor]:
         with undone(model), regions.everywhere(policy_of(model)):
             loss = loss_fn(model(*inputs), targets)
+            if not isinstance(loss, Tensor):
+                raise TypeError(f"find_loss_scale: loss_fn returned a {type(loss).__name__}; wanted a tensor")
             if loss.numel() != 1 or not bool(torch.isfinite(loss)):
                 raise ValueError(
                     f"find_loss_scale: the loss has shape {list(loss.shape)} and values {loss.detach().tolist()}; "
                     "wanted one finite number"
                 )
+            if not loss.requires_grad:
+                raise ValueError(
+                    "find_loss_scale: the loss does not depend on a parameter that requires grad; is something in "
+                    "the model or in loss_fn detached, or grad mode off?"
+                )
             scaled = loss.float() * 2.0**power
             found = torch.autograd.grad(scaled.reshape(()), params, allow_unused=True)
-            return [grad.detach() for grad in found if grad is not None]
+            grads = [grad.detach() for grad in found if grad is not None]
+            return [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
 
     def finite(power: int) -> bool:
         return all(bool(torch.isfinite(grad).all()) for grad in gradients(power))

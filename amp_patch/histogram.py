@@ -6,13 +6,16 @@ The picture is that of Micikevicius et al. 2018 (arXiv:1710.03740), figure 3.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-_LOWEST, _HIGHEST = -149, 127  # the exponents of FP32, subnormal numbers included
-_EXPONENTS = _HIGHEST - _LOWEST + 1
+_LOWEST, _HIGHEST = -127, 127  # the exponents of FP32; its subnormal numbers share the lowest
+# Per exponent e three slots: |x| is 2**e; between; at least (2 - 2**-11) * 2**e, which FP16 rounds up to 2**(e+1). The
+# first of all are the zeros (no number is 2**-127 alone); the last one those that are not finite.
+_SLOTS = 3 * (_HIGHEST - _LOWEST + 1) + 1
 
 
 class Format(NamedTuple):
@@ -22,18 +25,20 @@ class Format(NamedTuple):
     largest: int
 
 
-# Rounding saves the upper half of what is below the smallest subnormal number: 2**-24 in FP16, 2**-133 in BF16.
+# What is at most half of the smallest subnormal number, 2**-24 in FP16 and 2**-133 in BF16, is rounded to 0.
 FORMATS = {torch.float16: Format(-25, 15), torch.bfloat16: Format(-134, 127)}
 
 
 class Histogram:
     """How many numbers x have the exponent e: |x| in [2**e, 2**(e+1)). Zeros and non-finite ones are counted apart.
 
-    Counting is one pass on the device of the numbers and does not sync; reading syncs.
+    FP32's subnormal numbers count at -127, and FP64's beyond FP32's range at the ends. Counting is one pass on the
+    device of the numbers and does not sync; reading syncs.
     """
 
     def __init__(self) -> None:
-        self._counts: Tensor | None = None  # zeros, the exponents, non-finite
+        self._counts: Tensor | None = None
+        self._known: tuple[int, dict[int, list[int]], int] | None = None  # what `_read` has read of them
 
     def __repr__(self) -> str:
         exponents = self.counts
@@ -43,24 +48,58 @@ class Histogram:
     @torch.no_grad()
     def add(self, values: Tensor, factor: float | Tensor = 1.0) -> None:
         """Count the numbers of a real floating tensor times `factor` (a number, or a tensor of one element)."""
-        values = values.detach().reshape(-1).float()
+        values = values.detach().reshape(-1)
+        if values.dtype is torch.float64:
+            limits = torch.finfo(torch.float32)
+            inside = values.abs().clamp(limits.smallest_normal / 2, limits.max)
+            values = torch.where(values.isfinite() & (values != 0), inside, values)
+        values = values.float()
         if isinstance(factor, Tensor) or factor != 1.0:
             values = values * (factor.to(values) if isinstance(factor, Tensor) else factor)
-        slots = torch.frexp(values)[1] - _LOWEST  # frexp's fraction is in [0.5, 1): its exponent is one above ours
-        slots = torch.where(values == 0, 0, slots)
-        slots = torch.where(torch.isfinite(values), slots, _EXPONENTS + 1)
-        counts = torch.bincount(slots, minlength=_EXPONENTS + 2)
+        bits = values.view(torch.int32) & 0x7FFFFFFF
+        # The exponent's field thrice: as it is, of the next smaller number, and rounded to the 11 bits of FP16.
+        slots = bits - 1 >> 23
+        slots += bits >> 23
+        slots += (bits >> 12).add_(1) >> 11
+        slots.add_(1).clamp_(max=_SLOTS - 1)
+        if values.device.type == "cpu":
+            counts = torch.bincount(slots, minlength=_SLOTS)
+        else:  # there bincount would sync, to find the largest
+            one = torch.ones((), dtype=torch.int64, device=values.device)
+            counts = one.new_zeros(_SLOTS).scatter_add_(0, slots.long(), one.expand(slots.shape))
         self._counts = counts if self._counts is None else self._counts + counts.to(self._counts.device)
+        self._known = None
 
-    def _read(self) -> list[int]:
+    @classmethod
+    def merged(cls, several: Iterable[Histogram]) -> Histogram:
+        """A new one with what all of them have counted, on the device of the first one that has counted; no sync."""
+        merged = cls()
+        for counts in (each._counts for each in several if each._counts is not None):
+            merged._counts = counts if merged._counts is None else merged._counts + counts.to(merged._counts.device)
+        return merged
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: {"zeros": n, "not_finite": n, "exponents": {"-24": n, ...}}, lowest exponent first. One sync."""
+        zeros, slots, not_finite = self._read()
+        exponents = {str(exponent): sum(three) for exponent, three in slots.items()}
+        return {"zeros": zeros, "not_finite": not_finite, "exponents": exponents}
+
+    def _read(self) -> tuple[int, dict[int, list[int]], int]:
+        """Zeros; exponent -> how many in each of its slots, where there are any; non-finite ones. One sync at most."""
         if self._counts is None:
-            return [0] * (_EXPONENTS + 2)
-        return self._counts.tolist()
+            return 0, {}, 0
+        if self._known is None:
+            zeros, *rest, not_finite = self._counts.tolist()
+            rest.insert(0, 0)
+            threes = {_LOWEST + place // 3: rest[place : place + 3] for place in range(0, len(rest), 3)}
+            self._known = zeros, {exponent: three for exponent, three in threes.items() if any(three)}, not_finite
+        return self._known
 
     @property
     def total(self) -> int:
         """All that was counted."""
-        return sum(self._read())
+        zeros, slots, not_finite = self._read()
+        return zeros + sum(map(sum, slots.values())) + not_finite
 
     @property
     def zeros(self) -> int:
@@ -68,27 +107,42 @@ class Histogram:
 
     @property
     def not_finite(self) -> int:
-        return self._read()[-1]
+        return self._read()[2]
 
     @property
     def counts(self) -> dict[int, int]:
         """exponent -> how many numbers, lowest exponent first; those without any are left out."""
-        return {_LOWEST + slot: count for slot, count in enumerate(self._read()[1:-1]) if count}
+        return {exponent: sum(three) for exponent, three in self._read()[1].items()}
 
     def flushed(self, scale: float = 1.0, dtype: torch.dtype = torch.float16) -> float:
-        """The share, of the finite numbers other than 0, that would become 0 in `dtype` if multiplied by `scale`."""
-        low = FORMATS[dtype].smallest - math.floor(math.log2(scale))
-        return self._share([count for exponent, count in self.counts.items() if exponent < low])
+        """The share, of the finite numbers other than 0, that would become 0 in `dtype` if multiplied by `scale`.
+
+        Exact where `scale` is a power of two: for any other, what the next lower one loses.
+        """
+        slots = self._read()[1]
+        low = FORMATS[dtype].smallest - math.frexp(scale)[1] + 1
+        # Half of the smallest number itself is a tie, which goes to the even one: 0.
+        return _share(slots, (sum(c) for e, c in slots.items() if e < low), slots.get(low, [0])[0])
 
     def overflowed(self, scale: float = 1.0, dtype: torch.dtype = torch.float16) -> float:
-        """The share of them that would become infinite."""
-        high = FORMATS[dtype].largest - math.floor(math.log2(scale))
-        return self._share([count for exponent, count in self.counts.items() if exponent > high])
+        """The share of them that would become infinite.
+
+        Exact for FP16 where `scale` is a power of two: for any other, what the next higher one loses. For BF16, whose
+        last numbers are further apart, up to 2**-8 of the largest exponent's range is not counted.
+        """
+        slots = self._read()[1]
+        fraction, exponent = math.frexp(scale)
+        high = FORMATS[dtype].largest - exponent + (fraction == 0.5)
+        return _share(slots, (sum(c) for e, c in slots.items() if e > high), slots.get(high, [0])[-1])
 
     def best_scale(self, dtype: torch.dtype = torch.float16) -> float:
         """The largest power of two that makes none of the numbers infinite in `dtype`; 1 where all are 0."""
-        exponents = self.counts
-        return 2.0 ** (FORMATS[dtype].largest - max(exponents)) if exponents else 1.0
+        slots = self._read()[1]
+        if not slots:
+            return 1.0
+        largest = max(slots)
+        return 2.0 ** (FORMATS[dtype].largest - largest - (slots[largest][-1] > 0))
 
-    def _share(self, some: list[int]) -> float:
-        return sum(some) / sum(self.counts.values()) if some else 0.0
+
+def _share(slots: dict[int, list[int]], whole: Iterable[int], part: int) -> float:
+    return (sum(whole) + part) / sum(map(sum, slots.values())) if slots else 0.0

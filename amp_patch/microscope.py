@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +20,8 @@ from amp_patch.histogram import Histogram
 
 _TENSOR: Any = Tensor
 _GRAD = _TENSOR.grad.__get__
-_CASTS = ("to", "half", "bfloat16", "float", "type", "type_as")
+_CASTS = ("to", "half", "bfloat16", "float", "type", "type_as", "ToCopy")
+_ATTRIBUTES = ("__get__", "__set__", "__delete__")  # `x.data`, `x.grad`
 
 
 @dataclass(frozen=True)
@@ -28,23 +30,29 @@ class NotFinite:
 
     Attributes:
         module: qualified name of the module whose op it was; "" is the model itself, None outside of its forward.
-        op: name of torch's function: "linear", "pow".
+        op: name of torch's function: "linear", "pow"; of an autograd function that is none of torch's, its name.
         direction: "forward"; "backward" if the op's backward made it.
         step: how many optimizer steps the block had seen before.
-        largest_input: the largest absolute value that went in: into the op, or as a gradient into its backward.
+        input_range: the lowest and the highest number that went in: into the op, weights included, or as gradients into
+            its backward.
+        remedy: the modules that would have to compute in FP32 for it to be finite, as far as this step tells: those
+            that make the number and those that use it. Empty if there are none but the whole model: then BF16 helps,
+            or for "backward" a smaller loss scale.
     """
 
     module: str | None
     op: str
     direction: str
     step: int
-    largest_input: float
+    input_range: tuple[float, float]
+    remedy: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         where = "outside of the model" if self.module is None else f"in {self.module or 'the model itself'}"
+        lowest, highest = self.input_range
         return (
-            f"{self.direction} of {self.op} {where}, step {self.step}: the largest input was {self.largest_input:.3g}, "
-            "the output is not finite"
+            f"{self.direction} of {self.op} {where}, step {self.step}: from inputs of {lowest:.3g} to {highest:.3g} it "
+            "made a number that is not finite"
         )
 
 
@@ -55,15 +63,17 @@ class Inspection:
     Attributes:
         weights: name of a parameter -> its values when the block began.
         activations: name of a module -> what it returned.
-        gradients: name of a parameter -> its gradients, the loss scale divided out.
+        gradients: name of a parameter -> its gradients, of each backward, the loss scale divided out. What FP16 has
+            lost already, at O1 to O3, is among their zeros: O0 shows all that there is to lose.
         activation_gradients: name of a module -> the gradients of what it returned, as they flowed, multiplied by the
             loss scale.
-        errors: name of a module without children -> how much its output differs from what it gives in FP32 on the same
-            input: the 2-norm of the difference over that of the FP32 output, the largest of all calls. Modules that
-            draw random numbers, write to their input, or cannot be computed in FP32, are left out.
+        errors: name of a module that calls no other -> how much its output differs from what it gives in FP32 on the
+            same input: the 2-norm of the difference over that of the FP32 output, the largest of all calls; infinite
+            where FP32's is finite and it is not. Known at the end of each step. Modules that draw random numbers,
+            write to their input, or cannot be computed in FP32, are left out.
         not_finite: where the first number that is not finite appeared; None if all were finite. Infinities that are
             asked for, as in `masked_fill(mask, -inf)`, do not count, nor do those that come in from outside.
-        scale: the loss scale, when the block ended.
+        scale: the loss scale of the last backward; without one, the one that the next would have.
         step: how many optimizer steps it saw.
     """
 
@@ -75,55 +85,123 @@ class Inspection:
     not_finite: NotFinite | None = None
     scale: float = 1.0
     step: int = 0
+    _too_large: set[str] = field(default_factory=set, repr=False)  # modules whose output no computing brings into FP16
 
     def keep_fp32(self, error: float = 0.05, flushed: float = 0.5) -> list[str]:
         """The modules that `initialize(keep_fp32=...)` would best keep in FP32, by name, the first one first.
 
-        The one where a number stopped being finite; those whose output in FP16 differs from FP32's by more than
-        `error`, relatively; those with a parameter of whose gradients FP16 loses more than the share `flushed`, even at
-        the best loss scale.
+        The remedy for the first number that was not finite; modules whose output in FP16 differs from FP32's by more
+        than `error`, relatively; those with a parameter of whose gradients FP16 loses more than the share `flushed`,
+        even at the best loss scale, or has lost all. Look again with them in place: behind the first overflow nothing
+        can be seen.
         """
-        found = [] if self.not_finite is None or not self.not_finite.module else [self.not_finite.module]
-        worst = sorted((-e if e == e else -math.inf, name) for name, e in self.errors.items() if not e <= error)
-        found += [name for _, name in worst]
+        found = [] if self.not_finite is None else [*self.not_finite.remedy]
+        worst = sorted((-e, name) for name, e in self.errors.items() if e > error)
+        found += [name for e, name in worst if name not in self._too_large or e > -math.inf]
         best = self.best_scale()
-        found += [name.rpartition(".")[0] for name, seen in self.gradients.items() if seen.flushed(best) > flushed]
-        return list(dict.fromkeys(name for name in found if name))
+        for name, seen in self.gradients.items():
+            owner = name.rpartition(".")[0]
+            if seen.flushed(best) > flushed or self._lost(name):
+                found.append(owner)
+        found = list(dict.fromkeys(name for name in found if name))
+        return [name for name in found if not any(name.startswith(f"{outer}.") for outer in found)]
 
     def best_scale(self) -> float:
-        """The largest power of two by which the loss can be multiplied before a parameter's gradient overflows FP16."""
+        """The largest power of two by which the loss can be multiplied before a parameter's gradient overflows FP16.
+
+        Of gradients that were infinite already it knows nothing; `not_finite` does.
+        """
         return min((seen.best_scale() for seen in self.gradients.values() if seen.counts), default=1.0)
+
+    def summary(self, rows: int = 5) -> str:
+        """What stands out, as text: `print(seen)`. `rows` of each table."""
+        best = self.best_scale()
+        lines = [
+            f"{self.step} steps; loss scale {self.scale:g}, the best one {best:g}",
+            f"not finite: {self.not_finite or 'nothing'}",
+            *_table(
+                "relative error against FP32",
+                [("module", "error")],
+                [(name, f"{e:.2g}") for name, e in sorted(self.errors.items(), key=lambda item: -item[1])[:rows]],
+            ),
+        ]
+        shares = {
+            name: [seen.flushed(scale) for scale in (self.scale, 1.0, best)]
+            + [seen.overflowed(scale) for scale in (self.scale, 1.0, best)]
+            for name, seen in self.gradients.items()
+        }
+        worst = sorted((name for name in shares if any(shares[name])), key=lambda n: [-s for s in shares[n][2::-1]])
+        header = [("gradient of", "flushed:", "", "", "overflowed:"), ("", *["now", "at 1", "best"] * 2)]
+        cells = [(name, *(f"{share:.1%}" for share in shares[name])) for name in worst[:rows]]
+        lines += _table(
+            "share of gradients that FP16 loses, at the loss scale now, at 1 and at the best", header, cells
+        )
+        lost = [name for name in self.gradients if self._lost(name)]
+        if lost:
+            lines.append(f"gradients that are 0 throughout: {', '.join(lost[:rows])}{' ...' * (len(lost) > rows)}")
+        if self.not_finite is not None and not self.not_finite.remedy and self.not_finite.module is not None:
+            smaller = "a smaller loss scale" if self.not_finite.direction == "backward" else "dtype=torch.bfloat16"
+            lines.append(f"no module by itself would have to be FP32 for what is not finite: try {smaller}")
+        lines.append(f"keep_fp32={self.keep_fp32()}")
+        return "\n".join(lines)
+
+    __str__ = summary
+
+    def _lost(self, name: str) -> bool:
+        """Whether a parameter's gradient is 0 throughout though that of its module's output is not."""
+        seen, output = self.gradients[name], self.activation_gradients.get(name.rpartition(".")[0])
+        return output is not None and bool(output.counts) and 0 < seen.zeros == seen.total
+
+
+def _table(title: str, header: list[tuple[str, ...]], rows: list[tuple[str, ...]]) -> list[str]:
+    if not rows:
+        return []
+    lines = [*header, *rows]
+    width = [max(len(line[i]) if i < len(line) else 0 for line in lines) for i in range(len(rows[0]))]
+    padded = [
+        "  ".join(cell.ljust(width[i]) if i == 0 else cell.rjust(width[i]) for i, cell in enumerate(line))
+        for line in lines
+    ]
+    return [f"{title}:", *(f"  {line}" for line in padded)]
 
 
 @contextmanager
-def inspect(model: nn.Module, optimizers: Any = None) -> Iterator[Inspection]:
+def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> Iterator[Inspection]:
     """Look at the numbers of `model` in the training steps that run in the block::
 
         with amp.inspect(model, optimizer) as seen:
             train_step()
-        print(seen.not_finite, seen.keep_fp32())
+        print(seen)
 
-    Works at any level, and without `initialize` (the gradients of a GradScaler's loss keep its scale then). At O0
-    the gradients are FP32's own: `seen.gradients[name].flushed(s)` is what FP16 would lose of them at the loss
-    scale s. Each step costs about one pass over all activations, gradients and (for `errors`) one FP32 forward of
-    every module without children; and one sync. What is compiled runs eagerly in the block, because a compiled
-    graph hides its functions. Nothing is left in the model, and nothing in the process, after the block.
+    Works at any level, and without `initialize`. At O0 the gradients are FP32's own:
+    `seen.gradients[name].flushed(s)` is what FP16 would lose of them at the loss scale s. Each step costs about one
+    pass over all activations, gradients and (for `errors`) one FP32 forward of every module that calls no other; and
+    one sync, where its optimizer begins to step. What is compiled runs eagerly in the block, because a compiled graph
+    hides its functions. Nothing is left in the model, and nothing in the process, after the block; between the steps
+    no tensor of a step is held.
 
     Args:
-        model: what `initialize` returned, or any module.
+        model: what `initialize` returned, or any module; a wrapper (DataParallel) stands for the module inside.
         optimizers: its optimizer, or several: their loss scale is divided out of the gradients, their steps counted.
+            Without, gradients keep the scale, and the whole block is one step.
+        scaler: a GradScaler, where that scales the loss.
 
     Raises:
+        TypeError: `model` is no module.
         ValueError: the model is sharded.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"inspect: model is a {type(model).__name__}; wanted a torch.nn.Module")
     shards.refuse(model, "inspect")
+    while [name for name, _ in model.named_children()] == ["module"] and not model._parameters:
+        model = model.get_submodule("module")
     one_or_many = optimizers if isinstance(optimizers, list | tuple) else [] if optimizers is None else [optimizers]
     targets = [optimizer.innermost(each) for each in one_or_many]
     seen = Inspection()
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # compiled code would hold what looks, or not be seen
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        watch = _Watch(model, targets, seen, stack)
+        watch = _Watch(model, targets, scaler, seen, stack)
         try:
             with watch:
                 yield seen
@@ -132,7 +210,12 @@ def inspect(model: nn.Module, optimizers: Any = None) -> Iterator[Inspection]:
             stashes = [
                 stash for t in targets if (stash := getattr(t, "_amp_stash", None)) is not None and stash.scalers
             ]
-            seen.scale = stashes[0].scalers[0].loss_scale() if stashes else 1.0
+            if watch.scale is not None:
+                seen.scale = float(watch.scale)
+            elif scaler is not None:
+                seen.scale = scaler.get_scale()
+            elif stashes:
+                seen.scale = stashes[0].scalers[0].loss_scale()
 
 
 @dataclass
@@ -143,20 +226,44 @@ class _Call:
     op: str
     given: list[int]
     made: list[int]
-    casts: bool
-    harmless: bool  # what is not finite was asked for (a mask's -inf), or is memory that nobody has written yet
+    harmless: bool = False  # what is not finite was asked for (a mask's -inf), or is memory that nobody has written yet
+
+    @property
+    def casts(self) -> bool:
+        return self.op in _CASTS
+
+
+@dataclass
+class _Frame:
+    """A module whose forward runs."""
+
+    name: str
+    came: list[tuple[Tensor, int]]  # with the version
+    calls_others: bool = False
+
+
+class _own:
+    """What runs inside is none of the model's computing."""
+
+    def __enter__(self) -> None:
+        self.before, _Watch.busy = _Watch.busy, True
+
+    def __exit__(self, *_: Any) -> None:
+        _Watch.busy = self.before
 
 
 class _Watch(TorchFunctionMode):
-    """Keeps a log of calls, and of each tensor in it, and of its gradient, the largest absolute value; no sync."""
+    """Keeps a log of calls, and of each tensor in it, and of its gradient, the lowest and highest value; no sync."""
 
-    def __init__(self, model: nn.Module, targets: list[Any], seen: Inspection, stack: ExitStack) -> None:
+    busy = False  # whether one of them, there may be several, computes for itself
+
+    def __init__(self, model: nn.Module, targets: list[Any], scaler: Any, seen: Inspection, stack: ExitStack) -> None:
         super().__init__()
-        self.seen, self.targets = seen, targets
+        self.seen, self.targets, self.scaler = seen, targets, scaler
         self.model = model
-        self.running: list[str] = []  # the modules whose forward runs, innermost last
-        self.came: list[list[tuple[Tensor, int]]] = []  # what came into each of them, with its version
-        self.busy = False  # computing for itself
+        self.running: list[_Frame] = []  # innermost last
+        self.called: set[str] = set()
+        self.scale: Tensor | None = None  # of the last backward
         self.stepping = False  # inside of an optimizer's step, unless an exception has left it
         self.handles: list[Any] = []
         self.forget()
@@ -181,33 +288,41 @@ class _Watch(TorchFunctionMode):
         self.handles = []
         self.calls: list[_Call] = []
         self.keys = WeakTensorKeyDictionary()  # tensor -> (its key, its version then)
+        self.nodes: dict[tuple[int, int], int] = {}  # number and output of a node of the graph -> key of what it made
+        self.hooked: set[int] = set()
         self.outside: set[int] = set()  # of tensors that no call made: not the model's, nor a cast's that is not seen
         self.values: list[Tensor] = []  # by key
         self.gradients: dict[int, Tensor] = {}
+        self.errors: dict[str, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.busy or self.stepping or self.seen.not_finite is not None:
-            return func(*args, **kwargs)
-        given = [self._key(t) for t in _floats((args, kwargs))]
-        result = func(*args, **kwargs)
         op = getattr(func, "__name__", str(func))
-        outputs = _floats(args[0] if op == "__setitem__" else result)
-        if outputs and not _is_attribute(func):
-            made = [self._key(t, new=True) for t in outputs]
-            constants = (*args, *kwargs.values())
-            call = _Call(
-                module=self.running[-1] if self.running else None,
-                op=op,
-                given=given,
-                made=made,
-                casts=op in _CASTS,
-                harmless=not given or "empty" in op or any(isinstance(c, float) and math.isinf(c) for c in constants),
-            )
-            self.calls.append(call)
-        elif func == _GRAD:  # what backward made is none of what computes with it
-            self.outside.update(self._key(grad) for grad in outputs)
+        if (
+            _Watch.busy
+            or self.stepping
+            or self.seen.not_finite is not None
+            or (op in _ATTRIBUTES and func != _GRAD)
+            or _in_backward()
+        ):
+            return func(*args, **kwargs)
+        with _own():
+            given = [self._key(t) for t in _given((args, kwargs))]
+        result = func(*args, **kwargs)
+        if op == "backward":
+            return result
+        with _own():
+            outputs = _given(args[0] if op == "__setitem__" else result)
+            if func == _GRAD:  # what backward made is none of what computes with it
+                self.outside.update(self._key(grad) for grad in outputs)
+            elif outputs:
+                made = [self._key(t, new=True) for t in outputs]
+                infinite = any(isinstance(c, float) and math.isinf(c) for c in (*args, *kwargs.values()))
+                self.calls.append(_Call(self._module(), op, given, made, not given or "empty" in op or infinite))
         return result
+
+    def _module(self) -> str | None:
+        return self.running[-1].name if self.running else None
 
     def _key(self, tensor: Tensor, new: bool = False) -> int:
         """The tensor's place in the log; another one once it was written to (`new`)."""
@@ -216,72 +331,109 @@ class _Watch(TorchFunctionMode):
         if new or changed or key is None:
             key = len(self.values)
             self.keys[tensor] = key, _version(tensor)
-            self.values.append(_largest(tensor))
+            self.values.append(_range(tensor))
             # O1's casts are not seen; of types, they make FP16's infinities.
             if not new and (changed or tensor.dtype is not torch.float16) and not isinstance(tensor, nn.Parameter):
                 self.outside.add(key)
-            if tensor.requires_grad:
-                gradients = self.gradients  # a graph can outlive the log
-                handle = tensor.register_hook(lambda grad: gradients.__setitem__(key, _largest(grad)))
-                if tensor.is_leaf:
-                    self.handles.append(handle)
+        if tensor.requires_grad and key not in self.hooked:
+            self.hooked.add(key)
+            gradients = self.gradients  # a graph can outlive the log
+            handle = tensor.register_hook(lambda grad: gradients.__setitem__(key, _range(grad)))
+            node = tensor.grad_fn
+            if node is None:
+                self.handles.append(handle)
+            else:
+                if not new:
+                    self._note_unseen(node, key, changed)
+                self.nodes.setdefault((node._sequence_nr(), tensor.output_nr), key)
         return key
 
-    def _gradient_of(self, name: str) -> Any:
-        def hook(grad: Tensor) -> None:
+    def _note_unseen(self, made_by: Any, key: int, changed: bool) -> None:
+        """Log what made a tensor and is no function of torch's: a cast of O1's, an autograd function. The graph tells.
+
+        The graph is asked now, because to hold its nodes would keep alive what they saved for backward.
+        """
+        given, todo = [], [made_by]
+        for node in todo:
+            for source, place in node.next_functions:
+                if source is None:
+                    continue
+                if hasattr(source, "variable"):
+                    found: int | None = self._key(source.variable)
+                else:
+                    found = self.nodes.get((source._sequence_nr(), place))
+                if found is not None:
+                    given.append(found)
+                elif len(todo) < 16:  # what was made before the block has no end here
+                    todo.append(source)
+        if given and key not in given:
+            op = re.sub(r"Backward\d*$|^.*::", "", made_by.name())
+            self.calls.append(_Call(self._module(), op, given, [key], harmless=changed))
+
+    def _factor(self) -> float | Tensor:
+        """What turns the gradients that flow now into those of the loss."""
+        if self.scaler is not None:
+            scale = getattr(self.scaler, "_scale", None)  # its tensor; None until the first loss
+        else:
             stashes = (getattr(target, "_amp_stash", None) for target in self.targets)
             # Of several optimizers those of another loss are in no `scale_loss` now.
             scale = next((stash.scale for stash in stashes if stash is not None and stash.scale is not None), None)
-            factor = 1.0 if scale is None else scale.double().reciprocal()
-            self.seen.gradients.setdefault(name, Histogram()).add(_values(grad), factor)
+        self.scale = self.scale if scale is None else scale.clone()
+        return 1.0 if scale is None else scale.double().reciprocal()
+
+    def _gradient_of(self, name: str) -> Any:
+        def hook(grad: Tensor) -> None:
+            self.seen.gradients.setdefault(name, Histogram()).add(_values(grad), self._factor())
 
         return hook
 
     def _around(self, name: str, module: nn.Module) -> tuple[Any, Any]:
         seen = self.seen
 
+        def came_back(grad: Tensor) -> None:
+            seen.activation_gradients.setdefault(name, Histogram()).add(_values(grad))
+
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if self.busy:
+            if _Watch.busy:
                 return
             self.stepping = False
-            if not self.running:
+            if self.running:
+                self.running[-1].calls_others = True
+            else:
                 self._note_outside(args, kwargs)
-            self.running.append(name)
-            self.came.append([(tensor, _version(tensor)) for tensor in _floats((args, kwargs))])
+            self.called.add(name)
+            self.running.append(_Frame(name, [(tensor, _version(tensor)) for tensor in _floats((args, kwargs))]))
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self.busy:
+            if _Watch.busy or not self.running:
                 return
-            if self.running:
-                self.running.pop()
-            # Computed again on what it has written already, it would write that once more.
-            in_place = self.came and any(_version(tensor) != version for tensor, version in self.came.pop())
-            outputs = _floats(output)
-            self.busy = True
-            try:
+            with _own():
+                outputs = _floats(output)
+                for tensor in (tensor for tensor in outputs if tensor.requires_grad):
+                    if seen.not_finite is None and not _in_backward():
+                        self._key(tensor)  # made by an autograd function, perhaps, of this module
+                    tensor.register_hook(came_back)
+                frame = self.running.pop()
+                if _in_backward():  # checkpointing computes again what was counted
+                    return
                 for tensor in outputs:
                     seen.activations.setdefault(name, Histogram()).add(tensor)
-                    if tensor.requires_grad:
-                        tensor.register_hook(seen.activation_gradients.setdefault(name, Histogram()).add)
-                if outputs and not any(module.children()) and not _is_random(module) and not in_place:
+                # Computed again on what it has written already, it would write that once more.
+                in_place = any(_version(tensor) != version for tensor, version in frame.came)
+                if outputs and not (frame.calls_others or in_place or _is_random(module)):
                     error = _error(module, args, kwargs, outputs)
                     if error is not None:
-                        seen.errors[name] = max(
-                            seen.errors.get(name, 0.0), error, key=lambda e: math.inf if e != e else e
-                        )
-            finally:
-                self.busy = False
+                        self.errors[name] = torch.maximum(error, self.errors.get(name, error).to(error.device))
 
         return before, after
 
     def _note_outside(self, args: Any, kwargs: Any) -> None:
         """A mask's -inf among the model's buffers, or handed to it, is none of its doing."""
-        self.busy = True
-        try:
+        if _in_backward() or self.seen.not_finite is not None:
+            return
+        with _own():
             for tensor in _floats((args, kwargs, [*self.model.buffers()])):
                 self.outside.add(self._key(tensor))
-        finally:
-            self.busy = False
 
     def _conclude_step(self, *_: Any) -> None:
         self.conclude()
@@ -292,55 +444,112 @@ class _Watch(TorchFunctionMode):
         self.seen.step += 1
 
     def conclude(self) -> None:
-        """Look for the first number of this step that is not finite. One sync."""
-        if self.seen.not_finite is None and self.values:
-            self.busy = True
-            try:
-                self.seen.not_finite = self._culprit()
-            finally:
-                self.busy = False
+        """Look for the first number of this step that is not finite, and read the errors. One sync."""
+        with _own():
+            pairs = [*self.values, *self.gradients.values(), *self.errors.values()]
+            if pairs:
+                every = torch.stack([pair.to(pairs[0].device) for pair in pairs]).tolist()
+                values, later = every[: len(self.values)], every[len(self.values) :]
+                gradients = dict(zip(self.gradients, later, strict=False))
+                self._note_errors(dict(zip(self.errors, later[len(gradients) :], strict=True)))
+                if self.seen.not_finite is None:
+                    self.seen.not_finite = self._culprit(_Log(self.calls, values, gradients, self.outside))
         self.forget()
 
-    def _culprit(self) -> NotFinite | None:
-        keys = list(self.gradients)
-        every = torch.stack([t.to(self.values[0].device) for t in (*self.values, *self.gradients.values())]).tolist()
-        values, gradients = every[: len(self.values)], dict(zip(keys, every[len(self.values) :], strict=True))
-        call = self._forward_culprit(values)
-        if call is not None:
-            return self._report(call, "forward", [values[key] for key in call.given])
-        call = self._backward_culprit(gradients)
+    def _note_errors(self, errors: dict[str, list[float]]) -> None:
+        for name, (error, too_large) in errors.items():
+            self.seen.errors[name] = max(self.seen.errors.get(name, 0.0), error)
+            if too_large:
+                self.seen._too_large.add(name)
+
+    def _culprit(self, log: _Log) -> NotFinite | None:
+        call, direction = log.forward_culprit(), "forward"
+        if call is None:
+            call, direction = log.backward_culprit(), "backward"
         if call is None:
             return None
-        return self._report(call, "backward", [gradients[key] for key in call.made if key in gradients])
+        pairs = [log.gradients[k] for k in call.made if k in log.gradients]
+        if direction == "forward":
+            pairs = [log.values[k] for k in call.given]
+        span = min((low for low, _ in pairs), default=0.0), max((high for _, high in pairs), default=0.0)
+        return NotFinite(
+            call.module, call.op, direction, self.seen.step, span, self._remedy(log.touching(call, direction))
+        )
 
-    def _backward_culprit(self, gradients: dict[int, float]) -> _Call | None:
+    def _remedy(self, modules: list[str | None]) -> tuple[str, ...]:
+        """The modules to keep in FP32 so that the numbers between `modules` are."""
+        if not any(param.dtype in (torch.float16, torch.bfloat16) for param in self.model.parameters()):
+            # What a kept module returns stays FP32: each of them for itself.
+            return tuple(dict.fromkeys(name for name in modules if name))
+        # A kept module's output is cast to the type of its input: all of them, inside of one.
+        if None in modules:
+            return ()
+        paths = [(name or "").split(".") for name in modules]
+        common = paths[0]
+        for path in paths:
+            same = [a == b for a, b in zip(common, path, strict=False)]
+            common = common[: same.index(False) if False in same else len(same)]
+        while common and ".".join(common) not in self.called:  # a ModuleList: nothing is inside of its forward
+            common = common[:-1]
+        return (".".join(common),) if any(common) else ()
+
+
+@dataclass
+class _Log:
+    """The calls of one step, in order, with lowest and highest values by key: of tensors, and of their gradients."""
+
+    calls: list[_Call]
+    values: list[list[float]]
+    gradients: dict[int, list[float]]
+    outside: set[int]
+
+    def backward_culprit(self) -> _Call | None:
         """The last call whose backward made what is not finite of what was; a cast's, its user's."""
         user_of: dict[int, _Call] = {}
         for call in reversed(self.calls):
-            came = [gradients[key] for key in call.made if key in gradients]
-            left = [gradients[key] for key in call.given if key in gradients]
-            if came and all(map(math.isfinite, came)) and not all(map(math.isfinite, left)):
+            came = [self.gradients[key] for key in call.made if key in self.gradients]
+            left = [self.gradients[key] for key in call.given if key in self.gradients]
+            if came and all(map(_finite, came)) and not all(map(_finite, left)):
                 user = user_of.get(call.made[0]) if call.casts else None
                 return user if user is not None and user.module == call.module else call
             user_of.update(dict.fromkeys(call.given, call))
         return None
 
-    def _forward_culprit(self, values: list[float]) -> _Call | None:
+    def forward_culprit(self) -> _Call | None:
         """The first call that made what is not finite of what was. A number that overflows in a cast is its maker's."""
         made_by: dict[int, _Call] = {}
         for call in self.calls:
-            bad = not (call.harmless or all(math.isfinite(values[key]) for key in call.made))
+            bad = not (call.harmless or all(_finite(self.values[key]) for key in call.made))
             # What no call made, a cast made that is not seen here: O1's.
             if bad and all(
-                math.isfinite(values[key]) or not (key in made_by or key in self.outside) for key in call.given
+                _finite(self.values[key]) or not (key in made_by or key in self.outside) for key in call.given
             ):
                 maker = made_by.get(call.given[0]) if call.casts else None
                 return maker if maker is not None and maker.module == call.module else call
             made_by.update(dict.fromkeys(call.made, call))
         return None
 
-    def _report(self, call: _Call, direction: str, given: list[float]) -> NotFinite:
-        return NotFinite(call.module, call.op, direction, self.seen.step, max(given, default=0.0))
+    def touching(self, call: _Call, direction: str) -> list[str | None]:
+        """The modules of `call`, and of those that use what it made, or that made what its gradients went to."""
+        touching = [call.module]
+        if direction == "forward":
+            reached = set(call.made)
+            for other in self.calls[self.calls.index(call) + 1 :]:
+                if not reached.isdisjoint(other.given):
+                    touching.append(other.module)
+                    reached.update(other.made if other.casts else ())
+        else:
+            reached = set(call.given)
+            for other in reversed(self.calls[: self.calls.index(call)]):
+                found = reached.intersection(other.made)
+                reached.update(other.given if found and other.casts else ())
+                if not all(_finite(self.gradients[key]) for key in found if key in self.gradients):
+                    touching.append(other.module)
+        return touching
+
+
+def _finite(pair: list[float]) -> bool:
+    return all(map(math.isfinite, pair))
 
 
 def _plain(name: str) -> str:
@@ -353,7 +562,7 @@ def _floats(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point() and tensor.layout is torch.strided:
+        if tensor.is_floating_point() and tensor.layout is torch.strided and not tensor.is_nested:
             found.append(tensor)
         return tensor
 
@@ -361,11 +570,29 @@ def _floats(value: Any) -> list[Tensor]:
     return found
 
 
+def _given(value: Any) -> list[Tensor]:
+    """The floating and complex tensors among a function's arguments, or in its result."""
+    found: list[Tensor] = []
+    todo = [value]
+    while todo:
+        each = todo.pop()
+        if isinstance(each, Tensor):
+            if (each.is_floating_point() or each.is_complex()) and each.layout is torch.strided and not each.is_nested:
+                found.append(each)
+        elif isinstance(each, list | tuple):
+            todo.extend(reversed(each))
+        elif isinstance(each, dict):
+            todo.extend(reversed(each.values()))
+    return found
+
+
 @torch.no_grad()
-def _largest(tensor: Tensor) -> Tensor:
-    """The largest absolute value, NaN if there is one; FP64, shape []."""
+def _range(tensor: Tensor) -> Tensor:
+    """The lowest and the highest value, NaN both if there is one, 0 both if there is none; shape [2]."""
     values = _values(tensor.detach())
-    return values.abs().amax().double() if values.numel() else values.new_zeros((), dtype=torch.float64)
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    return torch.stack(torch.aminmax(values)) if values.numel() else torch.zeros(2, device=values.device)
 
 
 def _version(tensor: Tensor) -> int:
@@ -377,9 +604,8 @@ def _values(grad: Tensor) -> Tensor:
     return grad.coalesce().values() if grad.is_sparse else grad
 
 
-def _is_attribute(func: Any) -> bool:
-    """Whether this reads an attribute (`x.data`, `x.grad`) rather than computing something."""
-    return getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__", "backward")
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _is_random(module: nn.Module) -> bool:
@@ -399,10 +625,11 @@ class _Forward(nn.Module):
 
 
 @torch.no_grad()
-def _error(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tensor]) -> float | None:
+def _error(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tensor]) -> Tensor | None:
     """The relative distance of `outputs` from what `module` gives in FP32, which leaves its state alone.
 
-    None if there is no such number: it draws random numbers, or cannot be computed in FP32.
+    Beside it 1 if FP32 gives what the type of the outputs cannot hold; FP64, shape [2]. Numbers that are not finite in
+    FP32 either do not count. None if it draws random numbers, or cannot be computed in FP32.
     """
     tensors: dict[str, Tensor] = {}
     for name, param in _Forward(module).named_parameters():
@@ -427,11 +654,18 @@ def _error(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tensor]) -> 
         vars(module).update(attributes)
     if [a.shape for a in outputs] != [b.shape for b in exact]:
         return None
-    size = math.sqrt(sum(float(t.double().square().sum()) for t in exact))
-    distance = math.sqrt(
-        sum(float((a.double() - b.double()).square().sum()) for a, b in zip(outputs, exact, strict=True))
-    )
-    return distance / size if size else (0.0 if distance == 0 else math.inf)
+    apart, size, too_large = [], [], []
+    for output, wanted in zip(outputs, exact, strict=True):
+        wanted = wanted.to(output.device)
+        finite = wanted.isfinite()
+        wanted = torch.where(finite, wanted, 0)
+        difference = torch.where(finite, output.float() - wanted, 0)
+        apart.append(torch.linalg.vector_norm(difference, dtype=torch.float64))
+        size.append(torch.linalg.vector_norm(wanted, dtype=torch.float64))
+        too_large.append((~wanted.to(output.dtype).isfinite()).any())
+    distance = torch.stack(apart).norm()
+    error = torch.where(distance == 0, 0.0, distance / torch.stack(size).norm()).nan_to_num(math.inf, posinf=math.inf)
+    return torch.stack([error, torch.stack(too_large).any().double()])
 
 
 def _random_states(devices: list[int]) -> list[Tensor]:

@@ -84,6 +84,56 @@ def test_bad_input_is_named():
         amp.find_loss_scale(model, lambda y, w: y * w, (inputs, float("inf")))
     with pytest.raises(ValueError, match="overflows even at a loss scale"):
         amp.find_loss_scale(model, total, (inputs, 2.0**100))
+    with pytest.raises(TypeError, match="loss_fn returned a float; wanted a tensor"):
+        amp.find_loss_scale(model, lambda y, w: y.sum().item(), (inputs, 1.0))
+    with pytest.raises(ValueError, match="the loss does not depend on a parameter"):
+        amp.find_loss_scale(model, lambda y, w: y.detach().sum(), (inputs, 1.0))
+    with torch.no_grad(), pytest.raises(ValueError, match="grad mode off"):
+        amp.find_loss_scale(model, total, (inputs, 1.0))
+    with pytest.raises(ValueError, match="find_loss_scale: no parameter of Linear requires grad"):
+        amp.find_loss_scale(model.requires_grad_(False), total, (inputs, 1.0))
+    with pytest.raises(ValueError, match="find_loss_scale: no parameter of ReLU requires grad"):
+        amp.find_loss_scale(torch.nn.ReLU(), total, (inputs, 1.0))
+    with pytest.raises(TypeError, match="find_loss_scale: model is a function"):
+        amp.find_loss_scale(total, total, (inputs, 1.0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", [*LEVELS, "O4", "O5"])
+@pytest.mark.parametrize("size", [-30, -8, 0, 12])
+def test_trying_every_scale_finds_the_same(size, level, device):
+    """The gradients are the inputs, of 11 bits, times a power of two: FP16 rounds them only at its ends."""
+    generator = torch.Generator().manual_seed(abs(size))
+    inputs = torch.randint(-2047, 2048, (1, 2), generator=generator) * 2.0 ** torch.randint(
+        -20, 4, (1, 2), generator=generator
+    )
+    inputs = inputs.where(inputs != 0, 1.0)
+    model, _ = one_layer(level, device)
+    dtype = torch.bfloat16 if level in ("O4", "O5") else torch.float16
+
+    def gradients(power):  # what comes to the layer, and what its weight gets
+        weight = torch.tensor([[2.0 ** (size + power)]]).to(dtype)
+        return torch.cat([weight, (weight.double() * inputs.to(dtype)).to(dtype)], 1)
+
+    found = amp.find_loss_scale(model, total, (inputs.to(device), torch.tensor(2.0**size, device=device)))
+    powers = range(-24, 121)
+    highest = max(power for power in powers if gradients(power).isfinite().all())
+    lowest = min(power for power in powers if gradients(power)[:, 1:].all())
+    assert found == (2.0**lowest, 2.0**highest)
+    assert found.lowest <= found.highest
+
+
+def test_gradients_that_are_sparse():
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 2, sparse=True), torch.nn.Flatten())
+    torch.nn.init.ones_(model[0].weight)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    assert amp.find_loss_scale(model, total, (torch.tensor([[1]]), torch.tensor(2.0**-10))) == (2.0**-14, 2.0**25)
+
+
+def test_the_range_is_printed():
+    model, _ = one_layer("O2", "cpu")
+    found = amp.find_loss_scale(model, total, (torch.tensor([[2.0**-20, 1.0]]), torch.ones(())))
+    assert str(found) == "loss scales from 2**-4 (0.0625) to 2**15 (32768)"
 
 
 class Averaging(torch.nn.Linear):

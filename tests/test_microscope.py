@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
+import weakref
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ import training
 from conftest import DEVICES
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from amp_patch import amp
+from amp_patch.histogram import Histogram
 from amp_patch.microscope import inspect
 
 
@@ -66,8 +70,7 @@ def test_an_overflow_in_forward_is_found_in_its_layer(level, device):
     assert look(level, device, {"block_1": 3e4}).not_finite is None
     seen = look(level, device, {"block_0": 3e4, "block_1": 3e4})
     assert (seen.not_finite.module, seen.not_finite.direction) == ("block.1", "forward")
-    assert seen.not_finite.largest_input == pytest.approx(3e4, rel=1e-3)
-    assert seen.keep_fp32()[0] == "block.1"
+    assert seen.not_finite.input_range == (0.0, pytest.approx(3e4, rel=1e-3))
     assert "block.1" in str(seen.not_finite) and "step 0" in str(seen.not_finite)
 
 
@@ -79,7 +82,7 @@ def test_an_overflow_in_backward_is_found_in_its_layer(level, device):
     seen = look(level, device, factors, weight=2.0**15)
     assert seen.not_finite.direction == "backward"
     assert seen.not_finite.module == "block.1"
-    assert seen.not_finite.largest_input == 2.0**8
+    assert seen.not_finite.input_range == (0.0, 2.0**8)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -87,7 +90,7 @@ def test_an_overflow_in_backward_is_found_in_its_layer(level, device):
 def test_a_norm_whose_variance_overflows(level, device):
     seen = look(level, device, {"first": 300.0})
     assert (seen.not_finite.module, seen.not_finite.direction) == ("norm", "forward")
-    assert seen.not_finite.op == "pow" and seen.not_finite.largest_input == 300.0
+    assert seen.not_finite.op == "pow" and seen.not_finite.input_range == (300.0, 300.0)
     assert seen.keep_fp32() == ["norm"] or seen.keep_fp32()[0] == "norm"
     fixed = look(level, device, {"first": 300.0}, keep_fp32=seen.keep_fp32()[0])
     assert fixed.not_finite is None
@@ -99,8 +102,8 @@ def test_a_gradient_that_flushes_to_zero_is_counted_where_it_was(device):
     seen = look("O0", device, {"head": 2.0**-10}, weight=2.0**-26)
     head, block = seen.gradients["head.weight"], seen.gradients["block.0.weight"]
     assert set(head.counts) == {-26} and min(block.counts) == -36
-    assert head.flushed(1.0) == 1.0 and head.flushed(2.0) == 0.0
-    assert block.flushed(2.0) == 1.0 and block.flushed(2.0**11) == 0.0
+    assert head.flushed(2.0) == 1.0 and head.flushed(4.0) == 0.0  # 2**-25 is a tie, which goes to 0
+    assert block.flushed(2.0**11) == 1.0 and block.flushed(2.0**12) == 0.0
     assert seen.best_scale() == 2.0**41
     assert seen.not_finite is None
 
@@ -150,7 +153,7 @@ def test_the_error_is_that_against_fp32_on_the_same_input(level, dtype, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_nothing_is_left_behind_and_nothing_is_changed(device):
     """The inspected steps give the weights of those that nobody looked at; batch norms count each batch once."""
-    runs = []
+    runs, hooks = [], []
     for inspected in (False, True):
         model = training.convnet(device=device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -167,6 +170,9 @@ def test_nothing_is_left_behind_and_nothing_is_changed(device):
         for module in model.modules():
             assert not module._forward_hooks and not module._forward_pre_hooks
         assert not any(param._backward_hooks for param in model.parameters())
+        hooks.append([len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)])
+        assert torch.overrides._get_current_function_mode_stack() == []
+    assert hooks[0] == hooks[1]
     assert training.same(*runs)
 
 
@@ -350,7 +356,7 @@ def test_a_graph_that_outlives_a_step_is_not_taken_for_the_next_one():
         loss.backward()
         optimizers[0].zero_grad()
         optimizers[0].step()
-    assert seen.not_finite is None
+    assert (seen.not_finite.op, seen.not_finite.module, seen.not_finite.step) == ("Mul", None, 1)
 
 
 def test_compiled_models_are_seen():
@@ -375,3 +381,322 @@ def test_a_step_that_raises_ends_nothing(device):
         model(images).exp().sub(1e38).mul(1e38).sum()
     assert seen.activations["head"].total == 2 * 8 * 5
     assert seen.not_finite.op == "mul"
+
+
+class Deep(nn.Module):
+    """Three layers in a block, between two: what overflows between the first two is small again behind the third."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4, bias=False)
+        self.block = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+        self.head = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return self.head(self.block(self.first(x)))
+
+
+def look_deep(level, device, factors, weight=1.0, value=1.0, model=None, **options):
+    model = identity(Deep() if model is None else model, **factors).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    options = {"loss_scale": 1.0, "verbosity": 0, **options}
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, **options)
+    with inspect(model, optimizer) as seen:
+        for value_now in (0.0, value):
+            loss = model(torch.full((1, 4), value_now, device=device)).float().sum() * weight * value_now
+            training.backward(loss, optimizer)
+            finite = all(bool(p.grad.isfinite().all()) for p in amp.master_params(optimizer))
+            optimizer.step()
+    amp.restore()
+    return seen, finite
+
+
+# direction -> the factors of the layers, the weight of the loss, what flowed in and out of where it overflows.
+PLANTED = {
+    "forward": ({"block_0": 2.0**12, "block_1": 2.0**12, "block_2": 2.0**-24}, 1.0, "block.1", (0.0, 2.0**12)),
+    "backward": ({"block_0": 2.0**-12, "block_1": 2.0**6, "block_2": 2.0**6}, 2.0**8, "block.1", (2.0**14,) * 2),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("direction", PLANTED)
+def test_an_overflow_is_named_and_the_list_removes_it(direction, level, device):
+    factors, weight, module, span = PLANTED[direction]
+    seen, finite = look_deep(level, device, factors, weight)
+    found = seen.not_finite
+    assert (found.module, found.op, found.direction, found.step) == (module, "linear", direction, 1)
+    assert found.input_range == span
+    keep = seen.keep_fp32()
+    # Kept in a cast model, a layer's numbers come out in FP16: what it makes and its neighbour takes needs their block.
+    assert keep == (["block.1", "block.2" if direction == "forward" else "block.0"] if level == "O1" else ["block"])
+    assert not finite
+    seen, finite = look_deep(level, device, factors, weight, keep_fp32=keep)
+    assert seen.not_finite is None
+    assert finite
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O0", "O5"])
+def test_the_planted_overflows_are_fp16s(level, device):
+    for factors, weight, *_ in PLANTED.values():
+        seen, finite = look_deep(level, device, factors, weight)
+        assert seen.not_finite is None and finite and seen.keep_fp32() == []
+
+
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_list_of_modules_is_not_kept_in_place_of_what_runs_it(level):
+    """Each of its modules would be kept for itself, with FP16 between them."""
+    factors = {"0_layers_0": 2.0**12, "0_layers_1": 2.0**12, "0_layers_2": 2.0**-24}
+    make = lambda: nn.Sequential(Listed(), nn.Linear(4, 4, bias=False))  # noqa: E731
+    seen, _ = look_deep(level, "cpu", factors, model=make())
+    assert (seen.not_finite.module, seen.keep_fp32()) == ("0.layers.1", ["0"])
+    seen, finite = look_deep(level, "cpu", factors, model=make(), keep_fp32=["0"])
+    assert seen.not_finite is None and finite
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_overflow_that_reaches_the_end_has_no_list(device):
+    """The model's own output is too large for FP16."""
+    factors = {"block_0": 2.0**12, "block_1": 2.0**12}
+    seen, _ = look_deep("O2", device, {**factors, "head": 2.0**4})
+    assert seen.not_finite.module == "block.1"
+    assert seen.keep_fp32() == ["block"]
+    seen, _ = look_deep("O2", device, {**factors, "head": 2.0**4}, keep_fp32=["block"])
+    assert seen.not_finite is not None and seen.keep_fp32() == []
+    assert "try dtype=torch.bfloat16" in str(seen)
+    seen, _ = look_deep("O2", device, {"head": 2.0**14, "first": 2.0**4})
+    assert seen.errors["head"] == math.inf and seen.keep_fp32() == []  # FP32 inside of it would not help
+    assert look_deep("O5", device, {**factors, "head": 2.0**4})[0].not_finite is None
+
+
+class Apart(nn.Module):
+    """The input of `small` is small: so is the gradient of its weight, though not that of its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.small, self.large = (nn.Linear(4, 4, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        return self.small(x * 2.0**-13) + self.large(x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_gradient_that_flushes_is_named_and_the_list_brings_it_back(level, device):
+    """2**-13 * 2**-12 is below FP16's smallest number, and `large` leaves no room for a scale of 2**16."""
+    options = {"model": Apart(), "weight": 2.0**-12, "value": 1.0}
+    seen, _ = look_deep(level, device, {}, **options)
+    gradient = seen.gradients["small.weight"]
+    if level == "O0":  # every number is there to be counted
+        assert set(gradient.counts) == {-25} and gradient.flushed(1.0) == 1.0 and gradient.flushed(2.0) == 0.0
+        assert seen.best_scale() == 2.0**27 and seen.keep_fp32() == []
+        return
+    assert gradient.zeros == gradient.total == 32
+    assert seen.keep_fp32() == ["small"]
+    assert "gradients that are 0 throughout: small.weight" in str(seen)
+    options["model"] = Apart()
+    seen, _ = look_deep(level, device, {}, **options, keep_fp32=["small"])
+    assert set(seen.gradients["small.weight"].counts) == {-25}
+    assert "small" not in seen.keep_fp32()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_gradient_that_even_the_best_scale_flushes_is_named(device):
+    model = training.linear([[1.0, 1.0]], device)
+    with inspect(model) as seen:
+        (model(torch.tensor([[2.0**-20, 2.0**-21]], device=device)) * 2.0**-20).sum().backward()
+    assert seen.best_scale() == 2.0**55
+    seen.gradients["body.1.weight"] = Histogram.merged([seen.gradients["weight"]])
+    seen.gradients["head.weight"] = Histogram()
+    seen.gradients["head.weight"].add(torch.full((3,), 2.0**14))
+    assert seen.best_scale() == 2.0
+    assert seen.keep_fp32() == ["body.1"]
+
+
+class Twice(torch.autograd.Function):
+    """Made by the user: torch's functions see nothing of its backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2.0**17
+
+
+class Applies(nn.Module):
+    def forward(self, x):
+        return Twice.apply(x)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_an_autograd_function_of_the_users_is_named(level):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), Applies(), nn.Linear(4, 4, bias=False))
+    seen, _ = look_deep(level, "cpu", {}, model=model)
+    assert (seen.not_finite.module, seen.not_finite.op, seen.not_finite.direction) == ("1", "Twice", "backward")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_modules_are_counted_once(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.body = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+        def forward(self, x):
+            return checkpoint(self.body, self.first(x), use_reentrant=reentrant)
+
+    model = Checkpointed()
+    with inspect(model) as seen:
+        model(torch.ones(2, 4)).sum().backward()
+    assert {histogram.total for histogram in seen.activations.values()} == {8}
+    assert {name: histogram.total for name, histogram in seen.activation_gradients.items()} == dict.fromkeys(
+        ("", "first", "body", "body.0", "body.1"), 8
+    )
+
+
+@pytest.mark.parametrize("make", [amp.GradScaler, torch.amp.GradScaler])
+def test_a_grad_scalers_scale_is_divided_out(make):
+    model, scaler = training.linear([[1.0, 1.0]]), make("cpu", init_scale=2.0**10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with inspect(model, optimizer, scaler=scaler) as seen:
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert (seen.gradients["weight"].counts, seen.scale, seen.step) == ({0: 2}, 2.0**10, 1)
+
+
+def test_delayed_gradients_are_counted_without_their_scale():
+    model = training.linear([[1.0, 1.0]])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=1024.0)
+    with inspect(model, optimizer) as seen:
+        for delay in (True, False):
+            training.backward(model(torch.ones(1, 2)).float().sum(), optimizer, delay_unscale=delay)
+        optimizer.step()
+    assert (seen.gradients["weight"].counts, seen.step) == ({0: 4}, 1)
+
+
+def test_two_models_at_once():
+    """A GAN's: each sees what is its own, and neither what the other computes to see."""
+    models = [training.linear([[2.0]]), nn.Sequential(training.linear([[2.0]]), nn.Tanh())]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for model in models]
+    amp.initialize(models, optimizers, opt_level="O2", loss_scale=1.0, verbosity=0)
+    with inspect(models[0], optimizers) as first, inspect(models[1], optimizers) as second:
+        for value in (0.0, 6e4):
+            training.backward(models[1](models[0](torch.full((1, 1), value))).float().sum(), optimizers)
+            for optimizer in optimizers:
+                optimizer.step()
+    assert str(first.not_finite).startswith("forward of linear in the model itself, step 2: from inputs of 2 to 6")
+    assert first.not_finite == dataclasses.replace(second.not_finite, module="", remedy=())
+    assert second.not_finite.module is None
+    assert first.activations.keys() == {""} and second.activations.keys() == {"", "0", "1"}
+    assert first.errors.keys() == {""} and second.errors.keys() == {"0", "1"}
+
+
+def test_no_activation_is_held():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    held = []
+    model[1].register_forward_hook(lambda _, args, output: held.append(weakref.ref(output)))
+    with inspect(model) as seen:
+        model(torch.ones(2, 4)).sum().backward()
+        model(torch.ones(2, 4))
+        assert [reference() for reference in held] == [None, None]
+    assert seen.activations["1"].total == 16
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 4, sparse=True)
+        self.attend = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.recur = nn.LSTM(4, 4, batch_first=True)
+        self.body = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(4))
+        self.head = nn.Linear(4, 4)
+        self.register_buffer("turn", torch.view_as_complex(torch.ones(4, 2)))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        x = self.recur(self.layer(x + self.attend(x, x, x)[0]))[0]
+        x = self.head(self.head(self.body(x)))
+        x = torch.cat([x, self.head(x[:0])]).clone()
+        x[:, 1:].mul_(2.0)
+        torch._assert_async(torch.ones((), device=x.device))
+        spun = torch.fft.fft(x.float()) * self.turn
+        return spun.abs() * torch.ones(4, requires_grad=True, device=x.device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+def test_modules_of_many_kinds(level, device):
+    torch.manual_seed(0)
+    model = Attends().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    with inspect(nn.DataParallel(model) if device == "cpu" else model, optimizer) as seen:
+        for _ in range(2):
+            training.backward(model(torch.arange(6, device=device).view(2, 3)).float().mean(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert seen.not_finite is None and seen.step == 2
+    assert {"attend", "layer.self_attn", "layer.norm1", "recur", "body.1", "head", "embed"} <= seen.errors.keys()
+    assert not {"", "layer", "body"} & seen.errors.keys()
+    assert max(seen.errors.values()) < (0.02 if level == "O5" else 0.002)
+    assert seen.gradients.keys() == dict(model.named_parameters()).keys()
+    assert seen.gradients["embed.weight"].total == 2 * 6 * 4  # the rows that were looked up, twice
+
+
+def test_models_in_fp64():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    with inspect(model) as seen:
+        (model(torch.ones(1, 4, dtype=torch.float64)).sum() * 1e300).backward()
+        model[1](torch.ones(1, dtype=torch.float64)).mul(1e300).mul(1e-300)
+    assert seen.not_finite is None
+    assert seen.errors["0"] < 1e-6
+    assert all(set(histogram.counts) == {127} for histogram in seen.activation_gradients.values())
+
+
+def test_what_stands_out_is_printed():
+    factors, weight, *_ = PLANTED["forward"]
+    seen, _ = look_deep("O2", "cpu", factors, weight)
+    seen.scale = 2.0**10
+    seen.gradients = {"first.weight": Histogram(), "head.weight": Histogram()}
+    seen.gradients["first.weight"].add(torch.tensor([2.0**-40, 1.0, 1.0, 128.0]))
+    seen.gradients["head.weight"].add(torch.tensor([1.0]))
+    assert str(seen).splitlines() == [
+        "2 steps; loss scale 1024, the best one 256",
+        "not finite: forward of linear in block.1, step 1: from inputs of 0 to 4.1e+03 it made a number that is not "
+        "finite",
+        "relative error against FP32:",
+        "  module   error",
+        "  block.1    inf",
+        "  first        0",
+        "  block.0      0",
+        "  block.2      0",
+        "  head         0",
+        "share of gradients that FP16 loses, at the loss scale now, at 1 and at the best:",
+        "  gradient of   flushed:                overflowed:",
+        "                     now   at 1   best          now  at 1  best",
+        "  first.weight     25.0%  25.0%  25.0%        25.0%  0.0%  0.0%",
+        "keep_fp32=['block']",
+    ]
+    assert "not finite: nothing" in str(type(seen)())
+
+
+def test_what_is_no_module_is_named():
+    with pytest.raises(TypeError, match="inspect: model is a list; wanted a torch"), inspect([nn.Tanh()]):
+        pass
