@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -259,7 +259,7 @@ class Recorder:
             self._phase = _IDLE
         if body.loss is not None:
             self.losses += 1
-            self._step.bodies.append(_Body(body.loss, body.scale, body.scaler, body.optimizers, self._step.came))
+            self._step.bodies.append(_body(body, self._step.came))
             self._step.came = 0
             if self.steps < 2:
                 self._measure_gradients()
@@ -413,20 +413,20 @@ _NAN = float("nan")
 _IDLE = "idle"
 
 
-@dataclass
-class _Body:
-    """One body of `scale_loss`: its loss and scale (tensors of one element), and the samples that came before it."""
+class _Body(NamedTuple):
+    """One body of `scale_loss`: its loss and scale (tensors of one element), and the samples that came before it.
+
+    Attributes:
+        key: of which loss it was: a GAN's two may have one loss_id.
+        optimizers: their ids.
+    """
 
     loss: Tensor
     scale: Tensor
-    scaler: Any
-    optimizers: list[Any]
+    loss_id: int
+    key: tuple[int, ...]
+    optimizers: tuple[int, ...]
     samples: int
-
-    @property
-    def key(self) -> tuple[int, ...]:
-        """Of which loss it was: a GAN's two may have one loss_id."""
-        return id(self.scaler), *sorted(map(id, self.optimizers))
 
 
 @dataclass
@@ -456,36 +456,43 @@ def _logged(event: Event, values: list[float]) -> Event:
     return {**event, "value": values[0]}
 
 
+def _body(body: _RecordedBackward, samples: int) -> _Body:
+    assert body.loss is not None
+    optimizers = tuple(map(id, body.optimizers))
+    key = (id(body.scaler), *sorted(optimizers))
+    return _Body(body.loss, body.scale, body.scaler.loss_id, key, optimizers, samples)
+
+
 def _step_entry(step: _Step, optimizer: Any, skipped: Tensor | float, inspected: bool) -> _Entry:
-    spans = step.spans
-    losses: dict[tuple[int, ...], list[int]] = {}  # of which loss -> the places of its micro-batches
+    # What is done here is done in the middle of a training, with cold caches: all else is left to `make`.
+    bodies = step.bodies
+    values = [skipped, *(body.loss for body in bodies), *(body.scale for body in bodies)]
+    return _Entry(values, partial(_step_event, step, id(optimizer), inspected))
+
+
+def _step_event(step: _Step, optimizer: int, inspected: bool, values: list[float]) -> Event:
+    """The "step" event of the optimizer with this id; `values`: whether it skipped, the bodies' losses and scales."""
+    bodies = step.bodies
+    skipped, given, scales = values[0], values[1 : len(bodies) + 1], values[len(bodies) + 1 :]
+    losses: dict[tuple[int, ...], list[float]] = {}  # of which loss -> those of its micro-batches
     samples: dict[tuple[int, ...], int] = {}
-    for place, body in enumerate(step.bodies):
-        losses.setdefault(body.key, []).append(place)
+    for body, loss in zip(bodies, given, strict=True):
+        losses.setdefault(body.key, []).append(loss)
         samples[body.key] = samples.get(body.key, 0) + body.samples
-    own = [body for body in step.bodies if any(each is optimizer for each in body.optimizers)] or step.bodies
-    first_id = min((body.scaler.loss_id for body in own), default=0)
-    scale = next((body.scale for body in reversed(own) if body.scaler.loss_id == first_id), _NAN)
-    # Several losses (a GAN's) are of the same samples.
-    came = max(samples.values(), default=step.came)
-
-    def make(values: list[float]) -> Event:
-        scale, skipped, *given = values
-        parts = dict.fromkeys(PARTS, _NAN if inspected else 0.0)
-        for part, start, end in spans:
-            parts[part] += _seconds(start, end)
-        means = [sum(given[place] for place in places) / len(places) for places in losses.values()]
-        return {
-            "event": "step",
-            "loss": sum(means) if means else _NAN,
-            "seconds": sum(parts.values()),
-            "parts": parts,
-            "scale": scale,
-            "skipped": bool(skipped),
-            "samples": came,
-        }
-
-    return _Entry([scale, skipped, *(body.loss for body in step.bodies)], make)
+    own = [i for i, body in enumerate(bodies) if optimizer in body.optimizers] or range(len(bodies))
+    first_id = min((bodies[i].loss_id for i in own), default=0)
+    parts = dict.fromkeys(PARTS, _NAN if inspected else 0.0)
+    for part, start, end in step.spans:
+        parts[part] += _seconds(start, end)
+    return {
+        "event": "step",
+        "loss": sum(sum(each) / len(each) for each in losses.values()) if losses else _NAN,
+        "seconds": sum(parts.values()),
+        "parts": parts,
+        "scale": next((scales[i] for i in reversed(own) if bodies[i].loss_id == first_id), _NAN),
+        "skipped": bool(skipped),
+        "samples": max(samples.values(), default=step.came),  # several losses (a GAN's) are of the same samples
+    }
 
 
 def _seconds(start: Any, end: Any) -> float:
