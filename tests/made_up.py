@@ -11,7 +11,7 @@ def made_up_run(
     level: str = "O0", seed: int = 0, steps: int = 40, *, final: float = 1.0, ms: float = 10.0, **fields: Any
 ) -> Run:
     """A loss that falls from 4 to `final`, in steps of `ms` milliseconds each, half of which is the backward."""
-    run = Run(level, seed, dtype=None if level == "O0" else "float16", policy=level, device="cpu")
+    run = Run(level, seed, dtype=None if level == "O0" else "float16", policy=level, device="cuda")
     shares = dict(zip(PARTS, (0.05, 0.25, 0.5, 0.05, 0.15), strict=True))
     for step in range(steps):
         loss = final + (4 - final) * max(0.0, 1 - step / (0.75 * steps))

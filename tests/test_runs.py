@@ -151,3 +151,15 @@ def test_the_lines_of_a_recording_that_was_cut_off():
     for cut in (1, 30, len(lines[2]) - 2):
         assert same(read_lines([*lines[:2], lines[2][:cut]]), events[:2])
     assert read_lines([]) == []
+
+
+def test_an_overflow_that_a_later_look_is_free_of_is_over():
+    def run(*not_finite: str | None) -> Run:
+        looks = [Look(step, 1.0, 1.0, not_finite=each, keep_fp32=[f"at{step}"]) for step, each in enumerate(not_finite)]
+        return Run("O2", looks=looks)
+
+    scale_came_down = run("backward of mul", None, None)
+    assert scale_came_down.overflows == [] and scale_came_down.keep_fp32 == ["at1", "at2"]
+    lasting = run("backward of mul", None, "forward of pow", "forward of pow")
+    assert [look.step for look in lasting.overflows] == [2, 3] and lasting.keep_fp32 == ["at1", "at2", "at3"]
+    assert run().overflows == run().keep_fp32 == []

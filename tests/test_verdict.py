@@ -111,7 +111,7 @@ def test_differs_for_the_better_is_no_reason_against_a_level():
     seen = made.levels[1].verdict
     assert seen.kind == "differs" and seen.better and seen.usable
     assert "better: 38 % below O0's 1.250" in seen.text and "do not use" not in seen.text
-    assert made.summary.startswith("Use O2 float16: 2.0x faster than O0")
+    assert made.summary.startswith("Use O2 fp16: 2.0x faster than O0")
     # More is worse unless asked to maximize.
     turned = replace(made, maximize=True)
     assert turned.levels[1].verdict.text.startswith("do not use: final loss 0.7708, 38 % below")
@@ -148,7 +148,7 @@ def test_a_diverged_seed_is_not_to_be_used():
     assert seen.text.startswith("do not use: diverged with seeds 1 and 2 at step 30; 2.0x faster")
     assert made.steps == 40, "what diverged says nothing of how long the others ran"
     assert made.levels[1].finite == {0: 1.0} and [*map(math.isnan, made.levels[1].final)] == [False, True, True]
-    assert made.summary == "Stay with O0: do not use O2 float16."
+    assert made.summary == "Stay with O0: do not use O2 fp16."
 
 
 def test_a_run_that_diverged_after_the_common_steps_has_diverged():
@@ -180,7 +180,7 @@ def test_one_seed_has_no_spread():
         "2.0x faster than O0 (one run, 2.0 to 2.0), the same memory; "
         "one seed: final loss 3.1 % above O0's; run three seeds or more to judge it",
     )
-    assert made.summary == ("Stay with O0 for now: O2 float16 cannot be told from chance yet, run three seeds or more.")
+    assert made.summary == ("Stay with O0 for now: O2 fp16 cannot be told from chance yet, run three seeds or more.")
 
 
 def test_equal_to_the_bit():
@@ -221,7 +221,7 @@ def test_pairs_are_of_the_same_seed():
     assert made.levels[1].speedup == Ratio(10.0, 4.0, 16.0)
     unpaired = compare(base[:2], level[2:]).levels[1]
     assert unpaired.verdict.kind == "undecided" and unpaired.speedup is None
-    with pytest.raises(ValueError, match=r"Comparison: runs has two of O2 float16 with seed 1; .*give each run"):
+    with pytest.raises(ValueError, match=r"Comparison: runs has two of O2 fp16 with seed 1; .*give each run"):
         compare(base, [level[1], level[1]])
 
 
@@ -281,22 +281,34 @@ def test_memory():
     assert compare(base, level).levels[1].bytes_ratio is None
 
 
+def test_what_a_process_came_to_hold_tells_nothing_of_a_tiny_model():
+    runs = [*seeds("O0", 1.0, 1.25, 1.5), *seeds("O2", 1.0, 1.25, 1.5, masters=16_000)]
+    for run in runs:
+        run.device, run.peak_memory = "cpu", (170_000 if run.level == "O0" else 340_000)  # its tensors take 16,000
+    level = compare(runs).levels[1]
+    assert (level.memory_ratio, level.memory) == (None, 2)
+    assert "2.00 times its bytes of weights, gradients and state" in level.verdict.text
+    for run in runs:
+        run.peak_memory = 160_000
+    assert compare(runs).levels[1].memory == 1
+
+
 def test_the_recommendation():
     base = seeds("O0", 1.0, 1.25, 1.5)
     same, worse = (1.25, 1.0, 1.5), (2.0, 2.25, 2.5625)
     made = compare(base, seeds("O1", *same, ms=5), seeds("O2", *same, ms=4), seeds("O3", *worse, ms=1))
-    assert made.summary == f"Use O2 float16: {made.levels[2].verdict.text}."
+    assert made.summary == f"Use O2 fp16: {made.levels[2].verdict.text}."
     # A level of which a run failed is not recommended, unless it was interrupted.
     failed = Run("O2", 3, dtype="float16", error="CUDA out of memory")
-    assert replace(made, runs=[*made.runs, failed]).summary.startswith("Use O1 float16: 2.0x faster")
+    assert replace(made, runs=[*made.runs, failed]).summary.startswith("Use O1 fp16: 2.0x faster")
     failed.error = "interrupted after 3 steps"
-    assert replace(made, runs=[*made.runs, failed]).summary.startswith("Use O2 float16: 2.5x faster")
+    assert replace(made, runs=[*made.runs, failed]).summary.startswith("Use O2 fp16: 2.5x faster")
     # Not faster: memory decides, if all runs took less.
     small = seeds("O4", *same, peak_memory=2**19)
-    assert compare(base, small).summary.startswith("Use O4 float16 for its memory; none is faster than O0: as fast")
+    assert compare(base, small).summary.startswith("Use O4 fp16 for its memory; none is faster than O0: as fast")
     small[1].peak_memory = 2**20
     assert compare(base, small).summary == (
-        "Stay with O0: O4 float16 would do as well, but not faster, nor in much less memory."
+        "Stay with O0: O4 fp16 would do as well, but not faster, nor in much less memory."
     )
     # Nothing to be used: every level is named, with the reason.
     made = compare(
@@ -307,8 +319,8 @@ def test_the_recommendation():
         [Run("O5", seed, error="boom") for seed in range(3)],
     )
     assert made.summary == (
-        "Stay with O0 for now: O1 float16 cannot be told from chance yet, run three seeds or more; "
-        "do not use O2 float16 and O3 float16; O5 failed."
+        "Stay with O0 for now: O1 fp16 cannot be told from chance yet, run three seeds or more; "
+        "do not use O2 fp16 and O3 fp16; O5 failed."
     )
 
 
@@ -334,16 +346,16 @@ def test_the_levels_come_as_asked_for_and_o0_is_the_baseline():
         seeds("O0", *same),
         seeds("O1", *same, dtype="bfloat16"),
     )
-    assert [level.name for level in made.levels] == ["O5 bfloat16", "O1 float16", "O0", "O1 bfloat16"]
+    assert [level.name for level in made.levels] == ["O5 bf16", "O1 fp16", "O0", "O1 bf16"]
     assert made.baseline is made.levels[2] and made.baseline.verdict.kind == "baseline"
     without = replace(made, runs=[run for run in made.runs if run.level != "O0"])
     assert without.baseline is without.levels[0]
-    assert without.levels[1].verdict.text.startswith("as fast as O5 bfloat16")
+    assert without.levels[1].verdict.text.startswith("as fast as O5 bf16")
     # O0 ran out of memory: the next one is the measure, and the reader is told.
     broke = [Run("O0", seed, error="out of memory") for seed in range(2)]
     made = compare(broke, seeds("O2", *same), seeds("O3", *same))
     assert made.baseline.level == "O2" and made.comparable and made.levels[0].verdict.kind == "failed"
-    assert made.notes == ["O0 gave no figures; the others are compared with O2 float16"]
+    assert made.notes == ["O0 gave no figures; the others are compared with O2 fp16"]
 
 
 def test_fewer_steps_than_others_and_than_asked_for():
@@ -402,7 +414,7 @@ def test_a_metric_of_the_scripts_own():
         ),
         (
             [seeds("O0", 1.0, loss=[math.nan]), seeds("O2", 1.0, loss=[1.0, math.inf])],
-            "Nothing to compare: all runs of O0 and O2 float16 diverged.",
+            "Nothing to compare: all runs of O0 and O2 fp16 diverged.",
             ["alone", "alone"],
         ),
     ],
@@ -439,7 +451,7 @@ def test_a_report_in_json_gives_the_comparison_back():
     )
     assert told["baseline"] == "O0" and told["comparable"] is True and told["test"] == made.test
     o2 = told["levels"][1]
-    assert o2["name"] == "O2 float16" and o2["seeds"] == [0, 1] and o2["failed_seeds"] == []
+    assert o2["name"] == "O2 fp16" and o2["seeds"] == [0, 1] and o2["failed_seeds"] == []
     assert o2["final"][0] == 1.0 and math.isnan(o2["final"][1])
     assert o2["speedup"] == {"median": 2.0, "low": 2.0, "high": 2.0}
     assert o2["verdict"]["kind"] == "differs" and o2["skips"] == [1, 1] and o2["scales"] == [65536.0] * 2

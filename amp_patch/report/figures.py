@@ -82,6 +82,15 @@ def held_bytes(run: Run) -> int:
     return run.weights + run.masters + run.gradients + run.state
 
 
+def peak(run: Run) -> int | None:
+    """The peak memory, if it tells something of the training: None where it is not known, or where on a CPU the
+    process grew ten times as much as the model's tensors take, by its libraries and data.
+    """
+    if run.peak_memory is None or (run.device == "cpu" and run.peak_memory > 10 * held_bytes(run)):
+        return None
+    return run.peak_memory
+
+
 def paired_t_test(first: Sequence[float], second: Sequence[float]) -> float:
     """The p of Student's two-sided paired t-test that the two have the same mean; 1 for fewer than two pairs.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -36,6 +36,8 @@ class Looking:
     def leave(self) -> Event:
         """The "look" event. What others have entered since stays entered."""
         self.abandon()
+        if self._seen.not_finite is not None:  # which counts from where this look began
+            self._seen.not_finite = replace(self._seen.not_finite, step=self._step)
         return look(self._seen, self._step)
 
     def abandon(self) -> None:
@@ -61,7 +63,7 @@ def look(seen: Inspection, step: int) -> Event:
         "scale": seen.scale,
         "best_scale": scales[2],
         "counts": {
-            name: _total(getattr(seen, name).values())
+            name: Histogram.merged(getattr(seen, name).values()).to_dict()
             for name in ("weights", "activations", "gradients", "activation_gradients")
         },
         "flushed": {name: [each.flushed(scale) for scale in scales] for name, each in seen.gradients.items()},
@@ -70,18 +72,6 @@ def look(seen: Inspection, step: int) -> Event:
         "not_finite": None if seen.not_finite is None else str(seen.not_finite),
         "keep_fp32": seen.keep_fp32(),
     }
-
-
-def _total(histograms: Iterable[Histogram]) -> dict[str, Any]:
-    zeros = not_finite = 0
-    exponents: dict[int, int] = {}
-    for histogram in histograms:
-        zeros += histogram.zeros
-        not_finite += histogram.not_finite
-        for exponent, count in histogram.counts.items():
-            exponents[exponent] = exponents.get(exponent, 0) + count
-    named = {str(exponent): exponents[exponent] for exponent in sorted(exponents)}
-    return {"zeros": zeros, "not_finite": not_finite, "exponents": named}
 
 
 def _stack() -> list[Any]:

@@ -220,8 +220,12 @@ def _seen(level: LevelResult) -> str:
     looks = [look for _, look in looked]
     steps = sorted({look.step for look in looks})
     parts = [f"<h3>{_text(level.name)}</h3>", _figures(pictures.numbers(level))]
-    bad = [f"Seed {run.seed}: {look.not_finite}" for run, look in looked if look.not_finite]
-    names = list(dict.fromkeys(name for look in looks for name in look.keep_fp32))
+    bad = [
+        f"Seed {run.seed}: {look.not_finite}" + ("" if look in run.overflows else "; later looks saw nothing like it")
+        for run, look in looked
+        if look.not_finite
+    ]
+    names = list(dict.fromkeys(name for run in (*level.runs, *level.failed) for name in run.keep_fp32))
     when = (
         f"of step {steps[0] + 1}"
         if len(steps) == 1
@@ -352,7 +356,7 @@ def _speed(level: LevelResult) -> str:
 def _apart(figure: float | None, base: float | None) -> str:
     if figure is None or base is None:
         return ""
-    return f"{100 * (figure - base) / abs(base):+.2g} %" if base else f"{figure - base:+.3g}"
+    return f"{100 * (figure - base) / abs(base):+.2f} %" if base else f"{figure - base:+.3g}"
 
 
 def _several(values: Sequence[float]) -> str:

@@ -90,6 +90,21 @@ class Run:
     looks: list[Look] = field(default_factory=list)
 
     @property
+    def overflows(self) -> list[Look]:
+        """The looks that saw a number that is not finite, and after which no look of this run saw none.
+
+        What a later look is free of is over: a dynamic loss scale begins too high and comes down.
+        """
+        last_finite = max((i for i, look in enumerate(self.looks) if look.not_finite is None), default=-1)
+        return self.looks[last_finite + 1 :]
+
+    @property
+    def keep_fp32(self) -> list[str]:
+        """What its looks advise to keep in FP32, each module once; not against what is over, as in `overflows`."""
+        over = [look for look in self.looks if look.not_finite is not None and look not in self.overflows]
+        return [*dict.fromkeys(name for look in self.looks if look not in over for name in look.keep_fp32)]
+
+    @property
     def steps(self) -> int:
         return len(self.loss)
 

@@ -15,7 +15,6 @@ from amp_patch.report import figures
 from amp_patch.report.runs import PARTS, Run
 from amp_patch.report.verdict import Comparison, LevelResult
 
-_SHORT: dict[str | None, str] = {"float16": "fp16", "bfloat16": "bf16"}
 _STYLES = {"within": "green", "differs": "red", "failed": "red", "undecided": "yellow"}
 _MODULES = 3  # of each level, the worst
 
@@ -55,7 +54,7 @@ def _overview(comparison: Comparison) -> Table:
             _percent(level, base),
             _number(level.step_ms),
             f"{_two_digits(level.speedup.median)}x" if level.speedup else "",
-            _two_digits(level.memory_ratio),
+            _two_digits(level.memory),
             _power_of_two(level.scales[-1]) if level.scales else "",
             f"{max(level.skips)}" if level.skips else "",
         )
@@ -68,7 +67,7 @@ def _verdicts(comparison: Comparison) -> Table:
     lines.add_column(overflow="fold")
     for level in comparison.levels:
         style = "green" if level.verdict.better else _STYLES.get(level.verdict.kind, "")
-        lines.add_row(Text(_short_name(level), style=style), Text(level.verdict.text))
+        lines.add_row(Text(level.name, style=style), Text(level.verdict.text))
     return lines
 
 
@@ -96,7 +95,8 @@ def _looks(comparison: Comparison) -> list[Any]:
     )
     said: dict[str, list[str]] = {}  # a line -> the levels of which it is true
     for level in comparison.levels:
-        looks = [look for run in (*level.runs, *level.failed) for look in run.looks]
+        runs = [*level.runs, *level.failed]
+        looks = [look for run in runs for look in run.looks]
         errors: dict[str, float] = {}
         flushed: dict[str, list[float]] = {}
         for look in looks:
@@ -110,12 +110,12 @@ def _looks(comparison: Comparison) -> list[Any]:
             if any(badness[name]):
                 worst = f"{errors[name]:.2g}" if name in errors else ""
                 _row(rows, level, name or "(itself)", worst, *(f"{100 * share:.3g}" for share in flushed.get(name, [])))
-        found = [look.not_finite for look in looks if look.not_finite][:1]
-        keep = [*dict.fromkeys(name for look in looks for name in look.keep_fp32)]
+        found = [str(look.not_finite) for run in runs for look in run.overflows][:1]
+        keep = [*dict.fromkeys(name for run in runs for name in run.keep_fp32)]
         if keep and level.dtype is not None:
             found.append(f"keep_fp32={keep} would keep the worst modules in FP32")
         for line in found:
-            said.setdefault(line, []).append(_short_name(level))
+            said.setdefault(line, []).append(level.name)
     lines = [Text(f"{', '.join(names)}: {line}.") for line, names in said.items()]
     return [rows, *lines] if rows.row_count else lines
 
@@ -134,11 +134,7 @@ def _table(title: str, *headings: str, text: Iterable[str] = ()) -> Table:
 
 def _row(rows: Table, level: LevelResult, *cells: str) -> None:
     # Text, because rich would take brackets in a string for markup.
-    rows.add_row(*map(Text, (_short_name(level), *cells)))
-
-
-def _short_name(level: LevelResult) -> str:
-    return f"{level.level} {_SHORT.get(level.dtype, '')}".strip()
+    rows.add_row(*map(Text, (level.name, *cells)))
 
 
 def _went_well(level: LevelResult) -> bool:
@@ -163,7 +159,7 @@ def _percent(level: LevelResult, base: LevelResult | None) -> str:
     percent = 100 * (level.mean - base.mean) / abs(base.mean)
     if abs(percent) > 999:
         return ">+999%" if percent > 0 else "<-999%"
-    return f"{percent:{'+.0f' if abs(percent) > 99 else '+.2g'}}%"
+    return f"{percent:{'+.0f' if abs(percent) > 99 else '+.2f'}}%"
 
 
 def _number(value: float | None) -> str:

@@ -18,6 +18,7 @@ from amp_patch.report.runs import Run
 
 SIGNIFICANCE = 0.05
 INTERRUPTED = "interrupted"  # an error that begins so is the user's Ctrl-C: no fault of the level
+_SHORT = {"float16": "fp16", "bfloat16": "bf16"}
 _LESS_MEMORY = 0.95  # a level is recommended for its memory only below this share of the baseline's
 
 
@@ -52,7 +53,7 @@ class LevelResult:
         final: a figure for each of `runs`; NaN if the run diverged or has none.
         step_ms: milliseconds a step: the median over the runs of each one's median.
         speedup: how many times faster than the baseline; with one seed, the range is the step times' quartiles'.
-        memory_ratio: of the runs' median peak memory.
+        memory_ratio: of the runs' median peak memory, where that tells something of the training (`figures.peak`).
         bytes_ratio: of weights, masters, gradients and the optimizer's state.
         samples_per_second: the median over the runs.
         skips: how many steps each of `runs` skipped.
@@ -75,7 +76,13 @@ class LevelResult:
 
     @property
     def name(self) -> str:
-        return f"{self.level} {self.dtype}" if self.dtype else self.level
+        """ "O2 fp16"."""
+        return f"{self.level} {_SHORT.get(self.dtype, self.dtype)}" if self.dtype else self.level
+
+    @property
+    def memory(self) -> float | None:
+        """`memory_ratio`, or where that is not known the ratio of the tensors alone."""
+        return self.memory_ratio if self.memory_ratio is not None else self.bytes_ratio
 
     @property
     def seeds(self) -> list[int]:
@@ -198,7 +205,7 @@ class Comparison:
             return f"Use {best.name}: {best.verdict.text}."
         smaller = [level for level in usable if _is_smaller(level, base)]
         if smaller:
-            best = min(smaller, key=lambda level: _memory(level) or 1.0)
+            best = min(smaller, key=lambda level: level.memory or 1.0)
             return f"Use {best.name} for its memory; none is faster than {base.name}: {best.verdict.text}."
         kinds = {
             kind: [level for level in others if level.verdict.kind == kind and not level.verdict.better]
@@ -301,8 +308,8 @@ class Comparison:
             pairs = [(of_seed[run.seed], run) for run in runs if run.seed in of_seed]
             found["speedup"] = figures.speedup(pairs)
             found["memory_ratio"] = _ratio(
-                [run.peak_memory for run in runs if run.peak_memory is not None],
-                [run.peak_memory for run in base.runs if run.peak_memory is not None],
+                [peak for run in runs if (peak := figures.peak(run)) is not None],
+                [peak for run in base.runs if (peak := figures.peak(run)) is not None],
             )
             found["bytes_ratio"] = _ratio(map(figures.held_bytes, runs), map(figures.held_bytes, base.runs))
         return replace(level, **found)
@@ -351,7 +358,7 @@ class Comparison:
             if len(spread) > 1:
                 what, more = "the seeds change nothing", "let the script use them"
             return "undecided", f"{what}: {self.figure} {apart} {base.name}'s; {more} to judge it", False
-        text, low, high, of_base = _tell_apart(mean, min(spread), max(spread), base_mean)
+        text, low, high = _tell_apart(mean, min(spread), max(spread))
         its_spread = f"the spread of {base.name}'s {len(spread)} seeds ({low} to {high})"
         if min(spread) <= mean <= max(spread):
             return "within", f"{self.figure} {text} within {its_spread}", False
@@ -359,7 +366,9 @@ class Comparison:
             return "undecided", f"{self.figure} {text} outside {its_spread}, with one seed; run more seeds", False
         p = figures.paired_t_test(ours, theirs)
         word = ", better: " if better else ", "
-        difference = f"{self.figure} {text}{word}{apart} {base.name}'s {of_base}, outside {its_spread}"
+        difference = (
+            f"{self.figure} {text}{word}{apart} {base.name}'s {_tell_apart(base_mean)[0]}, outside {its_spread}"
+        )
         found = f"paired t-test p {'< 0.001' if p < 0.001 else f'= {p:.2g}'}"
         if p < SIGNIFICANCE:
             return "differs", f"{difference}, {found}", better
@@ -461,13 +470,9 @@ def _ratio(ours: Iterable[int], theirs: Iterable[int]) -> float | None:
     return statistics.median(ours) / median if ours and theirs and (median := statistics.median(theirs)) > 0 else None
 
 
-def _memory(level: LevelResult) -> float | None:
-    return level.memory_ratio if level.memory_ratio is not None else level.bytes_ratio
-
-
 def _is_smaller(level: LevelResult, base: LevelResult) -> bool:
     """Whether all runs peaked below all of the baseline's, by more than a little; where none is known, the tensors."""
-    peaks, of_base = ([run.peak_memory for run in each.runs if run.peak_memory is not None] for each in (level, base))
+    peaks, of_base = ([peak for run in each.runs if (peak := figures.peak(run)) is not None] for each in (level, base))
     if peaks and of_base:
         return max(peaks) < _LESS_MEMORY * min(of_base)
     return level.bytes_ratio is not None and level.bytes_ratio < _LESS_MEMORY
@@ -486,7 +491,7 @@ def _speed(level: LevelResult, base: LevelResult) -> str:
             parts.append(f"{middle}x slower than {base.name} ({how}{least} to {most})")
         else:
             parts.append(f"as fast as {base.name} ({how}{low:.2f} to {high:.2f})")
-    memory = _memory(level)
+    memory = level.memory
     if memory is not None:
         what = "memory" if level.memory_ratio is not None else "bytes of weights, gradients and state"
         same, part = abs(memory - 1) < 0.005, "of" if memory < 1 else "times"
