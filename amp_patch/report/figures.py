@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
-from amp_patch.report.runs import Run
+from amp_patch.report.runs import Look, Run
 
 T = TypeVar("T")
 LOSS = "loss"  # the metric that every recording has
@@ -80,6 +80,15 @@ def speedup(pairs: Sequence[tuple[Run, Run]]) -> Ratio | None:
 def held_bytes(run: Run) -> int:
     """Weights, masters, gradients and the optimizer's state together."""
     return run.weights + run.masters + run.gradients + run.state
+
+
+def errors(looks: Iterable[Look]) -> dict[str, float]:
+    """Name of a module -> the largest relative error of all looks, the worst first; NaN is infinite, 0 left out."""
+    worst: dict[str, float] = {}
+    for look in looks:
+        for name, error in look.errors.items():
+            worst[name] = max(worst.get(name, 0.0), math.inf if math.isnan(error) else error)
+    return {name: error for name, error in sorted(worst.items(), key=lambda item: (-item[1], item[0])) if error}
 
 
 def peak(run: Run) -> int | None:

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from amp_patch.report import pictures
+from amp_patch.report import figures, pictures
 from amp_patch.report.pictures import Picture
 from amp_patch.report.runs import PARTS, Look, Run, dumps
 from amp_patch.report.verdict import Comparison, LevelResult
@@ -236,9 +236,8 @@ def _seen(level: LevelResult) -> str:
         parts += ["<p>Where the first number that is not finite appeared:</p>", _items([_text(each) for each in bad])]
     if names:
         parts.append(f"<p>Best kept in FP32:</p><pre>amp.initialize(..., keep_fp32={_text(repr(names))})</pre>")
-    rows = [
-        [_text(name or "the model itself"), _number(e)] for name, e in pictures.worst_errors(looks)[: pictures.WORST]
-    ]
+    errors = [*figures.errors(looks).items()][: pictures.WORST]
+    rows = [[_text(name or "the model itself"), _number(error)] for name, error in errors]
     head = ["module", "relative error"]
     worst = _table("Modules whose output differs most from FP32's.", head, rows, named=True) if rows else ""
     return "".join(parts) + _tables(worst, _lost(looks))

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from amp_patch.histogram import FORMATS
+from amp_patch.report import figures
 from amp_patch.report.runs import PARTS, Look, Run
 
 if TYPE_CHECKING:
@@ -206,8 +207,8 @@ def finals(comparison: Comparison) -> list[Picture]:
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.set_title(f"{_short(comparison.metric)} at the end, a dot a seed")
 
-    figures = "; ".join(f"{level.name}: {', '.join(f'{v:.4g}' for v in level.final)}" for level, _ in rows)
-    return [_picture("final", draw, f"The {comparison.metric} at the end, of each seed. {figures}.", rows=len(rows))]
+    said = "; ".join(f"{level.name}: {', '.join(f'{v:.4g}' for v in level.final)}" for level, _ in rows)
+    return [_picture("final", draw, f"The {comparison.metric} at the end, of each seed. {said}.", rows=len(rows))]
 
 
 def costs(comparison: Comparison) -> list[Picture]:
@@ -327,20 +328,10 @@ def numbers(level: LevelResult) -> list[Picture]:
     seen = {words: _exponents(looks, kind) for kind, words in kinds.items() if _exponents(looks, kind)}
     if seen:
         pictures.append(_others(level, seen))
-    errors = worst_errors(looks)[:WORST]
+    errors = [*figures.errors(looks).items()][:WORST]
     if errors:
         pictures.append(_errors(level, errors))
     return pictures
-
-
-def worst_errors(looks: Iterable[Look]) -> list[tuple[str, float]]:
-    """(name of a module, the largest relative error of all looks), the worst first; NaN is worst of all."""
-    worst: dict[str, float] = {}
-    for look in looks:
-        for name, error in look.errors.items():
-            error = math.inf if math.isnan(error) else error
-            worst[name] = max(worst.get(name, 0.0), error)
-    return sorted(worst.items(), key=lambda item: (-item[1], item[0]))
 
 
 def part_ms(level: LevelResult) -> dict[str, float]:

@@ -97,11 +97,9 @@ def _looks(comparison: Comparison) -> list[Any]:
     for level in comparison.levels:
         runs = [*level.runs, *level.failed]
         looks = [look for run in runs for look in run.looks]
-        errors: dict[str, float] = {}
+        errors = figures.errors(looks)
         flushed: dict[str, list[float]] = {}
         for look in looks:
-            for name, error in look.errors.items():
-                errors[name] = max(errors.get(name, 0.0), math.inf if math.isnan(error) else error)
             for name, shares in look.flushed.items():
                 module = name.rpartition(".")[0]
                 flushed[module] = list(map(max, flushed.get(module, shares), shares))

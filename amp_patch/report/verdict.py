@@ -475,6 +475,8 @@ def _is_smaller(level: LevelResult, base: LevelResult) -> bool:
     peaks, of_base = ([peak for run in each.runs if (peak := figures.peak(run)) is not None] for each in (level, base))
     if peaks and of_base:
         return max(peaks) < _LESS_MEMORY * min(of_base)
+    if any(run.peak_memory is not None for run in (*level.runs, *base.runs)):
+        return False  # what the tensors save is lost in what the process takes
     return level.bytes_ratio is not None and level.bytes_ratio < _LESS_MEMORY
 
 
