@@ -55,13 +55,18 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m amp_patch", description="The opt-level switch for PyTorch.", allow_abbrev=False
     )
     subcommands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    parsers = {}
     for name, command in COMMANDS.items():
         words = command.run.__doc__
-        command.add_arguments(subcommands.add_parser(name, help=words, description=words, allow_abbrev=False))
+        parsers[name] = subcommands.add_parser(name, help=words, description=words, allow_abbrev=False)
+        command.add_arguments(parsers[name])
     given, scripts = sys.argv[1:] if arguments is None else arguments, None
     if given and given[0] in COMMANDS and (split := COMMANDS[given[0]].split) is not None:
         given, scripts = split(given)
-    args = parser.parse_args(given)
+    args, unknown = parser.parse_known_args(given)
+    if unknown:
+        hint = "" if scripts is None else "; the script's own go after --, and levels are given as O0,O2"
+        parsers[args.command].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if scripts is not None:
         args.arguments = scripts
     COMMANDS[args.command].run(args)

@@ -100,6 +100,12 @@ def _run_file(loader: SourceFileLoader, source: bytes, main: ModuleType) -> None
     exec(loader.source_to_code(source, loader.path), main.__dict__)
 
 
+def wanted_cuda(error: str) -> bool:
+    """Whether an error's words say that there is no CUDA here; the last is what a CPU's torch says to set_device."""
+    words = ("not compiled with CUDA", "Found no NVIDIA driver", "module 'torch._C' has no attribute '_cuda_")
+    return any(each in error for each in words)
+
+
 def _report(
     hook: Callable[..., Any],
     namespace: dict[str, Any],
@@ -114,7 +120,7 @@ def _report(
     if found is not None or isinstance(error, SyntaxError):  # without a frame of its own the script does not compile
         error.__traceback__ = traceback = found  # Python's own hook prints that, not its argument
     hook(kind, error, traceback)
-    if "not compiled with CUDA" in str(error) or "Found no NVIDIA driver" in str(error):
+    if wanted_cuda(str(error)):
         print("amp_patch: to try this script on the CPU: python -m amp_patch run --device cpu ...", file=sys.stderr)
 
 

@@ -211,6 +211,16 @@ optimizer.step()
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("call", ["torch.zeros(1, device='cuda')", "torch.cuda.set_device(0)"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it goes well where CUDA is")
+def test_a_script_that_wants_cuda_is_told_of_the_cpu(call, tmp_path, capsys):
+    (tmp_path / "train.py").write_text(f"import torch; {call}")
+    with pytest.raises(SystemExit):
+        main(["compare", "--levels", "O0,O2", "--out", str(tmp_path), str(tmp_path / "train.py")])
+    assert all("; --device cpu takes the CPU instead (see" in run.error for run in runs_of(tmp_path))
+
+
+@pytest.mark.slow
 def test_an_apex_module_with_a_seed_option_and_without_a_gpu(tmp_path, monkeypatch):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text(SEED_FLAG)
@@ -273,7 +283,9 @@ def test_an_interrupt_keeps_what_has_finished(tmp_path, waits_at, code):
         (["--steps", "-1"], "steps is -1; wanted a positive integer"),
         (["--dtype", "half"], "dtype is 'half'; wanted float16 or bfloat16"),
         (["--seeds", "many"], "invalid int value"),
-        (["-m", "missing.py", "theirs"], "unrecognized arguments: theirs"),
+        (["-m", "missing.py", "theirs"], "unrecognized arguments: theirs; the script's own go after --"),
+        (["--epochs", "3"], "unrecognized arguments: --epochs 3; the script's own go after --"),
+        (["--levels", "O0", "O2"], "levels are given as O0,O2"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_before_anything_runs(given, message, tmp_path, monkeypatch, capsys):
@@ -498,9 +510,16 @@ def test_a_build_fn_that_cannot_be_is_refused():
         amp.compare(lambda: same)
     with pytest.raises(ValueError, match="'O7' is none of O0"):
         amp.compare(built, ["O0", "O7"])
+    with pytest.raises(TypeError, match="levels is 'O0,O2'; wanted a list"):
+        amp.compare(built, "O0,O2")
+    with pytest.raises(ValueError, match="batches of build_fn gave nothing"):
+        amp.compare(lambda: (*built()[:3], []), ["O0", "O2"])
     assert not casts.installed() and newest_training() is None and type(same[0]) is ConvNet
 
 
 def test_a_notebook_shows_the_report():
-    shown = amp.compare(built, ["O0", "O2"])._repr_html_()
+    found = amp.compare(built, ["O0", "O2"])
+    assert repr(found).splitlines()[0] == "built, 5 steps" and repr(found).endswith(found.summary)
+    assert found.levels[1].verdict.text in repr(found) and len(repr(found)) < 1000
+    shown = found._repr_html_()
     assert shown.startswith("<iframe srcdoc=") and shown.count('"') == 4 and "&lt;" in shown

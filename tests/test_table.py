@@ -65,6 +65,7 @@ def test_how_far_from_the_baseline():
     assert [row(lines, "train.py", level)[4] for level in figures] == ["+0.00%", "+31.25%", "+150%", ">+999%", "<-999%"]
     broken = [*seeds("O0", 1.0, 1.0), *seeds("O3", 1.0, math.nan)]
     assert row(show(Comparison("train.py", broken)), "train.py", "O3")[3:5] == ["diverged", "10"]
+    assert row(show(Comparison("train.py", broken, "accuracy")), "train.py", "O3")[3:5] == ["missing", "10"]
 
 
 def test_the_verdicts_and_the_recommendation(comparison):

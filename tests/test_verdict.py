@@ -228,10 +228,11 @@ def test_pairs_are_of_the_same_seed():
 @pytest.mark.parametrize(
     "ms, words",
     [
-        ((10, 10, 10), "as fast as O0 (1.00 to 1.00)"),
+        ((10, 10, 10), "as fast as O0 (1.00x to 1.00x)"),
         ((5, 4, 2), "2.5x faster than O0 (2.0 to 5.0)"),
-        ((8, 10, 5), "as fast as O0 (1.00 to 2.00)"),
-        ((8, 16, 5), "as fast as O0 (0.62 to 2.00)"),
+        ((10.2, 10, 9.8), "as fast as O0 (0.98x to 1.02x)"),
+        ((8, 10, 5), "not clearly faster or slower than O0 (1.00x to 2.00x)"),
+        ((8, 16, 5), "not clearly faster or slower than O0 (0.62x to 2.00x)"),
         ((20, 40, 80), "4.0x slower than O0 (2.0 to 8.0)"),
         ((9.8, 9.6, 9.5), "1.04x faster than O0 (1.02 to 1.05)"),
     ],
@@ -242,7 +243,7 @@ def test_speed_in_words(ms, words):
         run.seconds = [each / 1000] * 40
     made = compare(base, level)
     assert made.levels[1].verdict.text.startswith(words + ", ")
-    assert made.summary.startswith("Use O2" if "faster" in words else "Stay with O0")
+    assert made.summary.startswith("Use O2" if "x faster" in words else "Stay with O0")
 
 
 def test_step_times_leave_out_what_warms_up_and_what_was_not_measured():
@@ -307,6 +308,8 @@ def test_the_recommendation():
     # Not faster: memory decides, if all runs took less.
     small = seeds("O4", *same, peak_memory=2**19)
     assert compare(base, small).summary.startswith("Use O4 fp16 for its memory; none is faster than O0: as fast")
+    slow = seeds("O4", *same, peak_memory=2**19, ms=20)
+    assert compare(base, slow).summary == "Stay with O0: O4 fp16 would do as well in less memory, but slower."
     small[1].peak_memory = 2**20
     assert compare(base, small).summary == (
         "Stay with O0: O4 fp16 would do as well, but not faster, nor in much less memory."
@@ -395,7 +398,10 @@ def test_a_metric_of_the_scripts_own():
     assert not made.comparable
     assert made.summary == "Nothing to compare: no run gave held{}out; they logged accuracy."
     assert made.levels[0].verdict == Verdict("alone", "gave no held{}out with seed 0")
-    assert "call amp.log(held=...)" in compare(seeds("O0", 1.0), seeds("O2", 1.0), metric="held").summary
+    made = compare(seeds("O0", 1.0), seeds("O2", 1.0), metric="held")
+    assert made.summary == "Nothing to compare: no run gave held; call amp.log(held=...) in the script."
+    within = replace(made, asked_steps=10).summary
+    assert within.endswith("call amp.log(held=...) in the script, within the 10 steps asked for.")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from amp_patch.policy import OPT_LEVELS
 from amp_patch.report.runs import Run, loads
 from amp_patch.report.trials import LEVELS, Plan, settle
 from amp_patch.report.verdict import Comparison, machine
+from amp_patch.run import wanted_cuda
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -160,7 +161,8 @@ def _run(plan: Plan, args: argparse.Namespace, run: Run) -> None:
     if run.error is None and child.returncode:
         run.error = _died(child.returncode, args.out / log)
     if run.error is not None:
-        run.error += f" (see {log})"
+        hint = "; --device cpu takes the CPU instead" if args.device is None and wanted_cuda(run.error) else ""
+        run.error += f"{hint} (see {log})"
 
 
 def _take(run: Run, recorded: bytes) -> bytes:

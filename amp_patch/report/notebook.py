@@ -25,7 +25,11 @@ _EVALUATION = "evaluation"
 
 
 class Compared(Comparison):
-    """A comparison that a notebook shows as its report."""
+    """A comparison that a notebook shows as its report, and a terminal as what it says of each level."""
+
+    def __repr__(self) -> str:
+        levels = [f"{level.name}: {level.verdict.text}" for level in self.levels]
+        return "\n".join([f"{self.title}, {self.steps} steps", *levels, *self.notes, self.summary])
 
     def _repr_html_(self) -> str | None:
         if importlib.util.find_spec("rich") is None or importlib.util.find_spec("matplotlib") is None:
@@ -86,6 +90,8 @@ def compare(
         the same model twice.
     """
     named = str(dtype).removeprefix("torch.") if dtype is not None else None
+    if isinstance(levels, str):
+        raise TypeError(f"compare: levels is {levels!r}; wanted a list, as ['O0', 'O2']")
     plan = Plan(tuple(levels), seeds, steps, named, metric or "loss", maximize, inspect)
     runs = plan.runs()
     known: list[weakref.ref[nn.Module]] = []
@@ -163,7 +169,10 @@ def _train(
 ) -> None:
     model, optimizer = initialize(model, optimizer)  # the environment has the level
     with suppress(Enough):
-        while _epoch(model, optimizer, loss_fn, batches) and steps is not None:
+        if not _epoch(model, optimizer, loss_fn, batches):
+            words = "nothing; an iterator is used up by one run: make a new one at each call"
+            raise _Misuse(ValueError(f"compare: the batches of build_fn gave {words}"))
+        while steps is not None and _epoch(model, optimizer, loss_fn, batches):
             pass
     if evaluate is None:
         return

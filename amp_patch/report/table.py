@@ -50,7 +50,7 @@ def _overview(comparison: Comparison) -> Table:
             rows,
             level,
             seeds,
-            _with_range(level.final),
+            "missing" if _gave_none(level, comparison.metric) else _with_range(level.final),
             _percent(level, base),
             _number(level.step_ms),
             f"{_two_digits(level.speedup.median)}x" if level.speedup else "",
@@ -137,6 +137,11 @@ def _row(rows: Table, level: LevelResult, *cells: str) -> None:
 
 def _went_well(level: LevelResult) -> bool:
     return bool(level.runs)
+
+
+def _gave_none(level: LevelResult, metric: str) -> bool:
+    """Whether a run of the level never gave the metric to `amp.log`."""
+    return metric != figures.LOSS and any(metric not in run.logged for run in level.runs)
 
 
 def _with_range(values: list[float]) -> str:

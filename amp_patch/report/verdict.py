@@ -19,6 +19,7 @@ from amp_patch.report.runs import Run
 SIGNIFICANCE = 0.05
 INTERRUPTED = "interrupted"  # an error that begins so is the user's Ctrl-C: no fault of the level
 _SHORT = {"float16": "fp16", "bfloat16": "bf16"}
+_ALIKE = 1.05  # "as fast as" is said within this ratio
 _LESS_MEMORY = 0.95  # a level is recommended for its memory only below this share of the baseline's
 
 
@@ -204,8 +205,9 @@ class Comparison:
             best = max(faster, key=lambda level: level.speedup or Ratio(0, 0, 0))
             return f"Use {best.name}: {best.verdict.text}."
         smaller = [level for level in usable if _is_smaller(level, base)]
-        if smaller:
-            best = min(smaller, key=lambda level: level.memory or 1.0)
+        as_fast = [level for level in smaller if level.speedup is None or level.speedup.high >= 1]
+        if as_fast:
+            best = min(as_fast, key=lambda level: level.memory or 1.0)
             return f"Use {best.name} for its memory; none is faster than {base.name}: {best.verdict.text}."
         kinds = {
             kind: [level for level in others if level.verdict.kind == kind and not level.verdict.better]
@@ -213,7 +215,10 @@ class Comparison:
         }
         undecided = kinds["undecided"]
         reasons = {
-            "{} would do as well, but not faster, nor in much less memory": usable,
+            "{} would do as well in less memory, but slower": smaller,
+            "{} would do as well, but not faster, nor in much less memory": [
+                level for level in usable if level not in smaller
+            ],
             "{} cannot be told from chance yet, run three seeds or more": undecided,
             "do not use {}": kinds["differs"],
             "{} failed with some seeds": [level for level in others if level.verdict.usable and _faults(level)],
@@ -404,6 +409,8 @@ class Comparison:
         if self._base is None and self.metric != LOSS and not any(self.metric in run.logged for run in self.runs):
             logged = sorted({name for run in self.runs for name in run.logged})
             known = f"they logged {_list(logged)}" if logged else f"call amp.log({self.metric}=...) in the script"
+            if self.asked_steps is not None:
+                known += f", within the {self.asked_steps} steps asked for"
             return f"Nothing to compare: no run gave {self.metric}; {known}.{failed}"
         if self._base is None:
             return f"Nothing to compare: all runs of {_list([level.name for level in well])} diverged.{failed}"
@@ -492,7 +499,9 @@ def _speed(level: LevelResult, base: LevelResult) -> str:
             middle, least, most = _times(1 / median, 1 / high, 1 / low)
             parts.append(f"{middle}x slower than {base.name} ({how}{least} to {most})")
         else:
-            parts.append(f"as fast as {base.name} ({how}{low:.2f} to {high:.2f})")
+            alike = low >= 1 / _ALIKE and high <= _ALIKE
+            what = "as fast as" if alike else "not clearly faster or slower than"
+            parts.append(f"{what} {base.name} ({how}{low:.2f}x to {high:.2f}x)")
     memory = level.memory
     if memory is not None:
         what = "memory" if level.memory_ratio is not None else "bytes of weights, gradients and state"
