@@ -310,6 +310,7 @@ def test_an_interrupt_keeps_what_has_finished(tmp_path, waits_at, code):
         (["--levels", "O0,O1,O0"], "O0 is in levels twice"),
         (["--levels", "O2"], "levels is O2; wanted at least two"),
         (["--seeds", "0"], "seeds is 0; wanted a positive integer"),
+        (["--seeds", "1000000000"], "seeds is 1000000000; wanted at most 1000"),
         (["--steps", "-1"], "steps is -1; wanted a positive integer"),
         (["--dtype", "half"], "dtype is 'half'; wanted float16 or bfloat16"),
         (["--seeds", "many"], "invalid int value"),
