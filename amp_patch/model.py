@@ -18,6 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from amp_patch import casts, links, regions, shards, subclass, tree
 from amp_patch.patch import Patches
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
+from amp_patch.report.forward_hook import NoHook
 
 _fast_path = Patches()
 _NO_CASTS = OPT_LEVELS["O0"]
@@ -365,6 +366,9 @@ def restore(model: nn.Module) -> None:
 def to_plain_fp32(model: nn.Module) -> None:
     """Undo every training of ours inside `model`, and cast what is low precision still: a part of a cast model is."""
     for module in list(model.modules()):
+        for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, NoHook)]:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
         if isinstance(module, AmpModel):
             restore(module)
         elif isinstance(module, KeptModule):

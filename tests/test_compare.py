@@ -21,9 +21,11 @@ from training import ADAM, ConvNet, convnet, images, train
 from amp_patch import amp, casts
 from amp_patch.__main__ import main
 from amp_patch.initialize import newest_training
+from amp_patch.report import experiment
+from amp_patch.report.experiment import _take
 from amp_patch.report.progress import Progress
 from amp_patch.report.recorder import Enough, Recorder
-from amp_patch.report.runs import Run, loads, read_lines
+from amp_patch.report.runs import PARTS, Run, dumps, loads, read_lines
 from amp_patch.report.trials import Plan, failure, seeded
 
 ROOT = Path(__file__).parents[1]
@@ -174,6 +176,44 @@ def test_what_goes_wrong_is_a_row_and_the_others_go_on(tmp_path, capsys):
     assert "ValueError: two" in (out / "runs" / "O2-seed0.log").read_text()
 
 
+LEAVES = """
+import os, sys
+import torch
+from amp_patch import amp
+
+model = torch.nn.Linear(4, 2)
+model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)
+for step in range(7):
+    with amp.scale_loss(model(torch.ones(8, 4)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+if os.environ["AMP_PATCH_OPT_LEVEL"] == "O0":
+    os._exit(0)
+if os.fork() == 0:
+    sys.exit(5)
+os.wait()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_process_that_leaves_in_silence_has_an_error_and_one_that_forks_has_none(tmp_path):
+    (tmp_path / "train.py").write_text(LEAVES)
+    given = ["--levels", "O0,O1", "--out", str(tmp_path), str(tmp_path / "train.py")]
+    with pytest.raises(SystemExit) as exit_:
+        main(["compare", *given])
+    left, forked = runs_of(tmp_path)
+    assert exit_.value.code == 1 and left.error.startswith(f"the recording breaks off after {left.steps} steps: ")
+    assert forked.error is None and forked.steps == 7
+
+
+def test_a_line_that_a_full_disk_has_cut_is_left_out():
+    run = Run("O2")
+    line = dumps({"event": "note", "text": "seen"}).encode()
+    assert _take(run, line[:9] + line + b"\n" + line + b"\n" + line[:9]) == line[:9]
+    assert run.notes == ["seen"]
+
+
 @pytest.mark.slow
 def test_nothing_to_compare_is_an_error(tmp_path, capsys):
     (tmp_path / "train.py").write_text(MISBEHAVES)
@@ -280,6 +320,7 @@ def test_an_interrupt_keeps_what_has_finished(tmp_path, waits_at, code):
         (["--levels", "O0,O1,O0"], "O0 is in levels twice"),
         (["--levels", "O2"], "levels is O2; wanted at least two"),
         (["--seeds", "0"], "seeds is 0; wanted a positive integer"),
+        (["--seeds", "1000000000"], "seeds is 1000000000; wanted at most 1000"),
         (["--steps", "-1"], "steps is -1; wanted a positive integer"),
         (["--dtype", "half"], "dtype is 'half'; wanted float16 or bfloat16"),
         (["--seeds", "many"], "invalid int value"),
@@ -309,6 +350,34 @@ def test_a_script_that_is_not_there_and_an_absent_library_are_told(tmp_path, mon
         main(["compare", "train.py"])
     error = capsys.readouterr().err
     assert exit_.value.code == 2 and error.count("\n") == 1 and "rich not found; pip install rich" in error
+
+
+def finished(level, seed):
+    times = {part: [0.1] * 10 for part in PARTS}
+    losses = [1.0 + 0.1 * seed] * 10
+    steps = {"scale": [1.0] * 10, "skipped": [False] * 10, "samples": [8] * 10}
+    return Run(level, seed, device="cpu", loss=losses, seconds=[0.5] * 10, parts=times, **steps)
+
+
+def test_a_terminal_without_the_letters_has_the_table_and_the_report(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text("")
+    runs = [finished(level, seed) for seed in range(3) for level in ("O0", "O2")]
+    monkeypatch.setattr(experiment, "_measure", lambda *_: (runs, False))
+    monkeypatch.setattr(sys, "stdout", terminal := io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    main(["compare", "--levels", "O0,O2", "--seeds", "3", "--out", str(tmp_path), str(tmp_path / "train.py")])
+    terminal.seek(0)
+    assert "report.html" in terminal.read()
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_report_that_cannot_be_written_leaves_the_table(tmp_path, monkeypatch, capsys):
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "report.json").mkdir()
+    monkeypatch.setattr(experiment, "_measure", lambda *_: ([finished("O0", 0), finished("O2", 0)], False))
+    with pytest.raises(SystemExit) as exit_:
+        main(["compare", "--levels", "O0,O2", "--out", str(tmp_path), str(tmp_path / "train.py")])
+    printed = capsys.readouterr().out
+    assert exit_.value.code == 1 and "O2" in printed and "report: not written: [Errno" in printed
 
 
 def test_importing_amp_patch_brings_no_report_library():

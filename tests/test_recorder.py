@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import os
 import pickle
@@ -315,6 +316,8 @@ def test_a_step_that_calls_its_parents_is_one_step(monkeypatch):
 class Duck:
     """No torch.optim.Optimizer."""
 
+    state = None
+
     def __init__(self, params):
         self.param_groups = [{"params": list(params)}]
         self.stepped = 0
@@ -380,6 +383,16 @@ def test_peak_memory_is_of_the_recording():
     # Linux counts pages per thread before it adds them up.
     assert earlier.peak_memory > 0.95 * 2**28
     assert 0.95 * 2**26 < run.peak_memory < 2**27
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the peak of a process cannot be begun anew")
+def test_a_recording_inside_of_another_leaves_that_its_peak():
+    with amp.record() as outer:
+        torch.ones(2**26)
+        with amp.record() as inner:
+            torch.ones(2**24)
+    assert outer.peak_memory > 0.95 * 2**28
+    assert 0.95 * 2**26 < inner.peak_memory < 2**27
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -477,6 +490,14 @@ def test_enough_ends_the_training_after_the_step_was_recorded():
     assert run.steps == recorder.steps == recorder.losses == 2
     assert model.weight.tolist() == [[0.0, 1.0]]
     one_step(model, optimizer)  # and goes on, if it must
+    caught = 0
+    with Recorder([run := Run("")], stop_after=2):
+        for _ in range(4):
+            try:
+                one_step(model, optimizer)
+            except BaseException:
+                caught += 1
+    assert run.steps == 2 and caught == 3
     with pytest.raises(ValueError, match="stop_after is 0"):
         Recorder([], stop_after=0)
 
@@ -501,6 +522,47 @@ def test_the_loss_of_a_body_that_failed_does_not_count():
             raise ZeroDivisionError
         one_step(model, optimizer)
     assert run.loss == [3.0]
+
+
+class Padded(nn.Linear):
+    def forward(self, given):
+        ragged = given["ragged"] if isinstance(given, dict) else given
+        return super().forward(torch.nested.to_padded_tensor(ragged, 0.0))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_inputs_whose_samples_cannot_be_counted_do_no_harm():
+    ragged = torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(3, 2)])
+    circular = {}
+    circular.update(itself=circular, ragged=ragged)
+    with amp.record() as run:
+        model = Padded(2, 1)
+        model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O0", verbosity=0)
+        for given in (ragged, circular):
+            backward(model(given).sum(), optimizer)
+            optimizer.step()
+    assert run.samples == [2, 0]
+
+
+def test_the_samples_are_those_of_the_forward_that_a_body_followed():
+    with amp.record() as run:
+        model, optimizer = started("O0")
+        one_step(model, optimizer)
+        model(torch.ones(7, 2))  # an evaluation that forgot its no_grad
+        with pytest.raises(RuntimeError):
+            model(torch.ones(9, 3))
+        one_step(model, optimizer, inputs=((1.0, 1.0), (1.0, 1.0)))
+    assert run.samples == [1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+def test_a_copy_for_export_has_no_trace_of_the_recording():
+    with amp.record():
+        model, optimizer = started("O2")
+        one_step(model, optimizer)
+        plain = amp.fp32_copy(model)
+        assert not plain._forward_pre_hooks and not plain._forward_pre_hooks_with_kwargs
+        assert torch.equal(torch.jit.script(plain)(torch.ones(1, 2)), plain(torch.ones(1, 2)))
 
 
 def test_copies_and_pickles_of_a_recorded_model_are_of_the_model_alone():
@@ -577,6 +639,19 @@ def test_what_cannot_be_written_to_is_refused_before_anything(tmp_path):
         raise AssertionError
     with pytest.raises(FileNotFoundError), amp.record(tmp_path / "none" / "run.jsonl"):
         raise AssertionError
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_full_disk_ends_the_recording_and_not_the_training(monkeypatch):
+    monkeypatch.setattr(recording, "_FLUSH_STEPS", 2)
+    model, optimizer = started()
+    with pytest.warns(UserWarning, match="breaks off at step [12]: .*No space left") as warned, amp.record("/dev/full"):
+        for _ in range(6):
+            one_step(model, optimizer)
+    assert len(warned) == 1
+    gc.collect()
+    with pytest.warns(UserWarning, match="breaks off"), pytest.raises(KeyError), amp.record("/dev/full"):
+        raise KeyError
 
 
 def test_one_process_of_a_job_writes(tmp_path, monkeypatch):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
+import io
+import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,15 +99,22 @@ def compare(args: argparse.Namespace) -> None:
 
     from amp_patch.report import page, table
 
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what it has no letter for is not worth a comparison
+        sys.stdout.reconfigure(errors="replace")
     console = Console()
     runs, interrupted = _measure(plan, args, console)
     script = ["-m", args.script] if args.module else [Path(args.script).name]
     title = shlex.join([*script, *args.arguments])
     comparison = Comparison(title, runs, plan.metric, plan.maximize, plan.steps, machine())
+    failure = None
+    try:
+        where = str(page.write(comparison, args.out))  # first: whoever reads the table may hang up
+    except OSError as error:
+        failure, where = error, f"not written: {error}"
     for renderable in table.tables(comparison):
         console.print(renderable)
-    console.print(f"report: {page.write(comparison, args.out)}", soft_wrap=True, highlight=False, markup=False)
-    if not comparison.comparable:
+    console.print(f"report: {where}", soft_wrap=True, highlight=False, markup=False)
+    if failure is not None or not comparison.comparable:
         sys.exit(130 if interrupted else 1)
 
 
@@ -160,6 +170,10 @@ def _run(plan: Plan, args: argparse.Namespace, run: Run) -> None:
             settle(run, asked)
     if run.error is None and child.returncode:
         run.error = _died(child.returncode, args.out / log)
+    elif run.error is None and not _is_whole(record):
+        run.error = (
+            f"the recording breaks off after {run.steps} steps: by os._exit or exec in the script, or a full disk"
+        )
     if run.error is not None:
         hint = "; --device cpu takes the CPU instead" if args.device is None and wanted_cuda(run.error) else ""
         run.error += f"{hint} (see {log})"
@@ -169,8 +183,14 @@ def _take(run: Run, recorded: bytes) -> bytes:
     """Add the events of the lines that are complete, and return the rest."""
     *lines, rest = recorded.split(b"\n")
     for line in lines:
-        run.add(loads(line.decode()))
+        with suppress(json.JSONDecodeError):  # the disk was full in the middle of it
+            run.add(loads(line.decode()))
     return rest
+
+
+def _is_whole(record: Path) -> bool:
+    *_, last = [b"", *record.read_bytes().splitlines()]
+    return last.startswith(b'{"event": "end"')
 
 
 def _has_ended(child: subprocess.Popen[bytes], seconds: float) -> bool:

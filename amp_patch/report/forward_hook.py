@@ -9,23 +9,23 @@ import torch
 
 
 class ForwardHook:
-    """A forward pre-hook that calls `began` with the arguments; compiled, it is nothing.
+    """A forward pre-hook that calls `began` with the module and the arguments; compiled, it is nothing.
 
     Copies and pickles of a model that has it have one that does nothing in its place.
     """
 
-    def __init__(self, began: Callable[[Any, Any], None]) -> None:
+    def __init__(self, began: Callable[[Any, Any, Any], None]) -> None:
         self.began = began
 
     def __call__(self, module: Any, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        self.began(args, kwargs)
+        self.began(module, args, kwargs)
 
     def __reduce__(self) -> Any:
-        return _NoHook, ()
+        return NoHook, ()
 
 
-class _NoHook:
+class NoHook:
     def __call__(self, module: Any, args: Any, kwargs: Any) -> None:
         pass

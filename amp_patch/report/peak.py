@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,21 +18,30 @@ class PeakMemory:
     def __init__(self) -> None:
         self._resident = _status("VmRSS")
         self._before = _largest_ever()
-        self._banked: dict[str, int] = {}  # kind of device -> the peak before the last pause
+        self._banked: dict[str, int] = {}  # kind of device -> the peak before the last pause or reset
+        self._paused = False
         _reset()
+        _measuring.add(self)
 
     def pause(self) -> None:
+        self._bank()
+        self._paused = True
+
+    def resume(self) -> None:
+        _reset()
+        self._paused = False
+
+    def _bank(self) -> None:
+        if self._paused:
+            return
         for kind in ("cpu", "cuda"):
             if (peak := self._since_reset(kind)) is not None:
                 self._banked[kind] = max(peak, self._banked.get(kind, 0))
 
-    def resume(self) -> None:
-        _reset()
-
     def read(self, device: str) -> int | None:
         """Bytes: on "cuda" those that were allocated, on "cpu" the growth of the process; None where nothing tells."""
-        peaks = [peak for peak in (self._since_reset(device), self._banked.get(device)) if peak is not None]
-        return max(peaks, default=None)
+        self._bank()
+        return self._banked.get(device)
 
     def _since_reset(self, device: str) -> int | None:
         if device == "cuda":
@@ -47,7 +57,13 @@ class PeakMemory:
         return peak - self._before
 
 
+_measuring: weakref.WeakSet[PeakMemory] = weakref.WeakSet()
+
+
 def _reset() -> None:
+    """Let the system's peaks begin anew, which there is one of for all who measure."""
+    for measurement in list(_measuring):
+        measurement._bank()
     if torch.cuda.is_initialized():
         for index in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(index)

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,7 +64,8 @@ def record(to: Any = None, *, inspect: bool = False) -> Iterator[Run]:
 
     What runs through `scale_loss` and `optimizer.step()` is recorded; `initialize` is called inside of the block or
     before it. There may be several recordings at once. No step waits for the device because of it. Figures arrive every
-    half second or 50 steps, and when the block ends. Of the processes of a distributed job the first writes the file.
+    half second or 50 steps, and when the block ends. Of the processes of a distributed job the first writes the file. A
+    disk that is full ends the file, with a warning, and not the training.
 
     Args:
         to: a path, for one line of JSON an event; a TensorBoard SummaryWriter, or what else has
@@ -74,7 +76,7 @@ def record(to: Any = None, *, inspect: bool = False) -> Iterator[Run]:
         The `Run`, which fills.
 
     Raises:
-        TypeError, OSError: `to` cannot be written to.
+        TypeError, OSError: `to` cannot be written to, from the beginning.
     """
     run = Run(level="")
     with Recorder([run, *sinks_for(to)], inspect=inspect):
@@ -175,8 +177,7 @@ class Recorder:
             self._put({"event": "end", **self._sizes, "peak_memory": self._peak.read(self._device or "cpu")})
             self._flush(wait=True)
         finally:
-            for sink in self._sinks:
-                _call(sink, "close")
+            self._each_sink("close")
 
     # What happens in the training.
 
@@ -232,15 +233,17 @@ class Recorder:
                     self.trainings += 1
                     self._adopt(training)
 
-    def _forward_begins(self, args: Any, kwargs: Any) -> None:
-        if self._phase is not _IDLE or not torch.is_grad_enabled() or not _is_recording(self):
-            return  # in the one of another model, or recomputed in backward; or an evaluation
-        self._mark("optimizer" if self._stepping else "data")
-        self._phase = "forward"
-        self._step.forward_seen = True
-        given = args[0] if args and isinstance(args[0], Tensor) else (args, kwargs)
-        tensor = next(iter(_tensors(given)), None)
-        self._step.came = tensor.shape[0] if tensor is not None and tensor.dim() else 0
+    def _forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled() or not _is_recording(self):
+            return  # an evaluation
+        if self._phase is _IDLE:
+            self._mark("optimizer" if self._stepping else "data")
+            self._phase = "forward"
+            self._step.forward_seen = True
+            self._step.first = id(model)
+        elif self._phase != "forward" or self._step.first != id(model):
+            return  # in the one of another model, or recomputed in backward
+        self._step.came = _samples(args, kwargs)  # of the newest forward: no body has followed an earlier one
 
     def _body_begins(self, stashes: list[Stash]) -> None:
         for stash in stashes:
@@ -275,12 +278,18 @@ class Recorder:
         self._mark("optimizer")
         self._stepping = False
         self._phase = "backward" if self._open_bodies else _IDLE
+        if self._has_enough():  # the script has caught it
+            self._step = _Step()
+            return True
         if self._lead is None or self._lead() is None:
             self._lead = weakref.ref(optimizer)
         if self._lead() is not optimizer:
             return False
         self._finish_step(optimizer, stash)
         self._last = self._now()
+        return self._has_enough()
+
+    def _has_enough(self) -> bool:
         return self._stop_after is not None and self.steps >= self._stop_after
 
     def _finish_step(self, optimizer: Any, stash: Stash) -> None:
@@ -297,8 +306,7 @@ class Recorder:
             self._measure()
         if len(self._queue) >= _FLUSH_STEPS or time.monotonic() - self._flushed >= _FLUSH_SECONDS:
             self._flush()
-        last = self._stop_after is not None and self.steps >= self._stop_after
-        if self._inspect and not last and _is_power_of_ten(self.steps):
+        if self._inspect and not self._has_enough() and _is_power_of_ten(self.steps):
             self._look(optimizer, stash)
 
     # Looking.
@@ -348,10 +356,18 @@ class Recorder:
             self._queue = []
         while self._travelling and (wait or self._travelling[0].here()):
             for event in self._travelling.pop(0).read():
-                for sink in self._sinks:
-                    sink.add(event)
-        for sink in self._sinks:
-            _call(sink, "flush")
+                self._each_sink("add", event)
+        self._each_sink("flush")
+
+    def _each_sink(self, name: str, *args: Any) -> None:
+        """Call the method of all sinks that have it. One that cannot write ends, not the training."""
+        for sink in list(self._sinks):
+            try:
+                if callable(method := getattr(sink, name, None)):
+                    method(*args)
+            except OSError as error:
+                self._sinks.remove(sink)
+                warnings.warn(f"record: the recording breaks off at step {self.steps}: {error}", stacklevel=2)
 
     # Times.
 
@@ -401,7 +417,7 @@ class Recorder:
         if not optimizers:
             return  # all gone, or restored: what was measured before holds
         pairs = self._pairs()
-        states = [getattr(zero.stateful(optimizer), "state", {}) for optimizer in optimizers]
+        states = [getattr(zero.stateful(optimizer), "state", None) or {} for optimizer in optimizers]
         self._sizes["weights"] = _bytes(param for param, _ in pairs)
         self._sizes["masters"] = _bytes(master for param, master in pairs if master is not param)
         self._sizes["state"] = _bytes(tensor for state in states for tensor in _tensors([*state.values()]))
@@ -435,12 +451,14 @@ class _Step:
 
     Attributes:
         spans: (part, its start, its end).
+        first: the id of the model whose forward that was, the outermost.
         came: how many samples the forward was given that no body has followed yet.
     """
 
     spans: list[tuple[str, Any, Any]] = field(default_factory=list)
     bodies: list[_Body] = field(default_factory=list)
     forward_seen: bool = False
+    first: int = 0
     came: int = 0
 
 
@@ -661,6 +679,16 @@ def _tensors(value: Any) -> list[Tensor]:
     return found
 
 
+def _samples(args: Any, kwargs: Any) -> int:
+    """The first dimension of the first tensor; 0 where that is not known."""
+    given = args[0] if args and isinstance(args[0], Tensor) else (args, kwargs)
+    try:
+        tensor = next(iter(_tensors(given)), None)
+        return tensor.size(0) if tensor is not None and tensor.dim() else 0
+    except RuntimeError:  # a container that holds itself, or a tensor without sizes
+        return 0
+
+
 def _bytes(tensors: Any) -> int:
     """What the tensors take, each once; of a sharded one this process's part."""
     total = 0
@@ -673,8 +701,3 @@ def _bytes(tensors: Any) -> int:
 
 def _is_power_of_ten(number: int) -> bool:
     return str(number).strip("0") == "1"
-
-
-def _call(sink: Any, name: str) -> None:
-    if callable(method := getattr(sink, name, None)):
-        method()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,8 +35,14 @@ class JsonLines:
     def flush(self) -> None:
         """Hand what was added to the system: it outlives a process that is killed."""
         if self._file is not None and self._lines and writes():
-            self._file.write("".join(f"{line}\n" for line in self._lines))
-            self._file.flush()
+            try:
+                self._file.write("".join(f"{line}\n" for line in self._lines))
+                self._file.flush()
+            except OSError:
+                broken, self._file = self._file, None
+                with suppress(OSError):  # it tries once more
+                    broken.close()
+                raise
         self._lines.clear()
 
     def close(self) -> None:

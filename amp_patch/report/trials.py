@@ -23,6 +23,7 @@ from amp_patch.report.runs import Run
 # The levels that one would train with, in both types; O3, which keeps no FP32 weights, shows what that costs.
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 
+_MOST_SEEDS = 1000
 _STRIDE = 1_000_003  # between seeds: a prime, so that two seeds of a script (42 and 43) do not meet
 
 
@@ -62,6 +63,8 @@ class Plan:
         for name, value in ("seeds", self.seeds), ("steps", self.steps):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"compare: {name} is {value!r}; wanted a positive integer")
+        if self.seeds > _MOST_SEEDS:
+            raise ValueError(f"compare: seeds is {self.seeds}; wanted at most {_MOST_SEEDS} repetitions")
         names = [str(dtype).removeprefix("torch.") for dtype in LOW_PRECISION]
         if self.dtype is not None and self.dtype not in names:
             raise ValueError(f"compare: dtype is {self.dtype!r}; wanted {' or '.join(names)}")

@@ -31,7 +31,10 @@ def recorded(path: str, *, steps: int | None, inspect: bool, shift: bool) -> Ite
         error = raised
         raise
     finally:
-        if recorder is not None and (words := failure(recorder, run, error)) is not None:
+        words = None
+        if recorder is not None and recorder.process == os.getpid():  # else a fork has left the script
+            words = failure(recorder, run, error)
+        if words is not None:
             with open(path, "a") as lines:
                 lines.write(dumps({"event": "end", "error": words}) + "\n")
 
