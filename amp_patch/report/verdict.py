@@ -22,6 +22,7 @@ _SHORT = {"float16": "fp16", "bfloat16": "bf16"}
 # A level is not recommended if a run skipped more than half of its steps, or more than this share and this number: as
 # many halvings take the largest dynamic scale, 2**24, to 1.
 _SKIPPED_SHARE, _SKIPPED_STEPS = 0.1, 24
+_ALIKE = 1.1  # a level is called as fast as the baseline if its ratios to it are less than so far apart
 _LESS_MEMORY = 0.95  # a level is recommended for its memory only below this share of the baseline's
 
 
@@ -525,7 +526,8 @@ def _speed(level: LevelResult, base: LevelResult) -> str:
             middle, least, most = _times(1 / median, 1 / high, 1 / low)
             parts.append(f"{middle}x slower than {base.name} ({how}{least} to {most})")
         else:
-            parts.append(f"as fast as {base.name} ({how}{low:.2f} to {high:.2f})")
+            word = "as fast as" if high < _ALIKE * low else "neither faster nor slower throughout than"
+            parts.append(f"{word} {base.name} ({how}{low:.2f} to {high:.2f})")
     memory = level.memory
     if memory is not None:
         what = "memory" if level.memory_ratio is not None else "bytes of weights, gradients and state"
