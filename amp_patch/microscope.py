@@ -17,6 +17,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_patch import links, optimizer, regions, shards, tree
 from amp_patch.histogram import Histogram
+from amp_patch.model import KeptModule
+from amp_patch.policy import LOW_PRECISION
 
 _TENSOR: Any = Tensor
 _GRAD = _TENSOR.grad.__get__
@@ -36,8 +38,8 @@ class NotFinite:
         input_range: the lowest and the highest number that went in: into the op, weights included, or as gradients into
             its backward.
         remedy: the modules that would have to compute in FP32 for it to be finite, as far as this step tells: those
-            that make the number and those that use it. Empty if there are none but the whole model: then BF16 helps,
-            or for "backward" a smaller loss scale.
+            that make the number and those that use it, but for what is kept already. Empty if there are none but the
+            whole model: then BF16 helps, or for "backward" a smaller loss scale. Empty, too, where all was FP32.
     """
 
     module: str | None
@@ -86,6 +88,7 @@ class Inspection:
     scale: float = 1.0
     step: int = 0
     _too_large: set[str] = field(default_factory=set, repr=False)  # modules whose output no computing brings into FP16
+    _all_fp32: bool = field(default=True, repr=False)  # no tensor was of a type of low precision
 
     def keep_fp32(self, error: float = 0.05, flushed: float = 0.5) -> list[str]:
         """The modules that `initialize(keep_fp32=...)` would best keep in FP32, by name, the first one first.
@@ -141,7 +144,11 @@ class Inspection:
             lines.append(f"gradients that are 0 throughout: {', '.join(lost[:rows])}{' ...' * (len(lost) > rows)}")
         if self.not_finite is not None and not self.not_finite.remedy and self.not_finite.module is not None:
             smaller = "a smaller loss scale" if self.not_finite.direction == "backward" else "dtype=torch.bfloat16"
-            lines.append(f"no module by itself would have to be FP32 for what is not finite: try {smaller}")
+            lines.append(
+                "FP32 made it: no other type helps"
+                if self._all_fp32
+                else f"no module by itself would have to be FP32 for what is not finite: try {smaller}"
+            )
         lines.append(f"keep_fp32={self.keep_fp32()}")
         return "\n".join(lines)
 
@@ -317,7 +324,7 @@ class _Watch(TorchFunctionMode):
                 self.outside.update(self._key(grad) for grad in outputs)
             elif outputs:
                 made = [self._key(t, new=True) for t in outputs]
-                infinite = any(isinstance(c, float) and math.isinf(c) for c in (*args, *kwargs.values()))
+                infinite = any(isinstance(c, float) and not math.isfinite(c) for c in (*args, *kwargs.values()))
                 self.calls.append(_Call(self._module(), op, given, made, not given or "empty" in op or infinite))
         return result
 
@@ -330,6 +337,7 @@ class _Watch(TorchFunctionMode):
         changed = key is not None and version != _version(tensor)  # through a view, say
         if new or changed or key is None:
             key = len(self.values)
+            self.seen._all_fp32 &= tensor.dtype not in LOW_PRECISION
             self.keys[tensor] = key, _version(tensor)
             self.values.append(_range(tensor))
             # O1's casts are not seen; of types, they make FP16's infinities.
@@ -478,9 +486,12 @@ class _Watch(TorchFunctionMode):
 
     def _remedy(self, modules: list[str | None]) -> tuple[str, ...]:
         """The modules to keep in FP32 so that the numbers between `modules` are."""
-        if not any(param.dtype in (torch.float16, torch.bfloat16) for param in self.model.parameters()):
+        if self.seen._all_fp32:
+            return ()
+        kept = [_plain(name) for name, module in self.model.named_modules() if isinstance(module, KeptModule)]
+        if not any(param.dtype in LOW_PRECISION for param in self.model.parameters()):
             # What a kept module returns stays FP32: each of them for itself.
-            return tuple(dict.fromkeys(name for name in modules if name))
+            return tuple(dict.fromkeys(name for name in modules if name and not _is_inside(name, kept)))
         # A kept module's output is cast to the type of its input: all of them, inside of one.
         if None in modules:
             return ()
@@ -491,7 +502,7 @@ class _Watch(TorchFunctionMode):
             common = common[: same.index(False) if False in same else len(same)]
         while common and ".".join(common) not in self.called:  # a ModuleList: nothing is inside of its forward
             common = common[:-1]
-        return (".".join(common),) if any(common) else ()
+        return (".".join(common),) if any(common) and not _is_inside(".".join(common), kept) else ()
 
 
 @dataclass
@@ -504,16 +515,38 @@ class _Log:
     outside: set[int]
 
     def backward_culprit(self) -> _Call | None:
-        """The last call whose backward made what is not finite of what was; a cast's, its user's."""
+        """The last call whose backward made what is not finite of what was; a cast's, its user's.
+
+        The gradient of what several calls use is the sum of what each gave. If that of one of them was not finite
+        already, it made none of the sum's; of those that are left it is the first: a residual connection's addition,
+        which comes later, makes nothing.
+        """
+        users: dict[int, list[_Call]] = {}
+        made_by = {key: call for call in self.calls for key in call.made}  # not what an autograd function calls inside
+        for call in self.calls:
+            if any(made_by[key] is call for key in call.made):
+                for key in {*call.given} - {*call.made}:
+                    users.setdefault(key, []).append(call)
         user_of: dict[int, _Call] = {}
         for call in reversed(self.calls):
-            came = [self.gradients[key] for key in call.made if key in self.gradients]
-            left = [self.gradients[key] for key in call.given if key in self.gradients]
-            if came and all(map(_finite, came)) and not all(map(_finite, left)):
+            came = self._gradients_of(call.made)
+            if came and all(map(_finite, came)) and any(self._is_maker(call, key, users) for key in call.given):
                 user = user_of.get(call.made[0]) if call.casts else None
                 return user if user is not None and user.module == call.module else call
             user_of.update(dict.fromkeys(call.given, call))
         return None
+
+    def _gradients_of(self, keys: list[int]) -> list[list[float]]:
+        return [self.gradients[key] for key in keys if key in self.gradients]
+
+    def _is_maker(self, call: _Call, key: int, users: dict[int, list[_Call]]) -> bool:
+        """Whether the gradient of `key` is not finite, and `call` the first that used it of those with gradients."""
+        if all(map(_finite, self._gradients_of([key]))):
+            return False
+        others = [other for other in users.get(key, []) if self._gradients_of(other.made)]
+        if not all(_finite(pair) for other in others for pair in self._gradients_of(other.made)):
+            return False
+        return not others or others[0] is call
 
     def forward_culprit(self) -> _Call | None:
         """The first call that made what is not finite of what was. A number that overflows in a cast is its maker's."""
@@ -550,6 +583,10 @@ class _Log:
 
 def _finite(pair: list[float]) -> bool:
     return all(map(math.isfinite, pair))
+
+
+def _is_inside(name: str, outer: list[str]) -> bool:
+    return any(f"{name}.".startswith(f"{each}.") for each in outer)
 
 
 def _plain(name: str) -> str:

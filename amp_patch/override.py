@@ -36,7 +36,8 @@ def overridden(opt_level: str, options: dict[str, Any]) -> tuple[str, dict[str, 
     ``AMP_PATCH_OPT_LEVEL`` replaces the level, ``AMP_PATCH_DTYPE`` ("float16", "bfloat16") the dtype at O1, O2 and O3;
     both are read at each call, and an empty one is as none. At O0 by override nothing is left of the script's options.
     At a level that the script did not ask for an option is dropped if `resolve` refuses it there, or if it would undo
-    the level (patch_torch_functions=False at O1, cast_model_type=torch.float32 at O2). What was dropped is logged.
+    the level (patch_torch_functions=False at O1, cast_model_type=torch.float32 at O2, torch.float16 at O5). What was
+    dropped is logged.
 
     Raises:
         ValueError, TypeError: a variable that names no level or dtype; what `resolve` refuses at the script's own.
@@ -75,6 +76,8 @@ def _accepts(level: str, options: dict[str, Any], undone: bool) -> bool:
         return False
     if undone:
         return True
+    if level not in _OF_EITHER_DTYPE and policy.dtype is not OPT_LEVELS[level].dtype:
+        return False
     own, unchanged = OPT_LEVELS[level], options.get("cast_model_type") is not False  # Apex's word for FP32 weights
     casts_model = policy.cast_model_type is not None
     return unchanged and (policy.patch_torch_functions, casts_model) == (

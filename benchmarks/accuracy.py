@@ -146,7 +146,7 @@ def answer(comparisons: dict[str, Comparison]) -> str:
     count = seeds(next(iter(comparisons.values())))
     if broken:
         claim = f"that at {listed(CLAIMED)} the held-out loss of {names} lies within the spread of O0's {count} seeds"
-        sentences = [f"**In these runs it did.** The claim {claim}, does not hold: {'; '.join(broken)}."]
+        sentences = [f"**Not shown by these runs.** The claim {claim}, does not hold: {'; '.join(broken)}."]
     else:
         claim = f"the held-out loss of {names} lies within the spread of O0's {count} seeds"
         sentences = [f"**Not at {listed(CLAIMED)}:** there {claim}. {furthest(comparisons)}"]

@@ -85,7 +85,7 @@ def test_a_level_outside_the_spread_is_said_and_fails(accuracy, level):
     broken = accuracy.contradictions(trained)
     assert broken == [f"lstm at {level}: a mean of 3.5000 against O0's 2.5000 (2.0000 to 3.0000), p < 0.001"]
     answer = accuracy.page(trained).split("\n\n")[2]
-    assert answer.startswith("**In these runs it did.**") and broken[0] in answer
+    assert answer.startswith("**Not shown by these runs.**") and broken[0] in answer
 
 
 def test_runs_that_failed_or_are_missing_are_no_proof(accuracy):

@@ -700,3 +700,51 @@ def test_what_stands_out_is_printed():
 def test_what_is_no_module_is_named():
     with pytest.raises(TypeError, match="inspect: model is a list; wanted a torch"), inspect([nn.Tanh()]):
         pass
+
+
+class Residual(nn.Module):
+    """A block that a connection passes by; the slope of its root is infinite at 0."""
+
+    def __init__(self, root_first=True):
+        super().__init__()
+        self.first = nn.Linear(4, 4, bias=False)
+        self.block = Root()
+        self.root_first = root_first
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.block(x) + x if self.root_first else torch.where(x < 1, x, self.block(x))
+
+
+class Root(nn.Module):
+    def forward(self, x):
+        return (x * 0).sqrt()
+
+
+@pytest.mark.parametrize("root_first", [True, False])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_what_adds_a_gradient_to_one_that_is_not_finite_is_not_named(level, root_first):
+    seen, _ = look_deep(level, "cpu", {}, model=Residual(root_first))
+    found = seen.not_finite
+    assert (found.module, found.op, found.direction) == ("block", "sqrt", "backward")
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_what_fp32_makes_as_well_has_no_list(level):
+    options = {} if level == "O0" else {"keep_fp32": ["block"]}
+    seen, _ = look_deep(level, "cpu", {}, model=Residual(), **options)
+    assert seen.not_finite.module == "block" and seen.keep_fp32() == []
+    assert ("FP32 made it" in str(seen)) == (level == "O0")
+
+
+def test_a_nan_that_is_asked_for_is_nobodys_fault():
+    class Pads(nn.Linear):
+        def forward(self, x):
+            x = x.clone()
+            x[0] = math.nan
+            return super().forward(x.nan_to_num())
+
+    model = Pads(4, 4)
+    with inspect(model) as seen:
+        model(torch.ones(2, 4)).sum().backward()
+    assert seen.not_finite is None

@@ -182,3 +182,16 @@ def test_the_plugins_for_trainers_go_with_it(environment):
     plugin.models = [nn.Linear(1, 1)]
     plugin._initialize([torch.optim.SGD(plugin.models[0].parameters(), lr=0.1)])
     assert policy_of(plugin.models[0]) == resolve("O5", loss_scale=4.0, cpu_fp16="native")
+
+
+def test_a_cast_in_the_other_type_does_not_make_of_o5_what_it_is_not(initialize, environment, caplog):
+    """`cast_model_type=torch.float16` is how many a script spells O2's default."""
+    environment("O5")
+    with caplog.at_level(logging.INFO, "amp_patch"):
+        assert policy(initialize, opt_level="O2", cast_model_type=HALF) == resolve("O5")
+    assert "dropped: cast_model_type=torch.float16" in caplog.text
+    assert policy(initialize, opt_level="O2", cast_model_type=BF16).dtype is BF16
+    environment("O3")
+    assert policy(initialize, opt_level="O2", cast_model_type=BF16).dtype is BF16
+    environment("O3", "float16")
+    assert policy(initialize, opt_level="O2", cast_model_type=BF16) == resolve("O3")

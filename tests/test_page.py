@@ -231,3 +231,13 @@ def test_a_long_training_makes_no_large_page():
 )
 def test_sizes(count, words):
     assert pictures.size(count) == words
+
+
+def test_the_figures_are_written_where_a_picture_fails(tmp_path, monkeypatch):
+    def fail(comparison):
+        raise RuntimeError("no picture")
+
+    monkeypatch.setattr(page.pictures, "losses", fail)
+    with pytest.raises(RuntimeError, match="no picture"):
+        page.write(Comparison("train.py", [made_up_run("O0"), made_up_run("O2")]), tmp_path)
+    assert len(Comparison.from_dict(loads((tmp_path / "report.json").read_text())).runs) == 2

@@ -323,7 +323,7 @@ def test_the_recommendation():
         [Run("O5", seed, error="boom") for seed in range(3)],
     )
     assert made.summary == (
-        "Stay with O0 for now: O1 fp16 cannot be told from chance yet, run three seeds or more; "
+        "Stay with O0 for now: O1 fp16 cannot be told from chance yet, run more seeds; "
         "do not use O2 fp16 and O3 fp16; O5 failed."
     )
 
@@ -484,3 +484,37 @@ def test_the_test_in_words():
     )
     assert "rejects at 5% that there is no difference" in made.test and "  " not in made.test
     assert compare().test.startswith("The figure of a run is the mean training loss over the last tenth of the 0 steps")
+
+
+def skipping(runs: list[Run], skipped: int, scale: float = 128.0) -> list[Run]:
+    for run in runs:
+        run.skipped = [step < skipped for step in range(run.steps)]
+        run.scale = [65536.0] * (run.steps - 1) + [scale]
+    return runs
+
+
+def test_a_level_that_skips_most_of_its_steps_is_not_recommended():
+    base = seeds("O0", 1.0, 1.25, 1.5)
+    for skipped, steps, much in ((20, 40, False), (21, 40, True), (25, 200, True), (24, 200, False), (25, 250, False)):
+        o0 = seeds("O0", 1.0, 1.25, 1.5, steps=steps)
+        level = skipping(seeds("O2", 1.125, 1.25, 1.25, ms=5, steps=steps), skipped)
+        made = compare(o0, level)
+        assert made.levels[1].verdict.kind == "within"
+        assert (f"{skipped} of {steps} steps were skipped with seed 0" in made.levels[1].verdict.text) == much
+        assert made.summary.startswith("Stay with O0: O2 fp16 skipped too many steps." if much else "Use O2 fp16: 2.0x")
+    assert "more than half of its steps" in made.test and "more than 10% and 24 of them" in made.test
+    low = skipping(seeds("O2", 1.125, 1.25, 1.25, ms=5), 19, 2.0**-20)
+    assert judge(base, low).text.endswith("; the loss scale fell to 9.5e-07")
+    assert "fell" not in judge(base, skipping(seeds("O2", 1.125, 1.25, 1.25, ms=5), 16, 1.0)).text
+
+
+def test_what_is_advised_is_not_what_was_done():
+    base = seeds("O0", 1.0, 1.25, 1.5)
+    assert (
+        "O1 fp16 cannot be told from chance yet, run more seeds" in compare(base, seeds("O1", 1.0, 1.25, 3.0)).summary
+    )
+    same = seeds("O0", 1.0, 1.0, 1.0)
+    made = compare(same, seeds("O2", 1.5, 1.5, 1.5, ms=5))
+    assert made.summary.endswith("cannot be told from chance yet, let the script use the seeds.")
+    unknown = compare(base, seeds("O2", 1.125, 1.25, 1.25, seconds=[math.nan] * 40))
+    assert unknown.summary == "Stay with O0: O2 fp16 would do as well, but how fast is not known."

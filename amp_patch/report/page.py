@@ -81,12 +81,13 @@ _MORE_COLOURS = {"card": ("#f4f5f7", "#1e2329"), "good": ("#1a7f37", "#56d06f"),
 def write(comparison: Comparison, folder: str | Path) -> Path:
     """Write report.html and report.json into `folder`, which is made if it is not there; the page's path."""
     folder = Path(folder)
-    page, figures = html(comparison), dumps(comparison.to_dict(), indent=1)
     folder.mkdir(parents=True, exist_ok=True)
-    # A user's text can hold what UTF-8 has no form for: a file name's stray byte.
+    # The figures first: they took hours, perhaps, and a picture can fail. A user's text can hold what UTF-8 has no form
+    # for: a file name's stray byte.
+    figures = dumps(comparison.to_dict(), indent=1)
     (folder / "report.json").write_text(figures + "\n", encoding="utf-8", errors="replace")
     path = folder / "report.html"
-    path.write_text(page, encoding="utf-8", errors="replace")
+    path.write_text(html(comparison), encoding="utf-8", errors="replace")
     return path
 
 

@@ -20,6 +20,9 @@ SIGNIFICANCE = 0.05
 INTERRUPTED = "interrupted"  # an error that begins so is the user's Ctrl-C: no fault of the level
 _SHORT = {"float16": "fp16", "bfloat16": "bf16"}
 _ALIKE = 1.05  # "as fast as" is said within this ratio
+# A level is not recommended if a run skipped more than half of its steps, or more than this share and this number: as
+# many halvings take the largest dynamic scale, 2**24, to 1.
+_SKIPPED_SHARE, _SKIPPED_STEPS = 0.1, 24
 _LESS_MEMORY = 0.95  # a level is recommended for its memory only below this share of the baseline's
 
 
@@ -185,7 +188,8 @@ class Comparison:
                 f"{SIGNIFICANCE:.0%} that there is no difference; each level is tested by itself.",
                 "Undecided: it lies outside, and the test does not reject that, or there is only one seed.",
                 "To lie outside on the better side is no reason against a level. One of which a run diverged (its",
-                "figure is missing or not finite) is not to be used.",
+                "figure is missing or not finite) is not to be used; one of which a run skipped more than half of its",
+                f"steps, or more than {_SKIPPED_SHARE:.0%} and {_SKIPPED_STEPS} of them, is not recommended.",
                 "Times: the median step of each run, without the first tenth of the steps; the ratio is taken for each",
                 "seed, and a level is faster only if it is with all of them (with one seed: if the quartiles of its",
                 "step times are).",
@@ -199,7 +203,8 @@ class Comparison:
         if base is None or not self.comparable:
             return self._nothing_to_compare()
         others = [level for level in self.levels if level is not base and level.runs]
-        usable = [level for level in others if level.verdict.usable and not _faults(level)]
+        sound = [level for level in others if level.verdict.usable and not _faults(level)]
+        usable = [level for level in sound if not _skips_much(level)]
         faster = [level for level in usable if level.speedup is not None and level.speedup.low > 1]
         if faster:
             best = max(faster, key=lambda level: level.speedup or Ratio(0, 0, 0))
@@ -213,18 +218,20 @@ class Comparison:
             kind: [level for level in others if level.verdict.kind == kind and not level.verdict.better]
             for kind in ("undecided", "differs")
         }
-        undecided = kinds["undecided"]
+        undecided, timed = kinds["undecided"], [level for level in usable if level.speedup is not None]
         reasons = {
             "{} would do as well in less memory, but slower": smaller,
             "{} would do as well, but not faster, nor in much less memory": [
-                level for level in usable if level not in smaller
+                level for level in timed if level not in smaller
             ],
-            "{} cannot be told from chance yet, run three seeds or more": undecided,
+            "{} would do as well, but how fast is not known": [level for level in usable if level not in timed],
+            f"{{}} cannot be told from chance yet, {self._more_seeds(base)}": undecided,
+            "{} skipped too many steps": [level for level in sound if _skips_much(level)],
             "do not use {}": kinds["differs"],
             "{} failed with some seeds": [level for level in others if level.verdict.usable and _faults(level)],
             "{} failed": [level for level in self.levels if not level.runs],
         }
-        said = [text.format(_list([level.name for level in found])) for text, found in reasons.items() if found]
+        said = [text.format(_list([_promise(level) for level in found])) for text, found in reasons.items() if found]
         return f"Stay with {base.name}{' for now' if undecided else ''}: {'; '.join(said)}."
 
     @cached_property
@@ -329,8 +336,9 @@ class Comparison:
             return Verdict("failed", _failures(level))
         kind, accuracy, better = self._accuracy(level, base)
         parts = [accuracy] if level is base else [_speed(level, base), accuracy]
+        parts += [_skipped(level)]
         if kind == "differs" and not better:
-            parts = ["do not use: " + accuracy, _speed(level, base)]
+            parts = ["do not use: " + accuracy, _skipped(level), _speed(level, base)]
         if level.failed:
             parts.append(_failures(level))
         if kind == "baseline" and not self.comparable:
@@ -359,10 +367,12 @@ class Comparison:
         better = (mean > base_mean) is self.maximize and mean != base_mean
         apart = _apart(mean, base_mean)
         if len(spread) < 2 or _seeds_change_nothing(base):
-            what, more = ("one seed", "run three seeds or more")
-            if len(spread) > 1:
-                what, more = "the seeds change nothing", "let the script use them"
-            return "undecided", f"{what}: {self.figure} {apart} {base.name}'s; {more} to judge it", False
+            what = "the seeds change nothing" if len(spread) > 1 else "one seed"
+            return (
+                "undecided",
+                f"{what}: {self.figure} {apart} {base.name}'s; {self._more_seeds(base)} to judge it",
+                False,
+            )
         text, low, high = _tell_apart(mean, min(spread), max(spread))
         its_spread = f"the spread of {base.name}'s {len(spread)} seeds ({low} to {high})"
         if min(spread) <= mean <= max(spread):
@@ -379,6 +389,11 @@ class Comparison:
             return "differs", f"{difference}, {found}", better
         more = "" if better else "; run more seeds"
         return "undecided", f"{difference}, which may be chance ({found}){more}", better
+
+    def _more_seeds(self, base: LevelResult) -> str:
+        if _seeds_change_nothing(base):
+            return "let the script use the seeds"
+        return "run more seeds" if len(base.finite) > 2 else "run three seeds or more"
 
     def _diverged(self, level: LevelResult, base: LevelResult | None) -> list[str]:
         """Why runs of a level have no figure, in words."""
@@ -472,6 +487,24 @@ def _same(run: Run, other: Run) -> bool:
     return bool(run.loss) and run.loss == other.loss and all(map(math.isfinite, run.loss))
 
 
+def _skips_much(level: LevelResult) -> bool:
+    """Whether a run of the level skipped more steps than a dynamic loss scale does that looks for its height."""
+    pairs = [(sum(run.skipped), run.steps) for run in level.runs]
+    return any(n > steps / 2 or n > max(_SKIPPED_STEPS, _SKIPPED_SHARE * steps) for n, steps in pairs)
+
+
+def _skipped(level: LevelResult) -> str:
+    """What a reader has to know of the skips and of the loss scale, if anything."""
+    words = []
+    if _skips_much(level):
+        worst = max(level.runs, key=lambda run: sum(run.skipped) / max(1, run.steps))
+        words.append(f"{sum(worst.skipped)} of {worst.steps} steps were skipped with seed {worst.seed}")
+    fallen = [run.scale[-1] for run in level.runs if run.scale and run.scale[-1] < min(1.0, run.scale[0])]
+    if fallen:
+        words.append(f"the loss scale fell to {min(fallen):.2g}")
+    return ", ".join(words)
+
+
 def _ratio(ours: Iterable[int], theirs: Iterable[int]) -> float | None:
     ours, theirs = list(ours), list(theirs)
     return statistics.median(ours) / median if ours and theirs and (median := statistics.median(theirs)) > 0 else None
@@ -508,6 +541,13 @@ def _speed(level: LevelResult, base: LevelResult) -> str:
         same, part = abs(memory - 1) < 0.005, "of" if memory < 1 else "times"
         parts.append(f"the same {what}" if same else f"{memory:.2f} {part} its {what}")
     return ", ".join(parts)
+
+
+def _promise(level: LevelResult) -> str:
+    """The name, and of a level that may yet be recommended how much faster it is."""
+    if level.verdict.kind != "undecided" or level.speedup is None or level.speedup.low <= 1:
+        return level.name
+    return f"{level.name} ({_times(level.speedup.median)[0]}x faster)"
 
 
 def _times(*ratios: float) -> list[str]:
