@@ -119,7 +119,9 @@ class Upcast:
     def _pack(self, saved: Tensor) -> _Kept:
         operand = self._operands.get(saved.untyped_storage()._cdata) if type(saved) is Tensor else None
         if operand is None:
-            return _Kept(saved, saved._version)
+            # Detached: a result that its own function saves would hold the graph, and the graph it, for ever. Autograd
+            # attaches what it unpacks to the graph again.
+            return _Kept(saved.detach(), saved._version)
         return _Kept(operand, operand._version, (saved.size(), saved.stride(), saved.storage_offset()))
 
 

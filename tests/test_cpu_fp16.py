@@ -758,3 +758,14 @@ def test_amp_autocast_on_a_cpu(monkeypatch):
         out.float().sum().backward()
 
     assert half_kernels(step) == []
+
+
+def test_a_forward_without_backward_holds_nothing():
+    """Functions of autograd that save their own result (softmax in attention) would hold the graph that holds them."""
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = amp.initialize(model, opt_level="O2", cpu_fp16="emulate")
+    params = [weakref.ref(param) for param in model.parameters()]
+    model(torch.randn(2, 4, 8))
+    del model
+    gc.collect()
+    assert not [ref for ref in params if ref() is not None]

@@ -180,7 +180,9 @@ def test_one_seed_has_no_spread():
         "2.0x faster than O0 (one run, 2.0 to 2.0), the same memory; "
         "one seed: final loss 3.1 % above O0's; run three seeds or more to judge it",
     )
-    assert made.summary == ("Stay with O0 for now: O2 fp16 (2.0x faster) cannot be told from chance yet, run three seeds or more.")
+    assert made.summary == (
+        "Stay with O0 for now: O2 fp16 (2.0x faster) cannot be told from chance yet, run three seeds or more."
+    )
 
 
 def test_equal_to_the_bit():
