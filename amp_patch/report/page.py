@@ -84,7 +84,7 @@ def write(comparison: Comparison, folder: str | Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     # The figures first: they took hours, perhaps, and a picture can fail. A user's text can hold what UTF-8 has no form
     # for: a file name's stray byte.
-    figures = dumps(comparison.to_dict(), indent=1)
+    figures = dumps(comparison.to_dict())
     (folder / "report.json").write_text(figures + "\n", encoding="utf-8", errors="replace")
     path = folder / "report.html"
     path.write_text(html(comparison), encoding="utf-8", errors="replace")

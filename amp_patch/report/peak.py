@@ -24,14 +24,15 @@ class PeakMemory:
         _measuring.add(self)
 
     def pause(self) -> None:
-        self._bank()
+        self.bank()
         self._paused = True
 
     def resume(self) -> None:
         _reset()
         self._paused = False
 
-    def _bank(self) -> None:
+    def bank(self) -> None:
+        """Note the peak until now: somebody else may reset it."""
         if self._paused:
             return
         for kind in ("cpu", "cuda"):
@@ -40,7 +41,7 @@ class PeakMemory:
 
     def read(self, device: str) -> int | None:
         """Bytes: on "cuda" those that were allocated, on "cpu" the growth of the process; None where nothing tells."""
-        self._bank()
+        self.bank()
         return self._banked.get(device)
 
     def _since_reset(self, device: str) -> int | None:
@@ -63,7 +64,7 @@ _measuring: weakref.WeakSet[PeakMemory] = weakref.WeakSet()
 def _reset() -> None:
     """Let the system's peaks begin anew, which there is one of for all who measure."""
     for measurement in list(_measuring):
-        measurement._bank()
+        measurement.bank()
     if torch.cuda.is_initialized():
         for index in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(index)

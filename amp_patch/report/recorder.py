@@ -40,6 +40,8 @@ from amp_patch.report.sinks import Sink, sinks_for
 # A recording is handed on this often, whichever comes first: by steps, by seconds.
 _FLUSH_STEPS, _FLUSH_SECONDS = 50, 0.5
 
+_OTHERS = 100  # so many steps of other optimizers in a row tell that the first one is done
+
 _clock = time.perf_counter
 
 _lock = threading.Lock()
@@ -106,8 +108,8 @@ class Recorder:
     """Records the trainings of this process while its block runs, as events (see `Run.add`) to the sinks.
 
     A step ends when the first optimizer that ever stepped has stepped again; what others do until then (a GAN's) is in
-    the same record. What the recorder itself does between two steps is in nobody's time. Where a compiled model hides
-    its forward, its time is in "data".
+    the same record. If others step a hundred times meanwhile, one of them takes its place. What the recorder itself
+    does between two steps is in nobody's time. Where a compiled model hides its forward, its time is in "data".
 
     Args:
         sinks: each has `add(event)`; `flush` and `close`, where it has them, are called too.
@@ -281,9 +283,10 @@ class Recorder:
         if self._has_enough():  # the script has caught it
             self._step = _Step()
             return True
-        if self._lead is None or self._lead() is None:
+        if self._lead is None or self._lead() is None or self._step.others >= _OTHERS:
             self._lead = weakref.ref(optimizer)
         if self._lead() is not optimizer:
+            self._step.others += 1
             return False
         self._finish_step(optimizer, stash)
         self._last = self._now()
@@ -358,6 +361,8 @@ class Recorder:
             for event in self._travelling.pop(0).read():
                 self._each_sink("add", event)
         self._each_sink("flush")
+        if self._cuda is not None:
+            self._peak.bank()  # a script may reset torch's peak itself, once an epoch
 
     def _each_sink(self, name: str, *args: Any) -> None:
         """Call the method of all sinks that have it. One that cannot write ends, not the training."""
@@ -453,6 +458,7 @@ class _Step:
         spans: (part, its start, its end).
         first: the id of the model whose forward that was, the outermost.
         came: how many samples the forward was given that no body has followed yet.
+        others: how many steps other optimizers took.
     """
 
     spans: list[tuple[str, Any, Any]] = field(default_factory=list)
@@ -460,6 +466,7 @@ class _Step:
     forward_seen: bool = False
     first: int = 0
     came: int = 0
+    others: int = 0
 
 
 class _Entry:
@@ -681,9 +688,8 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _samples(args: Any, kwargs: Any) -> int:
     """The first dimension of the first tensor; 0 where that is not known."""
-    given = args[0] if args and isinstance(args[0], Tensor) else (args, kwargs)
     try:
-        tensor = next(iter(_tensors(given)), None)
+        tensor = args[0] if args and isinstance(args[0], Tensor) else next(iter(_tensors((args, kwargs))), None)
         return tensor.size(0) if tensor is not None and tensor.dim() else 0
     except RuntimeError:  # a container that holds itself, or a tensor without sizes
         return 0

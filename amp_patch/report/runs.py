@@ -42,7 +42,7 @@ class Look:
     keep_fp32: list[str] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(repr=False)
 class Run:
     """One training at one level, from one seed. Lists have one entry a step; times are in seconds, sizes in bytes.
 
@@ -88,6 +88,10 @@ class Run:
     peak_memory: int | None = None
     logged: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     looks: list[Look] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        last = f", last loss {self.loss[-1]:.4g}" if self.loss else ""
+        return f"Run({self.level} seed {self.seed}: {self.steps} steps{last}{', ' + self.error if self.error else ''})"
 
     @property
     def overflows(self) -> list[Look]:
