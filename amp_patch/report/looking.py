@@ -9,7 +9,8 @@ from torch import nn
 from torch import overrides as modes
 
 from amp_patch.histogram import Histogram
-from amp_patch.microscope import Inspection, inspect
+from amp_patch.inspection import Inspection
+from amp_patch.microscope import inspect
 from amp_patch.report.runs import Event
 
 

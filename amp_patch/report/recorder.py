@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from amp_patch import optimizer as optimizer_side
-from amp_patch import regions, shards, tree, zero
+from amp_patch import shards, tree, zero
 from amp_patch.backward import ScaledBackward
 from amp_patch.compiling import eager_only, not_traced
 from amp_patch.initialize import Dialect, Training, begin_training
 from amp_patch.optimizer import Stash
 from amp_patch.patch import Patches
+from amp_patch.report.arrivals import Batch, Entry
 from amp_patch.report.forward_hook import ForwardHook
 from amp_patch.report.looking import Looking
 from amp_patch.report.peak import PeakMemory
@@ -142,8 +143,8 @@ class Recorder:
         self._lead: weakref.ref[Any] | None = None
         self._device = ""
         self._cuda: torch.device | None = None  # on which the training is timed
-        self._queue: list[_Entry] = []
-        self._travelling: list[_Batch] = []
+        self._queue: list[Entry] = []
+        self._travelling: list[Batch] = []
         self._flushed = time.monotonic()
         self._sizes = {"weights": 0, "masters": 0, "gradients": 0, "state": 0}
         self._measure_after = 1
@@ -342,20 +343,20 @@ class Recorder:
         for name, value in scalars.items():
             number = shards.local(value.detach()).clone() if isinstance(value, Tensor) else float(value)
             event = {"event": "log", "step": self.steps, "name": name}
-            self._queue.append(_Entry([number], partial(_logged, event)))
+            self._queue.append(Entry([number], partial(_logged, event)))
 
     def _note(self, text: str) -> None:
         self._put({"event": "note", "text": text})
 
     def _put(self, event: Event) -> None:
-        self._queue.append(_Entry([], lambda _: event))
+        self._queue.append(Entry([], lambda _: event))
 
     @eager_only
     def _flush(self, wait: bool = False) -> None:
         """Send off what is queued, and hand on what has arrived of what was sent off before; all of it if `wait`."""
         self._flushed = time.monotonic()
         if self._queue:
-            self._travelling.append(_Batch(self._queue))
+            self._travelling.append(Batch(self._queue))
             self._queue = []
         while self._travelling and (wait or self._travelling[0].here()):
             for event in self._travelling.pop(0).read():
@@ -469,14 +470,6 @@ class _Step:
     others: int = 0
 
 
-class _Entry:
-    """An event that waits for numbers which may be on a device: `make` is given them, in order."""
-
-    def __init__(self, values: list[Tensor | float], make: Callable[[list[float]], Event]) -> None:
-        self.values = values
-        self.make = make
-
-
 def _logged(event: Event, values: list[float]) -> Event:
     return {**event, "value": values[0]}
 
@@ -488,11 +481,11 @@ def _body(body: _RecordedBackward, samples: int) -> _Body:
     return _Body(body.loss, body.scale, body.scaler.loss_id, key, optimizers, samples)
 
 
-def _step_entry(step: _Step, optimizer: Any, skipped: Tensor | float, inspected: bool) -> _Entry:
+def _step_entry(step: _Step, optimizer: Any, skipped: Tensor | float, inspected: bool) -> Entry:
     # What is done here is done in the middle of a training, with cold caches: all else is left to `make`.
     bodies = step.bodies
     values = [skipped, *(body.loss for body in bodies), *(body.scale for body in bodies)]
-    return _Entry(values, partial(_step_event, step, id(optimizer), inspected))
+    return Entry(values, partial(_step_event, step, id(optimizer), inspected))
 
 
 def _step_event(step: _Step, optimizer: int, inspected: bool, values: list[float]) -> Event:
@@ -525,46 +518,6 @@ def _seconds(start: Any, end: Any) -> float:
         return end - start
     end.synchronize()
     return start.elapsed_time(end) / 1e3
-
-
-class _Batch:
-    """Entries whose numbers are on their way to the host."""
-
-    @torch.no_grad()
-    def __init__(self, entries: list[_Entry]) -> None:
-        self.entries = entries
-        on_device: dict[torch.device, list[Tensor]] = {}
-        for entry in entries:
-            for value in entry.values:
-                if isinstance(value, Tensor) and value.is_cuda:
-                    on_device.setdefault(value.device, []).append(value)
-        self.arriving: dict[torch.device, tuple[Tensor, Any]] = {}
-        for device, tensors in on_device.items():
-            with regions.region(None):
-                stacked = torch.stack([tensor.reshape(()).double() for tensor in tensors])
-            landing = torch.empty(stacked.shape, dtype=stacked.dtype, device="cpu", pin_memory=True)
-            landing.copy_(stacked, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record(torch.cuda.current_stream(device))
-            self.arriving[device] = landing, arrived
-
-    def here(self) -> bool:
-        return all(arrived.query() for _, arrived in self.arriving.values())
-
-    def read(self) -> Iterator[Event]:
-        """The events; waits for the devices if it must."""
-        landed: dict[torch.device, Iterator[float]] = {}
-        for device, (landing, arrived) in self.arriving.items():
-            arrived.synchronize()
-            landed[device] = iter(landing.tolist())
-        for entry in self.entries:
-            yield entry.make([_read(value, landed) for value in entry.values])
-
-
-def _read(value: Tensor | float, landed: dict[torch.device, Iterator[float]]) -> float:
-    if not isinstance(value, Tensor):
-        return value
-    return next(landed[value.device]) if value.device in landed else float(value.item())
 
 
 class _RecordedBackward(ScaledBackward):

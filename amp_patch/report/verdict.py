@@ -15,6 +15,7 @@ import torch
 from amp_patch.report import figures
 from amp_patch.report.figures import LOSS, Ratio
 from amp_patch.report.runs import Run
+from amp_patch.report.wording import apart, listed, tell_apart, times
 
 SIGNIFICANCE = 0.05
 INTERRUPTED = "interrupted"  # an error that begins so is the user's Ctrl-C: no fault of the level
@@ -231,7 +232,7 @@ class Comparison:
             "{} failed with some seeds": [level for level in others if level.verdict.usable and _faults(level)],
             "{} failed": [level for level in self.levels if not level.runs],
         }
-        said = [text.format(_list([_promise(level) for level in found])) for text, found in reasons.items() if found]
+        said = [text.format(listed([_promise(level) for level in found])) for text, found in reasons.items() if found]
         return f"Stay with {base.name}{' for now' if undecided else ''}: {'; '.join(said)}."
 
     @cached_property
@@ -247,7 +248,7 @@ class Comparison:
                 notes.setdefault(f"trained only {run.steps} steps", []).append(_name(run))
             for text in run.notes:
                 notes.setdefault(text, []).append(_name(run))
-        lines = [f"{'all runs' if len(names) == len(well) else _list(names)}: {t}" for t, names in notes.items()]
+        lines = [f"{'all runs' if len(names) == len(well) else listed(names)}: {t}" for t, names in notes.items()]
         if self.metric == LOSS and len({run.steps for run in well}) > 1:
             lines.append(f"the losses are compared over the {self.steps} steps that all runs have in common")
         base = self._base
@@ -307,10 +308,10 @@ class Comparison:
 
     def _measured(self, level: LevelResult, base: LevelResult | None) -> LevelResult:
         runs = level.runs
-        times = [statistics.median(times) for run in runs if (times := figures.step_times(run))]
+        medians = [statistics.median(seconds) for run in runs if (seconds := figures.step_times(run))]
         rates = [rate for run in runs if (rate := figures.samples_per_second(run)) is not None]
         found: dict[str, Any] = {
-            "step_ms": 1000 * statistics.median(times) if times else None,
+            "step_ms": 1000 * statistics.median(medians) if medians else None,
             "samples_per_second": statistics.median(rates) if rates else None,
             "skips": [sum(run.skipped) for run in runs],
             "scales": [run.scale[-1] for run in runs if run.scale],
@@ -350,7 +351,7 @@ class Comparison:
         spread = list(base.finite.values())
         diverged = self._diverged(level, base)
         if level is base:
-            text, low, high = _tell_apart(statistics.mean(spread), min(spread), max(spread))
+            text, low, high = tell_apart(statistics.mean(spread), min(spread), max(spread))
             over = f" over {len(spread)} seeds ({low} to {high})" if len(spread) > 1 else ""
             return "baseline", "; ".join([f"{self.figure} {text}{over}", *diverged]), False
         if diverged:
@@ -362,18 +363,18 @@ class Comparison:
         of_seed = {run.seed: run for run in base.runs}
         if ours == theirs and all(_same(run, of_seed[run.seed]) for run in level.runs if run.seed in seeds):
             same = f"every loss the same as {base.name}'s, to the bit"
-            return "within", f"{self.figure} {_tell_apart(statistics.mean(ours))[0]}, {same}", False
+            return "within", f"{self.figure} {tell_apart(statistics.mean(ours))[0]}, {same}", False
         mean, base_mean = statistics.mean(ours), statistics.mean(theirs)
         better = (mean > base_mean) is self.maximize and mean != base_mean
-        apart = _apart(mean, base_mean)
+        distance = apart(mean, base_mean)
         if len(spread) < 2 or _seeds_change_nothing(base):
             what = "the seeds change nothing" if len(spread) > 1 else "one seed"
             return (
                 "undecided",
-                f"{what}: {self.figure} {apart} {base.name}'s; {self._more_seeds(base)} to judge it",
+                f"{what}: {self.figure} {distance} {base.name}'s; {self._more_seeds(base)} to judge it",
                 False,
             )
-        text, low, high = _tell_apart(mean, min(spread), max(spread))
+        text, low, high = tell_apart(mean, min(spread), max(spread))
         its_spread = f"the spread of {base.name}'s {len(spread)} seeds ({low} to {high})"
         if min(spread) <= mean <= max(spread):
             return "within", f"{self.figure} {text} within {its_spread}", False
@@ -381,9 +382,8 @@ class Comparison:
             return "undecided", f"{self.figure} {text} outside {its_spread}, with one seed; run more seeds", False
         p = figures.paired_t_test(ours, theirs)
         word = ", better: " if better else ", "
-        difference = (
-            f"{self.figure} {text}{word}{apart} {base.name}'s {_tell_apart(base_mean)[0]}, outside {its_spread}"
-        )
+        of_base = tell_apart(base_mean)[0]
+        difference = f"{self.figure} {text}{word}{distance} {base.name}'s {of_base}, outside {its_spread}"
         found = f"paired t-test p {'< 0.001' if p < 0.001 else f'= {p:.2g}'}"
         if p < SIGNIFICANCE:
             return "differs", f"{difference}, {found}", better
@@ -423,12 +423,12 @@ class Comparison:
             return f"Nothing to compare: no run went well.{failed}"
         if self._base is None and self.metric != LOSS and not any(self.metric in run.logged for run in self.runs):
             logged = sorted({name for run in self.runs for name in run.logged})
-            known = f"they logged {_list(logged)}" if logged else f"call amp.log({self.metric}=...) in the script"
+            known = f"they logged {listed(logged)}" if logged else f"call amp.log({self.metric}=...) in the script"
             if self.asked_steps is not None:
                 known += f", within the {self.asked_steps} steps asked for"
             return f"Nothing to compare: no run gave {self.metric}; {known}.{failed}"
         if self._base is None:
-            return f"Nothing to compare: all runs of {_list([level.name for level in well])} diverged.{failed}"
+            return f"Nothing to compare: all runs of {listed([level.name for level in well])} diverged.{failed}"
         return f"Nothing to compare {well[0].name} with: it is the only level with figures.{failed}"
 
 
@@ -469,7 +469,7 @@ def _failures(level: LevelResult) -> str:
 
 
 def _seeds(seeds: Sequence[int]) -> str:
-    return f"seed{'s' if len(seeds) > 1 else ''} {_list([str(seed) for seed in seeds])}"
+    return f"seed{'s' if len(seeds) > 1 else ''} {listed([str(seed) for seed in seeds])}"
 
 
 def _faults(level: LevelResult) -> list[Run]:
@@ -526,10 +526,10 @@ def _speed(level: LevelResult, base: LevelResult) -> str:
         median, low, high = level.speedup
         how = "one run, " if len(set(level.seeds) & set(base.seeds)) == 1 else ""
         if low > 1:
-            middle, least, most = _times(median, low, high)
+            middle, least, most = times(median, low, high)
             parts.append(f"{middle}x faster than {base.name} ({how}{least} to {most})")
         elif high < 1:
-            middle, least, most = _times(1 / median, 1 / high, 1 / low)
+            middle, least, most = times(1 / median, 1 / high, 1 / low)
             parts.append(f"{middle}x slower than {base.name} ({how}{least} to {most})")
         else:
             alike = low >= 1 / _ALIKE and high <= _ALIKE
@@ -547,34 +547,7 @@ def _promise(level: LevelResult) -> str:
     """The name, and of a level that may yet be recommended how much faster it is."""
     if level.verdict.kind != "undecided" or level.speedup is None or level.speedup.low <= 1:
         return level.name
-    return f"{level.name} ({_times(level.speedup.median)[0]}x faster)"
-
-
-def _times(*ratios: float) -> list[str]:
-    """Ratios above 1, with the digits that tell them from 1."""
-    digits = 2 if min(ratios) < 1.1 else 1 if min(ratios) < 100 else 0
-    return [f"{ratio:.{digits}f}" for ratio in ratios]
-
-
-def _apart(figure: float, base: float) -> str:
-    """ "0.3 % above"."""
-    side = "above" if figure > base else "below"
-    if figure == base:
-        return "equal to"
-    if base == 0:
-        return f"{abs(figure - base):.2g} {side}"
-    percent = 100 * abs(figure / base - 1)
-    return f"{percent:{'.0f' if 10 <= percent < 1e5 else '.2g'}} % {side}"
-
-
-def _tell_apart(*values: float) -> list[str]:
-    """Numbers with four significant digits, or up to nine where that tells more of them apart."""
-    texts = [[f"{value:#.{digits}g}".rstrip(".") for value in values] for digits in range(4, 10)]
-    return max(texts, key=lambda each: len(set(each)))  # the first of the best
-
-
-def _list(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+    return f"{level.name} ({times(level.speedup.median)[0]}x faster)"
 
 
 def _level_dict(level: LevelResult) -> dict[str, Any]:
