@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from amp_patch import casts, links, regions, shards, subclass, tree
+from amp_patch.forward_hook import NoHook
 from amp_patch.patch import Patches
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
-from amp_patch.report.forward_hook import NoHook
 
 _fast_path = Patches()
 _NO_CASTS = OPT_LEVELS["O0"]

@@ -28,11 +28,11 @@ from amp_patch import optimizer as optimizer_side
 from amp_patch import shards, tree, zero
 from amp_patch.backward import ScaledBackward
 from amp_patch.compiling import eager_only, not_traced
+from amp_patch.forward_hook import ForwardHook
 from amp_patch.initialize import Dialect, Training, begin_training
 from amp_patch.optimizer import Stash
 from amp_patch.patch import Patches
 from amp_patch.report.arrivals import Batch, Entry
-from amp_patch.report.forward_hook import ForwardHook
 from amp_patch.report.looking import Looking
 from amp_patch.report.peak import PeakMemory
 from amp_patch.report.runs import PARTS, Event, Run
