@@ -394,7 +394,7 @@ for backend in ("eager", "aot_eager"):
 """
 
 
-@pytest.mark.parametrize("backend", ["cpp", "python"])
+@pytest.mark.parametrize("backend", ["cpp", pytest.param("python", marks=pytest.mark.slow)])
 def test_the_compiler_may_be_imported_after_the_casts_are_installed(backend):
     kind = {"cpp": "", "python": "torch"}[backend]
     if backend == "cpp" and amp.multi_tensor.extension() is None:
@@ -425,6 +425,7 @@ assert before(x, w).dtype is torch.float32
 """
 
 
+@pytest.mark.slow
 def test_the_first_region_of_a_process_may_be_in_compiled_code():
     environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", FIRST], env=environment, capture_output=True, text=True)
@@ -454,7 +455,7 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize("wrappers", ["torch", "cpp"])
+@pytest.mark.parametrize("wrappers", [pytest.param("torch", marks=pytest.mark.slow), "cpp"])
 def test_methods_are_known_though_wrappers_stood_there_first(wrappers):
     environment = {**os.environ, "PYTHONPATH": ":".join(sys.path), "AMP_PATCH_BACKEND": wrappers}
     done = subprocess.run([sys.executable, "-W", "error", "-c", GONE], env=environment, capture_output=True, text=True)
@@ -488,7 +489,7 @@ assert torch.__version__ in warning and "no_such_name" in warning, warning
 """
 
 
-@pytest.mark.parametrize("when", ["importing", "tracing"])
+@pytest.mark.parametrize("when", [pytest.param("importing", marks=pytest.mark.slow), "tracing"])
 def test_a_compiler_that_is_not_known_is_left_alone_with_one_warning(when):
     environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
     code = f"WHEN = {when!r}\n{UNKNOWN}"
