@@ -6,7 +6,6 @@ https://chromedevtools.github.io/devtools-protocol/
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -116,11 +115,6 @@ class Chromium:
         """What stands on the console."""
         kinds = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
         return [json.dumps(event["params"]) for event in self.events if event.get("method") in kinds]
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page, for a reader of a failed test."""
-        answer = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(answer["data"]))
 
     def close(self) -> None:
         try:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
-from amp_patch.report.runs import Look, Run
+from amp_patch.report.runs import PARTS, Look, Run
 
 T = TypeVar("T")
 LOSS = "loss"  # the metric that every recording has
@@ -51,6 +51,17 @@ def warm(values: Sequence[T]) -> Sequence[T]:
 def step_times(run: Run) -> list[float]:
     """Seconds of the `warm` steps that were measured."""
     return [seconds for seconds in warm(run.seconds) if math.isfinite(seconds) and seconds > 0]
+
+
+def part_ms(runs: Sequence[Run], step_ms: float | None) -> dict[str, float]:
+    """Name in PARTS -> milliseconds of a step: `step_ms`, shared out as the medians of the `warm` steps' parts are."""
+    medians = dict.fromkeys(PARTS, 0.0)
+    for run in runs:
+        for part, seconds in run.parts.items():
+            measured = [each for each in warm(seconds) if math.isfinite(each)]
+            medians[part] += statistics.median(measured) if measured else 0.0
+    total = sum(medians.values())
+    return {part: (step_ms or 0.0) * median / total if total else 0.0 for part, median in medians.items()}
 
 
 def samples_per_second(run: Run) -> float | None:

@@ -190,7 +190,7 @@ def _levels(comparison: Comparison) -> str:
 def _splits(comparison: Comparison) -> str:
     times, sizes = [], []
     for level in (level for level in comparison.levels if level.runs):
-        split = pictures.part_ms(level)
+        split = figures.part_ms(level.runs, level.step_ms)
         times.append([_text(level.name), *(f"{split[part]:.3g} ms" for part in PARTS)])
         runs = level.runs
         kinds = [sum(getattr(run, name) for run in runs) / len(runs) for name in pictures.SIZES]

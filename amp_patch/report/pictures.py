@@ -217,7 +217,8 @@ def costs(comparison: Comparison) -> list[Picture]:
     if not levels:
         return []
     names = [level.name for level in levels]
-    times = {part: [part_ms(level)[part] for level in levels] for part in PARTS}
+    splits = [figures.part_ms(level.runs, level.step_ms) for level in levels]
+    times = {part: [split[part] for split in splits] for part in PARTS}
     sizes = {name: [_mean(getattr(run, name) for run in level.runs) for level in levels] for name in SIZES}
     peaks = [_mean(run.peak_memory for run in level.runs if run.peak_memory is not None) for level in levels]
     baseline = next((place for place, level in enumerate(levels) if level is comparison.baseline), None)
@@ -332,20 +333,6 @@ def numbers(level: LevelResult) -> list[Picture]:
     if errors:
         pictures.append(_errors(level, errors))
     return pictures
-
-
-def part_ms(level: LevelResult) -> dict[str, float]:
-    """name in PARTS -> milliseconds of a step: the step's time, shared out as the parts' medians over the steps are.
-
-    The steps that warm up are left out, as they are of the step's time.
-    """
-    medians = dict.fromkeys(PARTS, 0.0)
-    for run in level.runs:
-        for part, seconds in run.parts.items():
-            warm = [each for each in seconds[max(1, len(seconds) // 10) :] if math.isfinite(each)]
-            medians[part] += float(np.median(warm)) if warm else 0.0
-    total = sum(medians.values())
-    return {part: (level.step_ms or 0.0) * median / total if total else 0.0 for part, median in medians.items()}
 
 
 def size(count: float) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from amp_patch.report.runs import Run
-from amp_patch.report.trials import figures, words
+from amp_patch.report.trials import newest, words
 
 _COLOURS = {"waiting": "dim", "running": "bold", "done": "green", "failed": "red"}
 
@@ -55,7 +55,7 @@ class Progress:
         first = max(0, min(current - room // 2, len(self.runs) - room))
         for run, state in list(zip(self.runs, self.states, strict=True))[first : first + room]:
             words = state if run.error is None else f"{state}: {run.error}"
-            cells = [run.level, str(run.seed), self._step(run), *figures(run)]
+            cells = [run.level, str(run.seed), self._step(run), *newest(run)]
             last = Text(words, style=_COLOURS[state], no_wrap=True, overflow="ellipsis")
             table.add_row(*cells, last)
         return table

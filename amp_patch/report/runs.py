@@ -99,14 +99,19 @@ class Run:
 
         What a later look is free of is over: a dynamic loss scale begins too high and comes down.
         """
-        last_finite = max((i for i, look in enumerate(self.looks) if look.not_finite is None), default=-1)
-        return self.looks[last_finite + 1 :]
+        return self.looks[self._last_finite + 1 :]
 
     @property
     def keep_fp32(self) -> list[str]:
         """What its looks advise to keep in FP32, each module once; not against what is over, as in `overflows`."""
-        over = [look for look in self.looks if look.not_finite is not None and look not in self.overflows]
-        return [*dict.fromkeys(name for look in self.looks if look not in over for name in look.keep_fp32)]
+        until = self._last_finite
+        lasting = [look for i, look in enumerate(self.looks) if i > until or look.not_finite is None]
+        return [*dict.fromkeys(name for look in lasting for name in look.keep_fp32)]
+
+    @property
+    def _last_finite(self) -> int:
+        """The place of the last look that saw finite numbers alone; -1 without one."""
+        return max((i for i, look in enumerate(self.looks) if look.not_finite is None), default=-1)
 
     @property
     def steps(self) -> int:

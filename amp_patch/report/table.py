@@ -74,7 +74,9 @@ def _verdicts(comparison: Comparison) -> Table:
 def _times(comparison: Comparison) -> Table:
     rows = _table("Time of a step, ms", "level", *PARTS, "samples\nper second")
     for level in filter(_went_well, comparison.levels):
-        _row(rows, level, *(_number(_part_ms(level, part)) for part in PARTS), _number(level.samples_per_second))
+        split = figures.part_ms(level.runs, level.step_ms)
+        parts = [_number(split[part] if level.step_ms is not None else None) for part in PARTS]
+        _row(rows, level, *parts, _number(level.samples_per_second))
     return rows
 
 
@@ -179,11 +181,6 @@ def _two_digits(value: float | None) -> str:
 def _power_of_two(scale: float) -> str:
     mantissa, exponent = math.frexp(scale)
     return f"2^{exponent - 1}" if mantissa == 0.5 and exponent > 10 else f"{scale:.3g}"
-
-
-def _part_ms(level: LevelResult, part: str) -> float | None:
-    seconds = [s for run in level.runs for s in figures.warm(run.parts[part]) if math.isfinite(s)]
-    return 1000 * statistics.median(seconds) if seconds else None
 
 
 def _mib(runs: list[Run], name: str) -> float | None:

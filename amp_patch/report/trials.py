@@ -182,14 +182,14 @@ def words(run: Run, asked_steps: int | None) -> str:
     """How a run went, in a line."""
     if run.error is not None:
         return f"{run.level} seed {run.seed}: failed: {run.error}"
-    loss, ms = figures(run)
+    loss, ms = newest(run)
     of = f" of {asked_steps}" if asked_steps is not None else ""
     return f"{run.level} seed {run.seed}: " + "; ".join(
         [f"{run.steps}{of} steps, loss {loss}, {ms} ms a step", *run.notes]
     )
 
 
-def figures(run: Run) -> tuple[str, str]:
+def newest(run: Run) -> tuple[str, str]:
     """The newest loss, and the median time of the newest steps in milliseconds."""
     if not run.steps:
         return "", ""

@@ -175,9 +175,8 @@ def initialize(
     )
     policy = resolve(opt_level, **options)
     policy = replace(policy, op_lists="apex")
-    if (
-        options["cast_model_type"] is False
-    ):  # weights stay as they came, and those that came in half get masters all the same
+    if options["cast_model_type"] is False:
+        # Weights stay as they came, and those that came in half get masters all the same.
         policy = replace(policy, cast_model_type=None)
     register_edits()
     result = initialize_as(
