@@ -20,6 +20,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -59,6 +60,11 @@ _BOOKKEEPING = (
     *("backward", "clip", "initialize", "links", "masters", "memory", "multi_tensor", "optimizer"),
     *("replicas", "report.recorder", "scaler"),
 )
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    """A region in which compiled code runs as plain Python; does not import the compiler."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def eager_only(function: Callable[..., Any]) -> Callable[..., Any]:

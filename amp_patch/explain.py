@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from amp_patch import casts, shards, tree
+from amp_patch.compiling import eagerly
 from amp_patch.model import KeptModule, policy_of, uncompiled, undone
 from amp_patch.patch import Patches
 from amp_patch.policy import Policy
@@ -223,8 +224,7 @@ class _Watch(TorchFunctionMode):
 
     def start(self) -> None:
         stack = self.stack
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(eagerly())
         for name, module in self.model.named_modules():
             if module is not self.model:
                 before, after = self._around(name)
@@ -375,15 +375,8 @@ def _has_subclass(values: Any) -> bool:
 
 def _types(value: Any) -> Types:
     """The dtypes of the tensors in a value, in all its containers."""
-    found: list[torch.dtype] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor.dtype)
-        return tensor
-
     with torch._C.DisableTorchFunction():  # else a mode is told of each look at a dtype
-        tree.map_tensors(note, value)
-    return tuple(found)
+        return tuple(tensor.dtype for tensor in tree.tensors(value))
 
 
 def _ran(rule: str, given: Any) -> Types:

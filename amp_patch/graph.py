@@ -592,10 +592,7 @@ def _micro_batches(args: Any, kwargs: Any, steps: int) -> Iterator[tuple[Any, An
 
 def _joined(results: list[Any]) -> Any:
     """One structure of tensors out of those of the micro-batches; what is no tensor is the first's."""
-    leaves: list[list[Tensor]] = []
-    for result in results:
-        leaves.append([])
-        tree.map_tensors(leaves[-1].append, result)
+    leaves = [tree.tensors(result) for result in results]
     columns = iter(zip(*leaves, strict=True))
 
     def join(_: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_patch import links, optimizer, regions, shards, tree
+from amp_patch.compiling import eagerly
 from amp_patch.histogram import Histogram
 from amp_patch.inspection import Inspection, NotFinite
 from amp_patch.model import KeptModule
@@ -61,8 +61,7 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
     targets = [optimizer.innermost(each) for each in one_or_many]
     seen = Inspection()
     with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # compiled code would hold what looks, or not be seen
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(eagerly())  # compiled code would hold what looks, or not be seen
         watch = _Watch(model, targets, scaler, seen, stack)
         try:
             with watch:
@@ -451,15 +450,7 @@ def _plain(name: str) -> str:
 
 def _floats(value: Any) -> list[Tensor]:
     """The floating tensors in a value, in all its containers; complex ones are left out."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point() and tensor.layout is torch.strided and not tensor.is_nested:
-            found.append(tensor)
-        return tensor
-
-    tree.map_tensors(note, value)
-    return found
+    return [t for t in tree.tensors(value) if t.is_floating_point() and t.layout is torch.strided and not t.is_nested]
 
 
 def _given(value: Any) -> list[Tensor]:

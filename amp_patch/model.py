@@ -570,12 +570,4 @@ def _own_methods(base: type) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def _low_precision_of(value: Any) -> torch.dtype | None:
-    found: list[torch.dtype] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        if tensor.dtype in LOW_PRECISION:
-            found.append(tensor.dtype)
-        return tensor
-
-    tree.map_tensors(note, value)
-    return found[0] if found else None
+    return next((tensor.dtype for tensor in tree.tensors(value) if tensor.dtype in LOW_PRECISION), None)

@@ -12,7 +12,7 @@ from torch import Tensor
 from amp_patch.cpu_fp16 import Upcast, rounded, takes
 from amp_patch.oplists import IN_PLACE_GEMMS, SLOW_HALF
 from amp_patch.regions import cast_weight
-from amp_patch.tree import map_tensors
+from amp_patch.tree import map_tensors, tensors
 
 if TYPE_CHECKING:
     from amp_patch.policy import Policy
@@ -309,8 +309,7 @@ def _user_fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy:
 
 
 def _user_promote(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-    seen: list[Tensor] = []
-    map_tensors(lambda tensor: seen.append(tensor) or tensor, (args, kwargs))  # type: ignore[func-returns-value]
+    seen = tensors((args, kwargs))
     if policy.op_lists == "apex":
         _refuse_fp64(seen, _name(function))
     widest = _widest(tuple(seen), {})

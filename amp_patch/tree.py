@@ -29,6 +29,18 @@ def map_tensors(fn: TensorFn, value: Any) -> Any:
     return _map(value, fn, lambda other: other)
 
 
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors in `value`, in the order of the walk; see `map_tensors` for what is walked."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return found
+
+
 def cast_floats(value: Any, dtype: torch.dtype, only: Iterable[torch.dtype] | None = None) -> Any:
     """Cast the floating tensors in `value` to `dtype`, through autograd; see `map_tensors` for what is walked.
 

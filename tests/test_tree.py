@@ -12,7 +12,7 @@ from conftest import DEVICES, DTYPES
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from amp_patch.tree import cast_floats, map_tensors
+from amp_patch.tree import cast_floats, map_tensors, tensors
 
 LOW = [dtype for dtype in DTYPES if dtype in (torch.float16, torch.bfloat16)]
 Point = namedtuple("Point", "x y")
@@ -219,3 +219,10 @@ def test_objects_with_to(dtype: torch.dtype) -> None:
     assert isinstance(cast[0], Graph) and cast[0].x.dtype is dtype and graph.x.dtype is torch.float32
     assert cast[1] is device_only and cast[2] is module and cast[3] is Graph
     assert module.weight.dtype is torch.float32
+
+
+def test_the_tensors_in_the_order_of_the_walk() -> None:
+    first, second, third = (torch.full((1,), value) for value in (1.0, 2.0, 3.0))
+    value = {"a": [first, 7, (second,)], "b": Batch(third, first), "c": "text"}
+    assert [each.item() for each in tensors(value)] == [1.0, 2.0, 3.0, 1.0, 4.0], "the dataclass derives its last"
+    assert tensors(None) == []

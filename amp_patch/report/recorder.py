@@ -426,7 +426,7 @@ class Recorder:
         states = [getattr(zero.stateful(optimizer), "state", None) or {} for optimizer in optimizers]
         self._sizes["weights"] = _bytes(param for param, _ in pairs)
         self._sizes["masters"] = _bytes(master for param, master in pairs if master is not param)
-        self._sizes["state"] = _bytes(tensor for state in states for tensor in _tensors([*state.values()]))
+        self._sizes["state"] = _bytes(tensor for state in states for tensor in tree.tensors([*state.values()]))
 
 
 _NAN = float("nan")
@@ -628,21 +628,10 @@ def _alive(refs: Any) -> list[Any]:
     return [value for ref in refs if (value := ref()) is not None]
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    tree.map_tensors(note, value)
-    return found
-
-
 def _samples(args: Any, kwargs: Any) -> int:
     """The first dimension of the first tensor; 0 where that is not known."""
     try:
-        tensor = args[0] if args and isinstance(args[0], Tensor) else next(iter(_tensors((args, kwargs))), None)
+        tensor = args[0] if args and isinstance(args[0], Tensor) else next(iter(tree.tensors((args, kwargs))), None)
         return tensor.size(0) if tensor is not None and tensor.dim() else 0
     except RuntimeError:  # a container that holds itself, or a tensor without sizes
         return 0
