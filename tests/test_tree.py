@@ -120,12 +120,6 @@ def containers() -> list[Any]:
     ]
 
 
-def tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(lambda tensor: (found.append(tensor), tensor)[1], value)
-    return found
-
-
 @pytest.mark.parametrize("value", containers(), ids=lambda value: type(value).__name__)
 def test_type_is_kept_and_tensors_are_mapped(value: Any) -> None:
     before = [tensor.clone() for tensor in tensors(value)]
