@@ -81,3 +81,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     here, folder = int(os.environ["RANK"]), Path(sys.argv[1])
     torch.save(run(here, int(os.environ["WORLD_SIZE"]), folder), folder / f"{here}.pt")
+    os._exit(0)  # Gloo's threads sometimes abort a process that has done all its work

@@ -422,7 +422,8 @@ def _batch(rank, step=0):
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def _ddp(rank):
+def _ddp():
+    rank = dist.get_rank()
     for kwargs, factor in (
         ({}, 1),
         ({"message_size": 1}, 1),
@@ -477,7 +478,8 @@ def _ddp(rank):
         assert half.weight.grad.tolist() == [[60000.0]], kwargs
 
 
-def _reducer(rank):
+def _reducer():
+    rank = dist.get_rank()
     torch.manual_seed(rank)
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 1).half()])
     reducer = Reducer(model)
@@ -493,7 +495,8 @@ def _reducer(rank):
     assert gradient.item() == 2.0
 
 
-def _syncbn(rank):
+def _syncbn():
+    rank = dist.get_rank()
     groups = create_syncbn_process_group(2), None, create_syncbn_process_group(0)
     with pytest.raises(ValueError, match="wanted a divisor of the 2 processes"):
         create_syncbn_process_group(3)
@@ -565,8 +568,9 @@ def _syncbn(rank):
     torch.testing.assert_close(values[0], values[1][4 * rank : 4 * rank + 4])
 
 
-def _training(rank):
+def _training():
     """Self-supervised style: converted batch norms, LARC, initialize, DDP; as one process with the whole batch."""
+    rank = dist.get_rank()
 
     def train(level, alone):
         model = convnet()
@@ -614,19 +618,6 @@ def test_multiproc_runs_a_script_in_as_many_processes_as_asked(tmp_path, monkeyp
     assert (tmp_path / "GPU_1.log").read_text().strip() == "['--world-size', '2', '--lr', '0.1', '--rank', '1']"
 
 
-CHECKS = {check.__name__: check for check in (_ddp, _reducer, _syncbn, _training)}
-
-
-def _two_ranks(rank, folder, name):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    try:
-        CHECKS[name](rank)
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CHECKS)
-def test_two_processes(tmp_path, name):
-    torch.multiprocessing.spawn(_two_ranks, (str(tmp_path), name), nprocs=2)
+@pytest.mark.parametrize("check", [_ddp, _reducer, _syncbn, _training])
+def test_two_processes(ranks, check):
+    ranks(check)

@@ -200,7 +200,7 @@ def wrapped_first(level: str) -> str:
     return str(refused.value)
 
 
-def test_a_model_that_ddp_wraps_already_is_refused_with_the_way_out(ranks):
+def test_a_model_that_ddp_wraps_already_is_refused_with_the_way_out(ranks):  # Apex's issue 1135
     for told in ranks(wrapped_first, "O1"):
         assert "pass the model itself and wrap what initialize() returns" in told
 
@@ -607,7 +607,7 @@ def halves(level: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
-def test_a_process_group_skips_together(ranks, level):
+def test_a_process_group_skips_together(ranks, level):  # Apex's issue 237
     for seen in ranks(halves, level):
         assert seen == {"skipped": [False, True, False], "scales": [65536.0, 32768.0, 32768.0]}
 

@@ -213,6 +213,28 @@ def test_under_a_launcher(tmp_path):
     assert printed.count("['--theirs', 'x'] train.py 2.0") == 2
 
 
+# A thread that needs the interpreter once more when the script is done, as gloo's do after a backward of DDP.
+STRAGGLER = """
+import atexit, os, threading, time
+import torch
+over = threading.Event()
+def straggle():
+    over.wait()
+    time.sleep(0.02)
+    os.write(1, b"through")
+threading.Thread(target=straggle, daemon=True).start()
+torch.distributed.init_process_group("nccl", init_method="file://" + os.path.abspath("store"), rank=0, world_size=1)
+atexit.register(over.set)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_gloos_threads_in_nccls_place_are_waited_for_at_the_end(tmp_path):
+    (tmp_path / "train.py").write_text(STRAGGLER)
+    printed, _, code = python("-m", "amp_patch", "run", "--device", "cpu", "train.py", cwd=tmp_path)
+    assert (printed, code) == ("through", 0)
+
+
 def test_the_script_may_be_a_package_beside_a_real_apex(tmp_path):
     """A copy of Apex beside the script, or where `-m` is called, is the one that the script imports; it gets amp."""
     apex = tmp_path / "apex"

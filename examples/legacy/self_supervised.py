@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 
 import apex
 import torch
@@ -117,6 +118,8 @@ def main():
                 f.write(json.dumps({"opt_level": args.opt_level, "losses": losses}) + "\n")
     if args.world_size > 1:
         dist.destroy_process_group()
+        sys.stdout.flush()
+        os._exit(0)  # Gloo's threads sometimes abort a process that has done all its work
 
 
 def augment(batch, generator):
