@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import math
 import mmap
 import os
@@ -55,6 +56,7 @@ def untouched():
         and not torch_hooks._global_optimizer_pre_hooks
         and not torch_hooks._global_optimizer_post_hooks
         and not recording._recorders
+        and not recording._patches
     )
 
 
@@ -771,17 +773,100 @@ def test_an_inspection_that_cannot_be_is_a_note(monkeypatch):
     assert run.notes == ["inspect: this model is sharded"] and run.steps == 2
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_compiled_models_stay_one_graph():
-    model = convnet()
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O5")
-    with amp.record() as run:
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
-        losses = train(compiled, optimizer, 2)
+def compile_whole(model):
+    return torch.compile(model, backend="eager", fullgraph=True)
+
+
+def compile_in_place(model):
+    model.compile(backend="eager", fullgraph=True)
+    return model
+
+
+def compile_wrapper(model):
+    """As DistributedDataParallel is compiled, which the model is in."""
+
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = model
+
+        def forward(self, inputs):
+            return self.module(inputs)
+
+    return compile_whole(Wrapper())
+
+
+@pytest.fixture
+def forget_compiled():
+    yield
     torch._dynamo.reset()
-    assert run.loss == losses and run.samples == [0, 0]
-    assert run.parts["forward"] == [0.0, 0.0] and run.parts["data"][1] > 0
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.usefixtures("forget_compiled")
+@pytest.mark.parametrize(
+    "make, when",
+    [
+        *itertools.product([compile_whole, compile_in_place], ["before initialize"]),
+        *itertools.product(
+            [compile_whole, compile_in_place, compile_wrapper], ["before the recording", "during the recording"]
+        ),
+    ],
+)
+def test_compiled_models_stay_one_graph_and_their_forwards_are_seen(make, when):
+    model = convnet()
+    if when == "before initialize":
+        model = make(model)
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O5")
+    net = make(model) if when == "before the recording" else model
+    with amp.record() as run, amp.record() as other:
+        net = make(model) if when == "during the recording" else net
+        losses = train(net, optimizer, 2)
+    assert run.loss == other.loss == losses and run.samples == other.samples == [8, 8]
     assert images(0)[0].shape[0] == 8
+    for each in run, other:
+        assert min(each.parts["forward"]) > 0 and len(each.parts["forward"]) == 2
+    began = len(run.loss)
+    train(net, optimizer, 1)
+    assert len(run.loss) == began
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.usefixtures("forget_compiled")
+def test_a_compiled_model_that_is_not_trained_here_begins_nothing():
+    class Brighter(nn.Module):
+        def forward(self, inputs):
+            return inputs + 1.0
+
+    compiled, in_place = compile_whole(Brighter()), compile_in_place(Brighter())
+    model = convnet()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O0")
+    with amp.record() as run:
+        inputs, targets = images(0)
+        in_place(compiled(inputs.repeat(2, 1, 1, 1)))
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        backward(loss, optimizer)
+        optimizer.step()
+    assert run.samples == [8]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.usefixtures("forget_compiled")
+def test_after_a_recording_nothing_of_it_is_in_compiled_models():
+    optimized = torch._dynamo.OptimizedModule
+    before = optimized.__call__, nn.Module.compile
+    model = compile_in_place(convnet())
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O5")
+    compiled = model._compiled_call_impl
+    with amp.record():
+        assert model._compiled_call_impl is not compiled
+        with amp.record():
+            train(model, optimizer, 1)
+        assert copy.deepcopy(model)._compiled_call_impl is None
+        assert model._compiled_call_impl is not compiled
+        assert (optimized.__call__, nn.Module.compile) != before
+    assert model._compiled_call_impl is compiled
+    assert (optimized.__call__, nn.Module.compile) == before
 
 
 @pytest.mark.slow

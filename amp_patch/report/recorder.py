@@ -1,12 +1,14 @@
 """Record what happens in `initialize`, `scale_loss` and the optimizers' steps: losses, times, scales, skips, sizes.
 
 While somebody records, and only then, one class and three functions of amp_patch are replaced, torch's hooks of all
-optimizers' steps are set, and the models have a hook before their forward. Nothing that is recorded makes a step wait
-for a device: numbers on a device are copied when the device gets there, and read later.
+optimizers' steps are set, and the models have a hook before their forward, those that torch.compile has made too.
+Nothing that is recorded makes a step wait for a device: numbers on a device are copied when the device gets there, and
+read later.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -28,7 +30,7 @@ from amp_patch import optimizer as optimizer_side
 from amp_patch import shards, tree, zero
 from amp_patch.backward import ScaledBackward
 from amp_patch.compiling import eager_only, not_traced
-from amp_patch.forward_hook import ForwardHook
+from amp_patch.forward_hook import CompiledForward, ForwardHook, before_compiled
 from amp_patch.initialize import Dialect, Training, begin_training
 from amp_patch.optimizer import Stash
 from amp_patch.patch import Patches
@@ -48,6 +50,7 @@ _clock = time.perf_counter
 _lock = threading.Lock()
 _recorders: list[Recorder] = []
 _patches = Patches()  # in force while there are recorders
+_watched: list[Any] = []  # Dynamo's module that is patched too, as soon as there is one
 
 
 class Enough(SystemExit):
@@ -110,7 +113,8 @@ class Recorder:
 
     A step ends when the first optimizer that ever stepped has stepped again; what others do until then (a GAN's) is in
     the same record. If others step a hundred times meanwhile, one of them takes its place. What the recorder itself
-    does between two steps is in nobody's time. Where a compiled model hides its forward, its time is in "data".
+    does between two steps is in nobody's time. Where a compiled function hides the model's forward, its time is in
+    "data".
 
     Args:
         sinks: each has `add(event)`; `flush` and `close`, where it has them, are called too.
@@ -221,12 +225,25 @@ class Recorder:
             self._note(f"initialize was called again, with another policy: {training.policy}")
 
     def _hook(self, training: Training) -> None:
+        _install_for_compiled()
         for model in _alive(training.models):
-            if not any(ref() is model for ref in self._hooked):
+            if not self._is_hooked(model):
                 self._hooked.append(weakref.ref(model))
                 self._handles.append(
                     model.register_forward_pre_hook(ForwardHook(self._forward_begins), with_kwargs=True)
                 )
+                _tell_of_compiled(model)
+
+    def _is_hooked(self, model: Any) -> bool:
+        return any(ref() is model for ref in self._hooked)
+
+    def _compiled_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """A compiled model was called, be it one that is trained here or another."""
+        inner: Any = getattr(model, "module", None)  # in DistributedDataParallel and its like
+        for trained in model, inner:
+            if self._is_hooked(trained):
+                self._forward_begins(trained, args, kwargs)
+                return
 
     def _know(self, stash: Stash) -> None:
         """Adopt the training of an optimizer that was initialized before the recording began."""
@@ -600,6 +617,45 @@ def _install() -> None:
     except BaseException:
         _patches.remove()
         raise
+
+
+def _install_for_compiled() -> None:
+    """Have compiled models tell too. Whoever has made an optimizer has imported what is needed of Dynamo."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None or dynamo in _watched:
+        return
+    optimized, compile = dynamo.OptimizedModule, nn.Module.compile
+
+    @functools.wraps(compile)
+    def compile_and_tell(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        compile(self, *args, **kwargs)
+        _tell_of_compiled(self)
+
+    with _lock:
+        _patches.set(optimized, "__call__", before_compiled(optimized.__call__, _compiled_begins))
+        _patches.set(nn.Module, "compile", compile_and_tell)
+        _patches.apply(lambda: _watched.append(dynamo), _watched.clear)
+
+
+def _tell_of_compiled(model: nn.Module) -> None:
+    """Have the model tell of its forwards if `model.compile()` was called; until the last recording ends."""
+    compiled = model._compiled_call_impl
+    if compiled is None or isinstance(compiled, CompiledForward):
+        return
+    ref = weakref.ref(model)
+
+    def undo() -> None:
+        model = ref()
+        if model is not None and isinstance(found := model._compiled_call_impl, CompiledForward):
+            model._compiled_call_impl = found.compiled
+
+    ours = CompiledForward(model, compiled, _compiled_begins)
+    with _lock:
+        _patches.apply(lambda: setattr(model, "_compiled_call_impl", ours), undo)
+
+
+def _compiled_begins(model: nn.Module, args: Any, kwargs: Any) -> None:
+    _tell("_compiled_begins", model, args, kwargs)
 
 
 def _tell(what: str, *args: Any) -> list[Any]:
