@@ -3,9 +3,13 @@
 PYTHON ?= python3
 # Which torch goes into .venv: make demo TORCH='torch>=2.6' takes the newest.
 TORCH ?= torch==2.13.0
+# A test has one thread, so this many run at a time: files of them, since those of a file share what they start.
+WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+PYTEST_FILES := $(PYTEST) -n $(WORKERS) --dist loadfile
 SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu tests/cuda/*.cpp)
 NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/null))
 
@@ -26,12 +30,12 @@ accuracy: $(VENV)/installed ## docs/accuracy.md anew: three families of models, 
 	$(BIN)/python benchmarks/accuracy.py
 
 test: $(VENV)/installed ## every test that is not marked slow
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST_FILES) -m "not slow"
 
 test-all: $(VENV)/ecosystem ## what `test` leaves out: the tests marked slow, and all others without the extension
-	AMP_PATCH_BACKEND=torch $(BIN)/python -m pytest -m "not slow" --ignore tests/test_examples.py
-	$(BIN)/python -m pytest -m "not slow" tests/test_integrations.py
-	$(BIN)/python -m pytest -m slow
+	AMP_PATCH_BACKEND=torch $(PYTEST_FILES) -m "not slow" --ignore tests/test_examples.py
+	$(PYTEST) -m "not slow" tests/test_integrations.py
+	$(PYTEST) -m slow
 
 lint: $(VENV)/installed ## ruff, mypy and clang-format; changes nothing
 	$(BIN)/ruff check .
