@@ -783,15 +783,15 @@ def compile_in_place(model):
 
 
 def compile_wrapper(model):
-    """As DistributedDataParallel is compiled, which the model is in."""
+    """A module that the model is in, as it is in DistributedDataParallel."""
 
     class Wrapper(nn.Module):
         def __init__(self):
             super().__init__()
-            self.module = model
+            self.net = model
 
         def forward(self, inputs):
-            return self.module(inputs)
+            return self.net(inputs)
 
     return compile_whole(Wrapper())
 
@@ -848,6 +848,21 @@ def test_a_compiled_model_that_is_not_trained_here_begins_nothing():
         backward(loss, optimizer)
         optimizer.step()
     assert run.samples == [8]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.usefixtures("forget_compiled")
+def test_a_compiled_model_is_known_as_soon_as_initialize_is_called():
+    with amp.record() as run:
+        first, optimizer = started("O0")
+        one_step(first, optimizer)
+        for _ in range(2):
+            model = convnet()
+            compiled = compile_wrapper(model)
+            compiled(images(0)[0])
+            model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O0")
+            train(compiled, optimizer, 1)
+    assert run.samples == [1, 8, 8]
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")

@@ -144,6 +144,8 @@ class Recorder:
         self._scalers: set[int] = set()  # ids of their lists of scalers, by which an optimizer's training is known
         self._handles: list[Any] = []
         self._hooked: list[weakref.ref[nn.Module]] = []
+        # compiled -> which of those it is or has
+        self._compiled = weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module] | None]()
         self._lead: weakref.ref[Any] | None = None
         self._device = ""
         self._cuda: torch.device | None = None  # on which the training is timed
@@ -229,21 +231,23 @@ class Recorder:
         for model in _alive(training.models):
             if not self._is_hooked(model):
                 self._hooked.append(weakref.ref(model))
+                self._compiled.clear()
                 self._handles.append(
                     model.register_forward_pre_hook(ForwardHook(self._forward_begins), with_kwargs=True)
                 )
                 _tell_of_compiled(model)
 
-    def _is_hooked(self, model: Any) -> bool:
+    def _is_hooked(self, model: nn.Module) -> bool:
         return any(ref() is model for ref in self._hooked)
 
     def _compiled_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """A compiled model was called, be it one that is trained here or another."""
-        inner: Any = getattr(model, "module", None)  # in DistributedDataParallel and its like
-        for trained in model, inner:
-            if self._is_hooked(trained):
-                self._forward_begins(trained, args, kwargs)
-                return
+        if model not in self._compiled:
+            # The model itself, or what it is in: DistributedDataParallel, or a module with the loss.
+            self._compiled[model] = next((weakref.ref(m) for m in model.modules() if self._is_hooked(m)), None)
+        ref = self._compiled[model]
+        if ref is not None and (trained := ref()) is not None:
+            self._forward_begins(trained, args, kwargs)
 
     def _know(self, stash: Stash) -> None:
         """Adopt the training of an optimizer that was initialized before the recording began."""
