@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,10 @@ collect_ignore = [] if torch.cuda.is_available() else ["test_cuda.py"]
 
 # Where the extension is there, what speaks of the casts runs on the wrappers in C and on those in Python.
 WRAPPERS = ["python"] if casts.backend() == "python" else ["cpp", "python"]
+
+# Where the tests run in a shell's background, this signal is ignored, and the processes that they start inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The models here are tiny: a second thread only waits for the first, twenty times as long where a core is busy.
 torch.set_num_threads(1)

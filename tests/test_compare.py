@@ -297,15 +297,15 @@ for step in range(10):
 def test_an_interrupt_keeps_what_has_finished(tmp_path, waits_at, code):
     (tmp_path / "train.py").write_text(WAITS)
     command = [sys.executable, "-m", "amp_patch", "compare", "train.py", "--levels", "O0,O1,O4,O5", "--", waits_at]
-    compare = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, start_new_session=True)
-    try:
-        while not (tmp_path / "waiting").exists() and compare.poll() is None:
-            time.sleep(0.05)
-        os.killpg(compare.pid, signal.SIGINT)
-        compare.communicate(timeout=120)
-    finally:
-        if compare.poll() is None:
-            os.killpg(compare.pid, signal.SIGKILL)
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, start_new_session=True) as compare:
+        try:
+            while not (tmp_path / "waiting").exists() and compare.poll() is None:
+                time.sleep(0.05)
+            os.killpg(compare.pid, signal.SIGINT)
+            compare.communicate(timeout=120)
+        finally:
+            if compare.poll() is None:
+                os.killpg(compare.pid, signal.SIGKILL)
     assert compare.returncode == code
     runs = runs_of(tmp_path / "amp_compare")
     finished = {"O4": [("O0", 10), ("O1", 10)], "O1": [("O0", 10)]}[waits_at]
