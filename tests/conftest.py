@@ -36,6 +36,14 @@ def restored():
     amp.restore()
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """What torch.compile has made before is not used in the test, nor what the test makes after it."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Two processes of one gloo group, in which all tests that use them run."""

@@ -21,11 +21,8 @@ LOW = [torch.float16, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
+def cleared(fresh_compiler):
     counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 class Step(Graph):

@@ -176,11 +176,11 @@ def test_nothing_is_left_behind_and_nothing_is_changed(device):
     assert training.same(*runs)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("before", [True, False])
 def test_a_compiled_model_is_seen_as_if_it_were_not(before, level):
     """Looked at before the first compilation or after it; afterwards its graphs are used again."""
-    torch._dynamo.reset()
     graphs = []
 
     def backend(graph, _inputs):

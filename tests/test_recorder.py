@@ -796,14 +796,8 @@ def compile_wrapper(model):
     return compile_whole(Wrapper())
 
 
-@pytest.fixture
-def forget_compiled():
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.usefixtures("forget_compiled")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     "make, when",
     [
@@ -832,7 +826,7 @@ def test_compiled_models_stay_one_graph_and_their_forwards_are_seen(make, when):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.usefixtures("forget_compiled")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_model_that_is_not_trained_here_begins_nothing():
     class Brighter(nn.Module):
         def forward(self, inputs):
@@ -851,7 +845,7 @@ def test_a_compiled_model_that_is_not_trained_here_begins_nothing():
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.usefixtures("forget_compiled")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_model_is_known_as_soon_as_initialize_is_called():
     with amp.record() as run:
         first, optimizer = started("O0")
@@ -866,7 +860,7 @@ def test_a_compiled_model_is_known_as_soon_as_initialize_is_called():
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.usefixtures("forget_compiled")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_after_a_recording_nothing_of_it_is_in_compiled_models():
     optimized = torch._dynamo.OptimizedModule
     before = optimized.__call__, nn.Module.compile
@@ -885,6 +879,7 @@ def test_after_a_recording_nothing_of_it_is_in_compiled_models():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be instantiated")
@@ -901,7 +896,6 @@ def test_a_compiled_loop_is_recorded_and_nothing_of_that_is_compiled():
     compiled = torch.compile(step, backend="eager")
     with amp.record(inspect=True) as run:
         losses = [compiled(*images(index)).item() for index in range(3)]
-    torch._dynamo.reset()
     assert run.loss == losses and [look.step for look in run.looks] == [1] and run.notes == []
 
 

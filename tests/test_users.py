@@ -1,7 +1,7 @@
 """What users of Apex's and torch's AMP asked for; each test is named after what it promises.
 
 Numbers in comments are issues of NVIDIA/apex unless a project is named. Promises with a file of their own (overflow,
-resume, copies, casts) are tested there.
+resume, copies, casts, several processes) are tested there.
 """
 
 from __future__ import annotations

@@ -654,7 +654,7 @@ def _tell_of_compiled(model: nn.Module) -> None:
             model._compiled_call_impl = found.compiled
 
     ours = CompiledForward(model, compiled, _compiled_begins)
-    with _lock:
+    with _lock:  # not by `_patches.set`, which would hold the model until then
         _patches.apply(lambda: setattr(model, "_compiled_call_impl", ours), undo)
 
 
