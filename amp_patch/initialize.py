@@ -188,7 +188,7 @@ def initialize_as(
         return _apex_form(models, optimizers, optimizer_list)
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
-    kept = _check(model_list, targets, policy, keep_fp32, methods, dialect)
+    kept = _check(model_list, targets, policy, keep_fp32, methods, dialect, process_group)
     policy = settle(policy, on_cpu=model_side.use_cpu(model_list))
 
     _leave_earlier_trainings(model_list, targets, kept, policy)
@@ -464,6 +464,7 @@ def _check(
     keep_fp32: Any,
     methods: tuple[str, ...],
     dialect: Dialect,
+    process_group: Any,
 ) -> list[nn.Module]:
     """Validate everything that can be wrong with models and optimizers; returns the modules that stay FP32."""
     if not models:
@@ -480,6 +481,8 @@ def _check(
         if model_side.policy_of(model) is None and not dialect.models_may_be_low_precision:
             model_side.check_fp32(model, policy, kept)
     shards.check(models, policy, kept)
+    retyped = {id(p) for model in models for p in model_side.not_cast_to(model, kept, policy.cast_model_type)}
+    replicas.check(models, retyped, policy, process_group)
     return kept
 
 
@@ -488,7 +491,7 @@ def _leave_earlier_trainings(
 ) -> None:
     """Undo what earlier calls did to these objects, as far as this one wants it otherwise."""
     again = [model for model in models if model_side.policy_of(model) is not None]
-    recast = [model for model in again if not model_side.is_cast_to(model, kept, policy.cast_model_type)]
+    recast = [model for model in again if model_side.not_cast_to(model, kept, policy.cast_model_type)]
     if recast:
         params = {id(p) for model in recast for p in model.parameters()}
         earlier = [o for t in _trainings for ref in t.optimizers if (o := ref()) is not None]

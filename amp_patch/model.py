@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from amp_patch import casts, links, regions, shards, subclass, tree
+from amp_patch.accumulation import set_data
 from amp_patch.forward_hook import NoHook
 from amp_patch.patch import Patches
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
@@ -182,9 +183,11 @@ def check(model: Any) -> None:
         raise ValueError(
             f"initialize: the model is wrapped in {name}; pass the model itself and wrap what initialize() returns"
         )
-    if shards.is_fsdp1(model):
+    wrapped = next((key for key, module in model.named_modules() if shards.is_fsdp1(module)), None)
+    if wrapped is not None:
         raise ValueError(
-            f"initialize: the model is wrapped in {name}, whose flattened shards no overflow check of ours agrees on; "
+            f"initialize: {repr(wrapped) + ' of ' if wrapped else ''}the model is wrapped in "
+            "FullyShardedDataParallel, whose flattened shards no overflow check of ours agrees on; "
             "shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead, then call initialize()"
         )
     if isinstance(model, torch.jit.ScriptModule):
@@ -258,21 +261,22 @@ def to_cast(models: list[nn.Module], kept: list[nn.Module]) -> tuple[list[nn.Par
     return list(params.values()), buffers
 
 
-def is_cast_to(model: nn.Module, kept: list[nn.Module], dtype: torch.dtype | None) -> bool:
-    """Whether each parameter of `model` already has the type that a cast to `dtype` would give it."""
+def not_cast_to(model: nn.Module, kept: list[nn.Module], dtype: torch.dtype | None) -> list[nn.Parameter]:
+    """The parameters of `model` that do not have the type yet that a cast to `dtype` would give them."""
     stays = {id(p) for module in kept for p in module.parameters()}
-    return all(
-        p.dtype is (torch.float32 if dtype is None or id(p) in stays else dtype)
+    return [
+        p
         for p in model.parameters()
         if p.dtype is torch.float32 or p.dtype in LOW_PRECISION
-    )
+        if p.dtype is not (torch.float32 if dtype is None or id(p) in stays else dtype)
+    ]
 
 
 def cast(params: Iterable[nn.Parameter], buffers: Iterable[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
     """Cast parameters and buffers, and the parameters' gradients, in place: a parameter stays the same object."""
     for param in params:
         grad, param.grad = param.grad, None
-        param.data = param.data.to(dtype)
+        set_data(param, param.data.to(dtype))
         if grad is not None:
             param.grad = grad.to(dtype)
     for module, name in buffers:
@@ -351,7 +355,7 @@ def restore(model: nn.Module) -> None:
         master = links.master_of(param)
         if master is not None:
             param.grad = None
-            param.data = master.data
+            set_data(param, master.data)
             links.disconnect(param)
         elif param.dtype in LOW_PRECISION:
             cast([param], [], torch.float32)

@@ -8,8 +8,9 @@ had, rounded differently: equal weights, updated differently. And gradients that
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,14 +19,52 @@ import torch
 from torch import nn
 from torch.nn.parallel import distributed
 
-from amp_patch import links
+from amp_patch import links, shards
 from amp_patch.patch import Patches
+from amp_patch.policy import Policy
 from amp_patch.scaler import LossScaler
 
+_DDP = distributed.DistributedDataParallel
 _FUNCTION = "_sync_module_states"  # by which torch's DDP broadcasts the weights
 _patches = Patches()
 _installed = False
 _scalers: WeakKeyDictionary[nn.Module, list[LossScaler]] = WeakKeyDictionary()
+
+
+def check(models: Iterable[nn.Module], retyped: Collection[int], policy: Policy, process_group: Any) -> None:
+    """Raise if a DistributedDataParallel that is inside of a model, or around it, could not go on reducing gradients.
+
+    `retyped`: ids of the parameters whose type `initialize` would change.
+    """
+    around = _hooked_from_outside() if retyped else set()
+    for model in models:
+        name = type(model).__name__
+        inside = {id(p) for module in model.modules() if isinstance(module, _DDP) for p in module.parameters()}
+        for key, param in model.named_parameters():
+            if id(param) in retyped and id(param) in inside | around:
+                raise ValueError(
+                    f"initialize: parameter {key!r} of {name} is in a DistributedDataParallel already, and opt_level "
+                    f"{policy.opt_level!r} changes its type: autograd would forget DDP's hooks, and the processes "
+                    "drift apart; call initialize() first, then wrap the model or its part, or keep that part in FP32 "
+                    "(keep_fp32)"
+                )
+            if not inside or not policy.scales_loss or process_group is not None or shards.is_dtensor(param):
+                continue
+            if param.requires_grad and id(param) not in inside:
+                raise ValueError(
+                    f"initialize: parameter {key!r} of {name} is in none of the model's DistributedDataParallels, so "
+                    "that an overflow of its gradient would be one process's alone, which would skip a step that the "
+                    "others take; pass process_group=torch.distributed.group.WORLD, or wrap the whole model instead"
+                )
+
+
+def _hooked_from_outside() -> set[int]:
+    """The parameters (ids) of all DistributedDataParallels of this process. Nothing leads there from a parameter."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return set()
+    if any(issubclass(type(found), _DDP) for found in gc.get_objects()):
+        gc.collect()  # some may be garbage
+    return {id(p) for found in gc.get_objects() if issubclass(type(found), _DDP) for p in found.parameters()}
 
 
 def follow(models: Iterable[nn.Module], scalers: list[LossScaler]) -> None:
@@ -59,8 +98,7 @@ def install() -> None:
         return result
 
     _patches.set(distributed, _FUNCTION, with_masters)
-    ddp = distributed.DistributedDataParallel
-    _patches.set(ddp, "no_sync", _telling(ddp.no_sync))
+    _patches.set(_DDP, "no_sync", _telling(_DDP.no_sync))
     _installed = True
 
 
@@ -77,12 +115,15 @@ def _broadcast_scales(module: nn.Module, process_group: Any, bucket_size: int, s
 
 
 def _telling(no_sync: Any) -> Any:
-    """DDP's `no_sync`, of which the models inside know: as in torch, the forward decides what backward reduces."""
+    """DDP's `no_sync`, of which the models inside and around know: as in torch, the forward decides what is reduced."""
 
     @functools.wraps(no_sync)
     @contextmanager
     def telling(self: Any) -> Iterator[None]:
-        states = [state for m in self.module.modules() if hasattr(state := vars(m).get("_amp"), "no_sync")]
+        inside = {id(m): m for m in self.module.modules()}
+        around = [m for m in list(_scalers) if id(m) not in inside and any(part is self for part in m.modules())]
+        models = (*inside.values(), *around)
+        states = [state for m in models if hasattr(state := vars(m).get("_amp"), "no_sync")]
         before = [state.no_sync for state in states]
         with no_sync(self):
             for state in states:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import gc
 import inspect
 import pickle
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -429,6 +431,63 @@ def test_hooks_on_the_model_fire_and_are_kept():
     model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2")
     training.train(model, optimizer, 1, lambda step: (training.images(0)[0].requires_grad_(), training.images(0)[1]))
     assert calls == ["forward", "backward"]
+
+
+def accumulation_node(param):
+    """The node of autograd that adds up the gradient of `param`, as Horovod and FSDP1 get at it."""
+    return param.expand_as(param).grad_fn.next_functions[0][0]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_hooks_on_accumulation_nodes_fire_after_the_cast_and_after_the_way_back(level):
+    model = linear([[2.0]])
+    node, calls = accumulation_node(model.weight), []
+    node.register_prehook(lambda grads: calls.append("before"))
+    removable = node.register_hook(lambda *_: calls.append(("once", model.weight.grad.dtype)))
+    node.register_hook(lambda inputs, grads: calls.append(grads[0].dtype))
+    model.weight.register_hook(lambda grad: calls.append("tensor"))
+    model.weight.register_post_accumulate_grad_hook(lambda param: calls.append("accumulated"))
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, loss_scale=2.0)
+    low = CAST.get(level, torch.float32)
+
+    def fired():
+        calls.clear()
+        backward(model(torch.ones(1, 1)).sum(), optimizer)
+        optimizer.zero_grad()
+        return list(calls)
+
+    assert sorted(map(str, fired())) == sorted(map(str, ["tensor", "before", ("once", low), low, "accumulated"]))
+    removable.remove()  # the user's own handle still counts
+    assert sorted(map(str, fired())) == sorted(map(str, ["tensor", "before", low, "accumulated"]))
+    node.register_hook(lambda *_: calls.append("late"))
+    for again in ("O5", "O2", "O0", level):
+        model, optimizer = amp.initialize(model, optimizer, opt_level=again, loss_scale=2.0)
+    assert sorted(map(str, fired())) == sorted(map(str, ["tensor", "before", low, "late", "accumulated"]))
+    amp.restore()
+    calls.clear()
+    model(torch.ones(1, 1)).sum().backward()
+    expected = ["tensor", "before", torch.float32, "late", "accumulated"]
+    assert sorted(map(str, calls)) == sorted(map(str, expected))
+
+
+def test_a_hook_before_an_accumulation_node_may_change_the_gradient():
+    model = linear([[2.0]])
+    node = accumulation_node(model.weight)
+    node.register_prehook(lambda grads: (grads[0] * 4,))
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2", loss_scale=2.0)
+    backward(model(torch.ones(1, 1)).sum(), optimizer)
+    assert next(amp.master_params(optimizer)).grad.item() == 4.0
+
+
+def test_hooks_on_accumulation_nodes_keep_nothing_alive():
+    model = linear([[2.0]])
+    owner, known = [accumulation_node(model.weight)], weakref.ref(model.weight)
+    owner[0].register_hook(lambda *_, owner=owner: None)
+    model = amp.initialize(model, opt_level="O2")
+    model(torch.ones(1, 1)).sum().backward()
+    del model, owner
+    gc.collect()
+    assert known() is None
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "inference"])
