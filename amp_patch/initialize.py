@@ -354,24 +354,38 @@ def loss_scale(optimizers: Any, loss_id: int = 0) -> Tensor:
     return torch.ones(()) if stash is None else _scaler(stash, loss_id, "loss_scale").scale_tensor.clone()
 
 
-def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The loss scales of the newest `initialize`, in Apex's form. Syncs with the device.
+def state_dict(optimizers: Any = None, *, destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The loss scales of the training that these optimizers belong to, in Apex's form. Syncs with the device.
 
     `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`; written into `destination` if given.
+
+    Args:
+        optimizers: the optimizer, or a list of those, of one `initialize` call. None: of the newest call, as in Apex.
+            A dict is Apex's `destination`.
+
+    Raises:
+        RuntimeError: an optimizer that `initialize` never saw. ValueError: optimizers of several trainings.
     """
+    if isinstance(optimizers, dict):
+        optimizers, destination = None, optimizers
     state = {} if destination is None else destination
-    for index, scaler in enumerate(_newest_scalers()):
+    for index, scaler in enumerate(_scalers_of(optimizers, "state_dict")):
         state[f"loss_scaler{index}"] = scaler.state_dict()
     return state
 
 
-def load_state_dict(state_dict: dict[str, Any]) -> None:
-    """Load what `state_dict` gave, into the loss scalers of the newest `initialize`.
+def load_state_dict(state_dict: dict[str, Any], optimizers: Any = None) -> None:
+    """Load what `state_dict` gave, into the loss scalers of the training that these optimizers belong to.
 
     Another number of scalers is accepted, as in Apex: those that both have are loaded.
 
+    Args:
+        state_dict: the state.
+        optimizers: as for `state_dict`. None: the newest `initialize`, as in Apex.
+
     Raises:
-        RuntimeError: a key that is no loss scaler's; ValueError: a scale that cannot be. Nothing is loaded then.
+        RuntimeError: a key that is no loss scaler's, an optimizer that `initialize` never saw; ValueError: a scale that
+            cannot be, optimizers of several trainings. Nothing is loaded then.
     """
     unexpected = [key for key in state_dict if not (key.startswith("loss_scaler") and key[11:].isdigit())]
     if unexpected:
@@ -379,7 +393,7 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
             f"load_state_dict: unexpected keys {', '.join(map(repr, unexpected))}; wanted what amp.state_dict() gave: "
             "'loss_scaler0', 'loss_scaler1', ..."
         )
-    scalers = _newest_scalers()
+    scalers = _scalers_of(optimizers, "load_state_dict")
     if len(scalers) != len(state_dict):
         logger.warning("load_state_dict: %d loss scalers in the state, %d here", len(state_dict), len(scalers))
     chosen = [(s, state_dict[f"loss_scaler{i}"]) for i, s in enumerate(scalers) if f"loss_scaler{i}" in state_dict]
@@ -602,8 +616,18 @@ def newest_training() -> Training | None:
     return _trainings[-1] if _trainings else None
 
 
-def _newest_scalers() -> list[LossScaler]:
-    return [] if (training := newest_training()) is None else training.scalers
+def _scalers_of(optimizers: Any, caller: str) -> list[LossScaler]:
+    """The loss scalers of the optimizers' training; of the newest one without any."""
+    if optimizers is None:
+        return [] if (training := newest_training()) is None else training.scalers
+    stashes = [stash for target in _targets(optimizers, caller) if (stash := target._amp_stash).enabled]
+    found = {id(stash.scalers): stash.scalers for stash in stashes}
+    if len(found) > 1:
+        raise ValueError(
+            f"{caller}: these optimizers belong to {len(found)} trainings, whose loss scales are saved and loaded "
+            f"apart; call {caller} for the optimizers of one initialize() call at a time"
+        )
+    return next(iter(found.values()), [])
 
 
 def _as_list(one_or_many: Any) -> list[Any]:

@@ -128,6 +128,97 @@ def test_resume_is_bit_exact(level, make_optimizer, order):
     assert same(weights(model), expected)
 
 
+def trainings(seeds):
+    """Per level a model and an optimizer of an `initialize` of their own, with scales that move apart."""
+    made = {}
+    for level, seed in zip(("O1", "O2"), seeds, strict=True):
+        model = convnet(seed)
+        made[level] = amp.initialize(model, ADAM(model.parameters()), opt_level=level, verbosity=0)
+    return made
+
+
+def interleave(made, steps):
+    """The first training overflows in steps 2 and 3, the second in step 7."""
+    for step in steps:
+        for (model, optimizer), overflows in zip(made.values(), ((2, 3), (7,)), strict=True):
+            inputs, targets = training.images(step)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            training.backward(loss * (float("inf") if step in overflows else 1.0), optimizer)
+            optimizer.step()
+
+
+def test_two_trainings_in_one_process_resume_to_the_bit_each_with_its_own_scale():
+    straight = trainings((0, 1))
+    interleave(straight, range(10))
+    expected = {level: (weights(model), amp.state_dict(optimizer)) for level, (model, optimizer) in straight.items()}
+
+    stopped = trainings((0, 1))
+    interleave(stopped, range(5))
+    saved = {
+        level: copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict(optimizer)))
+        for level, (model, optimizer) in stopped.items()
+    }
+    assert [state[2]["loss_scaler0"] for state in saved.values()] == [
+        {"loss_scale": 16384.0, "unskipped": 1},
+        {"loss_scale": 65536.0, "unskipped": 5},
+    ]
+    amp.restore()
+    resumed = trainings((2, 3))
+    for level, (model, optimizer) in resumed.items():
+        model.load_state_dict(saved[level][0])
+        optimizer.load_state_dict(saved[level][1])
+        amp.load_state_dict(saved[level][2], [optimizer])
+    interleave(resumed, range(5, 10))
+    for level, (model, optimizer) in resumed.items():
+        assert same(weights(model), expected[level][0])
+        assert amp.state_dict([optimizer]) == expected[level][1]
+    assert [state["loss_scaler0"]["loss_scale"] for _, state in expected.values()] == [16384.0, 32768.0]
+
+
+def test_the_scales_of_an_optimizer_are_those_of_its_training_and_without_one_the_newest_training_s():
+    made = trainings((0, 1))
+    (_, first), (_, second) = made.values()
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 7}}, first)
+    assert amp.state_dict(first) == {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 7}}
+    assert amp.state_dict(second) == amp.state_dict() == {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}}
+    destination = {"mine": 1}
+    assert amp.state_dict(first, destination=destination) is destination
+    assert destination == {"mine": 1, **amp.state_dict(first)}
+    assert amp.state_dict(destination=(given := {})) is given and given == amp.state_dict(second)
+
+    class Wrapper:
+        def __init__(self, optim):
+            self.optim, self.step = optim, optim.step
+
+    assert amp.state_dict(Wrapper(first)) == amp.state_dict(first)
+    assert amp.state_dict(pickle.loads(pickle.dumps(first))) == amp.state_dict(first)
+
+
+def test_the_scales_of_optimizers_that_have_none_in_common_are_refused_by_name():
+    (_, first), (_, second) = trainings((0, 1)).values()
+    state = amp.state_dict(first)
+    for call, name in ((amp.state_dict, "state_dict"), (lambda o: amp.load_state_dict(state, o), "load_state_dict")):
+        with pytest.raises(ValueError) as refused:
+            call([first, second])
+        assert str(refused.value) == (
+            f"{name}: these optimizers belong to 2 trainings, whose loss scales are saved and loaded apart; call "
+            f"{name} for the optimizers of one initialize() call at a time"
+        )
+        with pytest.raises(RuntimeError) as unknown:
+            call(SGD(convnet().parameters()))
+        assert str(unknown.value) == (
+            f"{name}: this SGD never went through initialize(); call `model, optimizer = amp.initialize(model, "
+            "optimizer, opt_level=...)` first"
+        )
+
+
+def test_optimizers_of_initialize_enabled_false_have_no_scales():
+    optimizers = [SGD(convnet().parameters()) for _ in range(2)]
+    amp.initialize(convnet(), optimizers, enabled=False)
+    assert amp.state_dict(optimizers) == {}
+
+
 @pytest.mark.parametrize("target", ["O0", "O1", "O4"])
 def test_an_o2_checkpoint_continues_elsewhere_from_the_masters_exact_values(target):
     model = convnet()

@@ -11,7 +11,9 @@ from amp_patch.apex.amp._amp_state import _amp_state, maybe_print, warn_or_err
 from amp_patch.apex.amp.handle import AmpHandle, dialect
 from amp_patch.apex.amp.lists import register_edits
 from amp_patch.apex.fp16_utils import FP16_Optimizer
-from amp_patch.initialize import initialize_as, load_state_dict, newest_training, state_dict
+from amp_patch.initialize import initialize_as, newest_training
+from amp_patch.initialize import load_state_dict as load_scales
+from amp_patch.initialize import state_dict as scales
 from amp_patch.override import overridden
 from amp_patch.policy import OPT_LEVELS, Policy, resolve
 
@@ -193,6 +195,16 @@ def initialize(
             optimizer._amp_stash.properties = properties
     maybe_print(f"amp_patch (apex.amp): {training.policy}", rank0=True)
     return result
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The loss scales of the newest `initialize`, written into `destination` if given, as in Apex."""
+    return scales(destination=destination)
+
+
+def load_state_dict(state_dict: dict[str, Any]) -> None:
+    """Load what `state_dict` gave, into the loss scalers of the newest `initialize`, as in Apex."""
+    load_scales(state_dict)
 
 
 def _describe(policy: Policy, properties: Properties) -> Properties:
