@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from amp_patch import casts, shards, tree
+from amp_patch import buffers, casts, shards, tree
 from amp_patch.compiling import eagerly
 from amp_patch.model import KeptModule, policy_of, uncompiled, undone
 from amp_patch.patch import Patches
-from amp_patch.policy import Policy
+from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.rules import RULES
 from amp_patch.scaler import is_first_rank
 
@@ -61,9 +61,9 @@ class OpCall:
         gave: the dtypes of the tensors that came back.
         decided: why. The rule of the op lists (oplists.py): "lower", "fp32", "widest", "match_self", "banned" (allowed,
             it is fp32), with their special cases in brackets; "your register_half_function", or a sibling of it;
-            "keep_fp32" or "keep_batchnorm_fp32" in modules that are kept; for a "cast" the argument of `initialize`
-            that wants it; else "none: torch's own promotion". "emulated FP16", alone or behind a rule: a CPU multiplied
-            the FP16 values in FP32, and rounded the result.
+            "keep_fp32", "keep_batchnorm_fp32" or "buffers alone" in modules that are kept; for a "cast" the argument of
+            `initialize` that wants it; else "none: torch's own promotion". "emulated FP16", alone or behind a rule: a
+            CPU multiplied the FP16 values in FP32, and rounded the result.
     """
 
     module: str
@@ -81,7 +81,8 @@ class Explanation:
     Attributes:
         policy: what `initialize` resolved for the model; None for a model that never went through it.
         kept: name of a module that stays FP32, with its children -> "keep_fp32" (what shares a weight with such a
-            module too) or "keep_batchnorm_fp32". At O1 and O4 the op lists keep the batch norms: they are not here.
+            module too), "keep_batchnorm_fp32", or "buffers alone" (it has no parameters). At O1 and O4 the op lists
+            keep the batch norms: they are not here.
         calls: in the order in which they began. Functions that torch calls inside of one on the lists are left out.
     """
 
@@ -426,11 +427,12 @@ def _kept(model: nn.Module, policy: Policy | None) -> dict[str, str]:
         cast = policy is not None and policy.cast_model_type is not None
         is_norm = cast and isinstance(module, nn.modules.batchnorm._BatchNorm)
         is_kept = isinstance(module, KeptModule) or (
-            is_norm and all(param.dtype is torch.float32 for param in module.parameters())
+            is_norm and not any(t.dtype in LOW_PRECISION for t in (*module.parameters(), *module.buffers()))
         )
         if is_kept and id(module) not in inner:
             by_level = is_norm and policy is not None and policy.keep_batchnorm_fp32
-            found[name] = "keep_batchnorm_fp32" if by_level else "keep_fp32"
+            by_rule = cast and buffers.are_all_that(module) and not is_norm
+            found[name] = "keep_batchnorm_fp32" if by_level else "buffers alone" if by_rule else "keep_fp32"
             inner.update(map(id, module.modules()))
     return found
 

@@ -548,7 +548,8 @@ def _enter(
         optimizer_side.enter_training(target, stash, about_to_be_cast, training.dialect.optimizer)
     model_side.enter_training(models, kept, policy, methods, on_demand=not targets)
     if policy.cast_model_type is not None:
-        model_side.cast(params, buffers, policy.cast_model_type)
+        model_side.cast(params, policy.cast_model_type)
+        model_side.cast_buffers(models, buffers, policy.cast_model_type)
     for model in models:
         model_side.reflatten(model)
     for target in targets:

@@ -1,4 +1,4 @@
-"""Which modules stay FP32 inside a model that is cast: the user's rules, batch norms, and what hangs on either."""
+"""Which modules stay FP32 inside a model that is cast: the user's rules, batch norms, tables, what hangs on these."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from amp_patch import buffers
 from amp_patch.policy import Policy
 
 # A rule for modules that stay FP32: their qualified name, their class, or a predicate over (name, module).
@@ -14,7 +15,8 @@ KeepFP32 = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 
 
 def kept_modules(models: list[nn.Module], policy: Policy, rules: Iterable[KeepFP32]) -> list[nn.Module]:
-    """The outermost modules that stay FP32: by `rules`, and batch norms where the policy keeps them.
+    """The outermost modules that stay FP32: by `rules`, batch norms where the policy keeps them, and in a cast model
+    those that have buffers and no parameters: low precision saves nothing there, and ruins a rotary table's angles.
 
     Raises:
         ValueError: a name that no model has, a class of which no model has an instance.
@@ -27,8 +29,12 @@ def kept_modules(models: list[nn.Module], policy: Policy, rules: Iterable[KeepFP
             raise ValueError(f"initialize: keep_fp32 names {rule!r}, which matches no module of the given models")
         kept.update((id(m), m) for outer in found for m in with_forward(outer))
     if policy.cast_model_type is not None and policy.keep_batchnorm_fp32:
-        norms = (m for model in models for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+        norms = (m for model in models for m in model.modules() if _is_batch_norm(m))
         kept.update((id(m), m) for m in norms)
+    if policy.cast_model_type is not None:
+        roots = {id(model) for model in models}
+        inside = (m for model in models for m in model.modules() if id(m) not in roots and not _is_batch_norm(m))
+        kept.update((id(m), m) for m in inside if buffers.are_all_that(m))
     # Attention reads its projection's weight itself.
     for model in models:
         for module in model.modules():
@@ -49,6 +55,10 @@ def with_forward(module: nn.Module) -> list[nn.Module]:
     if type(module).forward is not nn.Module.forward:
         return [module]
     return [inner for child in module.children() for inner in with_forward(child)]
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
 def _as_rules(rules: Any) -> list[KeepFP32]:

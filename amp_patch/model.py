@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from amp_patch import casts, links, regions, shards, subclass, tree
+from amp_patch import buffers, casts, links, regions, shards, subclass, tree
 from amp_patch.accumulation import set_data
 from amp_patch.forward_hook import NoHook
 from amp_patch.patch import Patches
@@ -50,6 +50,7 @@ class ModelState:
         handles: of hooks on FSDP modules inside the model.
         no_sync: whether DDP's `no_sync()` is entered (replicas.py says so).
         local: whether the gradients of the last forward stay on this process: it ran under `no_sync()`.
+        watch: looks for cast buffers that training writes; None when it has seen enough.
     """
 
     policy: Policy
@@ -61,10 +62,12 @@ class ModelState:
     handles: list[Any] = field(default_factory=list)
     no_sync: bool = False
     local: bool = False
+    watch: buffers.Watch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has parameters of its own, and no masters.
-        return {**vars(self), "on_demand": True, "exposed": [], "handles": [], "no_sync": False, "local": False}
+        fresh = {"on_demand": True, "exposed": [], "handles": [], "no_sync": False, "local": False, "watch": None}
+        return {**vars(self), **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -85,6 +88,8 @@ class AmpModel(subclass.Generated):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """torch's, with low-precision weights given as the FP32 values of their masters (without one: upcast).
 
+        Buffers that the cast rounded are given as they were before it, where nothing wrote them since.
+
         Like torch's its tensors share memory with the model where there are masters: what is written into them is
         rounded into the weights at the next forward.
         """
@@ -103,12 +108,13 @@ class AmpModel(subclass.Generated):
                         links.connect(param, nn.Parameter(param.detach().float(), requires_grad=param.requires_grad))
         own.exposed = links.linked(set(params.values()))
         links.reconcile(own.exposed)
+        exact = buffers.exact_values(module, prefix)
         for name, value in state.items():
             if not (name.startswith(prefix) and isinstance(value, Tensor) and value.dtype in LOW_PRECISION):
                 continue
             master = links.master_of(params[name]) if name in params else None
             if master is None:
-                state[name] = value.float()
+                state[name] = exact[name] if name in exact else value.float()
             else:
                 state[name] = master if kwargs.get("keep_vars", False) else master.detach()
         return state
@@ -133,6 +139,8 @@ class AmpModel(subclass.Generated):
                     link.master.copy_(value)
                 loaded.append((param, link))
         links.publish(loaded)
+        if cast:
+            buffers.load(module, state_dict, prefix, vars(self)["_amp"].low_buffers)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """torch's, for the masters' gradients too."""
@@ -237,7 +245,7 @@ def check_fp32(model: nn.Module, policy: Policy, kept: list[nn.Module]) -> None:
             )
 
 
-def to_cast(models: list[nn.Module], kept: list[nn.Module]) -> tuple[list[nn.Parameter], list[tuple[nn.Module, str]]]:
+def to_cast(models: list[nn.Module], kept: list[nn.Module]) -> tuple[list[nn.Parameter], list[buffers.Owned]]:
     """What a cast changes: the FP32 parameters outside of `kept`, each once, and the FP32 buffers (module, name).
 
     Not sharded parameters: fully_shard gathers their FP32 shards in another type.
@@ -252,13 +260,13 @@ def to_cast(models: list[nn.Module], kept: list[nn.Module]) -> tuple[list[nn.Par
         for p in m._parameters.values()
         if p is not None and p.dtype is torch.float32 and not shards.is_dtensor(p)
     }
-    buffers = [
+    owned = [
         (m, name)
         for m in modules.values()
         for name, buffer in m._buffers.items()
         if buffer is not None and buffer.dtype is torch.float32
     ]
-    return list(params.values()), buffers
+    return list(params.values()), owned
 
 
 def not_cast_to(model: nn.Module, kept: list[nn.Module], dtype: torch.dtype | None) -> list[nn.Parameter]:
@@ -272,17 +280,21 @@ def not_cast_to(model: nn.Module, kept: list[nn.Module], dtype: torch.dtype | No
     ]
 
 
-def cast(params: Iterable[nn.Parameter], buffers: Iterable[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
-    """Cast parameters and buffers, and the parameters' gradients, in place: a parameter stays the same object."""
+def cast(params: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """Cast parameters and their gradients, in place: a parameter stays the same object."""
     for param in params:
         grad, param.grad = param.grad, None
         set_data(param, param.data.to(dtype))
         if grad is not None:
             param.grad = grad.to(dtype)
-    for module, name in buffers:
-        buffer = module._buffers[name]
-        assert buffer is not None
-        module._buffers[name] = buffer.to(dtype)
+
+
+def cast_buffers(models: Iterable[nn.Module], owned: list[buffers.Owned], dtype: torch.dtype) -> None:
+    """Cast the buffers of models of a training, and watch those that are FP32 no more."""
+    buffers.cast(owned, dtype)
+    for model in models:
+        if isinstance(model, AmpModel) and (watch := buffers.Watch(model, owned)).owned:
+            vars(model)["_amp"].watch = watch
 
 
 def use_cpu(models: Iterable[nn.Module]) -> bool:
@@ -358,12 +370,8 @@ def restore(model: nn.Module) -> None:
             set_data(param, master.data)
             links.disconnect(param)
         elif param.dtype in LOW_PRECISION:
-            cast([param], [], torch.float32)
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            was_low = f"{prefix}.{name}".lstrip(".") in low_buffers
-            if buffer is not None and buffer.dtype in LOW_PRECISION and not was_low:
-                module._buffers[name] = buffer.float()
+            cast([param], torch.float32)
+    buffers.uncast(model, but=low_buffers)
     reflatten(model)
 
 
@@ -377,13 +385,8 @@ def to_plain_fp32(model: nn.Module) -> None:
             restore(module)
         elif isinstance(module, KeptModule):
             _take(module)
-    low = [
-        (m, name)
-        for m in model.modules()
-        for name, b in m._buffers.items()
-        if b is not None and b.dtype in LOW_PRECISION
-    ]
-    cast([p for p in model.parameters() if p.dtype in LOW_PRECISION], low, torch.float32)
+    cast([p for p in model.parameters() if p.dtype in LOW_PRECISION], torch.float32)
+    buffers.uncast(model)
 
 
 def allow_fast_path() -> None:
@@ -405,14 +408,14 @@ def gradients_stay_local(model: nn.Module) -> bool:
 def undone(model: nn.Module) -> Iterator[None]:
     """Afterwards put back buffers (a batch norm counts its batches) and the state of the random generators."""
     # A forward may write to a buffer, or put another tensor in its place.
-    buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    held = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     try:
         with torch.random.fork_rng(devices=sorted(d.index for d in devices)):
             yield
     finally:
         with torch.no_grad():
-            for module, name, buffer, before in buffers:
+            for module, name, buffer, before in held:
                 buffer.copy_(before)
                 module._buffers[name] = buffer
 
@@ -481,6 +484,8 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
             links.publish_written(own.exposed)
         if (policy.cast_model_type is not None or policy.scales_loss) and torch.is_grad_enabled():
             own.local = own.no_sync
+        watch = own.watch if torch.is_grad_enabled() and self.training and not is_dynamo_compiling() else None
+        before = [] if watch is None else watch.before()
         outer, _running.policy = _running.policy, policy
         given = args, kwargs
         try:
@@ -492,6 +497,8 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
                 output = method(self, *args, **kwargs)
         finally:
             _running.policy = outer
+        if watch is not None and not watch.after(before):
+            own.watch = None
         edits.give_back(lambda value: _cast_out(value, policy, outer))
         return _cast_out(output, policy, outer)
 

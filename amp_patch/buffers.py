@@ -1,0 +1,173 @@
+"""The buffers of a cast model: their exact FP32 values, and those that training writes where nothing moves.
+
+A buffer is cast as a weight is, but no optimizer holds a master of it. What the cast rounded away is kept beside it: in
+the `__dict__` of the module that owns the buffer, so that parts, copies and pickles of a model have it too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from amp_patch.policy import LOW_PRECISION
+
+# A module that owns a buffer, and the buffer's name in it.
+Owned = tuple[nn.Module, str]
+
+_EXACT = "_amp_exact"  # in a module: name of a buffer -> its value in FP32, where low precision does not hold that
+
+
+def are_all_that(module: nn.Module) -> bool:
+    """Whether `module` computes from FP32 buffers and has no parameters at all: a rotary table, a window, a filter.
+
+    Not a container that is never called itself, whose buffers others read.
+    """
+    return (
+        type(module).forward is not nn.Module.forward
+        and any(b is not None and b.dtype is torch.float32 for b in module._buffers.values())
+        and not any(b is not None and b.dtype in LOW_PRECISION for b in module._buffers.values())
+        and next(module.parameters(), None) is None
+    )
+
+
+def cast(owned: Iterable[Owned], dtype: torch.dtype) -> None:
+    """Cast FP32 buffers to `dtype` and remember their values. A tensor that two modules share stays shared."""
+    done: dict[int, tuple[Tensor, Tensor]] = {}  # the key is an id: both are held meanwhile
+    for module, name in owned:
+        buffer = module._buffers[name]
+        assert buffer is not None
+        _, low = done.setdefault(id(buffer), (buffer, buffer.to(dtype)))
+        module._buffers[name] = low
+        _remember(module, name, buffer, dtype)
+
+
+def uncast(model: nn.Module, but: Collection[str] = ()) -> None:
+    """Undo `cast` for all low-precision buffers of `model`, save those that `but` names; nothing is remembered then."""
+    done: dict[int, tuple[Tensor, Tensor]] = {}
+    for path, module in model.named_modules():
+        for name in _low(module):
+            if _join(path, name) not in but:
+                low = module._buffers[name]
+                assert low is not None
+                _, module._buffers[name] = done.setdefault(id(low), (low, _exact(module, name, low)))
+        vars(module).pop(_EXACT, None)
+
+
+def exact_values(model: nn.Module, prefix: str) -> dict[str, Tensor]:
+    """The FP32 values of those cast buffers of `model` that low precision does not hold, by their names."""
+    return {
+        name: _exact(module, key, buffer) for name, module, key, buffer in _cast_buffers(model, prefix, remembered=True)
+    }
+
+
+def load(model: nn.Module, state: dict[str, Tensor], prefix: str, but: Collection[str]) -> None:
+    """Remember the FP32 values of a state dict that torch loads, rounded, into the low-precision buffers of `model`.
+
+    `but`: names of buffers that were low precision before any cast of ours.
+    """
+    for name, module, key, buffer in _cast_buffers(model, "", remembered=False):
+        value = state.get(prefix + name)
+        if name not in but and isinstance(value, Tensor) and value.shape == buffer.shape:
+            _remember(module, key, value.detach().to(buffer.device, torch.float32, copy=True), buffer.dtype)
+
+
+def _cast_buffers(model: nn.Module, prefix: str, remembered: bool) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    for path, module in model.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
+        for name in _low(module):
+            buffer = module._buffers[name]
+            if buffer is not None and (not remembered or name in vars(module).get(_EXACT, ())):
+                yield _join(path, name), module, name, buffer
+
+
+def _remember(module: nn.Module, name: str, value: Tensor, dtype: torch.dtype) -> None:
+    """Keep `value` (FP32) beside the buffer `name` that holds it in `dtype`, if that has rounded it. Syncs."""
+    value = value.detach()
+    if value.is_meta or not torch.equal(value, value.to(dtype).float()):
+        vars(module).setdefault(_EXACT, {})[name] = value
+    else:
+        vars(module).get(_EXACT, {}).pop(name, None)
+
+
+@torch.no_grad()
+def _exact(module: nn.Module, name: str, low: Tensor) -> Tensor:
+    """`low` in FP32. Elements that are the rounded ones of the remembered value have that; others were written since.
+
+    Values tell: a buffer is moved to other devices, copied, and broadcast by DDP, as other tensors with other versions.
+    """
+    kept: Tensor | None = vars(module).get(_EXACT, {}).get(name)
+    if kept is None or kept.shape != low.shape:
+        return low.float()
+    kept = kept.to(low.device)
+    return torch.where(kept.to(low.dtype) == low, kept, low.float())
+
+
+def _low(module: nn.Module) -> list[str]:
+    return [name for name, b in module._buffers.items() if b is not None and b.dtype in LOW_PRECISION]
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running averages
+
+
+class Watch:
+    """Looks on for two training forwards, and then names the cast buffers that both of them wrote.
+
+    One forward may fill a cache; what each writes is a running average, say, which stands still in low precision when
+    its decay is near 1, or a counter. Compiled forwards are not looked at. A copy of a model is not watched.
+    """
+
+    def __init__(self, model: nn.Module, owned: Iterable[Owned]) -> None:
+        names = {id(module): path for path, module in model.named_modules()}
+        self.owned = [
+            (names[id(m)], m, name) for m, name in owned if id(m) in names and not _is_vector_of_a_norm(m, name)
+        ]
+        self.looks = 0
+
+    def before(self) -> list[tuple[Tensor | None, int]]:
+        """What the buffers are when a forward begins."""
+        return [self._state(module, name) for _, module, name in self.owned]
+
+    def after(self, before: list[tuple[Tensor | None, int]]) -> bool:
+        """The forward is over: warn if it is the second. Returns whether there is more to look at."""
+        now = self.before()
+        self.owned = [
+            owned
+            for owned, (old, old_version), (new, version) in zip(self.owned, before, now, strict=True)
+            if new is not old or version != old_version
+        ]
+        self.looks += 1
+        if self.owned and self.looks == 2:
+            self._warn()
+        return bool(self.owned) and self.looks < 2
+
+    def _warn(self) -> None:
+        names = [_join(path, name) for path, _, name in self.owned]
+        modules = sorted({path for path, _, _ in self.owned if path})
+        kept = f"keep_fp32={modules} keeps their modules FP32, and a" if modules else "A"
+        buffer = self.owned[0][1]._buffers[self.owned[0][2]]
+        dtype = "low precision" if buffer is None else str(buffer.dtype)
+        warnings.warn(
+            f"initialize: each forward writes the buffers {names}, which are {dtype}: there a running average with a "
+            f"decay near 1 stands still, and so does a counter after a few hundred steps. {kept} module of its own "
+            "that has buffers and no parameters stays FP32 by itself",
+            stacklevel=6,
+        )
+
+    @staticmethod
+    def _state(module: nn.Module, name: str) -> tuple[Tensor | None, int]:
+        buffer = module._buffers.get(name)
+        return buffer, -1 if buffer is None or buffer.is_inference() else buffer._version
+
+
+def _is_vector_of_a_norm(module: nn.Module, name: str) -> bool:
+    """Whether this is a vector of torch's spectral norm, which each forward improves: no average."""
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
+    return any(name in (f"{hook.name}_u", f"{hook.name}_v") for hook in hooks)

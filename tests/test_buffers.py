@@ -1,0 +1,309 @@
+"""Buffers of cast models: tables stay FP32, exact values come back, and averages that would stand still are named."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+import training
+from conftest import DEVICES
+from torch import nn
+from training import SGD
+
+from amp_patch import amp
+
+CAST = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
+FREQUENCIES = 1.0 / 10000 ** (torch.arange(0, 8, 2) / 8)
+
+
+class Rotary(nn.Module):
+    """The rotary table of language models: cosines of positions times frequencies, in the type of `x`."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("frequencies", FREQUENCIES.clone(), persistent=False)
+
+    def forward(self, x, positions):
+        self.ran = self.frequencies.dtype
+        angles = positions[:, None].float() * self.frequencies
+        return angles.cos().to(x.dtype), angles.sin()
+
+
+class Table(nn.Module):
+    """A module with a parameter and a table."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("table", values.clone())
+
+    def forward(self, x):
+        return self.linear(x) * self.scale + self.table
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.rotary = Table(FREQUENCIES), Rotary()
+
+    def forward(self, x):
+        x = self.table(x)
+        cos, sin = self.rotary(x, torch.arange(len(x)) + 1000)
+        self.seen = cos, sin, x.detach()
+        return x * cos + sin
+
+
+def cast_model(level="O5", device="cpu", **options):
+    torch.manual_seed(0)
+    model = Model().to(device)
+    return amp.initialize(model, SGD(model.parameters()), opt_level=level, **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", CAST)
+def test_a_module_with_buffers_and_no_parameters_computes_in_fp32_and_fits_outside(level, device):
+    model, _ = cast_model(level, device)
+    model(torch.ones(3, 4, device=device))
+    cos, sin, x = model.seen
+    assert model.rotary.frequencies.dtype is model.rotary.ran is torch.float32
+    assert cos.dtype is sin.dtype is x.dtype is model.table.table.dtype is CAST[level]
+    exact = ((torch.arange(3) + 1000.0)[:, None] * FREQUENCIES).cos()
+    assert torch.equal(cos.cpu(), exact.to(CAST[level]))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_nothing_changes_where_weights_are_not_cast(level):
+    model, _ = cast_model(level)
+    assert type(model.rotary) is Rotary and model.table.table.dtype is torch.float32
+
+
+class Normalized(nn.Module):
+    """A container: its children have the parameters, itself it has only buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.full((4,), 0.1))
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+        self.norm, self.stats = nn.BatchNorm1d(4, affine=False), nn.Module()
+        self.stats.register_buffer("std", torch.full((4,), 3.0))
+
+    def forward(self, x):
+        x = (x - self.mean) / self.stats.std
+        assert x.dtype is self.mean.dtype  # nothing promoted
+        return self.norm(self.layers[0](x))
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_containers_norms_and_holders_are_not_caught(level):
+    model = amp.initialize(nn.Sequential(Normalized()), opt_level=level)
+    assert model[0].mean.dtype is model[0].stats.std.dtype is model[0].layers[0].weight.dtype is CAST[level]
+    assert model[0].norm.running_mean.dtype is (torch.float16 if level == "O3" else torch.float32)
+    assert model(torch.ones(3, 4)).dtype is torch.float32
+    assert amp.explain(model, torch.ones(3, 4)).kept == ({} if level == "O3" else {"0.norm": "keep_batchnorm_fp32"})
+
+
+def test_explain_says_why_a_table_stays_fp32():
+    model, _ = cast_model()
+    assert amp.explain(model, torch.ones(3, 4)).kept == {"rotary": "buffers alone"}
+
+
+def test_a_model_that_is_all_buffers_is_cast_and_restored():
+    model = amp.initialize(Rotary(), opt_level="O5")
+    assert model.frequencies.dtype is torch.bfloat16
+    amp.restore()
+    assert type(model) is Rotary and torch.equal(model.frequencies, FREQUENCIES)
+
+
+def through_pickle(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", CAST)
+def test_exact_values_come_back_wherever_fp32_is_promised(level, device):
+    model, optimizer = cast_model(level, device)
+    training.train(model, optimizer, 2, lambda step: (torch.ones(3, 4, device=device), torch.ones(3, 4, device=device)))
+    values = FREQUENCIES.to(device)
+    assert model.table.table.dtype is CAST[level]
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), through_pickle(model)):
+        assert torch.equal(each.state_dict()["table.table"], values)
+        assert torch.equal(each.state_dict(prefix="net.")["net.table.table"], values)
+        assert torch.equal(amp.fp32_copy(each).table.table, values)
+        assert torch.equal(amp.fp32_copy(each.table).table, values)  # a part
+        assert torch.equal(amp.fp32_copy(nn.ModuleDict({"net": each}))["net"].table.table, values)  # a wrapper
+    other = "O5" if level == "O2" else "O2"
+    amp.initialize(model, optimizer, opt_level=other)
+    assert model.table.table.dtype is CAST[other] and torch.equal(model.state_dict()["table.table"], values)
+    amp.restore()
+    assert torch.equal(model.table.table, values) and torch.equal(model.rotary.frequencies, values)
+    assert not any("amp" in name for module in model.modules() for name in vars(module))
+
+
+@pytest.mark.parametrize("where", [lambda model: model, lambda model: model.table])
+def test_exact_values_survive_a_move(where):
+    model, _ = cast_model()
+    low = model.table.table
+    where(model)._apply(lambda tensor: tensor.clone())  # as .to(device) does: the buffer is another tensor
+    assert model.table.table is not low and torch.equal(model.state_dict()["table.table"], FREQUENCIES)
+
+
+def test_what_was_written_since_is_what_comes_back():
+    model, _ = cast_model()
+    with torch.no_grad():
+        model.table.table[1] = 5.0
+    expected = torch.tensor([FREQUENCIES[0], 5.0, *FREQUENCIES[2:]])
+    assert torch.equal(model.state_dict()["table.table"], expected)
+    assert torch.equal(amp.fp32_copy(model).table.table, expected)
+    model.table.table = torch.full((4,), 2.0, dtype=torch.bfloat16)
+    assert model.state_dict()["table.table"].tolist() == [2.0] * 4
+    model.table.register_buffer("table", torch.full((6,), 3.0, dtype=torch.bfloat16))
+    amp.restore()
+    assert model.table.table.tolist() == [3.0] * 6 and model.table.table.dtype is torch.float32
+
+
+@pytest.mark.parametrize("values", [torch.ones(4), FREQUENCIES], ids=["exact in BF16", "rounded"])
+def test_a_loaded_value_is_kept_exactly(values):
+    torch.manual_seed(0)
+    model = nn.Sequential(Table(values))
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O5")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state["0.table"] = torch.full((4,), 0.1)
+    nn.ModuleDict({"module": model}).load_state_dict({f"module.{name}": value for name, value in state.items()})
+    state["0.table"].zero_()  # the caller's own
+    assert torch.equal(model[0].table, torch.full((4,), 0.1).bfloat16())
+    assert torch.equal(model.state_dict()["0.table"], torch.full((4,), 0.1))
+    model.load_state_dict({**model.state_dict(), "0.table": torch.full((4,), 0.5)})
+    amp.restore()
+    assert model[0].table.tolist() == [0.5] * 4
+
+
+def test_a_checkpoint_of_a_cast_model_resumes_with_the_exact_buffers():
+    model, _ = cast_model("O2")
+    plain = Model()
+    with torch.no_grad():
+        plain.table.table.zero_()
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(plain.table.table, FREQUENCIES)
+
+
+def test_a_buffer_that_two_modules_share_stays_shared():
+    model = nn.Sequential(Table(FREQUENCIES), Table(FREQUENCIES))
+    model[1].table = model[0].table
+    amp.initialize(model, opt_level="O5")
+    assert model[1].table is model[0].table and model[0].table.dtype is torch.bfloat16
+    amp.restore()
+    assert model[1].table is model[0].table and torch.equal(model[0].table, FREQUENCIES)
+
+
+def test_only_what_is_rounded_takes_memory():
+    model = nn.Sequential(Table(torch.ones(4)), Table(FREQUENCIES))
+    amp.initialize(model, opt_level="O5")
+    assert [len(vars(table).get("_amp_exact", {})) for table in model] == [0, 1]
+
+
+def test_replicas_of_data_parallel_run_tables_in_fp32():
+    model, _ = cast_model()
+    replica = model.rotary._replicate_for_data_parallel()
+    cos, _ = replica(torch.ones(3, 4, dtype=torch.bfloat16), torch.arange(3) + 1000)
+    exact = ((torch.arange(3) + 1000.0)[:, None] * FREQUENCIES).cos()
+    assert torch.equal(cos, exact.bfloat16())
+
+
+def test_a_model_with_tables_compiles_to_one_graph():
+    model, _ = cast_model()
+    expected = model(torch.ones(3, 4))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(3, 4)), expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running averages
+
+
+class Averaging(nn.Module):
+    """A layer that keeps a running average of what it saw, in one of several ways."""
+
+    def __init__(self, how="in place"):
+        super().__init__()
+        self.linear, self.gain, self.how = nn.Linear(4, 4), nn.Parameter(torch.ones(4)), how
+        self.register_buffer("average", torch.ones(4))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.ones(4, dtype=torch.bool))
+        self.register_buffer("table", FREQUENCIES.clone())
+
+    def forward(self, x):
+        if self.training:
+            self.seen += 1
+            self.mask.logical_not_()
+            new = x.detach().mean(0)
+            if self.how == "in place":
+                self.average.mul_(0.9999).add_(new, alpha=0.0001)
+            elif self.how == "assigned":
+                self.average = 0.9999 * self.average + 0.0001 * new
+            elif self.how == "once" and self.seen == 1:
+                self.average = new
+        return self.linear(x) * self.gain + self.average * self.table
+
+
+def steps(model, count=3, level="O5", **options):
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, **options)
+    training.train(model, optimizer, count, lambda step: (torch.ones(3, 4), torch.ones(3, 4)))
+    return model
+
+
+@pytest.mark.parametrize("how", ["in place", "assigned"])
+@pytest.mark.parametrize("level", CAST)
+def test_a_running_average_in_low_precision_is_named_once(level, how):
+    model = nn.Sequential(nn.Linear(4, 4), Averaging(how))
+    with pytest.warns(UserWarning, match=r"\['1\.average'\].*keep_fp32=\['1'\]") as warned:
+        steps(model, 5, level)
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("how", ["never", "once"])
+def test_tables_caches_counters_and_masks_are_no_averages(how):
+    steps(nn.Sequential(Averaging(how), nn.BatchNorm1d(4)))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_batch_norms_spectral_norms_and_evaluations_are_no_averages():
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False), nn.utils.spectral_norm(nn.Linear(4, 4))
+    )
+    steps(model)
+    model = amp.initialize(Averaging().eval(), opt_level="O5")
+    for _ in range(3):
+        model(torch.ones(3, 4))
+    with torch.no_grad():
+        for _ in range(3):
+            model.train()(torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_an_average_that_is_fp32_is_nothing_to_warn_of(level):
+    steps(Averaging(), level=level)
+
+
+def test_the_way_out_of_the_warning_is_one():
+    model = steps(nn.Sequential(nn.Linear(4, 4), Averaging()), keep_fp32=["1"])
+    assert model[1].average.dtype is torch.float32 and (model[1].average != 1.0).all()
+
+
+def test_a_copy_is_not_watched_and_warns_of_nothing():
+    model = amp.initialize(Averaging(), opt_level="O5")
+    twin = copy.deepcopy(model)
+    for _ in range(3):
+        twin(torch.ones(3, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.ones(3, 4))
+    with pytest.warns(UserWarning, match="average"):
+        model(torch.ones(3, 4))
