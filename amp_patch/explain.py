@@ -27,7 +27,6 @@ UNDECIDED = "none: torch's own promotion"
 EMULATED = "emulated FP16"
 # Rules of the op lists that are special cases of another one.
 _LISTS = {
-    "batch_norm": "fp32 (batch_norm)",
     "einsum": "lower (einsum)",
     "einsum_widest": "widest (einsum)",
     "emulated": "widest",
@@ -81,8 +80,8 @@ class Explanation:
     Attributes:
         policy: what `initialize` resolved for the model; None for a model that never went through it.
         kept: name of a module that stays FP32, with its children -> "keep_fp32" (what shares a weight with such a
-            module too), "keep_batchnorm_fp32", or "buffers alone" (it has no parameters). At O1 and O4 the op lists
-            keep the batch norms: they are not here.
+            module too), "keep_batchnorm_fp32", or "buffers alone" (it has no parameters). At O1 and O4 all weights are
+            FP32: no batch norm is here.
         calls: in the order in which they began. Functions that torch calls inside of one on the lists are left out.
     """
 

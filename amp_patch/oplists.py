@@ -7,7 +7,6 @@ add what torch's reference leaves to other mechanisms; `APEX` says where they ga
     einsum      the same, for two operands and more: of one nothing is multiplied.
     rnn         the same for fused recurrent networks, whose weights form one buffer.
     fp32        FP16 and BF16 tensors become FP32.
-    batch_norm  fp32, unless its weights or statistics are low precision: it updates the statistics in place.
     widest      all floating tensors become the widest floating type among them.
     emulated    the same; a sum of products, so FP16 on a CPU may be emulated (cpu_fp16.py), as for lower and rnn.
     match_self  in place: the other floating tensors take the type of the first argument.
@@ -17,13 +16,15 @@ add what torch's reference leaves to other mechanisms; `APEX` says where they ga
 
 In Apex's variant alone:
 
-    none            left alone.
     einsum_widest   as emulated, for two operands and more.
     mixed_fp32      as widest, but tensors without dimensions count, and FP64 beside low precision is refused.
     in_place_fp32   in place on FP32: a low-precision first argument is refused, the other tensors become FP32.
 
 What promotes by itself (arithmetic, comparisons, `cat`, `stack`, `where`, most two-tensor math) is not listed: what
-needs no cast costs nothing. `tests/test_oplists.py` calls every name here, `tests/test_apex_lists.py` those of `APEX`.
+needs no cast costs nothing. Nor are batch and instance norms: their kernels take FP16 and BF16 beside FP32 weights and
+statistics, compute in FP32 and give the input's type. (Without weights and statistics a CPU rounds its means, too, to
+the input's type, as under torch.autocast.) `tests/test_oplists.py` calls every name here, `tests/test_apex_lists.py`
+those of `APEX`.
 """
 
 from __future__ import annotations
@@ -180,7 +181,6 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "triplet_margin_loss",
             "var_mean",
         ),
-        "batch_norm": ("batch_norm", "instance_norm"),
         "emulated": (*_DOTS, "bilinear", "square", "tensordot"),
         "widest": (
             *_WIDEST,
@@ -226,7 +226,6 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "softmin",
             "softplus",
         ),
-        "batch_norm": ("batch_norm", "instance_norm"),
         # The last three: sums whose half kernels are slow, or missing.
         "emulated": ("bilinear", "avg_pool3d", "fold", "unfold"),
         "widest": ("embedding_bag", "grid_sample"),
@@ -339,9 +338,9 @@ OPTIONAL: frozenset[str] = frozenset(
 # ---------------------------------------------------------------------------------------------------------------------
 # Apex's variant, for scripts written for it (`Policy.op_lists`). Only what differs: a name here has this rule in the
 # variant, all others have that of OPLISTS. It differs where a call that ran in Apex gave another type there: Apex left
-# the function alone (torch.softmax, batch norms, einsum), or listed what torch promotes by itself. What raised in Apex
-# (mixed types, no half kernel) keeps today's rule, and so does what torch has got since Apex's lists were last edited,
-# in 2020 (attention, linalg, rms_norm, huber_loss and others).
+# the function alone (torch.softmax, einsum), or listed what torch promotes by itself. What raised in Apex (mixed types,
+# no half kernel) keeps today's rule, and so does what torch has got since Apex's lists were last edited, in 2020
+# (attention, linalg, rms_norm, huber_loss and others).
 
 _COMPARISONS = ("eq", "equal", "ge", "gt", "le", "lt", "ne")
 
@@ -368,7 +367,6 @@ _APEX_UNLISTED = ("log1p", "log_softmax", "logsumexp", "softmax")
 
 APEX: dict[str, dict[str, tuple[str, ...]]] = {
     "torch": {
-        "none": ("batch_norm", "instance_norm"),
         "einsum_widest": ("einsum",),
         "emulated": ("chain_matmul",),
         "widest": (
@@ -394,7 +392,6 @@ APEX: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "torch.functional": {"einsum_widest": ("einsum",), "emulated": ("chain_matmul",)},
     "torch.nn.functional": {
-        "none": ("batch_norm", "instance_norm"),
         "fp32": ("grid_sample",),
         "widest": ("pairwise_distance",),
     },

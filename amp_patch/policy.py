@@ -233,7 +233,7 @@ def _refuse_where_weights_stay_fp32(policy: Policy, opt_level: str, keep: bool |
         return
     if policy.patch_torch_functions:
         why = {
-            "keep_batchnorm_fp32": "batch norms run in FP32 there by the op lists",
+            "keep_batchnorm_fp32": "batch norms have FP32 weights and statistics there, and their input's type",
             "master_weights": "the model's weights are FP32 there and are the masters themselves",
         }
     else:

@@ -197,14 +197,6 @@ def _fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Poli
     return function(*_cast_args(args, _raised, _FLOAT32), **kwargs)
 
 
-def _batch_norm(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-    # A cast copy of the running statistics would swallow their update. A norm whose own tensors are low precision was
-    # cast as a module and runs as it is.
-    if any(_is_low(tensor) for tensor in _tensors((args[1:], kwargs)) if tensor is not kwargs.get("input")):
-        return function(*args, **kwargs)
-    return _fp32(function, args, kwargs, policy)
-
-
 def _promoted(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     widest = _widest(args, kwargs)
     if widest is None:
@@ -323,7 +315,6 @@ RULES: dict[str, Rule] = {
     "einsum": _of_several(_lower),
     "rnn": _rnn,
     "fp32": _fp32,
-    "batch_norm": _batch_norm,
     "widest": _promote,
     "emulated": _widest_emulated,
     "match_self": _match_self,

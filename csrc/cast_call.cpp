@@ -399,13 +399,12 @@ struct Widest {
 // The rules
 
 // other: Python's alone
-enum class Rule { none, lower, fp32, batch_norm, widest, mixed_fp32, match_self, emulated, other };
+enum class Rule { none, lower, fp32, widest, mixed_fp32, match_self, emulated, other };
 
 // Which of them act also while FP16 is emulated and nothing is cast; fp32 then alone, for some names.
 bool emulates(Rule rule, bool patches) {
   switch (rule) {
     case Rule::none:
-    case Rule::batch_norm:
     case Rule::widest:
     case Rule::mixed_fp32:
       return false;
@@ -418,20 +417,15 @@ bool emulates(Rule rule, bool patches) {
 
 Rule rule_named(const std::string& name) {
   static const std::unordered_map<std::string, Rule> rules = {
-      {"none", Rule::none},
-      {"lower", Rule::lower},
-      {"fp32", Rule::fp32},
-      {"batch_norm", Rule::batch_norm},
-      {"widest", Rule::widest},
-      {"mixed_fp32", Rule::mixed_fp32},
-      {"match_self", Rule::match_self},
+      {"none", Rule::none},         {"lower", Rule::lower},           {"fp32", Rule::fp32},
+      {"widest", Rule::widest},     {"mixed_fp32", Rule::mixed_fp32}, {"match_self", Rule::match_self},
       {"emulated", Rule::emulated},
   };
   const auto found = rules.find(name);
   return found == rules.end() ? Rule::other : found->second;
 }
 
-PyObject *OUT, *DTYPE, *INPUT;  // interned
+PyObject *OUT, *DTYPE;  // interned
 
 enum class Route { original, python, cast };
 
@@ -448,20 +442,6 @@ Route route(Rule rule, const Acting& acting, const Arguments& given, Cast& cast)
       cast.to = acting.low;
       cast.remembers = true;
       break;
-    case Rule::batch_norm: {
-      // A cast copy of the running statistics would swallow their update. A norm whose own tensors are low precision
-      // was cast as a module and runs as it is.
-      bool low = false;
-      PyObject* const input = given.keyword(INPUT);
-      for (Py_ssize_t i = given.positional() > 0 ? 1 : 0; i < given.size(); ++i) {
-        const bool usual = each_tensor(given.values[i], [&](PyObject* object, const at::Tensor& tensor) {
-          low = low || (object != input && is_low(tensor.scalar_type()));
-        });
-        if (!usual) return Route::python;
-      }
-      if (low) return Route::original;
-      [[fallthrough]];
-    }
     case Rule::fp32:
       if (given.keyword(DTYPE) != nullptr) return Route::original;  // an explicit type is the user's word
       break;
@@ -780,7 +760,7 @@ py::object wrap(const py::object& original, const py::object& reference, const s
 
 void bind_casts(py::module_& casts) {
   if (!make_types()) throw py::error_already_set();
-  for (auto [name, text] : {std::pair(&OUT, "out"), std::pair(&DTYPE, "dtype"), std::pair(&INPUT, "input")}) {
+  for (auto [name, text] : {std::pair(&OUT, "out"), std::pair(&DTYPE, "dtype")}) {
     *name = owned(PyUnicode_InternFromString(text)).release().ptr();
   }
 

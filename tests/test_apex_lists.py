@@ -111,9 +111,9 @@ def arguments(owner: str, name: str, dtypes: list[torch.dtype], device: str) -> 
         args, kwargs = (list(sample("torch", "mm", dtypes, device)[0]),), {}
     elif name == "__ipow__":
         args, kwargs = sample("torch", "pow", dtypes, device)
-    elif name in ("batch_norm", "instance_norm") and len(dtypes) > 1:  # a norm with weights
+    elif name in ("batch_norm", "instance_norm"):
         x = torch.rand(2, 3, 4).to(device=device, dtype=dtypes[0])
-        weights = [torch.ones(3, device=device, dtype=dtypes[1]) for _ in range(4)]
+        weights = [torch.ones(3, device=device, dtype=dtypes[-1]) for _ in range(4)]
         args, kwargs = (x, *weights, True), {"momentum": 0.1, "eps": 1e-5, "cudnn_enabled": False}
         if owner != "torch":
             args, kwargs = (x, *weights, True), {}

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import inspect
+import itertools
 import os
 import pickle
 import subprocess
@@ -347,7 +348,7 @@ def test_keywords_that_are_none_ask_for_nothing() -> None:
     with casts.region(o1()):
         assert torch.mm(full, full, out=None).dtype is HALF
         assert torch.sum(low, dtype=None).dtype is F.softmax(low, dim=0, dtype=None).dtype is FULL
-        assert F.batch_norm(low, None, None, training=True, weight=None).dtype is FULL
+        assert F.group_norm(low, 1, weight=None).dtype is FULL
 
 
 @needs_install
@@ -379,25 +380,79 @@ def test_tensors_without_dimensions_do_not_widen() -> None:
         assert torch.isclose(scalar, scalar.half())
 
 
+NORMS = {
+    "batch_norm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    "instance_norm": (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+}
+LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
+
+
 @needs_install
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", LOW)
-def test_batch_norm(dtype: torch.dtype, device: str) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(8, 3, 4, 4).to(device=device, dtype=dtype)
-    norm, reference = nn.BatchNorm2d(3).to(device), nn.BatchNorm2d(3).to(device)
-    expected = reference(x.float())
-    with casts.region(o1(dtype)):
-        result = norm(x)
-        none = dict.fromkeys(("weight", "bias", "running_mean", "running_var"))
-        by_name = torch.batch_norm(input=x, **none, training=True, momentum=0.1, eps=1e-5, cudnn_enabled=False)
-    assert result.dtype is by_name.dtype is FULL
-    torch.testing.assert_close(result, expected, rtol=0, atol=0)
-    torch.testing.assert_close(norm.running_mean, reference.running_mean, rtol=0, atol=0)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("name", NORMS)
+def test_batch_and_instance_norms_are_torch_autocast_s(name: str, dims: int, dtype: torch.dtype, device: str) -> None:
+    """The input's type in and out, weights and statistics FP32: forward, backward and double backward, to the bit."""
 
-    low = nn.BatchNorm2d(3).to(device=device, dtype=dtype)  # cast as a module, as at O3
+    def run(norm: nn.Module, given: Tensor, area: Any) -> list[Tensor]:
+        x = given.clone(memory_format=torch.preserve_format).requires_grad_()
+        weights = list(norm.parameters())
+        with area:
+            y = norm(x)
+        gradients = torch.autograd.grad(y.float().pow(3).sum(), [x, *weights], create_graph=True)
+        twice = torch.autograd.grad(gradients[0].float().square().sum(), [x, *weights[:1]])
+        return [y, *gradients, *twice, *norm.buffers()]
+
+    torch.manual_seed(0)
+    given = torch.randn(4, 3, *(5, 4, 3)[:dims]).to(device=device, dtype=dtype)
+    formats = [given, given.contiguous(memory_format=LAST[dims])] if dims in LAST else [given]
+    for affine, tracked, training in itertools.product((True, False), repeat=3):
+        if not (training or tracked):
+            continue  # as in training
+        made = NORMS[name][dims - 1](3, affine=affine, track_running_stats=tracked).to(device).train(training)
+        for weight in made.parameters():
+            nn.init.uniform_(weight)
+        for x in formats:
+            ours, theirs = (copy.deepcopy(made) for _ in range(2))
+            found = run(ours, x, casts.region(o1(dtype)))
+            assert found[0].dtype is dtype and {weight.dtype for weight in ours.parameters()} <= {FULL}
+            assert {value.dtype for value in ours.buffers()} <= {FULL, torch.int64}
+            wanted = run(theirs, x, torch.autocast(x.device.type, dtype))
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+            # Of FP32 numbers of the same values: what is rounded is the result and its input's gradient.
+            exact = run(copy.deepcopy(made), x.float(), contextlib.nullcontext())
+            torch.testing.assert_close(found[0], exact[0].to(dtype), rtol=2**-7, atol=2**-7)
+            if affine or name == "batch_norm":  # else a CPU computes the statistics in the input's type
+                statistics = list(ours.buffers())
+                torch.testing.assert_close(statistics, exact[len(exact) - len(statistics) :])
+
+
+@needs_install
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", LOW)
+def test_norms_that_are_called_by_name(dtype: torch.dtype, device: str) -> None:
+    x = torch.randn(8, 3, 4, 4, device=device)
+    none = dict.fromkeys(("weight", "bias", "running_mean", "running_var"))
+    options = {"momentum": 0.1, "eps": 1e-5}
+    weights, statistics = (
+        [torch.ones(3, device=device)] * 2,
+        [torch.zeros(3, device=device), torch.ones(3, device=device)],
+    )
     with casts.region(o1(dtype)):
-        low(x)
+        for given in (x.to(dtype), x, x.double()):  # whatever comes in comes out
+            named = [
+                torch.batch_norm(input=given, **none, training=True, cudnn_enabled=False, **options),
+                torch.instance_norm(given, **none, use_input_stats=True, cudnn_enabled=False, **options),
+                torch.native_batch_norm(given, None, None, None, None, True, 0.1, 1e-5)[0],
+                F.batch_norm(given, None, None, training=True),
+                F.instance_norm(given),
+            ]
+            assert {result.dtype for result in named} == {given.dtype}
+        assert F.batch_norm(x.to(dtype), *statistics, *weights, training=False).dtype is dtype
+        assert nn.SyncBatchNorm(3).to(device).eval()(x.to(dtype)).dtype is dtype
+        low = nn.BatchNorm2d(3).to(device=device, dtype=dtype)  # cast as a module, as at O3
+        low(x.to(dtype))
     assert low.running_mean.abs().sum() > 0, "the update of the statistics went to a copy"
 
 

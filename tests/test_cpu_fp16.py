@@ -148,6 +148,20 @@ SLOW: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
 }
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.InstanceNorm2d(4, affine=True, track_running_stats=True)])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_batch_and_instance_norms_between_emulated_functions_are_torch_s(norm, policy, installed):
+    """FP16 in and out, in FP32 inside: as kernels of torch's, which no CPU needs help with."""
+    x, conv = half(2, 3, 6, 6), nn.Conv2d(3, 4, 3).half()
+    expected = F.conv2d(x.float(), conv.weight.float(), conv.bias.float()).half()
+    expected = norm(expected)
+    norm.reset_running_stats()
+    with casts.region(policy):
+        result = norm(conv(x))
+    assert result.dtype is FP16 and torch.equal(result, expected)
+    assert norm.running_var.dtype is torch.float32 and not torch.equal(norm.running_var, torch.ones(4))
+
+
 @pytest.mark.parametrize("name", SLOW)
 def test_slow_half_functions_too_are_fp32_rounded_once_where_nothing_is_cast(name, installed):
     function, shapes = SLOW[name]

@@ -83,8 +83,9 @@ def o1(emulated=""):
     """At O1 and O4: `emulated` stands behind what a CPU without FP16 arithmetic emulates."""
     return [
         ("conv", "conv2d", "FFF", "LLL", "L", "lower" + emulated),
-        ("norm", "batch_norm", "LFFFF", "FFFFF", "F", "fp32 (batch_norm)"),
-        ("", "mean", "F", "F", "F", NONE),
+        ("norm", "batch_norm", "LFFFF", "LFFFF", "L", NONE),
+        ("", "mean", "L", "L", "L", NONE),
+        ("kept", "cast", "L", "L", "F", "keep_fp32"),
         ("kept", "linear", "FFF", "FFF", "F", "keep_fp32"),
         ("", "scaled", "FF", "LL", "L", "your register_half_function"),
         ("", "mul", "LL", "LL", "L", NONE),

@@ -3,6 +3,7 @@ a loop written out with `amp.scale_loss`."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -40,6 +41,7 @@ pytestmark = [
 ]
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "integrations"
+AUTO = {"dtype" if transformers.__version__ >= "5" else "torch_dtype": "auto"}  # the type that the config says
 INPUTS = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
 CLASSES = torch.randint(3, (32,), generator=torch.Generator().manual_seed(2))
 
@@ -431,7 +433,7 @@ TEXTS = [{"input_ids": text, "labels": text} for text in torch.randint(32, (32, 
 def hf_trainer(folder: Path, level: str | None, **options: Any) -> transformers.Trainer:
     """Five iterations of two micro-batches; None is transformers' own Trainer."""
     callbacks, amp_options = options.pop("callbacks", []), options.pop("amp_options", {})
-    bases = options.pop("bases", ())
+    bases, model = options.pop("bases", ()), options.pop("model", None) or gpt()
     arguments = transformers.TrainingArguments(
         **{
             "output_dir": str(folder),
@@ -449,7 +451,7 @@ def hf_trainer(folder: Path, level: str | None, **options: Any) -> transformers.
             **options,
         }
     )
-    model, data = gpt(), {"train_dataset": TEXTS, "eval_dataset": TEXTS, "callbacks": callbacks}
+    data = {"train_dataset": TEXTS, "eval_dataset": TEXTS, "callbacks": callbacks}
     if level is None:
         return type("Theirs", (*bases, transformers.Trainer), {})(model, arguments, **data)
     return type("Ours", (*bases, OptLevelTrainer), {})(
@@ -561,6 +563,45 @@ def test_a_checkpoint_of_the_trainer_is_fp32_and_loads_in_another(tmp_path):
     ours = hf_trainer(tmp_path, "O2", save_strategy="steps", save_steps=2)
     ours.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
     assert ours.state.global_step == 5
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_what_the_trainer_saves_says_that_it_is_fp32_and_comes_back_as_that(level, tmp_path):
+    trainer = hf_trainer(tmp_path, level, save_strategy="steps", save_steps=2, max_steps=2)
+    before = {**vars(trainer.model.config), "architectures": ["GPT2LMHeadModel"]}  # which transformers writes in
+    trainer.train()
+    assert vars(trainer.model.config) == before
+    trainer.save_model(str(tmp_path / "whole"))
+    assert vars(trainer.model.config) == before
+    assert trainer.model.dtype is not torch.float32, "of a model in FP32 this shows nothing"
+    masters = weights(trainer.model)
+    for folder in (tmp_path / "checkpoint-2", tmp_path / "whole"):
+        saved = json.loads((folder / "config.json").read_text())
+        assert {saved[name] for name in ("dtype", "torch_dtype") if name in saved} == {"float32"}
+        back = transformers.GPT2LMHeadModel.from_pretrained(folder, **AUTO)
+        assert back.dtype is torch.float32 and same(weights(back), masters)
+
+
+class Unknown(nn.Module):
+    """A model that is none of transformers'."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(32, 1)
+
+    def forward(self, input_ids, labels):
+        return (self.words(input_ids).float().mean(),)
+
+
+def test_the_trainer_saves_models_without_a_config_and_leaves_other_configs_alone(tmp_path):
+    trainer = hf_trainer(tmp_path, "O2", max_steps=2, model=Unknown())
+    trainer.train()
+    trainer.save_model()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "training_args.bin"]
+    assert {value.dtype for value in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    trainer.save_model()
+    assert (tmp_path / "config.json").read_text() == '{"dtype": "bfloat16"}'
 
 
 def test_the_trainer_evaluates_without_scaling(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -145,6 +147,41 @@ def test_recycled_memory_is_one_block_that_one_tensor_has_at_a_time(device):
     for other in (like[:128], like.view(-1), like.t(), like[:, ::2], like[:1, :1], like[:0]):  # of another form or size
         assert recycled.empty_like(other).shape == other.shape
         assert recycled.empty_like(other).stride() == torch.empty_like(other).stride()
+
+
+def saved_bytes(model, inputs, area):
+    """Bytes of what a forward saves for its backward, of each memory once, without the weights and the inputs."""
+    held = {tensor.untyped_storage().data_ptr() for tensor in (inputs, *model.parameters(), *model.buffers())}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in held:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), area:
+        result = model(inputs)  # holds them all: no memory is two tensors' in turn
+    return sum(saved.values()), result
+
+
+@pytest.mark.parametrize("how", ["O4", "autocast"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_net_with_batch_norms_saves_as_much_for_its_backward_as_under_torch_autocast(how, device):
+    def net():
+        torch.manual_seed(0)
+        layers = [[nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)] for _ in range(3)]
+        return nn.Sequential(*itertools.chain(*layers), nn.InstanceNorm2d(8, affine=True)).to(device)
+
+    inputs = torch.randn(4, 8, 32, 32, device=device)
+    full, _ = saved_bytes(net(), inputs, nullcontext())
+    torchs, expected = saved_bytes(net(), inputs, torch.autocast(device, torch.bfloat16))
+    model = amp.initialize(net(), opt_level="O4", verbosity=0) if how == "O4" else net()
+    area = nullcontext() if how == "O4" else amp.autocast(device, dtype=torch.bfloat16)
+    ours, found = saved_bytes(model, inputs, area)
+    assert ours == torchs < 0.6 * full
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def counts():

@@ -114,10 +114,6 @@ SAMPLES: dict[str, Sample] = {
     "rms_norm": lambda t: (t(3, 3), (3,)),
     "group_norm": lambda t: (t(3, 4), 2),
     "local_response_norm": lambda t: (t(1, 3, 4), 2),
-    "torch.batch_norm": lambda t: (t(3, 3), None, None, None, None, True, 0.1, 1e-5, False),
-    "torch.instance_norm": lambda t: (t(2, 3, 4), None, None, None, None, True, 0.1, 1e-5, False),
-    "batch_norm": lambda t: (t(3, 3), None, None, None, None, True),
-    "instance_norm": lambda t: (t(2, 3, 4),),
     "interpolate": lambda t: (t(1, 1, 3, 3), {"scale_factor": 2.0}),
     # losses
     **dict.fromkeys(
@@ -268,7 +264,6 @@ def test_optional_names_and_samples_are_about_the_lists() -> None:
         "einsum",
         "rnn",
         "fp32",
-        "batch_norm",
         "widest",
         "emulated",
         "match_self",
@@ -293,7 +288,7 @@ def test_lower(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize(("owner", "name"), walk("fp32", "batch_norm"))
+@pytest.mark.parametrize(("owner", "name"), walk("fp32"))
 def test_fp32(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
     with region(dtype):
         for given in ([dtype], [torch.float32], [dtype, torch.float32]):

@@ -87,8 +87,8 @@ def test_other_words_for_booleans_are_refused():
 @pytest.mark.parametrize(
     ("level", "override", "why"),
     [
-        ("O1", {"keep_batchnorm_fp32": True}, "op lists"),
-        ("O1", {"keep_batchnorm_fp32": "False"}, "op lists"),
+        ("O1", {"keep_batchnorm_fp32": True}, "FP32 weights and statistics"),
+        ("O1", {"keep_batchnorm_fp32": "False"}, "their input's type"),
         ("O1", {"master_weights": True}, "masters themselves"),
         ("O4", {"master_weights": False}, "masters themselves"),
         ("O1", {"cast_model_type": HALF}, "leaves the weights in FP32"),

@@ -11,23 +11,28 @@ Other Trainers: `class MyTrainer(OptLevelTrainer, Seq2SeqTrainer)`. Written for 
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from amp_patch.initialize import initialize, scale_loss
+from amp_patch.model import policy_of
 from amp_patch.optimizer import innermost
 
 
 class OptLevelTrainer(Trainer):
     """`transformers.Trainer` at an opt level, on one device or under DDP; only public methods are overridden.
 
-    Losses and gradient norms are logged unscaled, clipping acts on the masters, and checkpoints hold FP32 weights and
-    the loss scale: `resume_from_checkpoint` goes on to the same bits. The model stays one of `amp.initialize` when the
-    training ends; `amp.fp32_copy(trainer.model)` is a plain one. A step skipped on overflow moves the schedule of the
-    learning rate nonetheless.
+    Losses and gradient norms are logged unscaled, clipping acts on the masters, and checkpoints hold FP32 weights, a
+    config that says so, and the loss scale: `resume_from_checkpoint` goes on to the same bits. The model stays one of
+    `amp.initialize` when the training ends; save it with `save_model`, or as `amp.fp32_copy(trainer.model)`, a plain
+    one: `save_pretrained` by itself names the type of the cast weights in its config, and they come back in that. A
+    step skipped on overflow moves the schedule of the learning rate nonetheless.
 
     Args:
         opt_level: as of `amp.initialize`.
@@ -57,6 +62,20 @@ class OptLevelTrainer(Trainer):
             initialize(self.model, self.optimizer, **self._amp_options)
         return self.optimizer
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        policy, config = policy_of(self.model), getattr(self.model, "config", None)
+        if policy is None or policy.cast_model_type is None or config is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        # `save_pretrained` writes the type of the model's parameters into its config, and saves the state dict: FP32.
+        before = {name: vars(config)[name] for name in _DTYPES if name in vars(config)}
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            vars(config).update(before)
+        if self.args.should_save:
+            _says_fp32(Path(output_dir or self.args.output_dir, "config.json"), policy.cast_model_type)
+
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         plain = self.accelerator.backward  # whatever loss a subclass's compute_loss has made arrives there
 
@@ -71,6 +90,17 @@ class OptLevelTrainer(Trainer):
             return super().training_step(model, *args, **kwargs)
         finally:
             del self.accelerator.backward
+
+
+_DTYPES = ("dtype", "torch_dtype")  # what a config calls it, today's name first
+
+
+def _says_fp32(path: Path, low: torch.dtype) -> None:
+    """Let a saved config that names `low` say FP32. Nothing to do where none was saved, as with adapters of PEFT."""
+    config = json.loads(path.read_text()) if path.exists() else {}
+    named = {name: "float32" for name in _DTYPES if config.get(name) == str(low).removeprefix("torch.")}
+    if named:
+        path.write_text(json.dumps({**config, **named}, indent=2, sort_keys=True) + "\n")
 
 
 class LossScale(TrainerCallback, ExportableState):
