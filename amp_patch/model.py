@@ -131,14 +131,14 @@ class AmpModel(subclass.Generated):
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
         module: nn.Module = self  # type: ignore[assignment]
-        loaded: list[links.Linked] = []
+        loaded: dict[int, links.Linked] = {}  # by id(param): a shared weight has several names
         for name, param in module.named_parameters(remove_duplicate=False):
             value, link = state_dict.get(prefix + name), links.link_of(param)
             if link is not None and isinstance(value, Tensor) and value.shape == param.shape:
                 with torch.no_grad():
                     link.master.copy_(value)
-                loaded.append((param, link))
-        links.publish(loaded)
+                loaded[id(param)] = (param, link)
+        links.publish(list(loaded.values()))
         if cast:
             buffers.load(module, state_dict, prefix, vars(self)["_amp"].low_buffers)
 
