@@ -261,9 +261,10 @@ def scale_loss(
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
 
-    Inside the body the model's gradients are the raw scaled ones. On exit the masters' gradients are unscaled (FP32;
-    added to what earlier exits left), the model's low-precision ones become None, and what overflowed is recorded on
-    the device; nothing here waits for the device. `optimizer.step()` then skips on overflow, which costs one sync; or
+    Inside the body the model's gradients are the raw scaled ones of this backward, and of delayed ones before it. On
+    exit the masters' gradients are unscaled (FP32; added to what earlier exits left, which was away meanwhile and is
+    not checked again), the model's low-precision ones become None, and what overflowed is recorded on the device;
+    nothing here waits for the device. `optimizer.step()` then skips on overflow, which costs one sync; or
     none with an optimizer that skips on the device itself: torch's `fused=True`, FusedSGD, FusedAdam(capturable=True).
 
     Args:
@@ -287,7 +288,8 @@ def scale_loss(
         RuntimeError: an optimizer that `initialize` never saw.
         TypeError, ValueError: a loss or loss_id that cannot be. Gradients are untouched then.
 
-    An exception in the body leaves no scaled gradient behind, and the scale as it was.
+    An exception in the body leaves no scaled gradient behind, and the scale and earlier gradients as they were. To
+    clear gradients inside the body call `zero_grad()` of the optimizer or of the model given to `initialize`.
     """
     targets = _targets(optimizers)
     stashes = [target._amp_stash for target in targets]

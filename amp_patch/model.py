@@ -49,6 +49,7 @@ class ModelState:
         handles: of hooks on FSDP modules inside the model.
         no_sync: whether DDP's `no_sync()` is entered (replicas.py says so).
         local: whether the gradients of the last forward stay on this process: it ran under `no_sync()`.
+        cleared: how often `zero_grad` was called.
     """
 
     policy: Policy
@@ -60,6 +61,7 @@ class ModelState:
     handles: list[Any] = field(default_factory=list)
     no_sync: bool = False
     local: bool = False
+    cleared: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has parameters of its own, and no masters.
@@ -137,6 +139,7 @@ class AmpModel(subclass.Generated):
         """torch's, for the masters' gradients too."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         module: nn.Module = self  # type: ignore[assignment]
+        vars(module)["_amp"].cleared += 1
         for _, link in links.linked(module.parameters()):
             master = link.master
             if set_to_none or master.grad is None:
@@ -395,6 +398,11 @@ def policy_of(model: nn.Module) -> Policy | None:
 def gradients_stay_local(model: nn.Module) -> bool:
     """Whether the backward of the last forward of `model` leaves its gradients on this process, cast or scaled."""
     return isinstance(model, AmpModel) and vars(model)["_amp"].local
+
+
+def times_cleared(model: nn.Module) -> int:
+    """How often `model.zero_grad()` was called on a model of `initialize`."""
+    return vars(model)["_amp"].cleared if isinstance(model, AmpModel) else 0
 
 
 @contextmanager

@@ -20,12 +20,13 @@ from torch.utils.weak import TensorWeakRef
 
 from amp_patch import clip, links, regions, replicas, shards, subclass, zero
 from amp_patch.compiling import not_traced
-from amp_patch.masters import Masters, gather
+from amp_patch.masters import Earlier, Masters, gather
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.scaler import LossScaler, inverse_of
 
 _TRANSIENT = (
     "brought",
+    "earlier",
     "handles",
     "models",
     "names",
@@ -102,6 +103,8 @@ class Stash:
         enabled: False after `initialize(enabled=False)`: every call passes through.
         masters: the pairs of parameters and masters.
         pending: set while the model's gradients are still scaled (`delay_unscale=True`).
+        earlier: by id the unscaled gradients of parameters that are their own master, taken away while a body runs;
+            where the exit was delayed, what of them no scaled gradient can hold.
         keeps_scaled_gradients: whether low-precision gradients stay on the model, scaled, when masters have got them.
     """
 
@@ -112,6 +115,7 @@ class Stash:
     enabled: bool = True
     masters: Masters = field(default_factory=Masters)
     pending: Pending | None = None
+    earlier: dict[int, Earlier] = field(default_factory=dict)
     last_skipped: bool = False  # of the last step that is no verdict
     # Of steps that skipped on the device or did not: the newest last.
     verdicts: list[Verdict] = field(default_factory=list)
@@ -125,6 +129,7 @@ class Stash:
     open: bool = False  # whether a `scale_loss` body of this optimizer is running
     scale: Tensor | None = None  # that body's
     bodies: int = 0  # how many were begun
+    cleared: int = 0  # how often `zero_grad` was called
     left: set[int] = field(default_factory=set)  # ids of the parameters whose gradients were kept on the model
     gathered: bool = False  # whether a backward has brought gradients since the last step
     brought: TensorWeakRef | None = None  # the first gradient that `scale_loss` has left unscaled for the next step
@@ -185,6 +190,7 @@ class Stash:
             names={},
             set_aside=None,
             left=set(),  # ids of another process
+            earlier={},
             stepped={},
             told=False,
             step_depth=0,
@@ -195,6 +201,12 @@ class Stash:
         if self.policy.master_weights:
             clip.install()  # this may be another process
             replicas.install()
+
+    def forget_cleared(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Of gradients that a delayed exit left scaled, those that were set to None since take their rest with them."""
+        if self.earlier:
+            there = {id(param) for param, _ in pairs if param.grad is not None}
+            self.earlier = {key: earlier for key, earlier in self.earlier.items() if key in there}
 
     def note_found(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Remember, on the device, that gradients of `scaler`'s loss went into the next step."""
@@ -227,6 +239,8 @@ class AmpOptimizer(subclass.Generated):
             for param, _ in stash.masters.linked():
                 param.grad = None
             stash.pending = stash.brought = None
+            stash.cleared += 1
+            stash.earlier.clear()
             stash.found.clear()
             stash.left.clear()
 
@@ -407,9 +421,15 @@ def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | Non
     """
     stashes: list[Stash] = [optimizer._amp_stash for optimizer in optimizers]
     pairs = distinct_pairs(optimizers)
-    found = gather(pairs, inverse, keep=any(stash.keeps_scaled_gradients for stash in stashes))
+    earlier: dict[int, Earlier] = {}
+    for stash in stashes:
+        if stash.pending is not None:
+            stash.forget_cleared(pairs)
+        earlier.update(stash.earlier)
+    found = gather(pairs, inverse, keep=any(stash.keeps_scaled_gradients for stash in stashes), earlier=earlier)
     for optimizer, stash in zip(optimizers, stashes, strict=True):
         stash.pending = None
+        stash.earlier.clear()
         stash.gathered = True
         first = first_gradient(optimizer)
         stash.brought = None if first is None else TensorWeakRef(first)
@@ -424,7 +444,7 @@ def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | Non
         overall = torch.maximum(overall, found_inf.to(overall.device))
     for group in {id(s.process_group): s.process_group for s in stashes if s.process_group is not None}.values():
         torch.distributed.all_reduce(overall, torch.distributed.ReduceOp.MAX, group=group)
-    # Gradients that are added up stay non-finite: only a loss's first overflow before a step moves its scale.
+    # One overflow skips the step, whatever follows: only a loss's first before a step moves its scale.
     known = [f.to(overall.device) for stash in stashes for s, f in stash.found if s is scaler]
     for stash in stashes:
         stash.note_found(scaler, overall)
