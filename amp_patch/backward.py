@@ -45,6 +45,7 @@ class ScaledBackward:
         self.now = Pending(scaler)  # an inner body may move the scaler before this one ends
         self.scale = self.now.scale
         self.bystanders: list[_Bystander] = []
+        self.siblings: list[Any] = []  # the training's other optimizers
         self.models: dict[int, tuple[nn.Module, int]] = {}  # with how often each had cleared its gradients
         self.had_grad: set[int] = set()
         self.begun = False
@@ -70,12 +71,14 @@ class ScaledBackward:
                 "model.set_requires_gradient_sync(True) before the last backward with another loss_id"
             )
         self.begun = True
+        if self.scaling or any(stash.policy.master_weights for stash in self.stashes):
+            self._tell_siblings()
         if self.scaling:
             for stash in self.stashes:
                 self._note_models(stash)
             self._set_bystanders_aside()
         for optimizer, stash in zip(self.optimizers, self.stashes, strict=True):
-            stash.open, stash.scale = True, self.scale
+            stash.open, stash.scale, stash.scaling = True, self.scale, self.scaling
             stash.bodies += 1
             recover(optimizer, stash)
         accumulating = []
@@ -143,7 +146,10 @@ class ScaledBackward:
             return
         self._put_back()  # of a body that came to no end
         for stash in self.stashes:
-            stash.open, stash.scale = False, None
+            stash.open, stash.scale, stash.scaling = False, None, False
+        for other in self.siblings:
+            if (left := getattr(other, "_amp_stash", None)) is not None:
+                left.beside.pop(id(self), None)
         inverse = inverse_of(self.scale) if self.bystanders else None
         for param, earlier, owner, bodies, cleared in self.bystanders:
             if owner is not None and owner.pending is not None:
@@ -194,6 +200,17 @@ class ScaledBackward:
             yield stash, pairs, [pair for pair in pairs if id(pair[0]) not in seen]
             seen.update(id(param) for param, _ in pairs)
 
+    def _tell_siblings(self) -> None:
+        """Let the training's other optimizers know of the body, in which they cannot step."""
+        own = set(map(id, self.optimizers))
+        siblings = {
+            id(other): other for stash in self.stashes for ref in stash.siblings if (other := ref()) is not None
+        }
+        for key, other in siblings.items():
+            if key not in own and getattr(other, "_amp_stash", None) is not None:
+                self.siblings.append(other)
+                other._amp_stash.beside[id(self)] = self.scaling
+
     def _set_bystanders_aside(self) -> None:
         """Take the gradients of the training's other parameters out of reach of this backward.
 
@@ -201,13 +218,8 @@ class ScaledBackward:
         of a delayed iteration: then they come back as they are.
         """
         known = {id(param) for param, _ in distinct_pairs(self.optimizers)}
-        siblings = {
-            id(other): other for stash in self.stashes for ref in stash.siblings if (other := ref()) is not None
-        }
-        for other in siblings.values():
-            stash: Stash | None = getattr(other, "_amp_stash", None)
-            if stash is None or any(other is optimizer for optimizer in self.optimizers):
-                continue
+        for other in self.siblings:
+            stash: Stash = other._amp_stash
             self._note_models(stash)
             for param, master in stash.masters.pairs(other.param_groups):
                 if id(param) not in known:

@@ -285,7 +285,8 @@ def scale_loss(
         The loss times the scale, FP32 (FP64 for an FP64 loss); `loss` itself where the level does not scale.
 
     Raises:
-        RuntimeError: an optimizer that `initialize` never saw.
+        RuntimeError: an optimizer that `initialize` never saw; or, from `optimizer.step()` in the body, that it belongs
+            after it. (At O0 and O4 an optimizer may step there, in a hook of backward too.)
         TypeError, ValueError: a loss or loss_id that cannot be. Gradients are untouched then.
 
     An exception in the body leaves no scaled gradient behind, and the scale and earlier gradients as they were. To
@@ -481,6 +482,7 @@ def _check(
     for model in models:
         if model_side.policy_of(model) is None and not dialect.models_may_be_low_precision:
             model_side.check_fp32(model, policy, kept)
+        model_side.check_steps(model, policy)
     shards.check(models, policy, kept)
     return kept
 

@@ -237,6 +237,19 @@ def check_fp32(model: nn.Module, policy: Policy, kept: list[nn.Module]) -> None:
             )
 
 
+def check_steps(model: nn.Module, policy: Policy) -> None:
+    """Raise if optimizers step during backward, where `policy` has gradients scaled or weights cast."""
+    if not (policy.scales_loss or policy.cast_model_type is not None):
+        return
+    for name, param in model.named_parameters():
+        if getattr(param, "_in_backward_optimizers", None):
+            raise ValueError(
+                f"initialize: an optimizer steps parameter {name!r} of {type(model).__name__} during backward "
+                f"(_apply_optimizer_in_backward), with gradients that opt_level {policy.opt_level!r} could neither "
+                "unscale nor bring to masters; make an ordinary optimizer and step after `scale_loss`, or use O0 or O4"
+            )
+
+
 def to_cast(models: list[nn.Module], kept: list[nn.Module]) -> tuple[list[nn.Parameter], list[tuple[nn.Module, str]]]:
     """What a cast changes: the FP32 parameters outside of `kept`, each once, and the FP32 buffers (module, name).
 

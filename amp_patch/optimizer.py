@@ -128,6 +128,9 @@ class Stash:
     step_frame: FrameType | None = None  # the call of `step` that is running, if it has not been left by an exception
     open: bool = False  # whether a `scale_loss` body of this optimizer is running
     scale: Tensor | None = None  # that body's
+    scaling: bool = False  # whether that body's loss is multiplied
+    # Which bodies of the training's other optimizers are running; whether their losses are multiplied.
+    beside: dict[int, bool] = field(default_factory=dict)
     bodies: int = 0  # how many were begun
     cleared: int = 0  # how often `zero_grad` was called
     left: set[int] = field(default_factory=set)  # ids of the parameters whose gradients were kept on the model
@@ -197,6 +200,8 @@ class Stash:
             step_frame=None,
             open=False,
             scale=None,
+            scaling=False,
+            beside={},
         )
         if self.policy.master_weights:
             clip.install()  # this may be another process
@@ -471,6 +476,8 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     if stash is None or not stash.enabled:
         return None
     recover(optimizer, stash)
+    if stash.open or stash.beside:
+        _refuse_in_body(optimizer, stash)
     stash.step_depth += 1
     if stash.step_depth > 1:  # a subclass's step that calls super().step() fires the hooks twice
         return None
@@ -688,6 +695,25 @@ def _drop_removed(optimizer: Any, stash: Stash) -> None:
     if len(removed) < len(kept):
         for master in removed:
             master.grad = None
+
+
+def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
+    """Raise if the running body of a `scale_loss` has the gradients of this step, or has them to unscale yet."""
+    pairs = stash.masters.pairs(optimizer.param_groups)
+    own = any(param is master for param, master in pairs)
+    if stash.open and stash.scaling:
+        where = "where its gradients are scaled and unchecked"
+    elif any(stash.beside.values()) and (own or stash.pending is not None):
+        where = "whose scaled backward may reach its parameters: its own gradients are away until that ends"
+    elif any(p is not master and (stash.open or (p.grad is not None and master.grad is None)) for p, master in pairs):
+        where = "where its gradients are on the low-precision parameters, not on their masters"
+    else:
+        return
+    raise RuntimeError(
+        f"{subclass.base_class(optimizer).__name__}.step: called in the body of scale_loss, {where}; give scale_loss "
+        "all optimizers of the loss, and call their step() after the `with` block. A step in a hook of backward "
+        "(register_post_accumulate_grad_hook) is possible at O0 and O4"
+    )
 
 
 def _warn_of_ungathered(optimizer: Any, stash: Stash) -> None:
