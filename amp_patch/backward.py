@@ -71,6 +71,7 @@ class ScaledBackward:
                 "model.set_requires_gradient_sync(True) before the last backward with another loss_id"
             )
         self.begun = True
+        Stash.turns += 1
         if self.scaling or any(stash.policy.master_weights for stash in self.stashes):
             self._tell_siblings()
         if self.scaling:
@@ -145,8 +146,9 @@ class ScaledBackward:
         if not self.begun:
             return
         self._put_back()  # of a body that came to no end
+        Stash.turns += 1
         for stash in self.stashes:
-            stash.open, stash.scale, stash.scaling = False, None, False
+            stash.open, stash.scale, stash.scaling, stash.ended = False, None, False, Stash.turns
         for other in self.siblings:
             if (left := getattr(other, "_amp_stash", None)) is not None:
                 left.beside.pop(id(self), None)

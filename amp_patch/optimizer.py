@@ -109,6 +109,7 @@ class Stash:
     """
 
     keeps_scaled_gradients: ClassVar[bool] = False
+    turns: ClassVar[int] = 0  # how often a body of any optimizer of the process has begun or ended
 
     policy: Policy
     scalers: list[LossScaler]
@@ -132,6 +133,7 @@ class Stash:
     # Which bodies of the training's other optimizers are running; whether their losses are multiplied.
     beside: dict[int, bool] = field(default_factory=dict)
     bodies: int = 0  # how many were begun
+    ended: int = -1  # `turns` when the last has ended
     cleared: int = 0  # how often `zero_grad` was called
     left: set[int] = field(default_factory=set)  # ids of the parameters whose gradients were kept on the model
     gathered: bool = False  # whether a backward has brought gradients since the last step
@@ -194,6 +196,7 @@ class Stash:
             set_aside=None,
             left=set(),  # ids of another process
             earlier={},
+            ended=-1,
             stepped={},
             told=False,
             step_depth=0,
@@ -690,6 +693,8 @@ def _drop_removed(optimizer: Any, stash: Stash) -> None:
     It wants those parameters left alone (frozen for a while), as happens where they are the optimizer's own. All of
     them None is a script that has done with the model's gradients: the masters' are there to step with.
     """
+    if not stash.left:
+        return
     kept = [pair for pair in stash.masters.pairs(optimizer.param_groups) if id(pair[0]) in stash.left]
     removed = [master for param, master in kept if param.grad is None]
     if len(removed) < len(kept):
@@ -717,17 +722,29 @@ def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
 
 
 def _warn_of_ungathered(optimizer: Any, stash: Stash) -> None:
-    if stash.keeps_scaled_gradients and stash.bodies > 0:
-        return  # those may have been gathered
-    stray = False
-    for param, master in stash.masters.pairs(optimizer.param_groups):
-        if master.grad is not None:
-            return
-        stray = stray or param.grad is not None
-    if stray:
+    """Warn of gradients of cast parameters that no exit of `scale_loss` has brought to their masters.
+
+    Other optimizers' bodies may leave such gradients on the model, and rightly so (a GAN's generator loss fills the
+    discriminator's): after one of those only an optimizer none of whose masters has a gradient is warned about.
+    """
+    linked = stash.masters.linked()
+    strays = {id(link.master): param for param, link in linked if param.grad is not None}
+    if not strays or (stash.keeps_scaled_gradients and stash.bodies > 0):  # those may have been gathered
+        return
+    others = bool(stash.beside) or stash.ended != Stash.turns  # whether another body is running, or was since
+    if others and any(link.master.grad is not None for _, link in linked):
+        return
+    named = [
+        stash.names.get(id(strays[id(master)]), f"group {index}, parameter {position}")
+        for index, group in enumerate(optimizer.param_groups)
+        for position, master in enumerate(group["params"])
+        if id(master) in strays
+    ]
+    if named:
         warnings.warn(
-            f"{subclass.base_class(optimizer).__name__}.step: the model has gradients but none was gathered for this "
-            "optimizer, so the step changes nothing; call backward() inside `with amp.scale_loss(loss, optimizer)`",
+            f"{subclass.base_class(optimizer).__name__}.step: {named[0]} has a gradient on the model that was never "
+            f"gathered for this optimizer{f', and so have {len(named) - 1} more' if len(named) > 1 else ''}: the step "
+            "does without; call backward() inside `with amp.scale_loss(loss, optimizer)`",
             stacklevel=4,
         )
 

@@ -398,11 +398,72 @@ def test_a_parameter_without_gradient_and_a_step_without_any_are_legal(level):
     assert (used.weight.item(), model["unused"].weight.item()) == (0.0, 1.0)
 
 
-def test_a_backward_outside_of_scale_loss_is_warned_about():
-    model, optimizer = setup("O2")
-    model(x(1.0, 1.0)).sum().backward()
-    with pytest.warns(UserWarning, match="none was gathered"):
+def normed(level="O2", seed=0, **kwargs):
+    """Half layers around a batch norm that is kept, which is its own master, and has gradients of its own."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    return amp.initialize(model, sgd(model), opt_level=level, **kwargs)
+
+
+FOUR = torch.tensor([[1.0, 2.0], [0.5, -1.0], [2.0, 0.0], [-1.0, 1.0]])
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_backward_outside_of_scale_loss_is_warned_about(level, kept):
+    model, optimizer = normed(level, keep_batchnorm_fp32=kept)
+    model(FOUR).sum().backward()
+    more = 3 if kept else 5
+    with pytest.warns(UserWarning, match=rf"SGD\.step: 0\.weight has a gradient .* never gathered .* {more} more"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("where", ["all", "a part"])
+def test_a_backward_outside_of_scale_loss_after_one_inside_is_warned_about(level, where):
+    model, optimizer = normed(level)
+    for _ in range(2):
+        backward(model(FOUR).sum(), optimizer)
+        optimizer.step()  # no warning
+        optimizer.zero_grad()
+    backward(model(FOUR).sum(), optimizer)
+    if where == "all":
+        model(FOUR).sum().backward()
+    else:
+        model[2](FOUR.to(model[2].weight.dtype)).float().sum().backward()
+    name = r"0\.weight" if where == "all" else r"2\.weight"
+    with pytest.warns(UserWarning, match=rf"{name} has a gradient on the model that was never gathered"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_gradients_that_no_warning_is_for(level):
+    """Delayed micro-batches, native scaling, a loss of another optimizer before and after the step, cleared ones."""
+    (netd, optd), (netg, optg) = normed(level), normed(level, seed=1)
+    for training in range(2):  # of two trainings, then of one
+        if training:
+            (netd, netg), (optd, optg) = amp.initialize([netd, netg], [optd, optg], opt_level=level, num_losses=2)
+        for order in (0, 1):
+            backward(netd(FOUR).sum() / 64, optd, delay_unscale=True)
+            backward(netd(FOUR).sum() / 64, optd)
+            if order:
+                optd.step()
+            backward(netd(netg(FOUR)).sum() / 64, optg)  # fills the discriminator's
+            optg.step()
+            if not order:
+                optd.step()
+        optd.zero_grad()
+        backward(netd(FOUR).sum() / 64, optd, delay_unscale=True)
+        optd.step()
+        netd(FOUR).sum().backward()
+        netd.zero_grad()
+        optd.step()
+        optd.step()
+        optd.zero_grad()
+        scaler = amp.GradScaler("cpu", init_scale=2.0)
+        scaler.scale(netd(FOUR).sum()).backward()
+        scaler.step(optd)
+        optd.zero_grad()
 
 
 @pytest.mark.parametrize(
