@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from amp_patch import masters, shards
+from amp_patch import model as model_side
 from amp_patch.optimizer import Pending, Stash, distinct_pairs, recover, unscale
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.scaler import LossScaler, inverse_of
@@ -15,11 +16,14 @@ from amp_patch.scaler import LossScaler, inverse_of
 Pair = tuple[Tensor, Tensor]  # (param, master)
 
 
-class _SetAside(NamedTuple):
+class _Bystander(NamedTuple):
+    """A parameter of the training that belongs to no optimizer of this call."""
+
     param: Tensor
-    grad: Tensor | None
+    earlier: masters.Earlier | None
     stash: Stash | None  # of the optimizer that it belongs to, if any
     bodies: int  # how many bodies that one had begun
+    cleared: int  # how often that one had cleared its gradients
 
 
 class ScaledBackward:
@@ -40,7 +44,9 @@ class ScaledBackward:
         self.scaling = scaling
         self.now = Pending(scaler)  # an inner body may move the scaler before this one ends
         self.scale = self.now.scale
-        self.set_aside: list[_SetAside] = []
+        self.bystanders: list[_Bystander] = []
+        self.siblings: list[Any] = []  # the training's other optimizers
+        self.models: dict[int, tuple[nn.Module, int]] = {}  # with how often each had cleared its gradients
         self.had_grad: set[int] = set()
         self.begun = False
 
@@ -48,8 +54,9 @@ class ScaledBackward:
         """Leave in the model's gradients only what this backward may be added to.
 
         Gradients with masters that the optimizer's last delayed exit did not leave there come from somewhere else (a
-        GAN's generator loss fills the discriminator's) and are dropped. Gradients that an earlier exit unscaled in
-        place are scaled again, so that what backward adds has the same unit.
+        GAN's generator loss fills the discriminator's) and are dropped. Gradients that an earlier exit unscaled, of
+        parameters that are their own master, are taken away, so that what backward adds is checked by itself; `finish`
+        adds the two. What a delayed exit left stays: a DDP must reduce the sum.
         """
         if any(stash.open for stash in self.stashes):
             raise RuntimeError(
@@ -64,12 +71,18 @@ class ScaledBackward:
                 "model.set_requires_gradient_sync(True) before the last backward with another loss_id"
             )
         self.begun = True
+        Stash.turns += 1
+        if self.scaling or any(stash.policy.master_weights for stash in self.stashes):
+            self._tell_siblings()
         if self.scaling:
+            for stash in self.stashes:
+                self._note_models(stash)
             self._set_bystanders_aside()
         for optimizer, stash in zip(self.optimizers, self.stashes, strict=True):
-            stash.open, stash.scale = True, self.scale
+            stash.open, stash.scale, stash.scaling = True, self.scale, self.scaling
             stash.bodies += 1
             recover(optimizer, stash)
+        accumulating = []
         for stash, pairs, new in self._parts():
             if stash.pending is None:
                 for param, master in pairs:
@@ -77,12 +90,17 @@ class ScaledBackward:
                         param.grad = None
                 if all(master.grad is None for _, master in pairs):
                     stash.found.clear()
-                if self.scaling:
-                    masters.rescale(new, self.scale, own_only=True)
-            elif not stash.pending.has_scale_of(self.scaler):
-                factor = (self.scale.double() / stash.pending.scale.double()).float()
-                masters.rescale(new, factor, own_only=False)
+                elif self.scaling:
+                    accumulating.append((stash, new))
+                continue
+            stash.forget_cleared(pairs)
+            if not stash.pending.has_scale_of(self.scaler):
+                masters.rescale(new, (self.scale.double() / stash.pending.scale.double()).float())
                 stash.pending = self.now
+        for stash, new in accumulating:  # when all have looked: they may share parameters
+            for param, master in new:
+                if param is master and (earlier := masters.take(param)) is not None:
+                    stash.earlier[id(param)] = earlier
         self.had_grad = {id(param) for param, _ in distinct_pairs(self.optimizers) if param.grad is not None}
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -98,45 +116,83 @@ class ScaledBackward:
         return self.now.held_back
 
     def delay(self) -> None:
-        """The gradients stay where they are, scaled, and are known to be so."""
+        """The gradients stay where they are, scaled, and are known to be so; with them what was taken in `begin`."""
+        self._forget_cleared()
+        for stash, param, earlier in self._taken():
+            stash.earlier[id(param)] = masters.put_back_scaled(param, earlier, self.scale)
         for stash in self.stashes:
             stash.pending = self.now
 
     def finish(self) -> None:
-        """Unscaled gradients in the masters; overflow recorded on the device."""
+        """Unscaled gradients in the masters, added to earlier ones; overflow recorded on the device."""
+        self._forget_cleared()
         unscale(self.optimizers, self.scaler, inverse_of(self.scale) if self.scaling else None)
 
     def abandon(self) -> None:
-        """After an exception in the body: no scaled gradient stays, the scale and the overflows are as before.
+        """After an exception in the body: no scaled gradient of it stays, the scale and the overflows are as before.
 
-        Gradients that existed on entry are unscaled again, with whatever backward added before it failed; all others
-        are dropped.
+        Gradients that an earlier exit unscaled are what they were, bit for bit. Those that wait, scaled, for the rest
+        of a delayed iteration stay, with whatever backward added before it failed; all others are dropped.
         """
-        for stash, _, new in self._parts():
+        self._forget_cleared()
+        for _, _, new in self._parts():
             for param, _ in new:
                 if id(param) not in self.had_grad:
                     param.grad = None
-            if stash.pending is None and self.scaling:
-                masters.rescale(new, inverse_of(self.scale), own_only=True)
+        self._put_back()
 
     def close(self) -> None:
-        """Bring back what was set aside, with this backward's share of it unscaled."""
+        """Bring back what was taken from the bystanders, with this backward's share of it unscaled."""
         if not self.begun:
             return
+        self._put_back()  # of a body that came to no end
+        Stash.turns += 1
         for stash in self.stashes:
-            stash.open, stash.scale = False, None
-        inverse = inverse_of(self.scale) if self.set_aside else None
-        for param, earlier, owner, bodies in self.set_aside:
-            if param.grad is None or (owner is not None and owner.pending is not None):
-                param.grad = earlier
-                continue
-            if owner is None or owner.bodies == bodies:  # else a body of its own, inside this one, has unscaled it
-                found = masters.gather([(param, param)], inverse)
-                if owner is not None:
-                    found = shards.agree(found, [param])
-                    owner.note_found(self.scaler, found[param.grad.device].to(self.scale.device))
-            if earlier is not None:
-                param.grad = param.grad + earlier
+            stash.open, stash.scale, stash.scaling, stash.ended = False, None, False, Stash.turns
+        for other in self.siblings:
+            if (left := getattr(other, "_amp_stash", None)) is not None:
+                left.beside.pop(id(self), None)
+        inverse = inverse_of(self.scale) if self.bystanders else None
+        for param, earlier, owner, bodies, cleared in self.bystanders:
+            if owner is not None and owner.pending is not None:
+                param.grad = None
+            added = param.grad
+            kept = {id(param): earlier} if earlier and (owner is None or owner.cleared == cleared) else {}
+            own = owner is not None and owner.bodies != bodies  # a body of its own, inside this one, has unscaled it
+            found = masters.gather([(param, param)], None if own else inverse, earlier=kept)
+            if added is not None and owner is not None and not own:
+                found = shards.agree(found, [param])
+                owner.note_found(self.scaler, found[added.device].to(self.scale.device))
+
+    def _note_models(self, stash: Stash) -> None:
+        for ref in stash.models:
+            if (model := ref()) is not None:
+                self.models[id(model)] = model, model_side.times_cleared(model)
+
+    def _forget_cleared(self) -> None:
+        """The body may have called `model.zero_grad()`, which does not find what was taken away."""
+        cleared = (model for model, before in self.models.values() if model_side.times_cleared(model) != before)
+        gone = {id(param) for model in cleared for param in model.parameters()}
+        if gone:
+            for stash in self.stashes:
+                stash.earlier = {key: earlier for key, earlier in stash.earlier.items() if key not in gone}
+            self.bystanders = [b._replace(earlier=None) if id(b.param) in gone else b for b in self.bystanders]
+
+    def _taken(self) -> list[tuple[Stash, Tensor, masters.Earlier]]:
+        """What `begin` took away and nothing has brought back."""
+        if not any(stash.earlier for stash in self.stashes):
+            return []
+        return [
+            (stash, param, stash.earlier[id(param)])
+            for stash, _, new in self._parts()
+            for param, _ in new
+            if stash.pending is None and id(param) in stash.earlier
+        ]
+
+    def _put_back(self) -> None:
+        for stash, param, earlier in self._taken():
+            masters.put_back(param, earlier)
+            del stash.earlier[id(param)]
 
     def _parts(self) -> Iterator[tuple[Stash, list[Pair], list[Pair]]]:
         """Per optimizer its stash, its pairs, and those of them that no optimizer before it holds."""
@@ -146,6 +202,17 @@ class ScaledBackward:
             yield stash, pairs, [pair for pair in pairs if id(pair[0]) not in seen]
             seen.update(id(param) for param, _ in pairs)
 
+    def _tell_siblings(self) -> None:
+        """Let the training's other optimizers know of the body, in which they cannot step."""
+        own = set(map(id, self.optimizers))
+        siblings = {
+            id(other): other for stash in self.stashes for ref in stash.siblings if (other := ref()) is not None
+        }
+        for key, other in siblings.items():
+            if key not in own and getattr(other, "_amp_stash", None) is not None:
+                self.siblings.append(other)
+                other._amp_stash.beside[id(self)] = self.scaling
+
     def _set_bystanders_aside(self) -> None:
         """Take the gradients of the training's other parameters out of reach of this backward.
 
@@ -153,13 +220,9 @@ class ScaledBackward:
         of a delayed iteration: then they come back as they are.
         """
         known = {id(param) for param, _ in distinct_pairs(self.optimizers)}
-        siblings = {
-            id(other): other for stash in self.stashes for ref in stash.siblings if (other := ref()) is not None
-        }
-        for other in siblings.values():
-            stash: Stash | None = getattr(other, "_amp_stash", None)
-            if stash is None or any(other is optimizer for optimizer in self.optimizers):
-                continue
+        for other in self.siblings:
+            stash: Stash = other._amp_stash
+            self._note_models(stash)
             for param, master in stash.masters.pairs(other.param_groups):
                 if id(param) not in known:
                     known.add(id(param))
@@ -172,8 +235,5 @@ class ScaledBackward:
                     self._set_aside(param, None)
 
     def _set_aside(self, param: Tensor, stash: Stash | None) -> None:
-        grad = param.grad
-        if grad is not None and grad._is_view():  # a part of a DDP's bucket, into which that reduces the next gradient
-            grad = grad.clone()
-        self.set_aside.append(_SetAside(param, grad, stash, 0 if stash is None else stash.bodies))
-        param.grad = None
+        before = (0, 0) if stash is None else (stash.bodies, stash.cleared)
+        self.bystanders.append(_Bystander(param, masters.take(param), stash, *before))

@@ -261,9 +261,10 @@ def scale_loss(
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
 
-    Inside the body the model's gradients are the raw scaled ones. On exit the masters' gradients are unscaled (FP32;
-    added to what earlier exits left), the model's low-precision ones become None, and what overflowed is recorded on
-    the device; nothing here waits for the device. `optimizer.step()` then skips on overflow, which costs one sync; or
+    Inside the body the model's gradients are the raw scaled ones of this backward, and of delayed ones before it. On
+    exit the masters' gradients are unscaled (FP32; added to what earlier exits left, which was away meanwhile and is
+    not checked again), the model's low-precision ones become None, and what overflowed is recorded on the device;
+    nothing here waits for the device. `optimizer.step()` then skips on overflow, which costs one sync; or
     none with an optimizer that skips on the device itself: torch's `fused=True`, FusedSGD, FusedAdam(capturable=True).
 
     Args:
@@ -284,10 +285,12 @@ def scale_loss(
         The loss times the scale, FP32 (FP64 for an FP64 loss); `loss` itself where the level does not scale.
 
     Raises:
-        RuntimeError: an optimizer that `initialize` never saw.
+        RuntimeError: an optimizer that `initialize` never saw; or, from `optimizer.step()` in the body, that it belongs
+            after it. (At O0 and O4 an optimizer may step there, in a hook of backward too.)
         TypeError, ValueError: a loss or loss_id that cannot be. Gradients are untouched then.
 
-    An exception in the body leaves no scaled gradient behind, and the scale as it was.
+    An exception in the body leaves no scaled gradient behind, and the scale and earlier gradients as they were. To
+    clear gradients inside the body call `zero_grad()` of the optimizer or of the model given to `initialize`.
     """
     targets = _targets(optimizers)
     stashes = [target._amp_stash for target in targets]
@@ -494,6 +497,7 @@ def _check(
     for model in models:
         if model_side.policy_of(model) is None and not dialect.models_may_be_low_precision:
             model_side.check_fp32(model, policy, kept)
+        model_side.check_steps(model, policy)
     shards.check(models, policy, kept)
     retyped = {id(p) for model in models for p in model_side.not_cast_to(model, kept, policy.cast_model_type)}
     replicas.check(models, retyped, policy, process_group)

@@ -5,8 +5,9 @@ A parameter without a master is its own master. That one rule serves every level
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -84,33 +85,115 @@ class Masters:
         return master if known is None else known[0]
 
 
-def gather(pairs: Iterable[tuple[Tensor, Tensor]], inverse: Tensor | None, *, keep: bool = False) -> FoundInf:
+class Earlier(NamedTuple):
+    """A gradient that was taken off a parameter, so that the next backward adds nothing to it.
+
+    Attributes:
+        grad: the tensor that the parameter had, and gets back.
+        value: what it held: itself, or a copy where the next backward may write into its memory.
+    """
+
+    grad: Tensor
+    value: Tensor
+
+
+_NONE: Mapping[int, Earlier] = MappingProxyType({})
+
+
+def take(param: Tensor) -> Earlier | None:
+    """Take the gradient off `param`, which has none then; None if it had none."""
+    grad = param.grad
+    if grad is None:
+        return None
+    if grad.is_neg() or grad.is_conj():
+        grad = grad.resolve_conj().resolve_neg()
+    param.grad = None
+    # A part of a DDP's bucket, into which that reduces the next gradient.
+    return Earlier(grad, grad.clone() if grad._is_view() else grad)
+
+
+@torch.no_grad()
+def put_back(param: Tensor, earlier: Earlier) -> None:
+    """Give `param` the gradient that was taken, bit for bit, in place of what it has."""
+    if earlier.value is not earlier.grad:
+        earlier.grad.copy_(earlier.value)
+    param.grad = earlier.grad
+
+
+@torch.no_grad()
+def put_back_scaled(param: Tensor, earlier: Earlier, scale: Tensor) -> Earlier:
+    """Add what was taken, times `scale` (FP32, shape []), to the scaled gradient of `param`; no sync.
+
+    Returns:
+        What must be added when that is unscaled: the elements that overflow when they are scaled, or did before, which
+        would pass for an overflow of the gradients that are scaled now. 0 elsewhere.
+    """
+    new, value = param.grad, earlier.value
+    if value.is_sparse:
+        value = value.coalesce()
+        held, rest = (_sparse(value, part) for part in _split(value._values(), scale))
+        param.grad = held if new is None else _sum(held, new)
+        return Earlier(param.grad, rest)
+    held, rest = _split(_values(param, value), scale)
+    if new is not None and not new.is_sparse:
+        held = _values(param, new) + held
+    _values(param, earlier.grad).copy_(held)
+    param.grad = earlier.grad if new is None or not new.is_sparse else _sum(earlier.grad, new)
+    return Earlier(param.grad, rest)
+
+
+def _split(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """`values * scale` where that is finite, and `values` elsewhere."""
+    wide = values if values.dtype is torch.float64 else values.float()
+    scaled = (wide * scale.to(values.device)).to(values.dtype)
+    finite = scaled.isfinite()
+    return torch.where(finite, scaled, 0.0), torch.where(finite, 0.0, values)
+
+
+def gather(
+    pairs: Iterable[tuple[Tensor, Tensor]],
+    inverse: Tensor | None,
+    *,
+    keep: bool = False,
+    earlier: Mapping[int, Earlier] = _NONE,
+) -> FoundInf:
     """Turn the scaled gradients of the parameters into unscaled ones of their masters; no sync.
 
     With a master: `master.grad = param.grad * inverse [+ master.grad]` in FP32, and `param.grad` becomes None, unless
     `keep` leaves it as it is.
-    A parameter that is its own master: `param.grad *= inverse` in place. One fused pass each.
+    A parameter that is its own master: `param.grad = param.grad * inverse [+ what was taken off it]`, in place; what
+    was taken comes back as it was where there is no other. One fused pass each.
 
     Args:
         pairs: (param, master), each parameter once.
         inverse: FP32, shape []; None for a scale of 1 whose gradients nobody checks.
+        earlier: by the parameter's id what `take` took off those that are their own master.
 
     Returns:
-        Per device an FP32 tensor of one element: 1.0 if a gradient there was not finite. Of sharded gradients this
-        process's shards count: `shards.agree` tells the others.
+        Per device an FP32 tensor of one element: 1.0 if a scaled gradient there was not finite (earlier ones were
+        checked when they were made). Of sharded gradients this process's shards count: `shards.agree` tells others.
     """
     batches: dict[torch.device, _Batch] = {}
     sums: list[tuple[Tensor, Tensor]] = []  # (master, its earlier gradient): where one of the two is sparse
     for param, master in pairs:
         grad = param.grad
-        if grad is None or (param is master and inverse is None):
+        before = earlier.get(id(param)) if earlier else None
+        if grad is None or (param is master and inverse is None and before is None):
+            if before is not None:
+                put_back(param, before)
             continue
         device = grad.device
         batch = batches.get(device)
         if batch is None:
             batch = batches[device] = _Batch()
         if param is master:
+            if before is not None and not before.value.is_sparse and not grad.is_sparse:
+                batch.added.append(tuple(_values(param, part) for part in (grad, before.value, before.grad)))
+                param.grad = before.grad
+                continue
             batch.own.append(_values(param, grad))
+            if before is not None:
+                sums.append((param, before.value))
             continue
         if master.device != device:
             raise RuntimeError(
@@ -119,28 +202,28 @@ def gather(pairs: Iterable[tuple[Tensor, Tensor]], inverse: Tensor | None, *, ke
             )
         if master.requires_grad is not param.requires_grad:  # it may have been frozen when initialize saw it
             master.requires_grad_(param.requires_grad)
-        earlier: Tensor | None = master.grad
-        if earlier is not None and not earlier.is_sparse and not grad.is_sparse:
-            batch.added.append((grad, earlier))
+        total: Tensor | None = master.grad
+        if total is not None and not total.is_sparse and not grad.is_sparse:
+            batch.added.append((grad, total, total))
         else:
             master.grad = _fp32_like(param, grad, batch)
-            if earlier is not None:
-                sums.append((master, earlier))
+            if total is not None:
+                sums.append((master, total))
         if not keep:
             param.grad = None
     found = {device: batch.run(inverse, device) for device, batch in batches.items()}
-    for master, earlier in sums:
+    for master, total in sums:
         assert master.grad is not None
-        master.grad = earlier + master.grad
+        master.grad = _sum(total, master.grad)
     return found
 
 
-def rescale(pairs: Iterable[tuple[Tensor, Tensor]], factor: Tensor, *, own_only: bool) -> None:
-    """Multiply the gradients of the parameters (`own_only`: that are their own master) in place; no sync."""
+def rescale(pairs: Iterable[tuple[Tensor, Tensor]], factor: Tensor) -> None:
+    """Multiply the gradients of the parameters in place; no sync."""
     grads: dict[torch.device, list[Tensor]] = {}
-    for param, master in pairs:
+    for param, _ in pairs:
         grad = param.grad
-        if grad is not None and (param is master or not own_only):
+        if grad is not None:
             grads.setdefault(grad.device, []).append(_values(param, grad))
     for device, tensors in grads.items():
         ignored = torch.zeros((), device=device)
@@ -153,7 +236,7 @@ class _Batch:
     def __init__(self) -> None:
         self.own: list[Tensor] = []
         self.fresh: list[tuple[Tensor, Tensor]] = []  # (scaled, where the unscaled goes)
-        self.added: list[tuple[Tensor, Tensor]] = []  # (scaled, what the unscaled is added to)
+        self.added: list[tuple[Tensor, ...]] = []  # (scaled, what the unscaled is added to, where that goes)
 
     @torch.no_grad()
     def run(self, inverse: Tensor | None, device: torch.device) -> Tensor:
@@ -166,9 +249,9 @@ class _Batch:
             sources, results = map(list, zip(*self.fresh, strict=True))
             multi_tensor.multi_tensor_scale(sources, results, factor, watch)
         if self.added:
-            sources, sums = map(list, zip(*self.added, strict=True))
+            sources, earlier, sums = map(list, zip(*self.added, strict=True))
             # Only the new gradients are watched: an overflow in the earlier ones was flagged when they were made.
-            multi_tensor.multi_tensor_axpby(factor, sources, 1.0, sums, sums, watch, check="x")
+            multi_tensor.multi_tensor_axpby(factor, sources, 1.0, earlier, sums, watch, check="x")
         return found_inf
 
 
@@ -182,11 +265,16 @@ def _fp32_like(param: Tensor, grad: Tensor, batch: _Batch) -> Tensor:
     batch.fresh.append((values, result))
     if not grad.is_sparse:
         return result
-    return torch.sparse_coo_tensor(grad.indices(), result, grad.shape, check_invariants=False, is_coalesced=True)
+    return _sparse(grad, result)
+
+
+def _sparse(like: Tensor, values: Tensor) -> Tensor:
+    """A tensor with the indices of `like`, which is coalesced."""
+    return torch.sparse_coo_tensor(like.indices(), values, like.shape, check_invariants=False, is_coalesced=True)
 
 
 def _values(param: Tensor, grad: Tensor) -> Tensor:
-    """The gradient as dense real values, to be written in place: of a sparse one its values, coalesced first.
+    """A gradient of `param` as dense real values, to be written in place: of a sparse one its values, coalesced first.
 
     Of a sharded one what this process holds.
     """
@@ -201,6 +289,11 @@ def _values(param: Tensor, grad: Tensor) -> Tensor:
     if grad.requires_grad:
         grad = grad.detach()
     return torch.view_as_real(grad) if grad.dtype.is_complex else grad
+
+
+def _sum(earlier: Tensor, new: Tensor) -> Tensor:
+    """The sum of two gradients one of which is sparse; torch adds to a dense one only."""
+    return new + earlier if earlier.is_sparse and not new.is_sparse else earlier + new
 
 
 def _replace(optimizer: Any, params: list[Tensor], index: int, new: Tensor) -> None:

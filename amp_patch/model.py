@@ -51,6 +51,7 @@ class ModelState:
         no_sync: whether DDP's `no_sync()` is entered (replicas.py says so).
         local: whether the gradients of the last forward stay on this process: it ran under `no_sync()`.
         watch: looks for cast buffers that training writes; None when it has seen enough.
+        cleared: how often `zero_grad` was called.
     """
 
     policy: Policy
@@ -63,6 +64,7 @@ class ModelState:
     no_sync: bool = False
     local: bool = False
     watch: buffers.Watch | None = None
+    cleared: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has parameters of its own, and no masters.
@@ -146,6 +148,8 @@ class AmpModel(subclass.Generated):
         """torch's, for the masters' gradients too."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         module: nn.Module = self  # type: ignore[assignment]
+        if (own := vars(module).get("_amp")) is not None:
+            own.cleared += 1
         for _, link in links.linked(module.parameters()):
             master = link.master
             if set_to_none or master.grad is None:
@@ -242,6 +246,19 @@ def check_fp32(model: nn.Module, policy: Policy, kept: list[nn.Module]) -> None:
             raise ValueError(
                 f"initialize: parameter {name!r} of {type(model).__name__} is torch.float64 and opt_level "
                 f"{policy.opt_level!r} casts FP32 models: call model.float() first, or name its module in keep_fp32"
+            )
+
+
+def check_steps(model: nn.Module, policy: Policy) -> None:
+    """Raise if optimizers step during backward, where `policy` has gradients scaled or weights cast."""
+    if not (policy.scales_loss or policy.cast_model_type is not None):
+        return
+    for name, param in model.named_parameters():
+        if getattr(param, "_in_backward_optimizers", None):
+            raise ValueError(
+                f"initialize: an optimizer steps parameter {name!r} of {type(model).__name__} during backward "
+                f"(_apply_optimizer_in_backward), with gradients that opt_level {policy.opt_level!r} could neither "
+                "unscale nor bring to masters; make an ordinary optimizer and step after `scale_loss`, or use O0 or O4"
             )
 
 
@@ -402,6 +419,11 @@ def policy_of(model: nn.Module) -> Policy | None:
 def gradients_stay_local(model: nn.Module) -> bool:
     """Whether the backward of the last forward of `model` leaves its gradients on this process, cast or scaled."""
     return isinstance(model, AmpModel) and vars(model)["_amp"].local
+
+
+def times_cleared(model: nn.Module) -> int:
+    """How often `model.zero_grad()` was called on a model of `initialize`."""
+    return vars(model)["_amp"].cleared if isinstance(model, AmpModel) else 0
 
 
 @contextmanager

@@ -20,12 +20,13 @@ from torch.utils.weak import TensorWeakRef
 
 from amp_patch import clip, links, regions, replicas, shards, subclass, zero
 from amp_patch.compiling import not_traced
-from amp_patch.masters import Masters, gather
+from amp_patch.masters import Earlier, Masters, gather
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.scaler import LossScaler, inverse_of
 
 _TRANSIENT = (
     "brought",
+    "earlier",
     "handles",
     "models",
     "names",
@@ -102,16 +103,20 @@ class Stash:
         enabled: False after `initialize(enabled=False)`: every call passes through.
         masters: the pairs of parameters and masters.
         pending: set while the model's gradients are still scaled (`delay_unscale=True`).
+        earlier: by id the unscaled gradients of parameters that are their own master, taken away while a body runs;
+            where the exit was delayed, what of them no scaled gradient can hold.
         keeps_scaled_gradients: whether low-precision gradients stay on the model, scaled, when masters have got them.
     """
 
     keeps_scaled_gradients: ClassVar[bool] = False
+    turns: ClassVar[int] = 0  # how often a body of any optimizer of the process has begun or ended
 
     policy: Policy
     scalers: list[LossScaler]
     enabled: bool = True
     masters: Masters = field(default_factory=Masters)
     pending: Pending | None = None
+    earlier: dict[int, Earlier] = field(default_factory=dict)
     last_skipped: bool = False  # of the last step that is no verdict
     # Of steps that skipped on the device or did not: the newest last.
     verdicts: list[Verdict] = field(default_factory=list)
@@ -124,7 +129,12 @@ class Stash:
     step_frame: FrameType | None = None  # the call of `step` that is running, if it has not been left by an exception
     open: bool = False  # whether a `scale_loss` body of this optimizer is running
     scale: Tensor | None = None  # that body's
+    scaling: bool = False  # whether that body's loss is multiplied
+    # Which bodies of the training's other optimizers are running; whether their losses are multiplied.
+    beside: dict[int, bool] = field(default_factory=dict)
     bodies: int = 0  # how many were begun
+    ended: int = -1  # `turns` when the last has ended
+    cleared: int = 0  # how often `zero_grad` was called
     left: set[int] = field(default_factory=set)  # ids of the parameters whose gradients were kept on the model
     gathered: bool = False  # whether a backward has brought gradients since the last step
     brought: TensorWeakRef | None = None  # the first gradient that `scale_loss` has left unscaled for the next step
@@ -185,16 +195,26 @@ class Stash:
             names={},
             set_aside=None,
             left=set(),  # ids of another process
+            earlier={},
+            ended=-1,
             stepped={},
             told=False,
             step_depth=0,
             step_frame=None,
             open=False,
             scale=None,
+            scaling=False,
+            beside={},
         )
         if self.policy.master_weights:
             clip.install()  # this may be another process
             replicas.install()
+
+    def forget_cleared(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Of gradients that a delayed exit left scaled, those that were set to None since take their rest with them."""
+        if self.earlier:
+            there = {id(param) for param, _ in pairs if param.grad is not None}
+            self.earlier = {key: earlier for key, earlier in self.earlier.items() if key in there}
 
     def note_found(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Remember, on the device, that gradients of `scaler`'s loss went into the next step."""
@@ -227,6 +247,8 @@ class AmpOptimizer(subclass.Generated):
             for param, _ in stash.masters.linked():
                 param.grad = None
             stash.pending = stash.brought = None
+            stash.cleared += 1
+            stash.earlier.clear()
             stash.found.clear()
             stash.left.clear()
 
@@ -407,9 +429,15 @@ def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | Non
     """
     stashes: list[Stash] = [optimizer._amp_stash for optimizer in optimizers]
     pairs = distinct_pairs(optimizers)
-    found = gather(pairs, inverse, keep=any(stash.keeps_scaled_gradients for stash in stashes))
+    earlier: dict[int, Earlier] = {}
+    for stash in stashes:
+        if stash.pending is not None:
+            stash.forget_cleared(pairs)
+        earlier.update(stash.earlier)
+    found = gather(pairs, inverse, keep=any(stash.keeps_scaled_gradients for stash in stashes), earlier=earlier)
     for optimizer, stash in zip(optimizers, stashes, strict=True):
         stash.pending = None
+        stash.earlier.clear()
         stash.gathered = True
         first = first_gradient(optimizer)
         stash.brought = None if first is None else TensorWeakRef(first)
@@ -424,7 +452,7 @@ def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | Non
         overall = torch.maximum(overall, found_inf.to(overall.device))
     for group in {id(s.process_group): s.process_group for s in stashes if s.process_group is not None}.values():
         torch.distributed.all_reduce(overall, torch.distributed.ReduceOp.MAX, group=group)
-    # Gradients that are added up stay non-finite: only a loss's first overflow before a step moves its scale.
+    # One overflow skips the step, whatever follows: only a loss's first before a step moves its scale.
     known = [f.to(overall.device) for stash in stashes for s, f in stash.found if s is scaler]
     for stash in stashes:
         stash.note_found(scaler, overall)
@@ -451,6 +479,8 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     if stash is None or not stash.enabled:
         return None
     recover(optimizer, stash)
+    if stash.open or stash.beside:
+        _refuse_in_body(optimizer, stash)
     stash.step_depth += 1
     if stash.step_depth > 1:  # a subclass's step that calls super().step() fires the hooks twice
         return None
@@ -663,6 +693,8 @@ def _drop_removed(optimizer: Any, stash: Stash) -> None:
     It wants those parameters left alone (frozen for a while), as happens where they are the optimizer's own. All of
     them None is a script that has done with the model's gradients: the masters' are there to step with.
     """
+    if not stash.left:
+        return
     kept = [pair for pair in stash.masters.pairs(optimizer.param_groups) if id(pair[0]) in stash.left]
     removed = [master for param, master in kept if param.grad is None]
     if len(removed) < len(kept):
@@ -670,18 +702,49 @@ def _drop_removed(optimizer: Any, stash: Stash) -> None:
             master.grad = None
 
 
+def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
+    """Raise if the running body of a `scale_loss` has the gradients of this step, or has them to unscale yet."""
+    pairs = stash.masters.pairs(optimizer.param_groups)
+    own = any(param is master for param, master in pairs)
+    if stash.open and stash.scaling:
+        where = "where its gradients are scaled and unchecked"
+    elif any(stash.beside.values()) and (own or stash.pending is not None):
+        where = "whose scaled backward may reach its parameters: its own gradients are away until that ends"
+    elif any(p is not master and (stash.open or (p.grad is not None and master.grad is None)) for p, master in pairs):
+        where = "where its gradients are on the low-precision parameters, not on their masters"
+    else:
+        return
+    raise RuntimeError(
+        f"{subclass.base_class(optimizer).__name__}.step: called in the body of scale_loss, {where}; give scale_loss "
+        "all optimizers of the loss, and call their step() after the `with` block. A step in a hook of backward "
+        "(register_post_accumulate_grad_hook) is possible at O0 and O4"
+    )
+
+
 def _warn_of_ungathered(optimizer: Any, stash: Stash) -> None:
-    if stash.keeps_scaled_gradients and stash.bodies > 0:
-        return  # those may have been gathered
-    stray = False
-    for param, master in stash.masters.pairs(optimizer.param_groups):
-        if master.grad is not None:
-            return
-        stray = stray or param.grad is not None
-    if stray:
+    """Warn of gradients of cast parameters that no exit of `scale_loss` has brought to their masters.
+
+    Other optimizers' bodies may leave such gradients on the model, and rightly so (a GAN's generator loss fills the
+    discriminator's): after one of those only an optimizer none of whose masters has a gradient is warned about.
+    """
+    linked = stash.masters.linked()
+    strays = {id(link.master): param for param, link in linked if param.grad is not None}
+    if not strays or (stash.keeps_scaled_gradients and stash.bodies > 0):  # those may have been gathered
+        return
+    others = bool(stash.beside) or stash.ended != Stash.turns  # whether another body is running, or was since
+    if others and any(link.master.grad is not None for _, link in linked):
+        return
+    named = [
+        stash.names.get(id(strays[id(master)]), f"group {index}, parameter {position}")
+        for index, group in enumerate(optimizer.param_groups)
+        for position, master in enumerate(group["params"])
+        if id(master) in strays
+    ]
+    if named:
         warnings.warn(
-            f"{subclass.base_class(optimizer).__name__}.step: the model has gradients but none was gathered for this "
-            "optimizer, so the step changes nothing; call backward() inside `with amp.scale_loss(loss, optimizer)`",
+            f"{subclass.base_class(optimizer).__name__}.step: {named[0]} has a gradient on the model that was never "
+            f"gathered for this optimizer{f', and so have {len(named) - 1} more' if len(named) > 1 else ''}: the step "
+            "does without; call backward() inside `with amp.scale_loss(loss, optimizer)`",
             stacklevel=4,
         )
 

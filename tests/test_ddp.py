@@ -531,6 +531,72 @@ def test_an_overflow_on_one_rank_skips_on_all(ranks, level, dtype):
     both_alike([seen["weights"][2] for seen in results])
 
 
+def two_losses(level: str | None, options: dict[str, Any], apart: bool, bad: bool) -> dict[str, Any]:
+    """Loss 0, which overflows on rank 1 if `bad`, then loss 1: `apart`, its first half is not reduced by itself."""
+    model = mlp()
+    optimizer = SGD(model.parameters())
+    if level is not None:
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level=level, num_losses=2, verbosity=0, loss_scale="dynamic", max_loss_scale=1024.0
+        )
+    wrapped = DistributedDataParallel(model, **options)
+    for micro in range(3):
+        with wrapped.no_sync() if apart and micro == 1 else contextlib.nullcontext():
+            loss = loss_of(wrapped, mine(micro))
+            if bad and micro == 0 and dist.get_rank() == 1:
+                loss = loss * float("inf")
+            if level is None:
+                loss.backward()
+            else:
+                backward(loss, optimizer, loss_id=min(micro, 1))
+    seen: dict[str, Any] = {"gradients": gradients(optimizer)}
+    optimizer.step()
+    return {
+        **seen,
+        "weights": masters(optimizer),
+        "scales": None if level is None else [tuple(state.values()) for state in amp.state_dict().values()],
+        "skipped": level is not None and optimizer._amp_stash.step_skipped,
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_gradients_of_another_loss_that_are_reduced_already_are_added_to(ranks, level, apart, options):
+    plain = ranks(two_losses, None, {}, apart, False)[0]
+    results = ranks(two_losses, level, options, apart, False)
+    for key in ("gradients", "weights"):
+        close(both_alike([seen[key] for seen in results]), plain[key], 1e-6 if level == "O0" else 5e-3)
+    for seen in results:
+        assert seen["scales"] == [(1024.0, 1), (1024.0, 1 if apart else 2)] and not seen["skipped"]
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_an_overflow_of_another_loss_on_one_rank_is_blamed_on_that_loss_on_all(ranks, level, apart, options):
+    start = [param.detach() for param in mlp().parameters()]
+    for seen in ranks(two_losses, level, options, apart, True):
+        assert seen["scales"] == [(512.0, 0), (1024.0, 1 if apart else 2)] and seen["skipped"]
+        assert not all(grad.isfinite().all() for grad in seen["gradients"])
+        assert same(seen["weights"], start)
+
+
+def beside_ddp(level: str) -> list[Tensor]:
+    """The first of two losses does not go through DDP's forward."""
+    model = mlp()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, **SCALED)
+    wrapped = DistributedDataParallel(model)
+    backward(loss_of(model, mine(0)), optimizer, delay_unscale=True)
+    backward(loss_of(wrapped, mine(1)), optimizer)
+    return gradients(optimizer)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_delayed_gradients_that_ddp_did_not_reduce_are_in_its_next_reduction(ranks, level):
+    both_alike(ranks(beside_ddp, level))
+
+
 # Several models, losses and optimizers
 
 

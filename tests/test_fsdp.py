@@ -339,6 +339,48 @@ def test_gradients_that_are_held_back_keep_one_scale(ranks, level, dtype, delay)
         torch.testing.assert_close(mine, other, rtol=2e-5, atol=2e-6)
 
 
+def two_losses(level: str | None, dtype: Any, held_back: bool, bad: bool) -> dict[str, Any]:
+    """Loss 0, which overflows on rank 1 if `bad`, then loss 1: its first half is `held_back` or reduced by itself."""
+    if level is None:
+        model = shard(network(), "O0")
+        optimizer = SGD(model.parameters())
+    else:
+        scale = {"num_losses": 2, "loss_scale": "dynamic", "max_loss_scale": 1024.0}
+        model, optimizer = sharded_training(level, dtype, "SGD", **scale)
+    start = weights(model)
+    for micro in range(3):
+        model.set_requires_gradient_sync(not (held_back and micro == 1))
+        loss = loss_of(model, micro, dist.get_rank())
+        if bad and micro == 0 and dist.get_rank() == 1:
+            loss = loss * float("inf")
+        loss.backward() if level is None else backward(loss, optimizer, loss_id=min(micro, 1))
+    grads = [full(param.grad).clone() for param in amp.master_params(optimizer)]
+    optimizer.step()
+    return {
+        "gradients": grads,
+        "moved": not same(weights(model), start),
+        "scales": None if level is None else [tuple(state.values()) for state in amp.state_dict().values()],
+        "skipped": level is not None and optimizer._amp_stash.step_skipped,
+    }
+
+
+@pytest.mark.parametrize("held_back", [False, True])
+@pytest.mark.parametrize(("level", "dtype"), [("O0", None), ("O1", torch.float16), ("O2", torch.float16)])
+def test_the_overflow_of_another_loss_is_not_blamed_on_gradients_that_are_added(ranks, level, dtype, held_back):
+    for seen in ranks(two_losses, level, dtype, held_back, True):
+        assert seen["scales"] == [(512.0, 0), (1024.0, 1 if held_back else 2)] and seen["skipped"] and not seen["moved"]
+        assert not all(grad.isfinite().all() for grad in seen["gradients"])
+    plain = ranks(two_losses, None, None, held_back, False)[0]["gradients"]
+    results = ranks(two_losses, level, dtype, held_back, False)
+    assert same(results[0]["gradients"], results[1]["gradients"])
+    for seen in results:
+        assert seen["scales"] == [(1024.0, 1), (1024.0, 1 if held_back else 2)] and not seen["skipped"]
+        for mine, theirs in zip(seen["gradients"], plain, strict=True):
+            torch.testing.assert_close(
+                mine, theirs, rtol=1e-2 if level != "O0" else 1e-6, atol=1e-2 if level != "O0" else 1e-6
+            )
+
+
 def two_scales() -> str:
     model, optimizer = sharded_training("O1", torch.float16, "SGD", num_losses=2)
     model.set_requires_gradient_sync(False)

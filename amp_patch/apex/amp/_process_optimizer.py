@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from amp_patch import links
 from amp_patch import optimizer as core
+from amp_patch.masters import take
 from amp_patch.scaler import LossScaler, inverse_of
 
 __all__ = ["AmpOptimizerState"]
@@ -30,7 +31,6 @@ class AmpOptimizerState(core.Stash):
 
     lazy_init_called: bool = True
     properties: Any = None
-    stashed: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # gradients between prepare and post
 
     @property
     def already_patched(self) -> bool:
@@ -129,17 +129,13 @@ class AmpOptimizer(core.AmpOptimizer):
         self._amp_lazy_init()
         stash = self._amp_stash
         core.recover(self, stash)
-        stash.stashed = []
+        stash.earlier.clear()
         for param, master in stash.masters.pairs(self.param_groups):
-            if param is master and param.grad is not None:
-                stash.stashed.append((param, param.grad))
+            if param is master and (earlier := take(param)) is not None:
+                stash.earlier[id(param)] = earlier
             param.grad = None
 
     def _post_amp_backward(self, loss_scaler: LossScaler) -> None:
         """Unscale the model's gradients into the masters' ones by the scale of `loss_scaler`, which notes overflows."""
         self._amp_lazy_init()
-        stash = self._amp_stash
         core.unscale([self], loss_scaler, inverse_of(loss_scaler.scale_tensor) if loss_scaler.scales else None)
-        for param, earlier in stash.stashed:
-            param.grad = earlier if param.grad is None else earlier + param.grad
-        stash.stashed = []
