@@ -422,6 +422,7 @@ def restore() -> None:
     casts.uninstall()
     clip.uninstall()
     replicas.uninstall()
+    links.uninstall()
     model_side.allow_fast_path()
     if errors:
         raise errors[0]

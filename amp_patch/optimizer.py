@@ -598,7 +598,7 @@ def skips_on_device(optimizer: Any, stash: Stash) -> bool:
         return False
     state, stepped = optimizer.state, stash.stepped
     return all(
-        type(master) in (Tensor, nn.Parameter) and stepped.get(id(master)) == len(state.get(master, ()))
+        type(master) in (Tensor, nn.Parameter, links.Master) and stepped.get(id(master)) == len(state.get(master, ()))
         for _, master in stash.masters.pairs(optimizer.param_groups)
         if master.grad is not None
     )
