@@ -76,7 +76,7 @@ class ScaledBackward:
                     if param is not master:
                         param.grad = None
                 if all(master.grad is None for _, master in pairs):
-                    stash.found.clear()
+                    stash.clear_found()
                 if self.scaling:
                     masters.rescale(new, self.scale, own_only=True)
             elif not stash.pending.has_scale_of(self.scaler):

@@ -38,6 +38,9 @@ class Master(nn.Parameter):
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         torch.autograd.graph.increment_version(self)
 
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"Parameter containing:\n{self.detach().requires_grad_(self.requires_grad)!r}"
+
 
 class _Noted:
     """A tensor, and its version counter when its value was last taken note of. In C++: csrc/versions.cpp."""
