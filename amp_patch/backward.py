@@ -89,7 +89,7 @@ class ScaledBackward:
                     if param is not master:
                         param.grad = None
                 if all(master.grad is None for _, master in pairs):
-                    stash.found.clear()
+                    stash.clear_found()
                 elif self.scaling:
                     accumulating.append((stash, new))
                 continue

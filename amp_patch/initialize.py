@@ -103,8 +103,9 @@ def initialize(
     Args:
         models: a module, or a list or tuple of them (a module and its child may both be in it). FP32.
         optimizers: an optimizer, a list or tuple, or None (inference: no masters). Objects with `param_groups` and
-            `step` are accepted, and wrappers with an `.optim` or `.optimizer` inside. Parameters that belong to none
-            of the models are left as they are, and get masters at O2 if they are float16 or bfloat16.
+            `step` are accepted, and wrappers with an `.optim`, `.optimizer` or `.base_optimizer` (SAM) inside.
+            Parameters that belong to none of the models are left as they are, and get masters at O2 if they are float16
+            or bfloat16.
         enabled: False makes this call and every `scale_loss` of these optimizers a no-op.
         opt_level: "O0" FP32; "O1" casts around torch's functions; "O2" low-precision model, FP32 masters; "O3"
             low-precision model alone; "O4", "O5": O1, O2 in bfloat16.
@@ -203,6 +204,8 @@ def initialize_as(
         methods=tuple(methods),
         process_group=process_group,
     )
+    for optimizer in optimizer_list:
+        optimizer_side.enter_wrappers(optimizer)
     if int(verbosity) > 1:
         for model in model_list:
             at_next_forward(model)
@@ -439,6 +442,7 @@ def restore() -> None:
     casts.uninstall()
     clip.uninstall()
     replicas.uninstall()
+    links.uninstall()
     model_side.allow_fast_path()
     if errors:
         raise errors[0]
@@ -598,6 +602,9 @@ def _targets(optimizers: Any, caller: str = "scale_loss") -> list[Any]:
                 f"{caller}: this {type(target).__name__} never went through initialize(); call "
                 "`model, optimizer = amp.initialize(model, optimizer, opt_level=...)` first"
             )
+    for optimizer in _as_list(optimizers):
+        if id(optimizer) not in targets:  # `initialize` may have been given the one inside
+            optimizer_side.enter_wrappers(optimizer)
     return list(targets.values())
 
 

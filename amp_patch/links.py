@@ -8,14 +8,74 @@ value in FP32.
 from __future__ import annotations
 
 import functools
+import importlib
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from amp_patch import multi_tensor
 from amp_patch.memory import Recycled
+from amp_patch.patch import Patches
+
+
+class Master(nn.Parameter):
+    """The class of masters: plain parameters, save that their version counter tells of edits through `.data` too.
+
+    Of the memory behind `.data` torch keeps no account, so that what Lookahead or a checkpoint writes there would never
+    reach the model. Here `.data` is `.detach()`, which shares the counter, and its assignment counts. An instance is
+    given the class and loses it again (`connect`, `disconnect`); copies of it keep it, pickles are plain parameters.
+    """
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        torch.autograd.graph.increment_version(self)
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"Parameter containing:\n{self.detach().requires_grad_(self.requires_grad)!r}"
+
+
+class _Noted:
+    """A tensor, and its version counter when its value was last taken note of. In C++: csrc/versions.cpp."""
+
+    __slots__ = ("_noted", "_tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self.note()
+
+    def written(self) -> bool:
+        """Whether the tensor was written since it was noted."""
+        return self._version() != self._noted
+
+    def note(self) -> None:
+        self._noted = self._version()
+
+    def _version(self) -> int:
+        return 0 if self._tensor.is_inference() else self._tensor._version  # an inference tensor has none
+
+
+class _Watch:
+    """Several of them, asked at once."""
+
+    def __init__(self, noted: list[_Noted]) -> None:
+        self._noted = noted
+
+    def written(self) -> list[int]:
+        """The indices of those that were written."""
+        return [index for index, noted in enumerate(self._noted) if noted.written()]
+
+
+_C: Any = multi_tensor.extension()
+Noted: Any = getattr(_C, "Noted", _Noted)
+Watch: Any = getattr(_C, "Watch", _Watch)
 
 
 class Link:
@@ -23,15 +83,15 @@ class Link:
 
     Attributes:
         master: FP32, the parameter's shape.
-        version: the master's version counter when its value was last published to the parameter.
+        noted: the master's version when its value was last published to the parameter.
         gradients: where the master's gradients are made.
     """
 
-    __slots__ = ("gradients", "master", "version")
+    __slots__ = ("gradients", "master", "noted")
 
     def __init__(self, master: Tensor) -> None:
         self.master = master
-        self.version = master._version
+        self.noted = Noted(master)
         self.gradients = Recycled()
 
 
@@ -40,6 +100,10 @@ Linked = tuple[Tensor, Link]
 
 # By the parameter's id, which is its own until it dies, and then the reference takes the entry away.
 _links: dict[int, tuple[weakref.ref[Tensor], Link]] = {}
+_changes = 0  # how often a parameter got a master, lost it, or died with it
+
+_FOREACH_TYPES = "_foreach_supported_types"  # for which torch's optimizers choose their foreach form by themselves
+_patches = Patches()
 
 
 def link_of(param: Tensor) -> Link | None:
@@ -56,17 +120,40 @@ def master_of(param: Tensor) -> Tensor | None:
 
 def connect(param: Tensor, master: Tensor) -> Link:
     """Make `master` (FP32, the shape of `param`) the master of `param`."""
+    global _changes
     link = link_of(param)
     if link is None or link.master is not master:
+        if type(master) is nn.Parameter and _install():
+            master.__class__ = Master
         link = Link(master)
         key = id(param)
         _links[key] = (weakref.ref(param, functools.partial(_forget, _links, key)), link)
+        _changes += 1
     return link
 
 
 def disconnect(param: Tensor) -> None:
     """Forget the master of `param`, if it has one."""
-    _links.pop(id(param), None)
+    global _changes
+    entry = _links.pop(id(param), None)
+    if entry is not None:
+        _changes += 1
+        if type(entry[1].master) is Master:
+            entry[1].master.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def _install() -> bool:
+    """Let torch's optimizers take masters for the parameters that they are, where they choose a form; idempotent."""
+    module = importlib.import_module("torch.optim.optimizer")  # torch.optim has no attribute of this name
+    types = getattr(module, _FOREACH_TYPES, None)
+    if isinstance(types, list) and Master not in types:
+        _patches.set(module, _FOREACH_TYPES, [*types, Master])
+    return isinstance(types, list)
+
+
+def uninstall() -> None:
+    """Leave torch as it was before the first master."""
+    _patches.remove()
 
 
 def linked(params: Iterable[Tensor]) -> list[Linked]:
@@ -84,7 +171,7 @@ def publish(pairs: Sequence[Linked]) -> None:
 
 def publish_written(pairs: Sequence[Linked]) -> list[Linked]:
     """Publish those masters that were written since they last were, and return them; no sync."""
-    written = [pair for pair in pairs if pair[1].master._version != pair[1].version]
+    written = [pair for pair in pairs if pair[1].noted.written()]
     if written:
         publish(written)
     return written
@@ -107,16 +194,42 @@ def reconcile(pairs: Sequence[Linked]) -> None:
     _mark_published(pairs)
 
 
+class Edits:
+    """What somebody wrote into the masters of a model's parameters since they were published."""
+
+    __slots__ = ("_changes", "_linked", "_watch")
+
+    def __init__(self) -> None:
+        self._changes = -1
+        self._linked: list[tuple[weakref.ref[Tensor], Link]] = []
+        self._watch: Any = None
+
+    def publish(self, model: nn.Module) -> None:
+        """Round it into the parameters of `model`, in place; no sync. Cheap where nothing was written."""
+        if self._changes != _changes:
+            pairs = linked(dict.fromkeys(model.parameters()))
+            self._linked = [(weakref.ref(param), link) for param, link in pairs]
+            self._watch = Watch([link.noted for _, link in pairs]) if pairs else None
+            self._changes = _changes
+        if self._watch is None or not (written := self._watch.written()):
+            return
+        found = [(self._linked[index][0](), self._linked[index][1]) for index in written]
+        with torch.inference_mode(False):
+            publish([(param, link) for param, link in found if param is not None])
+
+
 def _forget(entries: dict[int, tuple[weakref.ref[Tensor], Link]], key: int, reference: weakref.ref[Tensor]) -> None:
+    global _changes
     # Disconnected and connected again, the parameter has another reference by now.
     entry = entries.get(key)
     if entry is not None and entry[0] is reference:
         del entries[key]
+        _changes += 1
 
 
 def _mark_published(pairs: Sequence[Linked]) -> None:
     for _, link in pairs:
-        link.version = link.master._version
+        link.noted.note()
 
 
 def _by_device(pairs: Sequence[Linked]) -> list[tuple[list[Tensor], list[Tensor]]]:

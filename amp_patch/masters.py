@@ -80,6 +80,16 @@ class Masters:
                         param.grad = master.grad
         self._params.clear()
 
+    def follow(self, wrapper: Any) -> None:
+        """Move what `wrapper`, around an optimizer with these masters, keeps for the parameters to the masters."""
+        for param, link in self._params.values():
+            _rekey(wrapper, param, link.master)
+
+    def unfollow(self, wrapper: Any) -> None:
+        """Undo `follow`."""
+        for param, link in self._params.values():
+            _rekey(wrapper, link.master, param)
+
     def _param_of(self, master: Tensor) -> Tensor:
         known = self._params.get(id(master))
         return master if known is None else known[0]
@@ -298,6 +308,10 @@ def _sum(earlier: Tensor, new: Tensor) -> Tensor:
 
 def _replace(optimizer: Any, params: list[Tensor], index: int, new: Tensor) -> None:
     old, params[index] = params[index], new
+    _rekey(optimizer, old, new)
+
+
+def _rekey(optimizer: Any, old: Tensor, new: Tensor) -> None:
     state = getattr(optimizer, "state", None)
     if state is not None and old in state:
         state[new] = state.pop(old)

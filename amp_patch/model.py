@@ -44,7 +44,7 @@ class ModelState:
         policy: of the training.
         low_buffers: names of buffers that were low precision before `initialize`.
         on_demand: whether a state dict makes the masters: for models that no optimizer trains, copies among them.
-        exposed: parameters whose masters a state dict handed out; a user may write through it.
+        edits: what somebody wrote into the masters, and no forward has seen yet.
         fast_path_off: whether torch's fused encoder layers would meet modules that were kept.
         sharded: whether the model went through `fully_shard` before.
         handles: of hooks on FSDP modules inside the model.
@@ -57,7 +57,7 @@ class ModelState:
     policy: Policy
     low_buffers: frozenset[str] = frozenset()
     on_demand: bool = False
-    exposed: list[links.Linked] = field(default_factory=list)
+    edits: links.Edits = field(default_factory=links.Edits)
     fast_path_off: bool = False
     sharded: bool = False
     handles: list[Any] = field(default_factory=list)
@@ -68,11 +68,13 @@ class ModelState:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has parameters of its own, and no masters.
-        fresh = {"on_demand": True, "exposed": [], "handles": [], "no_sync": False, "local": False, "watch": None}
-        return {**vars(self), **fresh}
+        fresh = {"on_demand": True, "handles": [], "no_sync": False, "local": False, "watch": None}
+        state = {**vars(self), **fresh}
+        del state["edits"]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        vars(self).update(state, edits=links.Edits())
         if self.policy.patch_torch_functions or self.policy.emulates:
             casts.install(self.policy.op_lists)  # this may be another process
         if self.fast_path_off:
@@ -108,8 +110,7 @@ class AmpModel(subclass.Generated):
                 for param in params.values():
                     if param.dtype in LOW_PRECISION and links.link_of(param) is None:
                         links.connect(param, nn.Parameter(param.detach().float(), requires_grad=param.requires_grad))
-        own.exposed = links.linked(set(params.values()))
-        links.reconcile(own.exposed)
+        links.reconcile(links.linked(set(params.values())))
         exact = buffers.exact_values(module, prefix)
         for name, value in state.items():
             if not (name.startswith(prefix) and isinstance(value, Tensor) and value.dtype in LOW_PRECISION):
@@ -502,8 +503,9 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
         if policy is None or _running.policy is policy or _recomputed(policy, args, kwargs):
             return method(self, *args, **kwargs)
         own: ModelState = vars(self)["_amp"]
-        if not is_dynamo_compiling():  # compiled, what was written into a state dict arrives with the next step
-            links.publish_written(own.exposed)
+        # Compiled, what was written into the masters arrives with the next step. Replicas have the weights already.
+        if not is_dynamo_compiling() and not getattr(self, "_is_replica", False):
+            own.edits.publish(self)
         if (policy.cast_model_type is not None or policy.scales_loss) and torch.is_grad_enabled():
             own.local = own.no_sync
         watch = own.watch if torch.is_grad_enabled() and self.training and not is_dynamo_compiling() else None

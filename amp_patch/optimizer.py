@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, ClassVar
@@ -39,6 +39,7 @@ _TRANSIENT = (
     "step_frame",
     "stepped",
     "unowned",
+    "wrappers",
 )
 
 
@@ -135,6 +136,8 @@ class Stash:
     bodies: int = 0  # how many were begun
     ended: int = -1  # `turns` when the last has ended
     cleared: int = 0  # how often `zero_grad` was called
+    two_passes: bool = False  # whether weights are moved between backward and step, by a wrapper such as SAM
+    wrappers: list[weakref.ref[Any]] = field(default_factory=list)  # those that were given a class
     left: set[int] = field(default_factory=set)  # ids of the parameters whose gradients were kept on the model
     gathered: bool = False  # whether a backward has brought gradients since the last step
     brought: TensorWeakRef | None = None  # the first gradient that `scale_loss` has left unscaled for the next step
@@ -191,6 +194,7 @@ class Stash:
             models=[],
             sharded=[],
             unowned=[],
+            wrappers=[],
             process_group=None,
             names={},
             set_aside=None,
@@ -215,6 +219,11 @@ class Stash:
         if self.earlier:
             there = {id(param) for param, _ in pairs if param.grad is not None}
             self.earlier = {key: earlier for key, earlier in self.earlier.items() if key in there}
+
+    def clear_found(self) -> None:
+        """The gradients that overflowed are gone: forget it, unless weights were moved by them, for the next ones."""
+        if not self.two_passes:
+            self.found.clear()
 
     def note_found(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Remember, on the device, that gradients of `scaler`'s loss went into the next step."""
@@ -249,7 +258,7 @@ class AmpOptimizer(subclass.Generated):
             stash.pending = stash.brought = None
             stash.cleared += 1
             stash.earlier.clear()
-            stash.found.clear()
+            stash.clear_found()
             stash.left.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -306,21 +315,83 @@ def check(optimizer: Any, policy: Policy) -> None:
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer inside of wrappers that keep it as `.optim` or `.optimizer` (LARC, Noam schedules)."""
+    """The optimizer inside of wrappers that keep it as `.optim` or `.optimizer` (LARC), or `.base_optimizer` (SAM)."""
+    *_, last = _layers(optimizer)
+    return last
+
+
+def _layers(optimizer: Any) -> Iterator[Any]:
+    """`optimizer`, what it wraps, what that wraps, down to the optimizer that steps."""
     seen: set[int] = set()
     while id(optimizer) not in seen:
         seen.add(id(optimizer))
-        inner = getattr(optimizer, "optim", None) or getattr(optimizer, "optimizer", None)
-        if inner is None or not callable(getattr(inner, "step", None)):
+        yield optimizer
+        inner = next(
+            (i for name in ("optim", "optimizer", "base_optimizer") if (i := getattr(optimizer, name, None))), None
+        )
+        if inner is None or isinstance(inner, type) or not callable(getattr(inner, "step", None)):
             break
-        # Some wrappers are Optimizers too, for the sake of schedulers. They say so on their class (LARC), or were put
-        # around an optimizer of ours afterwards (Accelerate).
-        wraps = getattr(type(optimizer), "wraps_an_optimizer", False)
+        # Some wrappers are Optimizers too, for the sake of schedulers. They say so on their class (LARC), were put
+        # around an optimizer of ours afterwards (Accelerate), or step by calling the one inside (SAM).
+        wraps = getattr(type(optimizer), "wraps_an_optimizer", False) or makes_two_passes(optimizer)
         later = hasattr(inner, "_amp_stash") and not hasattr(optimizer, "_amp_stash")
         if isinstance(optimizer, torch.optim.Optimizer) and not (wraps or later):
             break
         optimizer = inner
-    return optimizer
+
+
+def makes_two_passes(wrapper: Any) -> bool:
+    """Whether `wrapper` moves the weights after one backward pass, for the gradients of another, as SAM does."""
+    base = getattr(wrapper, "base_optimizer", None)
+    return callable(getattr(base, "step", None)) and not isinstance(base, type)
+
+
+class AmpWrapper(subclass.Generated):
+    """Overrides of a wrapper that makes two passes around an optimizer that went through `initialize`."""
+
+    @classmethod
+    def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            refuse_closure(self, (self, *args), kwargs)
+            return base.step(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+        def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+            base.zero_grad(self, *args, **kwargs)  # type: ignore[attr-defined]
+            innermost(self).zero_grad(*args, **kwargs)  # which knows of the model's gradients too
+
+        hooked = issubclass(base, torch.optim.Optimizer)  # a scheduler may have captured its step
+        made = [zero_grad] if hooked else [step, zero_grad]
+        return {method.__name__: method for method in made if hasattr(base, method.__name__)}
+
+
+def enter_wrappers(optimizer: Any) -> None:
+    """Let the optimizer inside of `optimizer`, which may be any, know of wrappers that make two passes; idempotent."""
+    *wrappers, target = _layers(optimizer)
+    stash = _stash(target)
+    if stash is None or not stash.enabled:
+        return
+    for wrapper in filter(makes_two_passes, wrappers):
+        stash.two_passes = True
+        if isinstance(wrapper, AmpWrapper):
+            continue
+        stash.masters.follow(wrapper)
+        subclass.give(wrapper, AmpWrapper)
+        stash.wrappers.append(weakref.ref(wrapper))
+        if isinstance(wrapper, torch.optim.Optimizer):
+            stash.handles.append(wrapper.register_step_pre_hook(refuse_closure))
+
+
+def refuse_closure(wrapper: Any, args: Any, kwargs: Any) -> None:
+    """Pre-hook of a wrapper's `step`: its closure would run backward without the scale."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    stash = _stash(innermost(wrapper))
+    if closure is not None and stash is not None and stash.scales_loss:
+        name = subclass.base_class(wrapper).__name__
+        raise RuntimeError(
+            f"{name}.step: a closure computes the gradients of the second pass inside step(); under loss scaling make "
+            f"the two passes yourself, each with its own scale_loss: backward, {name}.first_step(zero_grad=True), "
+            f"backward again, {name}.second_step(zero_grad=True) (examples/recipes/sam.py)"
+        )
 
 
 def enter_training(
@@ -355,6 +426,10 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     settle(optimizer)
     for handle in stash.handles:
         handle.remove()
+    wrappers = [wrapper for ref in stash.wrappers if isinstance(wrapper := ref(), subclass.Generated)]
+    for wrapper in wrappers:
+        subclass.take(wrapper)
+        stash.masters.unfollow(wrapper)
     linked = stash.masters.linked()
     stash.masters.detach(optimizer)
     zero.repartition(optimizer)
@@ -454,9 +529,24 @@ def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | Non
         torch.distributed.all_reduce(overall, torch.distributed.ReduceOp.MAX, group=group)
     # One overflow skips the step, whatever follows: only a loss's first before a step moves its scale.
     known = [f.to(overall.device) for stash in stashes for s, f in stash.found if s is scaler]
-    for stash in stashes:
+    for optimizer, stash in zip(optimizers, stashes, strict=True):
         stash.note_found(scaler, overall)
+        if stash.two_passes:
+            _move_nothing(optimizer, stash)
     scaler.record(overall * (1 - torch.stack(known).amax()) if known else overall)
+
+
+@torch.no_grad()
+def _move_nothing(optimizer: Any, stash: Stash) -> None:
+    """Make the gradients 0 where one overflowed: weights moved by them would be NaN in the second pass; no sync.
+
+    Running statistics of batch norms would never recover from that. The step will be skipped.
+    """
+    overflow = torch.stack([found_inf.to(stash.found[0][1].device) for _, found_inf in stash.found]).amax() > 0
+    for _, master in stash.masters.pairs(optimizer.param_groups):
+        if master.grad is not None:
+            grad = master.grad._values() if master.grad.is_sparse else shards.local(master.grad)
+            grad.masked_fill_(overflow.to(grad.device), 0)
 
 
 def settle(optimizer: Any) -> None:
@@ -628,7 +718,7 @@ def skips_on_device(optimizer: Any, stash: Stash) -> bool:
         return False
     state, stepped = optimizer.state, stash.stepped
     return all(
-        type(master) in (Tensor, nn.Parameter) and stepped.get(id(master)) == len(state.get(master, ()))
+        type(master) in (Tensor, nn.Parameter, links.Master) and stepped.get(id(master)) == len(state.get(master, ()))
         for _, master in stash.masters.pairs(optimizer.param_groups)
         if master.grad is not None
     )

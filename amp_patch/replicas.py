@@ -1,4 +1,4 @@
-"""What torch's DistributedDataParallel does, as far as masters and loss scales must follow.
+"""What torch's DataParallel and DistributedDataParallel do, as far as masters and loss scales must follow.
 
 What it makes equal on all processes when it wraps a model, and when the last of them leaves `join()`, these are too. It
 broadcasts the weights of one process, low-precision ones at O2. The masters behind them would keep what each process
@@ -99,6 +99,7 @@ def install() -> None:
 
     _patches.set(distributed, _FUNCTION, with_masters)
     _patches.set(_DDP, "no_sync", _telling(_DDP.no_sync))
+    _patches.set(nn.DataParallel, "replicate", _of_edited_masters(nn.DataParallel.replicate))
     _installed = True
 
 
@@ -135,6 +136,19 @@ def _telling(no_sync: Any) -> Any:
                     state.no_sync = earlier
 
     return telling
+
+
+def _of_edited_masters(replicate: Any) -> Any:
+    """DataParallel's `replicate`, which copies the weights before a forward has looked whether masters were edited."""
+
+    @functools.wraps(replicate)
+    def up_to_date(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for m in module.modules():
+            if (edits := getattr(vars(m).get("_amp"), "edits", None)) is not None:
+                edits.publish(m)
+        return replicate(self, module, *args, **kwargs)
+
+    return up_to_date
 
 
 def uninstall() -> None:

@@ -42,6 +42,7 @@ struct type_caster<amp_patch::Tensors> {
 namespace amp_patch {
 
 void bind_casts(py::module_& casts);  // cast_call.cpp
+void bind_versions(py::module_& m);   // versions.cpp
 
 struct CpuLoop;
 extern template struct Ops<CpuLoop>;
@@ -107,6 +108,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // For tests: which instruction set the CPU's loop uses, and which ones this machine has.
   m.def("instruction_sets", &instruction_sets);
   m.def("use_instruction_set", &use_instruction_set);  // name -> the one before
+
+  bind_versions(m);
 
   auto casts = m.def_submodule("casts", "The O1 call in C, and whose casts act.");
   bind_casts(casts);

@@ -1,0 +1,236 @@
+"""Masters that somebody edits between steps: the next forward sees it, whoever wrote, and in whichever way.
+
+Schedule-free optimizers write in `eval()` and `train()`, Lookahead after a step, SAM before one, scripts whenever they
+like. Weights are small multiples of 1/8, which both low-precision types hold.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pickle
+import threading
+
+import pytest
+import torch
+from conftest import DEVICES
+from torch import nn
+from training import LEVELS, backward, linear
+
+from amp_patch import amp, links
+
+CAST = ("O2", "O5")
+
+
+def start(level="O2", weight=1.0, device="cpu", optimizer=torch.optim.SGD):
+    model = linear([[weight]], device)
+    return amp.initialize(model, optimizer(model.parameters(), lr=1.0), opt_level=level, loss_scale=64.0)
+
+
+def add(p):
+    p.add_(1.0)
+
+
+def copy_into(p):
+    p.copy_(torch.full_like(p, 2.0))
+
+
+def data_copy(p):
+    p.data.copy_(torch.full_like(p, 2.0))
+
+
+def data_add(p):
+    p.data.add_(1.0)
+
+
+def data_assigned(p):
+    p.data = torch.full_like(p, 2.0)
+
+
+def data_assigned_where_it_was(p):
+    """Twice, so that the memory of the first may be that of the second."""
+    p.data = torch.full_like(p, 3.0)
+    p.data = torch.full_like(p, 2.0)
+
+
+def foreach(p):
+    torch._foreach_add_([p], 1.0)
+
+
+EDITS = (add, copy_into, data_copy, data_add, data_assigned, data_assigned_where_it_was, foreach)
+
+
+def output(model):
+    device = model.weight.device
+    with torch.no_grad():
+        return model(torch.ones(1, 1, device=device)).item()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_forward_sees_what_was_written_into_the_optimizer_s_parameters(edit, level, device):
+    model, optimizer = start(level, device=device)
+    assert output(model) == 1.0
+    with torch.no_grad():
+        for p in amp.master_params(optimizer):
+            edit(p)
+    assert output(model) == 2.0
+    # The step neither takes it back nor makes it twice.
+    backward(model(torch.full((1, 1), 0.5, device=device)).sum(), optimizer)
+    optimizer.step()
+    assert output(model) == 1.5
+    assert next(amp.master_params(optimizer)).item() == 1.5
+
+
+@pytest.mark.parametrize("level", CAST)
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_step_without_a_forward_before_it_keeps_the_edit(edit, level):
+    model, optimizer = start(level)
+    backward(model(torch.full((1, 1), 0.5)).sum(), optimizer)
+    with torch.no_grad():
+        edit(next(amp.master_params(optimizer)))
+    optimizer.step()
+    assert output(model) == 1.5
+
+
+@pytest.mark.parametrize("level", CAST)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_in_every_grad_mode(level, mode):
+    model, optimizer = start(level)
+    with mode():
+        for p in amp.master_params(optimizer):
+            p.data.add_(1.0)
+        assert model(torch.ones(1, 1)).item() == 2.0
+    assert model.weight.is_inference() is False
+    backward(model(torch.full((1, 1), 0.5)).sum(), optimizer)
+    optimizer.step()
+    assert output(model) == 1.5
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_an_alias_that_somebody_keeps_is_followed_for_good(level):
+    model, optimizer = start(level)
+    kept = [p.data for p in amp.master_params(optimizer)]
+    for expected in (2.0, 3.0, 4.0):
+        kept[0].add_(1.0)
+        assert output(model) == expected
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_edits_of_the_model_s_own_weights_stand_beside_those_of_other_masters(level):
+    model = nn.Sequential(linear([[1.0]]), linear([[1.0]]))
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level)
+    model[0].weight.data.fill_(0.5)  # a clamp, as of a WGAN
+    _, second = amp.master_params(optimizer)
+    second.data.fill_(4.0)
+    with torch.no_grad():
+        assert model(torch.ones(1, 1)).item() == 2.0
+    optimizer.step()
+    assert [p.item() for p in amp.master_params(optimizer)] == [0.5, 4.0]
+
+
+def test_masters_that_come_later_are_seen_too():
+    model = nn.Sequential(linear([[1.0]]))
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level="O2")
+    assert model(torch.ones(1, 1)).item() == 1.0
+    model.append(linear([[1.0]]).half())
+    optimizer.add_param_group({"params": model[1].weight})
+    list(amp.master_params(optimizer))[1].data.fill_(2.0)
+    assert model(torch.ones(1, 1)).item() == 2.0
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_follow_their_own_masters(how):
+    model, optimizer = how(start())
+    next(amp.master_params(optimizer)).data.fill_(2.0)
+    assert output(model) == 2.0
+
+
+def test_a_method_that_was_named_sees_them():
+    class Coder(nn.Linear):
+        def encode(self, x):
+            return self(x)
+
+    model = Coder(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", methods=("encode",))
+    next(amp.master_params(optimizer)).data.fill_(2.0)
+    assert model.encode(torch.ones(1, 1)).item() == 2.0
+
+
+def test_a_forward_on_another_thread_sees_them():
+    model, optimizer = start()
+    next(amp.master_params(optimizer)).data.fill_(2.0)
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(output(model)))
+    thread.start()
+    thread.join()
+    assert seen == [2.0]
+
+
+def test_dataparallel_copies_what_was_edited(monkeypatch):
+    before, copied = nn.DataParallel.replicate, []
+    model, optimizer = start()
+    module = importlib.import_module("torch.nn.parallel.data_parallel")
+    monkeypatch.setattr(module, "replicate", lambda module, *args, **kwargs: copied.append(module.weight.item()))
+    parallel = nn.DataParallel(model)
+    next(amp.master_params(optimizer)).data.fill_(2.0)
+    parallel.replicate(model, [0])
+    assert copied == [2.0]
+    amp.restore()
+    assert nn.DataParallel.replicate is before
+
+
+# --- what stays as it is ----------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_written_where_nothing_was_edited():
+    model, optimizer = start()
+    output(model)
+    version = model.weight._version
+    for _ in range(3):
+        output(model)
+        next(amp.master_params(optimizer)).data.norm()  # a look is no edit
+    assert model.weight._version == version
+
+
+def test_torch_chooses_the_foreach_form_for_masters_as_for_parameters(monkeypatch):
+    module = importlib.import_module("torch.optim.optimizer")
+    monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+    before = module._foreach_supported_types
+    _, optimizer = start()
+    masters = list(amp.master_params(optimizer))
+    assert isinstance(masters[0], links.Master)
+    assert module._default_to_fused_or_foreach(masters, False) == (False, True)
+    amp.restore()
+    assert module._foreach_supported_types is before
+    assert type(masters[0]) is nn.Parameter  # whoever kept one has what a script without amp_patch has
+
+
+def test_a_torch_that_keeps_no_such_list_gets_plain_masters(monkeypatch):
+    monkeypatch.delattr(importlib.import_module("torch.optim.optimizer"), "_foreach_supported_types")
+    model, optimizer = start(optimizer=lambda params, lr: torch.optim.SGD(params, lr=lr, foreach=False))
+    master = next(amp.master_params(optimizer))
+    assert type(master) is nn.Parameter
+    with torch.no_grad():
+        master.add_(1.0)
+    assert output(model) == 2.0
+
+
+@pytest.mark.parametrize("kinds", [(links.Noted, links.Watch), (links._Noted, links._Watch)], ids=["default", "python"])
+def test_versions_tell_which_of_many_tensors_were_written(kinds):
+    noted_kind, watch_kind = kinds
+    tensors = [torch.zeros(2) for _ in range(5)]
+    with torch.inference_mode():
+        tensors.append(torch.zeros(2))
+    noted = [noted_kind(tensor) for tensor in tensors]
+    watch = watch_kind(noted)
+    assert watch.written() == []
+    tensors[1].add_(1)
+    tensors[3].detach().zero_()
+    assert watch.written() == [1, 3]
+    assert [n.written() for n in noted] == [False, True, False, True, False, False]
+    noted[1].note()
+    assert watch.written() == [3]
+    assert watch_kind([]).written() == []
