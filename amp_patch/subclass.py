@@ -64,7 +64,7 @@ class _MixinFirst(type):
 
 def _new_class(base: type, mixin: type[Generated], names: dict[str, Any]) -> type:
     """A class of these bases and of the metaclass of `base`, whose `__new__`, if it is a user's, is for the user's."""
-    kind = type(base)
+    kind: Any = type(base)
     plain: Any = next(meta for meta in kind.__mro__ if meta.__module__ in ("abc", "builtins", "typing"))
     ordered = _MixinFirst if kind is type else type(kind.__name__, (_MixinFirst, kind), {"__module__": kind.__module__})
     bases = (base, mixin)
