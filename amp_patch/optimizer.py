@@ -306,6 +306,11 @@ def check(optimizer: Any, policy: Policy) -> None:
             f"initialize: optimizers holds a {name}; wanted a torch.optim.Optimizer, or an object with a list "
             "`param_groups` and a method `step`"
         )
+    if not hasattr(optimizer, "__dict__"):
+        raise TypeError(
+            f"initialize: optimizers holds a {name}, whose __slots__ leave its instances no __dict__ for masters and "
+            "loss scale; add '__dict__' and '__weakref__' to its __slots__, or leave these out"
+        )
     if isinstance(optimizer, torch.optim.LBFGS) and (policy.scales_loss or policy.master_weights):
         raise ValueError(
             f"initialize: LBFGS evaluates the loss inside step(), which opt_level {policy.opt_level!r} cannot scale or "

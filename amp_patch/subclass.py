@@ -46,6 +46,33 @@ class Generated:
         return {}
 
 
+class _MixinFirst(type):
+    """The metaclass of generated classes, or an ancestor of theirs where the base has one of its own.
+
+    Python lets an instance change to a class of the same memory layout alone, and takes a layout from the first base:
+    that must be the instance's class. (`class Model(ABC, nn.Module)` has another layout than a class that begins with
+    one of ours: ABC has no `__dict__`.) The methods of the mixin must be found first all the same.
+    """
+
+    def mro(cls) -> list[type]:
+        if "_amp_base" not in vars(cls):  # a subclass of a generated class: fully_shard and parametrizations make some
+            return super().mro()
+        bases: Any = cls.__bases__
+        base, mixin = bases
+        return [cls, *mixin.__mro__[:-1], *base.__mro__]  # `object` once
+
+
+def _new_class(base: type, mixin: type[Generated], names: dict[str, Any]) -> type:
+    """A class of these bases and of the metaclass of `base`, whose `__new__`, if it is a user's, is for the user's."""
+    kind: Any = type(base)
+    plain: Any = next(meta for meta in kind.__mro__ if meta.__module__ in ("abc", "builtins", "typing"))
+    ordered = _MixinFirst if kind is type else type(kind.__name__, (_MixinFirst, kind), {"__module__": kind.__module__})
+    bases = (base, mixin)
+    generated: type = plain.__new__(ordered, base.__name__, bases, names)
+    plain.__init__(generated, base.__name__, bases, names)
+    return generated
+
+
 def give(instance: Any, mixin: type[Generated], key: tuple[str, ...] = ()) -> None:
     """Give `instance` the generated subclass of its class for `mixin` and `key`, made once per class."""
     base = type(instance)
@@ -59,7 +86,7 @@ def give(instance: Any, mixin: type[Generated], key: tuple[str, ...] = ()) -> No
             "_amp_mixin": mixin,
             "_amp_key": key,
         }
-        generated = type(base.__name__, (mixin, base), {**mixin._amp_overrides(base, key), **names})
+        generated = _new_class(base, mixin, {**mixin._amp_overrides(base, key), **names})
         _classes[mixin, base, key] = generated
     object.__setattr__(instance, "__class__", generated)
 
