@@ -469,7 +469,7 @@ def _check(
     if not models:
         raise ValueError("initialize: models is empty; wanted a torch.nn.Module or a list of them")
     for model in models:
-        model_side.check(model)
+        model_side.check(model, methods)
     for target in targets:
         optimizer_side.check(target, policy)
     if len({id(target) for target in targets}) < len(targets):

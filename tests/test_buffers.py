@@ -173,7 +173,7 @@ def test_what_was_written_since_is_what_comes_back():
 def test_a_loaded_value_is_kept_exactly(values):
     torch.manual_seed(0)
     model = nn.Sequential(Table(values))
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O5")
+    model, _ = amp.initialize(model, SGD(model.parameters()), opt_level="O5")
     state = {name: value.clone() for name, value in model.state_dict().items()}
     state["0.table"] = torch.full((4,), 0.1)
     nn.ModuleDict({"module": model}).load_state_dict({f"module.{name}": value for name, value in state.items()})

@@ -617,3 +617,88 @@ def test_models_and_optimizers_work_when_another_process_loads_them(tmp_path):
     (tmp_path / "pickle").write_bytes(pickle.dumps((o1, pair, kept)))
     done = subprocess.run([sys.executable, "-c", CHILD, tmp_path / "pickle"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+CONVERSIONS = {
+    "float": lambda model: model.float(),
+    "half": lambda model: model.half(),
+    "bfloat16": lambda model: model.bfloat16(),
+    "to": lambda model: model.to("cpu", torch.float32),
+    "type": lambda model: model.type(torch.float32),
+    "of a wrapper": lambda model: nn.Sequential(model).to(torch.float16).float(),
+}
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+@pytest.mark.parametrize("level", CAST)
+def test_a_conversion_of_a_cast_model_is_refused_with_the_ways_out(level, convert):
+    model = convnet()  # at O2 and O5 its batch norm is FP32, so that any conversion changes something
+    model, _ = amp.initialize(model, SGD(model.parameters()), opt_level=level, keep_fp32="head")
+    before = training.weights(model)
+    words = rf"initialize\(opt_level='{level}'\).*amp\.restore\(\).*amp\.fp32_copy\(model\).*keep_fp32"
+    with pytest.raises(RuntimeError, match=words):
+        CONVERSIONS[convert](model)
+    assert training.same(training.weights(model), before)
+    assert {p.dtype for p in model.body[0].parameters()} == {CAST[level]}
+    amp.restore()
+    assert {p.dtype for p in model.float().parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_moves_that_keep_the_type_are_torch_s(level):
+    model = amp.initialize(convnet(), opt_level=level)
+    types = [p.dtype for p in model.parameters()]
+    for move in (lambda: model.to("cpu"), model.cpu, model.share_memory, lambda: model.to(torch.ones(1).device)):
+        assert move() is model and [p.dtype for p in model.parameters()] == types
+    assert {p.device.type for p in model.to("meta").parameters()} == {"meta"}
+    if level in ("O0", "O1", "O4"):
+        model.float()
+
+
+CHANGES = {
+    "a part": lambda model, inputs: (model.head.float(), model(inputs)),
+    "a part in another half": lambda model, inputs: (
+        model.head.to(torch.float16 if model.head.weight.dtype is torch.bfloat16 else torch.bfloat16),
+        model(inputs),
+    ),
+    "functional_call": lambda model, inputs: torch.func.functional_call(
+        model, {"head.weight": torch.ones(5, 36)}, (inputs,)
+    ),
+    "a new layer": lambda model, inputs: (setattr(model, "head", nn.Linear(36, 5)), model(inputs)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("level", CAST)
+def test_weights_of_another_type_are_named_where_forward_fails_on_them(level, change):
+    model = amp.initialize(convnet(), opt_level=level)
+    with pytest.raises(RuntimeError, match=r"'head\.weight'.* got another type since.*keep_fp32") as error:
+        CHANGES[change](model, training.images(0)[0])
+    assert isinstance(error.value.__cause__, RuntimeError) and str(error.value).startswith(str(error.value.__cause__))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_functional_call_takes_values_of_the_model_s_types(level):
+    model, inputs = amp.initialize(convnet(), opt_level=level), training.images(0)[0]
+    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    assert not torch.func.functional_call(model, zeros, (inputs,)).any()
+    assert torch.func.functional_call(model, dict(model.named_parameters()), (inputs,)).any()
+
+
+class Called(nn.Module):
+    """Defines __call__ in place of forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def __call__(self, inputs):
+        return self.layer(inputs)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_that_defines_only_call_is_refused_by_name_or_named(level):
+    with pytest.raises(ValueError, match=r"Called defines __call__ and no forward.*methods=\('__call__',\)"):
+        amp.initialize(Called(), opt_level=level)
+    model = amp.initialize(Called(), opt_level=level, methods=("__call__",))
+    assert model(torch.ones(1, 2)).dtype is {"O1": torch.float16, "O4": torch.bfloat16}.get(level, torch.float32)
