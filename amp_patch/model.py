@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from amp_patch import buffers, casts, links, regions, shards, subclass, tree
+from amp_patch import buffers, casts, copies, links, regions, shards, subclass, tree
 from amp_patch.forward_hook import NoHook
 from amp_patch.patch import Patches
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
@@ -83,7 +83,7 @@ class AmpModel(subclass.Generated):
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
-        overrides = {name: _advising(name, function) for name, function in _own_methods(base)}
+        overrides = {name: _advising(name, function) for name, function in subclass.own_methods(base)}
         return overrides | {name: _entering(base, name) for name in ("forward", *key)}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -394,7 +394,7 @@ def to_plain_fp32(model: nn.Module) -> None:
             module._forward_pre_hooks_with_kwargs.pop(key, None)
         if isinstance(module, AmpModel):
             restore(module)
-        elif isinstance(module, KeptModule):
+        elif isinstance(module, KeptModule | copies.FP32Copy):
             _take(module)
     cast([p for p in model.parameters() if p.dtype in LOW_PRECISION], torch.float32)
     buffers.uncast(model)
@@ -621,20 +621,6 @@ def _advising(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             ) from error
 
     return advising
-
-
-def _own_methods(base: type) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The plain methods that the user's classes add to torch.nn.Module's, `forward` aside."""
-    seen = set(dir(nn.Module)) | {"forward"}
-    for cls in base.__mro__:
-        if cls.__module__.startswith("torch.") or cls is object:
-            continue
-        for name, value in vars(cls).items():
-            if name in seen or (name.startswith("__") and name.endswith("__")):
-                continue
-            seen.add(name)
-            if callable(value) and hasattr(value, "__get__") and hasattr(value, "__code__"):
-                yield name, value
 
 
 def _low_precision_of(value: Any) -> torch.dtype | None:
