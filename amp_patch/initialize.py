@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import casts, clip, compiling, keep, links, regions, replicas, shards
+from amp_patch import casts, clip, compiling, copies, keep, links, regions, replicas, shards
 from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
 from amp_patch.backward import ScaledBackward
@@ -414,7 +414,14 @@ def load_state_dict(state_dict: dict[str, Any], optimizers: Any = None) -> None:
 def fp32_copy(model: nn.Module) -> nn.Module:
     """An FP32 deep copy of `model`, without any trace of amp_patch, for EMA, export or evaluation.
 
-    Weights are the masters' exact values where there are masters, else the low-precision ones upcast.
+    Weights are the masters' exact values where there are masters, else the low-precision ones upcast; buffers those
+    from before the cast, where nothing wrote them since.
+
+    The casts of an O1 or O4 training, which hold for all that is called outside of models, do not reach the copy: it
+    and its parts (torch's own layers inside it aside, called by themselves) run, trace and export in FP32. As long as
+    such a training lives they have generated classes for that, as trained models have; copies by `deepcopy` too.
+    Pickles are of the plain classes always. What the caller enters around the copy, `amp.autocast` or a model's
+    forward, acts in it as in any module.
     """
     links.reconcile(links.linked(set(model.parameters())))
     plain = copy.deepcopy(model)
@@ -424,6 +431,7 @@ def fp32_copy(model: nn.Module) -> nn.Module:
             master = links.master_of(param)
             if master is not None:
                 copied.copy_(master)
+    copies.note(plain, shielded=regions.default() is not None)
     return plain
 
 
@@ -444,6 +452,7 @@ def restore() -> None:
     replicas.uninstall()
     links.uninstall()
     model_side.allow_fast_path()
+    copies.unshield()
     if errors:
         raise errors[0]
 
@@ -491,7 +500,7 @@ def _check(
     if not models:
         raise ValueError("initialize: models is empty; wanted a torch.nn.Module or a list of them")
     for model in models:
-        model_side.check(model)
+        model_side.check(model, methods)
     for target in targets:
         optimizer_side.check(target, policy)
     if len({id(target) for target in targets}) < len(targets):
@@ -572,6 +581,7 @@ def _enter(
         casts.install(policy.op_lists)
     if policy.patch_torch_functions:
         regions.set_default(policy)
+        copies.shield()
 
 
 def _leave_alone(dialect: Dialect, targets: list[Any]) -> None:

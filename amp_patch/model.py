@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from amp_patch import buffers, casts, links, regions, shards, subclass, tree
+from amp_patch import buffers, casts, copies, links, regions, shards, subclass, tree
 from amp_patch.accumulation import set_data
 from amp_patch.forward_hook import NoHook
 from amp_patch.patch import Patches
@@ -23,7 +23,9 @@ from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
 
 _fast_path = Patches()
 _NO_CASTS = OPT_LEVELS["O0"]
-_DTYPE_ERROR = re.compile(r"same dtype|scalar type|should be the same|dtype mismatch|must have the same type", re.I)
+_DTYPE_ERROR = re.compile(
+    r"same dtype|scalar type|should be the same|dtype mismatch|mixed dtype|must have the same type", re.I
+)
 
 
 class _Running(threading.local):
@@ -86,7 +88,7 @@ class AmpModel(subclass.Generated):
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
-        overrides = {name: _advising(name, function) for name, function in _own_methods(base)}
+        overrides = {name: _advising(name, function) for name, function in subclass.own_methods(base)}
         return overrides | {name: _entering(base, name) for name in ("forward", *key)}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,6 +147,13 @@ class AmpModel(subclass.Generated):
         if cast:
             buffers.load(module, state_dict, prefix, vars(self)["_amp"].low_buffers)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        # .to(device), .float(), .half(), those of a wrapper around this model too: all end here.
+        policy = _policy(self)
+        if policy is not None and policy.cast_model_type is not None:
+            _refuse_another_type(self, fn, policy)
+        return super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """torch's, for the masters' gradients too."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
@@ -187,7 +196,7 @@ def uncompiled(model: Any) -> Any:
     return model._orig_mod if type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod") else model
 
 
-def check(model: Any) -> None:
+def check(model: Any, methods: Collection[str] = ()) -> None:
     """Raise unless `initialize` can take `model`; the message says what to do instead."""
     name = type(model).__name__
     if not isinstance(model, nn.Module):
@@ -212,6 +221,12 @@ def check(model: Any) -> None:
         raise ValueError(
             f"initialize: this {name} has a `forward` of its own in its __dict__, which hides the one of its class; "
             "define forward on the class, or call initialize() before something replaces it"
+        )
+    cls = type(model)
+    if cls.forward is nn.Module.forward and cls.__call__ is not nn.Module.__call__ and "__call__" not in methods:
+        raise ValueError(
+            f"initialize: {name} defines __call__ and no forward, which is where casts and hooks act; rename it "
+            "forward, or name it: initialize(..., methods=('__call__',))"
         )
 
 
@@ -401,7 +416,7 @@ def to_plain_fp32(model: nn.Module) -> None:
             module._forward_pre_hooks_with_kwargs.pop(key, None)
         if isinstance(module, AmpModel):
             restore(module)
-        elif isinstance(module, KeptModule):
+        elif isinstance(module, KeptModule | copies.FP32Copy):
             _take(module)
     cast([p for p in model.parameters() if p.dtype in LOW_PRECISION], torch.float32)
     buffers.uncast(model)
@@ -519,6 +534,10 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
                 edits = _Edits((*given[0], *given[1].values()), (*args, *kwargs.values()))
                 del given  # the uncast inputs may go while forward runs
                 output = method(self, *args, **kwargs)
+        except RuntimeError as error:
+            if outer is None and not is_dynamo_compiling():
+                _explain_another_type(self, policy, error)
+            raise
         finally:
             _running.policy = outer
         if watch is not None and not watch.after(before):
@@ -569,6 +588,48 @@ def _cast_out(output: Any, policy: Policy, outer: Policy | None) -> Any:
     return tree.cast_floats(output, dtype, LOW_PRECISION)
 
 
+def _refuse_another_type(model: Any, fn: Callable[[Tensor], Tensor], policy: Policy) -> None:
+    """Raise if `fn`, to be applied to all tensors of a cast model, changes their type, not just their device."""
+    low = policy.cast_model_type
+    for dtype in (torch.float32, low):
+        try:
+            became = fn(torch.empty(0, dtype=dtype)).dtype
+        except Exception:  # what it wants of a tensor is not known here
+            return
+        if became is not dtype and became in (torch.float32, *LOW_PRECISION):
+            raise RuntimeError(
+                f"{type(model).__name__} went through initialize(opt_level={policy.opt_level!r}), which cast it to "
+                f"{low} and made FP32 masters where it has any: a conversion to {became} would undo half of that. Call "
+                "amp.restore() for the FP32 model, amp.fp32_copy(model) for an FP32 copy, initialize() again for "
+                "another level or type; what is to stay FP32 is named in initialize(..., keep_fp32=...)"
+            )
+
+
+def _explain_another_type(model: nn.Module, policy: Policy, error: RuntimeError) -> None:
+    """Raise `error` with the tensors that lost the type of the cast after `initialize`, if it is about types."""
+    if policy.cast_model_type is None or not _DTYPE_ERROR.search(str(error)) or shards.is_fsdp(model):
+        return
+    kinds = (KeptModule, *[nn.modules.batchnorm._BatchNorm] * bool(policy.keep_batchnorm_fp32))
+    kept = (module for module in model.modules() if isinstance(module, kinds))
+    stay = {id(inner) for module in kept for inner in module.modules()}
+    names = [
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and tensor.is_floating_point()
+        if tensor.dtype is not (torch.float32 if id(module) in stay else policy.cast_model_type)
+    ]
+    if names:
+        shown = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        raise RuntimeError(
+            f"{error}\n{type(model).__name__} was cast to {policy.cast_model_type} by initialize(), and {shown} "
+            "got another type since: by .float(), .half() or .to(dtype) of a part, by torch.func.functional_call "
+            "with values of another type, or as a new tensor. Name what is to stay FP32 in initialize(..., "
+            "keep_fp32=...), give functional_call values of the types that model.named_parameters() has, or run "
+            "amp.fp32_copy(model)"
+        ) from error
+
+
 def _advising(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with advice added to a dtype error, when it is called from outside of the model's forward."""
 
@@ -588,20 +649,6 @@ def _advising(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             ) from error
 
     return advising
-
-
-def _own_methods(base: type) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The plain methods that the user's classes add to torch.nn.Module's, `forward` aside."""
-    seen = set(dir(nn.Module)) | {"forward"}
-    for cls in base.__mro__:
-        if cls.__module__.startswith("torch.") or cls is object:
-            continue
-        for name, value in vars(cls).items():
-            if name in seen or (name.startswith("__") and name.endswith("__")):
-                continue
-            seen.add(name)
-            if callable(value) and hasattr(value, "__get__") and hasattr(value, "__code__"):
-                yield name, value
 
 
 def _low_precision_of(value: Any) -> torch.dtype | None:

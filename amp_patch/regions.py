@@ -181,6 +181,11 @@ def entered() -> Policy | None:
     return None
 
 
+def outside() -> bool:
+    """Whether this thread is in no region, so that the process default holds."""
+    return not _thread.stack
+
+
 def set_default(policy: Policy | None) -> None:
     """Make `policy` the process default: what the casts follow outside regions. One that does not patch is None."""
     global _base

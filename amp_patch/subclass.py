@@ -7,9 +7,11 @@ DataParallel's replicas get it through `type(self)`, and `restore` is one assign
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakValueDictionary
+
+from torch import nn
 
 # (mixin, base, key) -> class. Values are weak: a class lives as long as an instance of it.
 _classes: WeakValueDictionary[tuple[type, type, tuple[str, ...]], type] = WeakValueDictionary()
@@ -105,6 +107,20 @@ def take(instance: Any) -> None:
 def base_class(instance: Any) -> type:
     """The class of `instance` without ours."""
     return _generated(instance)._amp_base if isinstance(instance, Generated) else type(instance)
+
+
+def own_methods(base: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The plain methods that the user's classes add to torch.nn.Module's, `forward` aside."""
+    seen = set(dir(nn.Module)) | {"forward"}
+    for cls in base.__mro__:
+        if cls.__module__.startswith("torch.") or cls is object:
+            continue
+        for name, value in vars(cls).items():
+            if name in seen or (name.startswith("__") and name.endswith("__")):
+                continue
+            seen.add(name)
+            if callable(value) and hasattr(value, "__get__") and hasattr(value, "__code__"):
+                yield name, value
 
 
 def _generated(instance: Any) -> Any:

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import gc
 import inspect
+import io
 import pickle
 import subprocess
 import sys
@@ -298,7 +299,8 @@ def test_fp32_copy_is_a_plain_model_with_the_masters_values(level):
     model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, keep_fp32="head")
     training.train(model, optimizer, 2)
     plain = amp.fp32_copy(model)
-    assert [type(m) for m in plain.modules()] == [type(m) for m in convnet().modules()]
+    if level not in ("O1", "O4"):  # whose casts hold in the whole process, and are held off
+        assert [type(m) for m in plain.modules()] == [type(m) for m in convnet().modules()]
     assert training.same(
         [p.detach() for p in plain.parameters()], [p.detach().float() for p in amp.master_params(optimizer)]
     )
@@ -307,6 +309,144 @@ def test_fp32_copy_is_a_plain_model_with_the_masters_values(level):
     with torch.no_grad():
         plain.head.weight.zero_()
     assert model.state_dict()["head.weight"].any()
+
+
+class Generating(nn.Module):
+    """Functions, methods and operators that O1 casts, in forward and in methods beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.body, self.norm = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.LayerNorm(4)
+
+    def forward(self, x):
+        return self.norm(self.body(self.first(x))) @ self.first.weight
+
+    def generate(self, x):
+        return self.first(x).matmul(self.first.weight)
+
+    def stream(self, x):
+        for _ in range(2):
+            x = self.first(x)
+            yield x
+
+
+PRECISE = torch.linspace(-1, 1, 12).reshape(3, 4) * 1.001
+
+
+def generating(level):
+    """A model in training at `level`, its FP32 copy, and what the copy gives when there is no training."""
+    torch.manual_seed(0)
+    model = Generating()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
+    backward(model(PRECISE).float().sum() / 8, optimizer)
+    optimizer.step()
+    amp.initialize(linear([[1.0]]), opt_level="O1")  # the newest O1 training need not be the model's own
+    plain = amp.fp32_copy(model)
+    with torch.no_grad():
+        twin = Generating()
+        twin.load_state_dict(plain.state_dict())
+        with amp.disable_casts():
+            expected = [twin(PRECISE), twin.generate(PRECISE), *twin.stream(PRECISE), twin.body(PRECISE)]
+        assert not torch.equal(twin(PRECISE), expected[0])  # a bystander is cast
+    return model, plain, expected
+
+
+def in_eager(plain):
+    with torch.no_grad():
+        return [plain(PRECISE), plain.generate(PRECISE), *plain.stream(PRECISE), plain.body(PRECISE)]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_fp32_copy_runs_in_fp32_while_the_training_lives(level):
+    _, plain, expected = generating(level)
+    amp.initialize(linear([[1.0]]), opt_level="O4")  # a later one neither
+    assert isinstance(plain, Generating) and type(plain).__qualname__ == "Generating"
+    assert (
+        plain.state_dict().keys() == Generating().state_dict().keys()
+        and vars(plain).keys() == vars(Generating()).keys()
+    )
+    for each in (plain, copy.deepcopy(plain), copy.deepcopy({"of it": copy.deepcopy(plain)})["of it"]):
+        assert training.same(in_eager(each), expected)
+    assert type(pickle.loads(pickle.dumps(plain))) is Generating
+    with amp.autocast(dtype=torch.bfloat16):  # the caller's own word
+        assert plain.generate(PRECISE).dtype is torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert plain.generate(PRECISE).dtype is torch.bfloat16
+    assert training.same(in_eager(plain), expected)
+    amp.restore()
+    assert type(plain) is Generating and type(plain.body) is nn.Sequential
+    assert training.same(in_eager(plain), expected)
+
+
+def test_an_fp32_copy_is_of_the_plain_classes_where_no_casts_of_the_process_act():
+    model = amp.initialize(convnet(), opt_level="O2")
+    plain = amp.fp32_copy(model)
+    assert type(plain) is training.ConvNet
+    amp.initialize(linear([[1.0]]), opt_level="O1")
+    assert type(plain) is not training.ConvNet
+    assert type(plain.head) is nn.Linear  # known by its class to quantization and its like
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("how", ["trace", "script", "export", "compile"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])
+def test_an_fp32_copy_is_exported_in_fp32_while_the_training_lives(level, how, fresh_compiler):
+    _, plain, expected = generating(level)
+    with torch.no_grad():
+        if how == "export":
+            made = torch.export.export(plain, (PRECISE,))
+            text = str(made.graph)
+            made = made.module()
+        elif how == "compile":
+            graphs = []
+            made = torch.compile(plain, backend=lambda graph, inputs: (graphs.append(graph), graph)[1], fullgraph=True)
+            made(PRECISE)
+            (graph,) = graphs
+            text = graph.code
+        else:
+            made = torch.jit.trace(plain, PRECISE) if how == "trace" else torch.jit.script(plain)
+            text = str(made.inlined_graph)
+        assert not any(word in text for word in ("float16", "Half", "bfloat16", "BFloat16", "aten::to", "aten.to"))
+        amp.restore()
+        assert torch.equal(made(PRECISE), expected[0])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch's exporters, about themselves
+@pytest.mark.parametrize("dynamo", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_fp32_copy_becomes_onnx_in_fp32_while_the_training_lives(level, dynamo):
+    onnx = pytest.importorskip("onnx", reason="torch.onnx.export needs onnx and onnxscript: pip install both")
+    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnx and onnxscript: pip install both")
+    _, plain, _ = generating(level)
+    file = io.BytesIO()
+    program = torch.onnx.export(plain, (PRECISE,), None if dynamo else file, dynamo=dynamo)
+    graph = (program.model_proto if dynamo else onnx.load_from_string(file.getvalue())).graph
+    assert "MatMul" in {node.op_type for node in graph.node} and "Cast" not in {node.op_type for node in graph.node}
+    assert {tensor.data_type for tensor in graph.initializer} <= {onnx.TensorProto.FLOAT, onnx.TensorProto.INT64}
+
+
+def test_a_pickled_fp32_copy_needs_no_amp_patch(tmp_path):
+    amp.initialize(linear([[1.0]]), opt_level="O1")
+    model = amp.initialize(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), opt_level="O1")
+    torch.save(amp.fp32_copy(model), tmp_path / "copy")
+    code = (
+        "import sys, torch; sys.modules['amp_patch'] = None\n"
+        "model = torch.load(sys.argv[1], weights_only=False)\n"
+        "assert type(model) is torch.nn.Sequential and model(torch.ones(1, 2)).dtype is torch.float32"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "copy"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_fp32_copy_can_be_trained_again():
+    plain = amp.fp32_copy(amp.initialize(convnet(), opt_level="O1"))
+    for level in LEVELS:
+        model, optimizer = amp.initialize(plain, SGD(plain.parameters()), opt_level=level)
+        training.train(model, optimizer, 1)
+        assert [type(m) for m in amp.fp32_copy(model).body] == [type(m) for m in convnet().body]
+    amp.restore()
+    assert type(plain) is training.ConvNet and type(plain.body) is nn.Sequential
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -676,3 +816,88 @@ def test_models_and_optimizers_work_when_another_process_loads_them(tmp_path):
     (tmp_path / "pickle").write_bytes(pickle.dumps((o1, pair, kept)))
     done = subprocess.run([sys.executable, "-c", CHILD, tmp_path / "pickle"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+CONVERSIONS = {
+    "float": lambda model: model.float(),
+    "half": lambda model: model.half(),
+    "bfloat16": lambda model: model.bfloat16(),
+    "to": lambda model: model.to("cpu", torch.float32),
+    "type": lambda model: model.type(torch.float32),
+    "of a wrapper": lambda model: nn.Sequential(model).to(torch.float16).float(),
+}
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+@pytest.mark.parametrize("level", CAST)
+def test_a_conversion_of_a_cast_model_is_refused_with_the_ways_out(level, convert):
+    model = convnet()  # at O2 and O5 its batch norm is FP32, so that any conversion changes something
+    model, _ = amp.initialize(model, SGD(model.parameters()), opt_level=level, keep_fp32="head")
+    before = training.weights(model)
+    words = rf"initialize\(opt_level='{level}'\).*amp\.restore\(\).*amp\.fp32_copy\(model\).*keep_fp32"
+    with pytest.raises(RuntimeError, match=words):
+        CONVERSIONS[convert](model)
+    assert training.same(training.weights(model), before)
+    assert {p.dtype for p in model.body[0].parameters()} == {CAST[level]}
+    amp.restore()
+    assert {p.dtype for p in model.float().parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_moves_that_keep_the_type_are_torch_s(level):
+    model = amp.initialize(convnet(), opt_level=level)
+    types = [p.dtype for p in model.parameters()]
+    for move in (lambda: model.to("cpu"), model.cpu, model.share_memory, lambda: model.to(torch.ones(1).device)):
+        assert move() is model and [p.dtype for p in model.parameters()] == types
+    assert {p.device.type for p in model.to("meta").parameters()} == {"meta"}
+    if level in ("O0", "O1", "O4"):
+        model.float()
+
+
+CHANGES = {
+    "a part": lambda model, inputs: (model.head.float(), model(inputs)),
+    "a part in another half": lambda model, inputs: (
+        model.head.to(torch.float16 if model.head.weight.dtype is torch.bfloat16 else torch.bfloat16),
+        model(inputs),
+    ),
+    "functional_call": lambda model, inputs: torch.func.functional_call(
+        model, {"head.weight": torch.ones(5, 36)}, (inputs,)
+    ),
+    "a new layer": lambda model, inputs: (setattr(model, "head", nn.Linear(36, 5)), model(inputs)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("level", CAST)
+def test_weights_of_another_type_are_named_where_forward_fails_on_them(level, change):
+    model = amp.initialize(convnet(), opt_level=level)
+    with pytest.raises(RuntimeError, match=r"'head\.weight'.* got another type since.*keep_fp32") as error:
+        CHANGES[change](model, training.images(0)[0])
+    assert isinstance(error.value.__cause__, RuntimeError) and str(error.value).startswith(str(error.value.__cause__))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_functional_call_takes_values_of_the_model_s_types(level):
+    model, inputs = amp.initialize(convnet(), opt_level=level), training.images(0)[0]
+    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    assert not torch.func.functional_call(model, zeros, (inputs,)).any()
+    assert torch.func.functional_call(model, dict(model.named_parameters()), (inputs,)).any()
+
+
+class Called(nn.Module):
+    """Defines __call__ in place of forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def __call__(self, inputs):
+        return self.layer(inputs)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_that_defines_only_call_is_refused_by_name_or_named(level):
+    with pytest.raises(ValueError, match=r"Called defines __call__ and no forward.*methods=\('__call__',\)"):
+        amp.initialize(Called(), opt_level=level)
+    model = amp.initialize(Called(), opt_level=level, methods=("__call__",))
+    assert model(torch.ones(1, 2)).dtype is {"O1": torch.float16, "O4": torch.bfloat16}.get(level, torch.float32)

@@ -1,0 +1,105 @@
+"""FP32 copies of models: plain modules, which the casts of the process leave alone.
+
+Outside of models the casts of the newest O1 training act in whatever is called, so such a copy would be cast. While
+there are such casts its modules have a generated class whose methods enter a region without them; else they are plain.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from amp_patch import regions, subclass
+
+_NEWOBJ: Any = copyreg.__newobj__  # type: ignore[attr-defined]
+_copies: WeakSet[nn.Module] = WeakSet()
+
+
+class FP32Copy(subclass.Generated):
+    """The methods of a module in an FP32 copy: no casts, unless the caller is in a region of its own that casts."""
+
+    @classmethod
+    def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
+        methods = {name: _without_casts(name, function) for name, function in subclass.own_methods(base)}
+        return {**methods, "forward": _without_casts("forward", base.forward)}  # type: ignore[attr-defined]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(protocol)
+        if isinstance(reduced, str):
+            return reduced
+        # A pickle is loaded where amp_patch may not be.
+        _, (_, _, function, args), *rest = reduced
+        if function is _NEWOBJ:  # which pickle takes for no class but that of the instance
+            function = args[0].__new__
+        return (function, args, *rest)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        own = getattr(super(), "__deepcopy__", None)
+        reconstruct: Any = copy._reconstruct  # type: ignore[attr-defined]
+        twin = reconstruct(self, memo, *self.__reduce_ex__(4)) if own is None else own(memo)
+        _give(twin)
+        _copies.add(twin)
+        return twin
+
+    def __prepare_scriptable__(self) -> Any:
+        # torch.jit.script asks for what it should compile in place of this: the code of the plain class.
+        base: Any = self._amp_base
+        twin = base.__new__(base)
+        vars(twin).update(vars(self))
+        vars(twin)["_modules"] = dict(vars(self)["_modules"])
+        prepare = getattr(twin, "__prepare_scriptable__", None)
+        return twin if prepare is None else prepare()
+
+
+def note(plain: nn.Module, shielded: bool) -> None:
+    """Know `plain` as an FP32 copy; `shielded` if there are casts to hold off now."""
+    _copies.add(plain)
+    if shielded:
+        shield()
+
+
+def shield() -> None:
+    """Hold the casts of the process off all FP32 copies."""
+    for plain in list(_copies):
+        for module in plain.modules():
+            # Torch's own layers are left to tools that know them by their class (quantization, torch.fx).
+            if module is plain or type(module).__module__.partition(".")[0] != "torch" or any(module.children()):
+                _give(module)
+
+
+def unshield() -> None:
+    """Give all FP32 copies their plain classes back."""
+    for plain in list(_copies):
+        for module in plain.modules():
+            if isinstance(module, FP32Copy) and "_amp_base" in vars(type(module)):
+                subclass.take(module)
+
+
+def _give(module: Any) -> None:
+    if not isinstance(module, subclass.Generated):  # else it is in a training by now
+        subclass.give(module, FP32Copy)
+
+
+def _without_casts(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return function  # other tasks of its thread would run in the region
+    if inspect.isgeneratorfunction(function):
+        return regions.region(None)(function)
+
+    @functools.wraps(function)
+    def plain(self: Any, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(self._amp_base, name)
+        if is_dynamo_compiling() or regions.outside():
+            with regions.region(None):
+                return method(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return plain
