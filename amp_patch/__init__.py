@@ -9,7 +9,7 @@ import sys
 
 from torch.amp import is_autocast_available
 
-from amp_patch import graph, multi_tensor
+from amp_patch import cpu, cuda, graph, multi_tensor
 from amp_patch.autograd import custom_bwd, custom_fwd
 from amp_patch.casts import (
     autocast,
@@ -49,6 +49,8 @@ __all__ = [
     "amp",
     "autocast",
     "compare",
+    "cpu",
+    "cuda",
     "custom_bwd",
     "custom_fwd",
     "disable_casts",

@@ -514,7 +514,7 @@ def _autocast_policy(device_type: Any, dtype: Any, enabled: bool) -> Policy | No
         warnings.warn(
             "autocast: device_type is 'cuda', but CUDA is not available, so nothing is cast; for tensors on the CPU "
             "say 'cpu', or leave device_type out",
-            stacklevel=4,
+            stacklevel=3,
         )
         return None
     policy = Policy("O1", dtype=default if dtype is None else dtype, patch_torch_functions=True)
@@ -523,7 +523,8 @@ def _autocast_policy(device_type: Any, dtype: Any, enabled: bool) -> Policy | No
 
 def _autocast_dtype(device_type: Any) -> torch.dtype:
     if not isinstance(device_type, str):
-        raise TypeError(f"autocast: device_type is {device_type!r}; wanted a string such as 'cuda' or 'cpu'")
+        older = f", or amp_patch.cuda.amp.autocast({device_type})" if isinstance(device_type, bool) else ""
+        raise TypeError(f"autocast: device_type is {device_type!r}; wanted a string such as 'cuda' or 'cpu'{older}")
     try:
         return torch.get_autocast_dtype(device_type)
     except RuntimeError:

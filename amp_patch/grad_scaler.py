@@ -71,7 +71,8 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         if isinstance(device, float | int) and not isinstance(device, bool):
             raise TypeError(
-                f"GradScaler: device is {device!r}; the first argument is the device: init_scale={device!r}"
+                f"GradScaler: device is {device!r}; the first argument is the device: init_scale={device!r}, or "
+                f"amp_patch.cuda.amp.GradScaler({device!r})"
             )
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -342,6 +343,29 @@ class GradScaler(torch.amp.GradScaler):
 
 
 _scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # the enabled ones
+
+
+class OlderGradScaler(GradScaler):
+    """`GradScaler` without the argument `device`, in the order of arguments that torch.cuda.amp and OneFlow have.
+
+    Args:
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as of `GradScaler`.
+        options: its keyword-only arguments.
+    """
+
+    device_type: str | None = None  # where the scale is kept, as `GradScaler` takes it
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        **options: Any,
+    ) -> None:
+        factors = (init_scale, growth_factor, backoff_factor, growth_interval)
+        super().__init__(self.device_type, *factors, enabled, **options)
 
 
 def _stash(optimizer: Any) -> Any:

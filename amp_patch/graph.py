@@ -16,12 +16,38 @@ from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
 from amp_patch import regions, tree
 from amp_patch.casts import autocast
-from amp_patch.grad_scaler import GradScaler
+from amp_patch.grad_scaler import GradScaler as AnyGradScaler
+from amp_patch.grad_scaler import OlderGradScaler
 from amp_patch.initialize import scale_loss
-from amp_patch.policy import LOW_PRECISION
+from amp_patch.policy import LOW_PRECISION, scale_number
 from amp_patch.scaler import is_first_rank
 
-__all__ = ["Graph", "GraphConfig"]
+__all__ = ["GradScaler", "Graph", "GraphConfig", "StaticGradScaler"]
+
+
+class GradScaler(OlderGradScaler):
+    """`amp_patch.GradScaler` with OneFlow's arguments: `GradScaler(2.0**16, 2.0, 0.5, 2000)`.
+
+    The scale is on CUDA where there is a device. Source: oneflow.amp.GradScaler.
+    """
+
+
+class StaticGradScaler(AnyGradScaler):
+    """A loss scale that stays what it is. A step whose gradients overflow is skipped, where OneFlow's would take it.
+
+    Args:
+        scale_factor: the scale, a positive number.
+
+    Raises:
+        ValueError: a scale that cannot be.
+
+    Source: oneflow.amp.StaticGradScaler.
+    """
+
+    def __init__(self, scale_factor: float) -> None:
+        scale = scale_number("StaticGradScaler: scale_factor", scale_factor)
+        super().__init__(init_scale=scale, min_scale=scale, max_scale=scale)
+
 
 # What OneFlow's config has beside what is served here, and where it is to be had.
 _ELSEWHERE = {
@@ -239,7 +265,7 @@ class Graph:
         self.config.training = True
 
     def set_grad_scaler(self, grad_scaler: torch.amp.GradScaler) -> None:
-        """Scale losses with `grad_scaler`: an `amp.GradScaler`, or torch's for parameters in FP32."""
+        """Scale losses with `grad_scaler`: an `amp.GradScaler` of any kind, or torch's for parameters in FP32."""
         self.config.check_open("set_grad_scaler")
         if not isinstance(grad_scaler, torch.amp.GradScaler):
             raise TypeError(
@@ -345,7 +371,7 @@ class Graph:
                 raise TypeError(f"{self._name}: attribute {name!r} is a Graph, and graphs cannot be nested")
         stashes = self._stashes()
         scaler, config = self._grad_scaler, self.config
-        if stashes and scaler is not None and not isinstance(scaler, GradScaler):
+        if stashes and scaler is not None and not isinstance(scaler, AnyGradScaler):
             raise TypeError(
                 f"{self._name}: torch's GradScaler does not know the optimizers of amp.initialize; leave "
                 "set_grad_scaler out (the level scales), or set an amp.GradScaler"

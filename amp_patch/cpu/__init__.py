@@ -1,0 +1,7 @@
+"""For `from amp_patch.cpu.amp import autocast, GradScaler`, in place of `from torch.cpu.amp import ...`."""
+
+from __future__ import annotations
+
+from amp_patch.cpu import amp
+
+__all__ = ["amp"]

@@ -1,0 +1,54 @@
+"""The names of `torch.cuda.amp`, with its arguments in its order, for CUDA."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from amp_patch import autograd, casts, grad_scaler
+
+__all__ = ["GradScaler", "autocast", "custom_bwd", "custom_fwd"]
+
+
+class autocast(casts.autocast):
+    """`amp_patch.autocast` for CUDA: `autocast(False)` casts nothing. Without CUDA it warns and does neither.
+
+    Args:
+        enabled, dtype, cache_enabled: as of `amp_patch.autocast`.
+
+    Source: torch.cuda.amp.autocast.
+    """
+
+    def __init__(
+        self, enabled: bool = True, dtype: torch.dtype | None = torch.float16, cache_enabled: bool | None = True
+    ) -> None:
+        if enabled and not torch.cuda.is_available():
+            warnings.warn(
+                "amp_patch.cuda.amp.autocast: CUDA is not available, so nothing is cast; for tensors on the CPU use "
+                "amp_patch.autocast(), or amp_patch.cpu.amp.autocast()",
+                stacklevel=2,
+            )
+            enabled = False
+        super().__init__("cuda", dtype, enabled, cache_enabled)
+
+
+class GradScaler(grad_scaler.OlderGradScaler):
+    """`amp_patch.GradScaler` for CUDA: `GradScaler(2.0**10)`. Without CUDA it warns and is disabled, as torch's is.
+
+    Source: torch.cuda.amp.GradScaler.
+    """
+
+    device_type = "cuda"
+
+
+def custom_fwd(forward: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | None = None) -> Any:
+    """`amp_patch.custom_fwd`; of torch.autocast CUDA's counts. Source: torch.cuda.amp.custom_fwd."""
+    return autograd.custom_fwd(forward, device_type="cuda", cast_inputs=cast_inputs)
+
+
+def custom_bwd(backward: Callable[..., Any]) -> Any:
+    """`amp_patch.custom_bwd`. Source: torch.cuda.amp.custom_bwd."""
+    return autograd.custom_bwd(backward, device_type="cuda")
