@@ -152,17 +152,26 @@ class ScaledBackward:
         for other in self.siblings:
             if (left := getattr(other, "_amp_stash", None)) is not None:
                 left.beside.pop(id(self), None)
-        inverse = inverse_of(self.scale) if self.bystanders else None
-        for param, earlier, owner, bodies, cleared in self.bystanders:
-            if owner is not None and owner.pending is not None:
+        groups: dict[int, list[_Bystander]] = {}
+        for bystander in self.bystanders:
+            groups.setdefault(id(bystander.stash), []).append(bystander)
+        for group in groups.values():
+            self._bring_back(group)
+
+    def _bring_back(self, group: list[_Bystander]) -> None:
+        """Give bystanders of one optimizer, or of none, their gradients again, with what this backward adds."""
+        params, (owner, bodies, cleared) = [bystander.param for bystander in group], group[0][2:]
+        if owner is not None and owner.pending is not None:
+            for param in params:
                 param.grad = None
-            added = param.grad
-            kept = {id(param): earlier} if earlier and (owner is None or owner.cleared == cleared) else {}
-            own = owner is not None and owner.bodies != bodies  # a body of its own, inside this one, has unscaled it
-            found = masters.gather([(param, param)], None if own else inverse, earlier=kept)
-            if added is not None and owner is not None and not own:
-                found = shards.agree(found, [param])
-                owner.note_found(self.scaler, found[added.device].to(self.scale.device))
+        added = [param for param in params if param.grad is not None]
+        kept = {id(b.param): b.earlier for b in group if b.earlier and (owner is None or owner.cleared == cleared)}
+        own = owner is not None and owner.bodies != bodies  # a body of its own, inside this one, has unscaled them
+        inverse = None if own else inverse_of(self.scale)
+        found = masters.gather([(param, param) for param in params], inverse, earlier=kept)
+        if added and owner is not None and not own:
+            for found_inf in shards.agree(found, added).values():
+                owner.note_found(self.scaler, found_inf.to(self.scale.device))
 
     def _note_models(self, stash: Stash) -> None:
         for ref in stash.models:

@@ -51,6 +51,9 @@ Number = float | Tensor
 BACKENDS = ("cpp", "torch")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
+# The smallest power of two whose inverse is finite in FP32.
+SMALLEST_SCALE = 2.0**-127
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Backends
 
@@ -457,7 +460,7 @@ def update_scale(
         if found_inf != 0:                                  # NaN too
             hysteresis_tracker -= 1
             if hysteresis_tracker <= 0:
-                scale *= backoff_factor                     # unless that underflows to 0
+                scale = max(scale * backoff_factor, SMALLEST_SCALE)
             growth_tracker = 0
         else:
             hysteresis_tracker = hysteresis
@@ -471,6 +474,8 @@ def update_scale(
     int32 (all three written in place), ``found_inf`` float32 (read; zeroing it is the caller's). ``hysteresis`` is the
     number of overflows, with no clean step between them, at which the scale backs off, and it goes on backing off at
     each that follows at once; more than 1 needs a ``hysteresis_tracker``, which starts at ``hysteresis``.
+
+    ``SMALLEST_SCALE`` is 2**-127, the smallest power of two whose inverse is finite in FP32.
 
     After ``torch._amp_update_scale_`` and Apex's ``update_scale_hysteresis``; the bounds are ours.
     """
@@ -604,9 +609,10 @@ def _update_scale(
         )
         exhausted = overflow & (hysteresis_tracker <= 0).reshape(scale.shape)
     # In FP64, rounded once, as the extension does.
-    lower, higher = ((scale.double() * factor).float() for factor in (backoff_factor, growth_factor))
+    lower, higher = (scale.double() * factor for factor in (backoff_factor, growth_factor))
+    lower, higher = lower.clamp(min=SMALLEST_SCALE).float(), higher.float()
     steps = torch.where(overflow, 0, growth_tracker.reshape(scale.shape) + 1)
     grows = ~overflow & (steps >= growth_interval)
     growth_tracker.copy_(torch.where(grows, 0, steps).reshape(growth_tracker.shape))
-    new = torch.where(exhausted & (lower > 0), lower, torch.where(grows & higher.isfinite(), higher, scale))
+    new = torch.where(exhausted, lower, torch.where(grows & higher.isfinite(), higher, scale))
     scale.copy_(new.clamp(lowest, highest))

@@ -202,6 +202,7 @@ struct Adopt {
 
 // The loss scale after a step; runs once, not per element. Products in FP64, rounded once.
 struct UpdateScale {
+  static constexpr float SMALLEST_SCALE = 0x1p-127f;  // the smallest power of two whose inverse is finite
   float* scale;
   int* growth_tracker;
   int* hysteresis_tracker;  // null: no patience, every overflow backs off
@@ -220,8 +221,8 @@ struct UpdateScale {
     float next = *scale;
     int clean_steps = overflow ? 0 : *growth_tracker + 1;
     if (overflow) {
-      const float lower = static_cast<float>(next * backoff_factor);
-      if (patience <= 0 && lower > 0.0f) next = lower;
+      const double lower = next * backoff_factor;
+      if (patience <= 0) next = lower < SMALLEST_SCALE ? SMALLEST_SCALE : static_cast<float>(lower);
     } else if (clean_steps >= growth_interval) {
       const float higher = static_cast<float>(next * growth_factor);
       if (is_finite(higher)) next = higher;

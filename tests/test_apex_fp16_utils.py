@@ -203,6 +203,10 @@ def test_the_story_of_a_dynamic_scaler():
     for _ in range(3):
         capped.update_scale(False)
     assert capped.loss_scale == 16.0
+    low = DynamicLossScaler(init_scale=2.0**-126, min_loss_scale=2.0**-140)
+    for _ in range(3):
+        low.update_scale(True)
+    assert low.loss_scale == 2.0**-127  # the inverse of less is infinite in FP32
 
 
 @pytest.mark.parametrize("device", DEVICES)

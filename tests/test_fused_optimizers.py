@@ -614,6 +614,59 @@ def test_a_capturable_adam_skips_on_the_device_under_torch_s_scaler(device):
     assert max(map(relative, params, twins)) <= 1e-6
 
 
+LAYOUTS = {
+    "alike": lambda t: t,
+    "transposed": lambda t: t.t().contiguous().t(),
+    "with gaps": lambda t: torch.stack([t, t], dim=-1)[..., 0],
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "backend", [b for b in multi_tensor.BACKENDS if b == "torch" or multi_tensor.backend() == "cpp"]
+)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, amp.GradScaler])
+@pytest.mark.parametrize("masters", [False, True])
+def test_a_capturable_adam_unscales_every_gradient_in_place(kind, masters, layout, dtype, backend, device):
+    """As torch's fused Adam does: right after a step taken, and as they came after one skipped."""
+    value = torch.arange(1.0, 7.0).reshape(2, 3)
+    params, twins = ([nn.Parameter(value.to(device, d, copy=True)) for d in (dtype, torch.float32)] for _ in range(2))
+    optimizer = FusedAdam(params, lr=0.25, capturable=True, master_weights=masters)
+    twin = FusedAdam(twins, lr=0.25, master_weights=masters)
+    scaler = kind(device, init_scale=4.0)
+    with multi_tensor.use_backend(backend):
+        for bad in (False, True, False):
+            scaler.scale(torch.ones((), device=device))
+            unscaled = [LAYOUTS[layout](value.to(device, p.dtype, copy=True)) for p in params]
+            scale = scaler.get_scale()
+            for p, q, grad in zip(params, twins, unscaled, strict=True):
+                p.grad, q.grad = LAYOUTS[layout](grad * scale), grad
+            if bad:
+                params[1].grad[0, 0] = math.inf
+            given, before = [p.grad for p in params], [p.grad.clone() for p in params]
+            if not bad:
+                twin.step()
+            scaler.step(optimizer)
+            scaler.update()
+            assert all(p.grad is grad for p, grad in zip(params, given, strict=True))
+            assert training.same(given, before if bad else unscaled)
+            assert training.same([p.detach() for p in params], [q.detach() for q in twins])
+    assert optimizer.param_groups[0]["step"].item() == 2 and scaler.get_scale() == 2.0
+
+
+def test_a_gradient_that_cannot_be_unscaled_in_place_is_refused_before_anything_is_counted():
+    param = nn.Parameter(torch.ones(2, 3))
+    optimizer = FusedAdam([param], capturable=True)
+    param.grad = torch.ones(1).expand(2, 3)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+    with pytest.raises(ValueError, match=r"FusedAdam: a gradient of shape \[2, 3\] overlaps itself .* `.clone\(\)`"):
+        optimizer.step()
+    assert "step" not in optimizer.param_groups[0] and torch.equal(param, torch.ones(2, 3))
+    assert not optimizer.state
+
+
 def test_master_weights_of_adam_keep_what_half_weights_lose():
     half = nn.Parameter(torch.ones(1, dtype=torch.float16))
     optimizer = FusedAdam([half], lr=1e-5, master_weights=True)

@@ -183,6 +183,23 @@ def test_bounds_hold_the_scale():
     assert scaler.get_scale() == 64.0
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_overflow_after_overflow_leaves_a_scale_that_gradients_can_be_unscaled_by(device):
+    """torch's goes on to 0, whose inverse is infinite: from then on even a gradient of 0 overflows."""
+    scaler = amp.GradScaler(device, init_scale=2.0**-120)
+    param = nn.Parameter(torch.zeros(1, device=device))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    for _ in range(40):
+        scaler.scale(torch.ones((), device=device))
+        param.grad = torch.full_like(param, float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0**-127
+    scaler.scale(torch.ones((), device=device))
+    param.grad = torch.zeros_like(param)
+    assert scaler.step(optimizer) is True
+
+
 def test_hysteresis_waits_and_survives_state_dict_and_pickle():
     model, optimizer = model_and_optimizer()
     scaler = amp.GradScaler("cpu", init_scale=64.0, hysteresis=3)

@@ -589,9 +589,6 @@ def test_the_scale_stays_finite_positive_and_between_its_bounds():
     scale, tracker = scaler(3e38)
     mt.update_scale(scale, tracker, clean, growth_interval=1)
     assert scale.tolist() == torch.tensor([3e38]).tolist() and tracker == 0
-    scale, tracker = scaler(2.0**-149)
-    mt.update_scale(scale, tracker, overflow)
-    assert scale.item() == 2.0**-149
     scale, tracker = scaler(8.0)
     mt.update_scale(scale, tracker, clean, growth_interval=1, max_scale=10.0)
     assert scale.item() == 10.0
@@ -599,6 +596,22 @@ def test_the_scale_stays_finite_positive_and_between_its_bounds():
     assert scale.item() == 6.0
     mt.update_scale(scale, tracker, clean, min_scale=7.0)  # bounds hold at every call
     assert scale.item() == 7.0
+
+
+@device
+@pytest.mark.parametrize("start", [2.0**-125, 1e-37, 2.0**-149])
+@pytest.mark.parametrize("backoff", [0.5, 0.3, 1e-9])
+def test_a_scale_that_backs_off_for_ever_keeps_an_inverse_that_is_finite(backoff, start, device):
+    """Of the powers of two 2**-127 is the last one that has one."""
+    scale, tracker = scaler(start, device)
+    for _ in range(30):
+        mt.update_scale(scale, tracker, torch.tensor(1.0, device=device), backoff_factor=backoff, min_scale=2.0**-149)
+    assert scale.item() == 2.0**-127 and tracker.item() == 0
+    inverse = scale.double().reciprocal().float()
+    assert inverse.isfinite().all() and inverse * scale == 1.0
+    assert (scale.double() / 2).reciprocal().float().isinf().all()
+    mt.update_scale(scale, tracker, torch.tensor(0.0, device=device), growth_interval=1)
+    assert scale.item() == 2.0**-126
 
 
 def test_a_tracker_past_the_interval_grows():

@@ -22,6 +22,15 @@ def after(subject, overflow):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_scale_never_falls_so_low_that_its_inverse_is_infinite(device):
+    subject = scaler(minimum=2.0**-140).to(torch.device(device))
+    for _ in range(200):
+        after(subject, True)
+    assert subject.loss_scale() == 2.0**-127
+    assert inverse_of(subject.scale_tensor).item() == 2.0**127
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_the_story_of_a_dynamic_scale(device):
     subject = scaler().to(torch.device(device))
     assert subject.loss_scale() == 65536.0

@@ -48,9 +48,19 @@ def adam(
 
     Where not `decoupled`, `weight_decay * p` is added to g instead; without `bias_correction` m' is m and v' is v.
     All lists on one device, written are params, exp_avgs and exp_avg_sqs. `grad_scale` (gradients are divided by it, in
-    place) and `found_inf` (nothing changes where it is 1) are float32 tensors of one element there. No sync.
+    place, rounded to their type) and `found_inf` (nothing changes where it is 1) are float32 tensors of one element
+    there. No sync.
+
+    Raises:
+        ValueError: a gradient to unscale overlaps itself. Nothing was changed.
     """
-    with computable([params, exp_avgs, exp_avg_sqs], [grads]) as ((p, m, v), (g,)):
+    if grad_scale is not None:
+        check_unscalable(grads)
+    written, read = [params, exp_avgs, exp_avg_sqs], [grads]
+    if grad_scale is not None:
+        written, read = [*written, *read], []
+    with computable(written, read) as (outputs, inputs):
+        p, m, v, g = outputs + inputs
         if not p:
             return
         device = p[0].device
@@ -81,6 +91,16 @@ def adam(
         )
 
 
+def check_unscalable(grads: Tensors) -> None:
+    """Raise if a gradient cannot be unscaled in place."""
+    for grad in grads:
+        if 0 in grad.stride() and any(n > 1 and s == 0 for n, s in zip(grad.shape, grad.stride(), strict=True)):
+            raise ValueError(
+                f"FusedAdam: a gradient of shape {list(grad.shape)} overlaps itself (an expanded tensor, strides "
+                f"{list(grad.stride())}) and cannot be unscaled in place: give the parameter a `.clone()` of it"
+            )
+
+
 class FusedAdam(FusedOptimizer):
     """Apex's FusedAdam: AdamW, or Adam with L2 regularization if not `adam_w_mode`.
 
@@ -92,7 +112,7 @@ class FusedAdam(FusedOptimizer):
         amsgrad: refused.
         set_grad_none: what `zero_grad()` does to gradients.
         capturable: the learning rate and the count of steps are tensors on the device, so that a CUDA graph can hold a
-            step; torch.amp.GradScaler then skips on the device too.
+            step; torch.amp.GradScaler then skips on the device too, and the step unscales the gradients, in place.
         master_weights: keep FP32 copies of float16 and bfloat16 parameters, in the state as `master_param`, and step
             those. `amp.initialize(opt_level="O2")` does it for any optimizer.
 
@@ -180,6 +200,8 @@ class FusedAdam(FusedOptimizer):
 
     def _update(self, work: list[tuple[Group, list[list[Tensor]]]]) -> None:
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if grad_scale is not None:  # before anything is counted
+            check_unscalable([grad for _, batches in work for params in batches for grad in gradients(params)])
         if found_inf is not None:
             found_inf = (found_inf != 0).float()  # torch.amp.GradScaler adds up what its devices found
         for group, batches in work:

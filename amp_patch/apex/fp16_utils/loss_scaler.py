@@ -87,7 +87,8 @@ class DynamicLossScaler(LossScaler):
     def update_scale(self, overflow: bool) -> None:
         """Move the scale, once an iteration, by whether gradients overflowed."""
         if overflow:
-            self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_loss_scale)
+            lowest = max(self.min_loss_scale, multi_tensor.SMALLEST_SCALE)
+            self.cur_scale = max(self.cur_scale / self.scale_factor, lowest)
             self.last_overflow_iter = self.cur_iter
         elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
             self.cur_scale = min(self.cur_scale * self.scale_factor, self.max_loss_scale)
