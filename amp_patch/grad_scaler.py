@@ -311,6 +311,7 @@ class GradScaler(torch.amp.GradScaler):
         target = optimizer_side.innermost(optimizer)
         refuse_sharded_since((ref() for ref in stash.models), "GradScaler.unscale_")
         optimizer_side.recover(target, stash)
+        optimizer_side.drop_spent(stash)
         pairs = optimizer_side.distinct_pairs([target])
         found = shards.agree(gather(pairs, inv_scale), [param for param, _ in pairs])
         stash.gathered = True

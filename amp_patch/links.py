@@ -45,32 +45,33 @@ class Master(nn.Parameter):
 class _Noted:
     """A tensor, and its version counter when its value was last taken note of. In C++: csrc/versions.cpp."""
 
-    __slots__ = ("_noted", "_tensor")
+    __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+        self.tensor = tensor
         self.note()
 
     def written(self) -> bool:
         """Whether the tensor was written since it was noted."""
-        return self._version() != self._noted
+        return self.version is not None and self.tensor._version != self.version
 
     def note(self) -> None:
-        self._noted = self._version()
-
-    def _version(self) -> int:
-        return 0 if self._tensor.is_inference() else self._tensor._version  # an inference tensor has none
+        self.version = None if self.tensor.is_inference() else self.tensor._version  # an inference tensor has none
 
 
 class _Watch:
     """Several of them, asked at once."""
 
     def __init__(self, noted: list[_Noted]) -> None:
-        self._noted = noted
+        self.noted = noted
 
     def written(self) -> list[int]:
         """The indices of those that were written."""
-        return [index for index, noted in enumerate(self._noted) if noted.written()]
+        return [
+            index
+            for index, noted in enumerate(self.noted)
+            if noted.version is not None and noted.tensor._version != noted.version
+        ]
 
 
 _C: Any = multi_tensor.extension()

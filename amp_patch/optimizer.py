@@ -36,6 +36,7 @@ _TRANSIENT = (
     "set_aside",
     "sharded",
     "siblings",
+    "spent",
     "step_frame",
     "stepped",
     "unowned",
@@ -136,6 +137,8 @@ class Stash:
     bodies: int = 0  # how many were begun
     ended: int = -1  # `turns` when the last has ended
     cleared: int = 0  # how often `zero_grad` was called
+    wrapped: bool = False  # whether something around the optimizer may look at gradients after its step
+    spent: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # masters, and gradients left for the wrapper
     two_passes: bool = False  # whether weights are moved between backward and step, by a wrapper such as SAM
     wrappers: list[weakref.ref[Any]] = field(default_factory=list)  # those that were given a class
     left: set[int] = field(default_factory=set)  # ids of the parameters whose gradients were kept on the model
@@ -195,6 +198,7 @@ class Stash:
             sharded=[],
             unowned=[],
             wrappers=[],
+            spent=[],
             process_group=None,
             names={},
             set_aside=None,
@@ -258,6 +262,7 @@ class AmpOptimizer(subclass.Generated):
             stash.pending = stash.brought = None
             stash.cleared += 1
             stash.earlier.clear()
+            stash.spent = []
             stash.clear_found()
             stash.left.clear()
 
@@ -337,10 +342,12 @@ def _layers(optimizer: Any) -> Iterator[Any]:
         if inner is None or isinstance(inner, type) or not callable(getattr(inner, "step", None)):
             break
         # Some wrappers are Optimizers too, for the sake of schedulers. They say so on their class (LARC), were put
-        # around an optimizer of ours afterwards (Accelerate), or step by calling the one inside (SAM).
+        # around an optimizer of ours afterwards (Accelerate), step by calling the one inside (SAM), or have no hooks,
+        # because they never called Optimizer's __init__ (Lookahead).
         wraps = getattr(type(optimizer), "wraps_an_optimizer", False) or makes_two_passes(optimizer)
         later = hasattr(inner, "_amp_stash") and not hasattr(optimizer, "_amp_stash")
-        if isinstance(optimizer, torch.optim.Optimizer) and not (wraps or later):
+        hooked = hasattr(optimizer, "_optimizer_step_pre_hooks")
+        if isinstance(optimizer, torch.optim.Optimizer) and hooked and not (wraps or later):
             break
         optimizer = inner
 
@@ -370,11 +377,12 @@ class AmpWrapper(subclass.Generated):
 
 
 def enter_wrappers(optimizer: Any) -> None:
-    """Let the optimizer inside of `optimizer`, which may be any, know of wrappers that make two passes; idempotent."""
+    """Let the optimizer inside of `optimizer`, which may be any, know what is around it; idempotent."""
     *wrappers, target = _layers(optimizer)
     stash = _stash(target)
     if stash is None or not stash.enabled:
         return
+    stash.wrapped = stash.wrapped or bool(wrappers)
     for wrapper in filter(makes_two_passes, wrappers):
         stash.two_passes = True
         if isinstance(wrapper, AmpWrapper):
@@ -509,6 +517,8 @@ def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | Non
     """
     stashes: list[Stash] = [optimizer._amp_stash for optimizer in optimizers]
     pairs = distinct_pairs(optimizers)
+    for stash in stashes:
+        drop_spent(stash)
     earlier: dict[int, Earlier] = {}
     for stash in stashes:
         if stash.pending is not None:
@@ -587,6 +597,7 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
             f"{subclass.base_class(optimizer).__name__}.step: a closure computes new gradients inside step(), after "
             "the check for overflow; under loss scaling call the closure's body first, then step() without it"
         )
+    drop_spent(stash)
     settle(optimizer)
     links.reconcile(stash.masters.linked())
     _warn_of_ungathered(optimizer, stash)
@@ -650,14 +661,25 @@ def hookless_step(base: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
 
 
 def consume(optimizer: Any, stash: Stash) -> None:
-    """Forget the gradients that a step, taken or skipped, was for: the masters' that nobody else waits for."""
+    """Forget the gradients that a step, taken or skipped, was for: the masters' that nobody waits for."""
     stash.gathered, stash.brought = False, None
     stash.left.clear()
-    awaited = _awaited_by_others(optimizer, stash)
-    for _, link in stash.masters.linked():
-        if id(link.master) not in awaited:
-            link.master.grad = None  # consumed: scripts that clear only the model's gradients never see it
     stash.found.clear()
+    awaited = _awaited_by_others(optimizer, stash)
+    masters = [link.master for _, link in stash.masters.linked() if id(link.master) not in awaited]
+    if stash.wrapped:  # Lookahead moves what has a gradient, after the step
+        stash.spent = [(master, master.grad) for master in masters if master.grad is not None]
+        return
+    for master in masters:
+        master.grad = None  # consumed: scripts that clear only the model's gradients never see it
+
+
+def drop_spent(stash: Stash) -> None:
+    """Set the gradients to None that `consume` left for a wrapper, where they are still there."""
+    for master, grad in stash.spent:
+        if master.grad is grad:
+            master.grad = None
+    stash.spent = []
 
 
 def culprits(optimizer: Any) -> str:

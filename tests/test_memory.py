@@ -25,7 +25,7 @@ def live_bytes():
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, nn.Parameter) and not thing.is_sparse:
+        if type(thing) in (torch.Tensor, nn.Parameter, links.Master) and not thing.is_sparse:
             thing = thing.untyped_storage()
         if issubclass(type(thing), torch.UntypedStorage) and thing.device.type != "meta":
             storages[thing.data_ptr()] = thing.nbytes()
