@@ -24,10 +24,11 @@ _EXACT = "_amp_exact"  # in a module: name of a buffer -> its value in FP32, whe
 def are_all_that(module: nn.Module) -> bool:
     """Whether `module` computes from FP32 buffers and has no parameters at all: a rotary table, a window, a filter.
 
-    Not a container that is never called itself, whose buffers others read.
+    Not a container that is never called itself, whose buffers others read, nor a ScriptModule, whose class stays.
     """
     return (
-        type(module).forward is not nn.Module.forward
+        not isinstance(module, torch.jit.ScriptModule)
+        and type(module).forward is not nn.Module.forward
         and any(b is not None and b.dtype is torch.float32 for b in module._buffers.values())
         and not any(b is not None and b.dtype in LOW_PRECISION for b in module._buffers.values())
         and next(module.parameters(), None) is None
@@ -163,8 +164,8 @@ class Watch:
 
     @staticmethod
     def _state(module: nn.Module, name: str) -> tuple[Tensor | None, int]:
-        buffer = module._buffers.get(name)
-        return buffer, -1 if buffer is None or buffer.is_inference() else buffer._version
+        buffer = getattr(module, name, None)  # scripted modules have no dict of them
+        return buffer, buffer._version if isinstance(buffer, Tensor) and not buffer.is_inference() else -1
 
 
 def _is_vector_of_a_norm(module: nn.Module, name: str) -> bool:

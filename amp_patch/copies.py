@@ -14,8 +14,10 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
+from torch.nn.utils import parametrize
 
 from amp_patch import regions, subclass
 
@@ -70,8 +72,7 @@ def shield() -> None:
     """Hold the casts of the process off all FP32 copies."""
     for plain in list(_copies):
         for module in plain.modules():
-            # Torch's own layers are left to tools that know them by their class (quantization, torch.fx).
-            if module is plain or type(module).__module__.partition(".")[0] != "torch" or any(module.children()):
+            if module is plain or not _is_known_by_its_class(module):
                 _give(module)
 
 
@@ -81,6 +82,12 @@ def unshield() -> None:
         for module in plain.modules():
             if isinstance(module, FP32Copy) and "_amp_base" in vars(type(module)):
                 subclass.take(module)
+
+
+def _is_known_by_its_class(module: nn.Module) -> bool:
+    """Whether tools look at the very class: torch's layers (quantization, torch.fx), parametrized and scripted ones."""
+    own = type(module).__module__.partition(".")[0] == "torch" and next(module.children(), None) is None
+    return own or parametrize.is_parametrized(module) or isinstance(module, torch.jit.ScriptModule)
 
 
 def _give(module: Any) -> None:

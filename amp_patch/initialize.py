@@ -119,7 +119,7 @@ def initialize(
         dtype: torch.float16 (default; bfloat16 at O4 and O5) or torch.bfloat16, whose loss scale is 1 unless given.
         keep_fp32: modules that stay FP32 at any level, with their children: qualified names, classes, or a predicate
             over (name, module); one or several. Such a module is given FP32; in a cast model (O2, O3) it returns the
-            dtype that came in.
+            dtype that came in. So does, by itself, each module in a cast model that has FP32 buffers and no parameters.
         allow_banned: run functions without a safe low-precision form (binary_cross_entropy) in FP32 under O1's casts
             instead of refusing them.
         cpu_fp16: how FP16 tensors on a CPU are multiplied. "emulate": GEMMs, convolutions, attention and recurrent

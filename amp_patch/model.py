@@ -222,7 +222,7 @@ def check(model: Any, methods: Collection[str] = ()) -> None:
             f"initialize: this {name} has a `forward` of its own in its __dict__, which hides the one of its class; "
             "define forward on the class, or call initialize() before something replaces it"
         )
-    cls = type(model)
+    cls: Any = subclass.base_class(model)
     if cls.forward is nn.Module.forward and cls.__call__ is not nn.Module.__call__ and "__call__" not in methods:
         raise ValueError(
             f"initialize: {name} defines __call__ and no forward, which is where casts and hooks act; rename it "
@@ -523,7 +523,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
             own.edits.publish(self)
         if (policy.cast_model_type is not None or policy.scales_loss) and torch.is_grad_enabled():
             own.local = own.no_sync
-        watch = own.watch if torch.is_grad_enabled() and self.training and not is_dynamo_compiling() else None
+        watch = own.watch if not is_dynamo_compiling() and self.training and torch.is_grad_enabled() else None
         before = [] if watch is None else watch.before()
         outer, _running.policy = _running.policy, policy
         given = args, kwargs

@@ -107,6 +107,27 @@ def test_containers_norms_and_holders_are_not_caught(level):
     assert amp.explain(model, torch.ones(3, 4)).kept == ({} if level == "O3" else {"0.norm": "keep_batchnorm_fp32"})
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+def test_parametrizations_and_scripted_modules_with_tables_work():
+    class Scripted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", FREQUENCIES.clone())
+
+        def forward(self, x):
+            return x * self.table
+
+    model = nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), torch.jit.script(Scripted()), nn.Linear(4, 4)
+    )
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O5")
+    assert model[0].parametrizations.weight[0]._u.dtype is torch.float32
+    assert model[0].weight.dtype is model[1].table.dtype is torch.bfloat16
+    training.train(model, optimizer, 3, lambda step: (torch.ones(3, 4), torch.ones(3, 4)))
+    amp.restore()
+    assert torch.equal(model[1].table, FREQUENCIES) and model(torch.ones(3, 4)).dtype is torch.float32
+
+
 def test_explain_says_why_a_table_stays_fp32():
     model, _ = cast_model()
     assert amp.explain(model, torch.ones(3, 4)).kept == {"rotary": "buffers alone"}
