@@ -1,4 +1,5 @@
 """`python -m amp_patch check train.py folder`: which names of Apex do these files use, and does amp_patch serve them?
+Which of torch's own mixed precision, and what changes if they are amp_patch's?
 
 The files are read, not run. Followed are imports under any name, wherever they stand, `importlib.import_module` with a
 literal, `hasattr` and `getattr` with a literal, attribute chains, and a name that is set to one. What a function was
@@ -40,13 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """list the names of Apex that files use, without running them; exit code 1 if one is missing, 2 if a file is bad"""
-    uses, errors = read([Path(path) for path in args.paths])
+    """list the names of Apex and of torch's mixed precision that files use, without running them; exit code 1 if one of
+    Apex is missing, 2 if a file is bad"""
+    paths = [Path(path) for path in args.paths]
+    uses, errors = read(paths)
     findings = [finding(name, places) for name, places in sorted(uses.items())]
+    natives = native(paths)
     if args.json:
-        print(json.dumps({"names": [asdict(found) for found in findings], "errors": errors}, indent=2))
+        told = {"names": [asdict(found) for found in findings], "native": [asdict(found) for found in natives]}
+        print(json.dumps({**told, "errors": errors}, indent=2))
     else:
-        print("\n".join(report(findings, errors)))
+        print("\n".join([*report(findings, errors, quiet=bool(natives)), *native_report(natives)]))
     sys.exit(2 if errors else int(any(found.status == MISSING for found in findings)))
 
 
@@ -148,17 +153,56 @@ def _elsewhere(name: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# torch's own mixed precision
+
+
+@dataclass
+class Native(Finding):
+    """One name of torch's mixed precision.
+
+    Attributes:
+        becomes: the name in amp_patch; None where torch's is used as it is.
+        imported, in_full: those of its places where it is imported, and where it is reached through `torch` by name.
+    """
+
+    becomes: str | None
+    imported: list[str]
+    in_full: list[str]
+
+
+_NATIVE = {path: row for row in surface.NATIVE for path in row.paths()}
+_NATIVE_MODULES = {row.owner for row in surface.NATIVE} - {"torch"}
+
+
+def native(paths: list[Path]) -> list[Native]:
+    """The names of torch's mixed precision in the files, and what becomes of each."""
+    uses, imported, in_full = (read(paths, kind)[0] for kind in (Natives, Imported, InFull))
+    found = []
+    for name, places in sorted(uses.items()):
+        row = _NATIVE.get(name)
+        becomes = None if row is not None and row.served_by == "torch" else _ours(name)
+        difference = "" if row is None else row.difference
+        status = DIFFERS if difference else SERVED
+        found.append(Native(name, status, difference, places, becomes, imported.get(name, []), in_full.get(name, [])))
+    return found
+
+
+def _ours(name: str) -> str:
+    return "amp_patch" + name.removeprefix("torch")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Which names a file uses
 
 
-def read(paths: list[Path]) -> tuple[dict[str, list[str]], list[str]]:
-    """The names of Apex in the files, each with its places; and what could not be read, and why."""
+def read(paths: list[Path], kind: type[Names] | None = None) -> tuple[dict[str, list[str]], list[str]]:
+    """The names of Apex, or of another kind, in the files, each with its places; what could not be read, and why."""
     uses: dict[str, list[str]] = {}
     errors = []
     for path in _files(paths):
         try:
             trees = list(_trees(path))
-            names = Names()
+            names = (kind or Names)()
             for _, tree in trees:
                 names.collect(tree)
             for prefix, tree in trees:
@@ -234,7 +278,8 @@ def _imported(node: ast.AST) -> Iterator[Import]:
                 yield Import(alias.asname or alias.name, path, path)
                 continue
             yield Import("*", path, path)
-            for name in getattr(modules().get(node.module), "__all__", ()):
+            natives = [name for row in surface.NATIVE if row.owner == node.module for name in row.names.split()]
+            for name in getattr(modules().get(node.module), "__all__", natives):
                 yield Import(name, f"{node.module}.{name}", path)
 
 
@@ -251,6 +296,17 @@ def _optimizers_own() -> set[str]:
 class Names:
     """The names of one file that stand for something of Apex, whatever the scope."""
 
+    follows = staticmethod(_is_apex)  # whether a full name may be one, or lead to one
+
+    @staticmethod
+    def own() -> set[str]:
+        """Attributes that are recognised on any object."""
+        return _optimizers_own()
+
+    @staticmethod
+    def knows(path: str) -> bool:
+        return finding(path, []).status != MISSING
+
     def __init__(self) -> None:
         self.paths: dict[str, str] = {}
         self.others: set[str] = set()  # names that stand for something else as well, perhaps in another branch
@@ -259,7 +315,7 @@ class Names:
         """Follow imports, and what is set to something of Apex."""
         for node in ast.walk(tree):
             for clause in _imported(node):
-                if _is_apex(clause.to):
+                if self.follows(clause.to):
                     self.paths[clause.bound] = clause.to
                 else:
                     self.others.add(clause.bound)
@@ -277,7 +333,7 @@ class Names:
             return self.paths.get(node.id)
         if isinstance(node, ast.Attribute):
             owner = self.path(node.value)
-            if owner is None and node.attr in _optimizers_own():
+            if owner is None and node.attr in self.own():
                 owner = surface.OPTIMIZER
             return None if owner is None else f"{owner}.{node.attr}"
         if isinstance(node, ast.Subscript):
@@ -287,7 +343,7 @@ class Names:
             called = getattr(node.func, "id", getattr(node.func, "attr", ""))
             words = [arg.value if isinstance(arg, ast.Constant) else None for arg in node.args]
             if called in ("import_module", "__import__") and words and isinstance(words[0], str):
-                return words[0] if _is_apex(words[0]) else None
+                return words[0] if self.follows(words[0]) else None
             if called in ("getattr", "hasattr") and len(words) > 1 and isinstance(words[1], str):
                 return self.path(ast.Attribute(node.args[0], words[1], ast.Load()))
         return None
@@ -295,7 +351,7 @@ class Names:
     def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
         """Every use of something of Apex in `tree`: its name, and its line."""
         for clause in _imported(tree):
-            if _is_apex(clause.asked):
+            if self.follows(clause.asked):
                 yield clause.asked, tree.lineno  # type: ignore[attr-defined]
         path = self.path(tree)
         if path is None or (isinstance(tree, ast.Name) and isinstance(tree.ctx, ast.Store)):
@@ -312,18 +368,58 @@ class Names:
         # elsewhere, need not be there.
         written = isinstance(getattr(tree, "ctx", None), ast.Store)
         asks = isinstance(root, ast.Call) and (getattr(root.func, "id", "") == "hasattr" or len(root.args) == 3)
-        if finding(path, []).status != MISSING or not (asks or written or getattr(root, "id", "") in self.others):
+        if self.knows(path) or not (asks or written or getattr(root, "id", "") in self.others):
             yield path, tree.lineno  # type: ignore[attr-defined]
         if not isinstance(root, ast.Name):
             for child in ast.iter_child_nodes(root):
                 yield from self.uses(child)
 
 
+class Natives(Names):
+    """The names of one file that stand for something of torch's mixed precision."""
+
+    @staticmethod
+    def own() -> set[str]:
+        return set()
+
+    @staticmethod
+    def follows(path: str) -> bool:
+        return path.partition(".")[0] == "torch"
+
+    @staticmethod
+    def knows(path: str) -> bool:
+        return path in _NATIVE or path.removesuffix(".*") in _NATIVE_MODULES
+
+    def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
+        return ((name, line) for name, line in super().uses(tree) if self.knows(name))
+
+
+class Imported(Natives):
+    """As `Natives`; of the import statements alone."""
+
+    def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
+        if isinstance(tree, (ast.Import, ast.ImportFrom)):
+            yield from super().uses(tree)
+        for child in ast.iter_child_nodes(tree):
+            yield from self.uses(child)
+
+
+class InFull(Natives):
+    """As `Natives`; of chains that begin with torch alone, which no import of theirs changes."""
+
+    def collect(self, tree: ast.AST) -> None:
+        super().collect(tree)
+        self.paths = {bound: to for bound, to in self.paths.items() if to in ("torch", "torch.cuda", "torch.cpu")}
+
+    def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
+        return iter(()) if isinstance(tree, (ast.Import, ast.ImportFrom)) else super().uses(tree)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The report
 
 
-def report(findings: list[Finding], errors: list[str]) -> Iterator[str]:
+def report(findings: list[Finding], errors: list[str], quiet: bool = False) -> Iterator[str]:
     """Lines of at most 80 columns where names and paths allow it: what is missing first."""
     column = min(max((len(found.name) for found in findings), default=0), 42)
     for status in MISSING, DIFFERS, SERVED:
@@ -337,8 +433,29 @@ def report(findings: list[Finding], errors: list[str]) -> Iterator[str]:
         yield "{} names of Apex: {} served, {} of them otherwise than by Apex, {} missing".format(
             len(findings), counts[0] + counts[1], *counts[1:]
         )
-    else:
+    elif not quiet:
         yield "no names of Apex"
+
+
+def native_report(natives: list[Native]) -> Iterator[str]:
+    """What becomes of a script that never had Apex: its names, and in the last lines all that there is to change."""
+    column = min(max((len(found.name) for found in natives), default=0), 42)
+    for found in natives:
+        yield from _lines(found, column)
+    if natives:
+        words = [f"{len(natives)} names of torch's mixed precision: the script can stay as it is"]
+        imports: dict[str, list[str]] = {}
+        for found in natives:
+            if found.becomes is not None and found.imported:
+                module, _, name = found.becomes.rpartition(".")
+                imports.setdefault(module, []).append(name)
+        if imports:
+            lines = [f"from {module} import {', '.join(names)}" for module, names in imports.items()]
+            words.append(f"to use amp_patch's, its imports become {', and '.join(lines)}")
+        for found in natives:
+            if found.becomes is not None and found.in_full:
+                words.append(f"{found.name} in full becomes {found.becomes}: {_places(found.in_full)}")
+        yield from _wrapped("; ".join(words), "", "  ")
 
 
 def _lines(found: Finding, column: int) -> Iterator[str]:

@@ -44,7 +44,15 @@ def _machine_has_fp16() -> bool:
     return has_fp16_arithmetic()
 
 
-_machine_has_fp16._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see regions.traced
+_is_autocast_enabled = torch.is_autocast_enabled  # torch's own, whatever no_cuda.py lets scripts see
+
+
+def _in_torchs_autocast() -> bool:
+    return _is_autocast_enabled("cpu")
+
+
+for _function in (_machine_has_fp16, _in_torchs_autocast):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see regions.traced
 
 
 def settle(policy: Policy, on_cpu: bool) -> Policy:
@@ -72,7 +80,7 @@ def takes(operands: Iterable[Tensor]) -> bool:
             found = True
         elif dtype.is_floating_point or dtype.is_complex:
             return False
-    return found and not torch.is_autocast_enabled("cpu")
+    return found and not _in_torchs_autocast()
 
 
 def rounded(result: Any) -> Any:

@@ -8,7 +8,8 @@ Three rules, each in the few places that everything of its kind goes through:
    would need its own. `torch.device` itself stays: it is a final C type that scripts give to isinstance, and describes
    "cuda" on any machine.
 2. *`torch.cuda` plays a machine with one GPU*, a Volta (7.0): `is_available()` is True, so that a script takes the path
-   that it was written for; memory statistics are 0, streams and events are in order already.
+   that it was written for; memory statistics are what this process has grown by, streams and events are in order
+   already. FP16 under torch's autocast or amp_patch's is emulated where this CPU has no arithmetic for it.
 3. *A tensor tells the truth*: it lies on the CPU, `is_cuda` is False, `device` is cpu and `get_device()` is -1. Torch,
    amp_patch and the scripts' own extensions choose their kernels by these. Only `type()` returns a name that equals
    "torch.cuda.HalfTensor" as well as "torch.HalfTensor": old loops sort gradients by it and would skip them all.
@@ -25,6 +26,7 @@ import functools
 import importlib
 import os
 import re
+import sys
 import threading
 import time
 from collections import Counter
@@ -35,18 +37,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_patch import casts, regions
 from amp_patch.casts import _register_with_jit
+from amp_patch.cpu_fp16 import settle
 from amp_patch.patch import Patches
+from amp_patch.policy import Policy
+from amp_patch.report.peak import PeakMemory
 
 CAPABILITY = (7, 0)  # the first with FP16 tensor cores, and the oldest that the kernels here serve
 
 _lock = threading.RLock()
 _patches: Patches | None = None
+_peak: PeakMemory | None = None  # since the install
 
 
 def install() -> None:
     """Let CUDA be the CPU for this process, until `uninstall`. Idempotent. Call it before the script's own imports."""
-    global _patches
+    global _patches, _peak
     with _lock:
         if _patches is not None:
             return
@@ -57,18 +64,18 @@ def install() -> None:
         except BaseException:
             patches.remove()
             raise
-        _patches = patches
+        _patches, _peak = patches, PeakMemory()
 
 
 def uninstall() -> None:
     """Undo `install`. What was made meanwhile lies on the CPU and stays there."""
-    global _patches
+    global _patches, _peak
     with _lock:
         if _patches is not None:
             try:
                 _patches.remove()
             finally:
-                _patches = None
+                _patches = _peak = None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -275,6 +282,51 @@ def _memory() -> int:
     return 16 << 30
 
 
+def _free_memory() -> int:
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return _memory()
+
+
+def _held(*_: Any, **__: Any) -> int:
+    """Bytes by which this process has grown since `install`."""
+    return _or_say_why(None if _peak is None else _peak.held())
+
+
+def _most_held(*_: Any, **__: Any) -> int:
+    """The most of them at any time since `install`, or since the script's last reset."""
+    return _or_say_why(None if _peak is None else _peak.read("cpu"))
+
+
+def _reset_peak(*_: Any, **__: Any) -> None:
+    if _peak is not None:
+        _peak.restart()
+
+
+def _or_say_why(number: int | None) -> int:
+    if number is None:
+        _say_that_nothing_tells()
+    return number or 0
+
+
+@functools.cache
+def _say_that_nothing_tells() -> None:
+    print("amp_patch: torch.cuda's memory is 0: this system does not tell what a process holds", file=sys.stderr)
+
+
+def _memory_stats(*_: Any, **__: Any) -> Counter[str]:
+    """Of every other statistic 0."""
+    told = Counter[str]()
+    for kind in ("allocated", "active", "reserved"):
+        told[f"{kind}_bytes.all.current"], told[f"{kind}_bytes.all.peak"] = _held(), _most_held()
+    return told
+
+
+def _memory_summary(*_: Any, **__: Any) -> str:
+    mib = 2**20
+    return f"{NAME}: the process has grown by {_held() // mib} MiB, at most by {_most_held() // mib} MiB"
+
+
 def _properties(device: Any = None) -> Any:
     major, minor = CAPABILITY
     return SimpleNamespace(
@@ -296,25 +348,27 @@ _ANSWERS: tuple[tuple[Any, str], ...] = (
     (1, "device_count"),
     (
         0,
-        "current_device current_blas_handle get_sync_debug_mode initial_seed device_memory_used "
-        "memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached max_memory_cached "
+        "current_device current_blas_handle get_sync_debug_mode initial_seed "
         "memory_usage utilization temperature power_draw clock_rate "
         "nvtx.range_push nvtx.range_pop nvtx.range_start",
     ),
     (
         None,
         "init set_device synchronize empty_cache ipc_collect set_stream set_sync_debug_mode "
-        "manual_seed manual_seed_all seed seed_all set_rng_state set_rng_state_all "
-        "reset_peak_memory_stats reset_accumulated_memory_stats reset_max_memory_allocated reset_max_memory_cached "
+        "manual_seed manual_seed_all seed seed_all set_rng_state set_rng_state_all reset_accumulated_memory_stats "
         "set_per_process_memory_fraction nvtx.mark nvtx.range_end profiler.init profiler.start profiler.stop",
     ),
-    ("", "memory_summary list_gpu_processes"),
+    ("", "list_gpu_processes"),
+    (_held, "memory_allocated memory_reserved memory_cached device_memory_used"),
+    (_most_held, "max_memory_allocated max_memory_reserved max_memory_cached"),
+    (_reset_peak, "reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached"),
     (1.0, "get_per_process_memory_fraction"),
     (NAME, "get_device_name"),
     (CAPABILITY, "get_device_capability"),
     (_properties, "get_device_properties"),
-    (lambda *_: (_memory(), _memory()), "mem_get_info"),
-    (lambda *_: Counter(), "memory_stats"),  # 0 for every statistic
+    (lambda *_: (_free_memory(), _memory()), "mem_get_info"),
+    (_memory_stats, "memory_stats"),
+    (_memory_summary, "memory_summary"),
     (lambda *_: [], "get_arch_list memory_snapshot"),
     (lambda *_: torch.zeros(16, dtype=torch.uint8), "get_rng_state"),  # as many bytes as CUDA's
     (lambda *_: [torch.zeros(16, dtype=torch.uint8)], "get_rng_state_all"),
@@ -387,21 +441,111 @@ def _types(patches: Patches) -> None:
 
 
 def _autocast(patches: Patches) -> None:
-    """torch's autocast of CUDA is that of the CPU, in FP16 as there."""
+    """torch's autocast of CUDA, and amp_patch's, is that of the CPU, in FP16 as there."""
     autocast = torch.amp.autocast_mode.autocast
-    make = autocast.__init__
+    make, asked, told = autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
 
     @functools.wraps(make)
     def cast_on_cpu(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
         if _is_cuda(device_type):
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
         make(self, device_type, dtype, *args, **kwargs)
+        self._amp_area = _instead(self)
 
     patches.set(autocast, "__init__", cast_on_cpu)
+    _enter_instead(patches, autocast)
     for name in "custom_fwd", "custom_bwd":
         patches.set(torch.amp, name, _cuda_type_is_cpu(getattr(torch.amp, name)))
-    asked = torch.is_autocast_enabled
-    patches.set(torch, "is_autocast_enabled", lambda device="cuda": asked("cpu" if _is_cuda(device) else device))
+
+    def is_enabled(device_type: Any = "cuda") -> bool:
+        kind = "cpu" if _is_cuda(device_type) else device_type
+        return asked(kind) or (kind == "cpu" and _emulates())
+
+    def dtype_of(device_type: str) -> torch.dtype:
+        if not (_is_cuda(device_type) or device_type == "cpu") or not is_enabled(device_type):
+            return told(device_type)
+        return torch.float16 if _emulates() else told("cpu")
+
+    for function, asked_for in ((is_enabled, "is_autocast_enabled"), (dtype_of, "get_autocast_dtype")):
+        vars(function)["_dynamo_marked_constant"] = True  # see regions.traced
+        patches.set(torch, asked_for, function)
+    policy_of = casts._autocast_policy
+
+    def of_cpu(device_type: Any, dtype: Any, enabled: bool) -> Policy | None:
+        if device_type is None or (isinstance(device_type, str) and _is_cuda(device_type)):
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        return policy_of(device_type, dtype, enabled)
+
+    patches.set(casts, "_autocast_policy", of_cpu)
+
+
+# Torch's FP16 kernels are ten to a hundred times slower than FP32's on a CPU without FP16 arithmetic (cpu_fp16.py), and
+# its autocast leads to them: there a torch.autocast in FP16 is entered as one of amp_patch.
+
+
+class _Torchs(threading.local):
+    """The torch.autocasts of a thread: what was entered in their place, innermost last."""
+
+    def __init__(self) -> None:
+        self.areas: list[casts.autocast] = []
+        self.compiled = False  # whether compiled code makes one, whose functions nobody casts but torch's own
+
+
+_torchs = _Torchs()
+
+
+def _instead(autocast: Any) -> casts.autocast | None:
+    """What to enter in place of a torch.autocast; None where FP16 is not emulated, or is not the type."""
+    fp16 = Policy("O1", dtype=torch.float16, patch_torch_functions=True)
+    if (
+        _torchs.compiled
+        or (autocast.device, autocast.fast_dtype) != ("cpu", torch.float16)
+        or not settle(fp16, on_cpu=True).emulates
+    ):
+        return None
+    return casts.autocast("cpu", torch.float16, autocast._enabled, autocast._cache_enabled)
+
+
+def _enter_instead(patches: Patches, autocast: type) -> None:
+    enter, leave = autocast.__enter__, autocast.__exit__  # type: ignore[attr-defined]
+
+    @functools.wraps(enter)
+    def __enter__(self: Any) -> Any:
+        area = vars(self).get("_amp_area")
+        if area is None:
+            return enter(self)
+        area.__enter__()
+        _torchs.areas.append(area)
+        return self
+
+    @functools.wraps(leave)
+    def __exit__(self: Any, *error: Any) -> Any:
+        area = vars(self).get("_amp_area")
+        if area is None:
+            return leave(self, *error)
+        _torchs.areas.pop()
+        return area.__exit__(*error)
+
+    patches.set(autocast, "__enter__", __enter__)
+    patches.set(autocast, "__exit__", __exit__)
+    in_graphs = torch.amp.autocast_mode._enter_autocast
+
+    @functools.wraps(in_graphs)
+    def compiled(*args: Any) -> Any:
+        _torchs.compiled = True
+        try:
+            return in_graphs(*args)
+        finally:
+            _torchs.compiled = False
+
+    for owner in torch.amp, torch.amp.autocast_mode:
+        patches.set(owner, "_enter_autocast", compiled)
+
+
+def _emulates() -> bool:
+    """Whether a torch.autocast acts here that was entered as one of amp_patch."""
+    areas = _torchs.areas
+    return bool(areas) and areas[-1].acting is not None and regions.current() is areas[-1].acting
 
 
 def _cuda_type_is_cpu(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -177,6 +177,34 @@ ROWS = (
     Row("apex_C", "flatten unflatten", "torch._utils"),
 )
 
+_AUTOCAST = (
+    "the casts of O1, by CUDA's op lists on every device; torch.is_autocast_enabled() speaks of torch's, and is False "
+    "inside"
+)
+_SCALER = "takes half gradients too; no gradient at all is no error; what another scaler or scale_loss brought is one"
+
+# torch's own mixed precision, for scripts that never had Apex: the same names with amp_patch in place of torch. What is
+# served by torch has none, and stays.
+NATIVE = (
+    Row("torch", "autocast", "amp_patch.autocast", _AUTOCAST),
+    Row("torch", "GradScaler", "amp_patch.GradScaler", _SCALER),
+    Row("torch.amp", "autocast", "amp_patch.autocast", _AUTOCAST),
+    Row("torch.amp", "GradScaler", "amp_patch.GradScaler", _SCALER),
+    Row("torch.amp", "custom_fwd custom_bwd is_autocast_available", "amp_patch, functions of these names"),
+    Row("torch.cuda.amp", "autocast", "amp_patch.autocast", _AUTOCAST),
+    Row("torch.cuda.amp", "GradScaler", "amp_patch.GradScaler", _SCALER),
+    Row("torch.cuda.amp", "custom_fwd custom_bwd", "amp_patch, functions of these names"),
+    Row("torch.cpu.amp", "autocast", "amp_patch.autocast", _AUTOCAST),
+    Row("torch.cpu.amp", "GradScaler", "amp_patch.GradScaler", _SCALER),
+    Row(
+        "torch",
+        "is_autocast_enabled set_autocast_enabled get_autocast_dtype set_autocast_dtype get_autocast_gpu_dtype "
+        "set_autocast_gpu_dtype is_autocast_cache_enabled set_autocast_cache_enabled clear_autocast_cache",
+        "torch",
+        "stays torch's, and knows nothing of amp_patch's autocast",
+    ),
+)
+
 
 def markdown() -> str:
     """The rows as the README's table."""

@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_patch import amp, no_cuda
+from amp_patch import amp, casts, cpu_fp16, no_cuda, regions
+from amp_patch.report.peak import PeakMemory
 
 CUDA = [0, "cuda", "cuda:0", "cuda:3", torch.device("cuda"), torch.device("cuda", 1)]
 
@@ -162,15 +164,54 @@ def test_the_machine(cpu):
     cuda.set_rng_state_all(cuda.get_rng_state_all())
     with torch.random.fork_rng():
         torch.rand(1)
-    assert cuda.max_memory_allocated() == cuda.memory_reserved(0) == cuda.memory.memory_allocated() == 0
-    assert cuda.memory_stats()["allocated_bytes.all.peak"] == 0
-    cuda.reset_peak_memory_stats()
     with cuda.device(1), cuda.device_of(torch.ones(1)):
         pass
     with cuda.nvtx.range("step"), cuda.profiler.profile():
         cuda.nvtx.range_push("forward"), cuda.nvtx.range_pop(), cuda.nvtx.mark("here")
     cuda.profiler.start(), cuda.profiler.stop(), cuda.cudart().cudaProfilerStart()
     torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process is not told what it holds")
+def test_memory_is_what_the_process_has_grown_by(cpu):
+    cuda, mib = torch.cuda, 2**20
+    before = cuda.memory_allocated()
+    held = torch.ones(64 * mib, dtype=torch.uint8, device="cuda")
+    for now in (
+        cuda.memory_allocated(0),
+        cuda.memory.memory_reserved(),
+        cuda.memory_stats()["allocated_bytes.all.current"],
+    ):
+        assert 60 * mib < now - before < 80 * mib
+    del held
+    for peak in cuda.max_memory_allocated(), cuda.memory_stats("cuda")["reserved_bytes.all.peak"]:
+        assert peak - before > 60 * mib
+    assert cuda.memory_stats()["num_alloc_retries"] == 0
+    assert "MiB" in cuda.memory_summary() and "\n" not in cuda.memory_summary(abbreviated=True)
+    cuda.reset_peak_memory_stats()
+    assert cuda.max_memory_reserved() - before < 20 * mib
+    measured = PeakMemory()  # another's, as a report's, is none of the script's
+    held = torch.ones(64 * mib, dtype=torch.uint8)
+    del held
+    cuda.reset_peak_memory_stats()
+    assert measured.read("cpu") > 60 * mib and measured.read("cuda") is None
+    free, total = cuda.mem_get_info()
+    assert 0 < free < total
+
+
+def test_memory_that_the_system_does_not_tell_is_0_and_said_so_in_a_line(monkeypatch, capfd):
+    monkeypatch.setattr("amp_patch.report.peak._status", lambda name: None)
+    monkeypatch.setattr("amp_patch.report.peak._largest_ever", lambda: None)
+    no_cuda._say_that_nothing_tells.cache_clear()
+    no_cuda.install()
+    try:
+        assert capfd.readouterr().err == "", "before anybody asks"
+        assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated() == 0
+        torch.cuda.reset_peak_memory_stats()
+    finally:
+        no_cuda.uninstall()
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "torch.cuda's memory is 0: this system does not tell" in said
 
 
 def test_streams_and_events(cpu):
@@ -216,7 +257,86 @@ def test_loaders_that_pin(cpu):
         assert batch.cuda(non_blocking=True).shape == (2, 2)
 
 
-def test_a_training_in_torchs_own_mixed_precision(cpu):
+@pytest.fixture(params=[True, False], ids=["arithmetic", "emulated"])
+def arithmetic(request, monkeypatch):
+    """Whether this CPU computes in FP16."""
+    monkeypatch.setattr(cpu_fp16, "has_fp16_arithmetic", lambda: request.param)
+    return request.param
+
+
+class Products(TorchDispatchMode):
+    """The types that matrix products are computed in."""
+
+    def __init__(self):
+        super().__init__()
+        self.types = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if "mm." in str(func):
+            self.types.append(result.dtype)
+        return result
+
+
+def product():
+    """The type of a matrix product here, of FP32 tensors that no cache knows."""
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+HALF, BF16, FP32 = torch.half, torch.bfloat16, torch.float
+AREAS = {
+    "amp.autocast()": lambda **options: amp.autocast(**options),
+    "amp.autocast('cuda')": lambda **options: amp.autocast("cuda", **options),
+    "amp_patch.cuda.amp.autocast()": lambda **options: amp.cuda.amp.autocast(**options),
+    "torch.autocast('cuda')": lambda **options: torch.autocast("cuda", **options),
+    "torch.amp.autocast('cuda:0')": lambda **options: torch.amp.autocast("cuda:0", **options),
+    "torch.cuda.amp.autocast()": lambda **options: torch.cuda.amp.autocast(**options),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.autocast.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("area", AREAS)
+def test_fp16_is_emulated_in_every_kind_of_region(cpu, arithmetic, area):
+    """Where this CPU has no arithmetic for it: FP16 values, and their products in FP32, forward and backward."""
+    make, x, layer = AREAS[area], torch.ones(2, 4, device="cuda"), nn.Linear(4, 4).cuda()
+    with Products() as seen:
+        with make():
+            y = layer(x)
+        y.sum().backward()
+    assert y.dtype == HALF and len(seen.types) >= 2 and set(seen.types) == {HALF if arithmetic else FP32}
+    native = area.startswith("torch.")
+    with make(), make(enabled=False):
+        assert product() == FP32 and not torch.is_autocast_enabled()
+    with make(dtype=BF16):
+        assert product() == BF16
+        if native:
+            assert torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda") == BF16
+        with make():
+            assert product() == (BF16 if area.startswith("torch.a") else HALF), "torch's default is the type around"
+        with make(dtype=HALF):
+            assert product() == HALF
+            if native:
+                assert torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == HALF
+        with make(), torch.autocast("cpu", BF16):
+            assert product() == BF16 and torch.get_autocast_dtype("cpu") == BF16
+    assert make()(product)() == HALF, "as a decorator"
+    with pytest.raises(ZeroDivisionError), make():
+        1 / 0  # noqa: B018
+    assert product() == FP32 and not torch.is_autocast_enabled() and regions.entered() is None
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_in_torchs_autocast_computes_again_in_it(cpu, arithmetic, reentrant):
+    layer, types = nn.Linear(4, 4), []
+    layer.register_forward_pre_hook(lambda module, args: types.append(product()))
+    x = torch.ones(2, 4, requires_grad=True)
+    with torch.autocast("cuda"):
+        y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
+    y.sum().backward()
+    assert types == [HALF, HALF] and x.grad.dtype == FP32
+
+
+def test_a_training_in_torchs_own_mixed_precision(cpu, arithmetic):
     net = nn.DataParallel(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))).cuda()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.warns(FutureWarning, match="torch.cuda.amp.GradScaler"):
@@ -238,7 +358,7 @@ def test_a_training_in_torchs_own_mixed_precision(cpu):
         assert net(x).dtype == torch.float
 
 
-def test_custom_functions_under_torchs_autocast(cpu):
+def test_custom_functions_under_torchs_autocast(cpu, arithmetic):
     seen = []
 
     class Double(torch.autograd.Function):
@@ -311,7 +431,7 @@ def test_scripted_functions_keep_their_operators(cpu):
 def snapshot() -> dict[tuple[str, str], int]:
     owners = [torch, torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.nvtx, torch.amp, torch.fft, dist]
     owners += [torch.Tensor, torch.storage._StorageBase, torch.storage.TypedStorage, nn.DataParallel]
-    owners += [nn.parallel.DistributedDataParallel, torch.utils.data.DataLoader, torch.amp.autocast]
+    owners += [nn.parallel.DistributedDataParallel, torch.utils.data.DataLoader, torch.amp.autocast, casts]
     seen = {(repr(owner), name): id(value) for owner in owners for name, value in vars(owner).items()}
     return seen | {("registry", ""): hash(tuple(torch.serialization._package_registry))}
 

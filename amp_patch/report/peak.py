@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+# Of torch itself: under `run --device cpu` torch.cuda plays a device, whose figures come from here.
+_has_cuda = torch.cuda.is_initialized
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -39,6 +41,16 @@ class PeakMemory:
             if (peak := self._since_reset(kind)) is not None:
                 self._banked[kind] = max(peak, self._banked.get(kind, 0))
 
+    def restart(self) -> None:
+        """Forget the peak until now; on a CPU a peak is still what the process has grown by since the making."""
+        _reset()
+        self._banked.clear()
+
+    def held(self) -> int | None:
+        """Bytes by which the process is larger now than at the making; None where nothing tells."""
+        now = _status("VmRSS")
+        return None if now is None or self._resident is None else max(0, now - self._resident)
+
     def read(self, device: str) -> int | None:
         """Bytes: on "cuda" those that were allocated, on "cpu" the growth of the process; None where nothing tells."""
         self.bank()
@@ -46,7 +58,7 @@ class PeakMemory:
 
     def _since_reset(self, device: str) -> int | None:
         if device == "cuda":
-            if not torch.cuda.is_initialized():
+            if not _has_cuda():
                 return None
             return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
         peak = _status("VmHWM")
@@ -65,7 +77,7 @@ def _reset() -> None:
     """Let the system's peaks begin anew, which there is one of for all who measure."""
     for measurement in list(_measuring):
         measurement.bank()
-    if torch.cuda.is_initialized():
+    if _has_cuda():
         for index in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(index)
     with suppress(OSError):
