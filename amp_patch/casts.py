@@ -40,6 +40,7 @@ from amp_patch.rules import EMULATED, RULES
 __all__ = [
     "autocast",
     "backend",
+    "bfloat16_function",
     "current",
     "disable_casts",
     "drop_cache",
@@ -53,6 +54,7 @@ __all__ = [
     "places",
     "promote_function",
     "region",
+    "register_bfloat16_function",
     "register_float_function",
     "register_half_function",
     "register_promote_function",
@@ -377,6 +379,11 @@ def float_function(function: Any) -> Any:
     return _decorate(function, "user_fp32", float_function)
 
 
+def bfloat16_function(function: Any) -> Any:
+    """As `half_function`, but arguments are cast to bfloat16, whatever the type of the policy. Source: ROCm's Apex."""
+    return _decorate(function, "user_bfloat16", bfloat16_function)
+
+
 def promote_function(function: Any) -> Any:
     """As `half_function`, but floating arguments are cast to the widest floating type among them."""
     return _decorate(function, "user_widest", promote_function)
@@ -409,6 +416,11 @@ def register_half_function(module: Any, name: str) -> None:
 def register_float_function(module: Any, name: str) -> None:
     """As `register_half_function`, with the rule of `float_function`."""
     _register(module, name, "user_fp32", "register_float_function")
+
+
+def register_bfloat16_function(module: Any, name: str) -> None:
+    """As `register_half_function`, with the rule of `bfloat16_function`."""
+    _register(module, name, "user_bfloat16", "register_bfloat16_function")
 
 
 def register_promote_function(module: Any, name: str) -> None:

@@ -2,8 +2,9 @@
 Which of torch's own mixed precision, and what changes if they are amp_patch's?
 
 The files are read, not run. Followed are imports under any name, wherever they stand, `importlib.import_module` with a
-literal, `hasattr` and `getattr` with a literal, attribute chains, and a name that is set to one. What a function was
-given, or a call returned, is not followed, save the optimizer's private names, which are recognised on any object.
+literal, `hasattr` and `getattr` with a literal, attribute chains, a name that is set to one, and the arguments by name
+of `amp.initialize`. What a function was given, or a call returned, is not followed, save the optimizer's private names,
+which are recognised on any object.
 Whether a name is served is asked of the modules of `amp_patch.apex` themselves.
 """
 
@@ -29,6 +30,7 @@ from amp_patch import surface
 
 SERVED, DIFFERS, MISSING = "served", "differs", "missing"
 ELEMENT = "[]"
+CALL = "()"
 WIDTH = 80
 
 # Other compiled modules of Apex, which stand beside the package.
@@ -81,11 +83,17 @@ def _known() -> dict[str, Any]:
 def resolve(name: str) -> Any:
     """What `name` is here, e.g. of "apex.amp._amp_state.loss_scalers[]._loss_scale".
 
-    None for an attribute that only instances have.
+    None for an attribute that only instances have; of "apex.amp.initialize().combine_grad" the argument.
 
     Raises:
         AttributeError: amp_patch does not serve it.
     """
+    function, called, argument = name.partition(f"{CALL}.")
+    if called:
+        parameters = inspect.signature(resolve(function)).parameters
+        if argument not in parameters:
+            raise AttributeError(f"amp_patch does not serve {name}")
+        return parameters[argument]
     parts = name.replace(ELEMENT, "").split(".")
     if parts[0] == surface.OPTIMIZER:
         return _attribute(modules()["apex.amp._process_optimizer"].AmpOptimizer, parts[1:])
@@ -353,6 +361,8 @@ class Names:
         for clause in _imported(tree):
             if self.follows(clause.asked):
                 yield clause.asked, tree.lineno  # type: ignore[attr-defined]
+        if isinstance(tree, ast.Call) and (called := self.path(tree.func)) is not None:
+            yield from _arguments(called, tree)
         path = self.path(tree)
         if path is None or (isinstance(tree, ast.Name) and isinstance(tree.ctx, ast.Store)):
             for child in ast.iter_child_nodes(tree):
@@ -413,6 +423,16 @@ class InFull(Natives):
 
     def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
         return iter(()) if isinstance(tree, (ast.Import, ast.ImportFrom)) else super().uses(tree)
+
+
+def _arguments(called: str, call: ast.Call) -> Iterator[tuple[str, int]]:
+    """Of a call of a function whose arguments the table speaks of: those of the table, and those that it has not."""
+    owner = called + CALL
+    told = {name for row in surface.ROWS if row.owner == owner for name in row.names.split()}
+    for keyword in call.keywords if told else ():
+        name = f"{owner}.{keyword.arg}"
+        if keyword.arg in told or (keyword.arg is not None and finding(name, []).status == MISSING):
+            yield name, keyword.value.lineno
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -34,7 +34,11 @@ _LISTS = {
     "mixed_fp32": "widest (mixed_fp32)",
     "rnn": "lower (rnn)",
 }
-_REGISTERED = {"user_fp32": "register_float_function", "user_widest": "register_promote_function"}
+_REGISTERED = {
+    "user_bfloat16": "register_bfloat16_function",
+    "user_fp32": "register_float_function",
+    "user_widest": "register_promote_function",
+}
 _NO_OPS = ("rnn_input", "disabled")  # rules of what computes nothing
 _SHORT = {
     torch.float16: "FP16",

@@ -32,7 +32,7 @@ class Dialect:
     """Whose names the objects of a training answer to, beside ours; the drop-in for Apex has subclasses of its own.
 
     Attributes:
-        scaler: made once per loss, with the arguments of `LossScaler`.
+        scaler: made once per loss, by its `of`.
         stash: `optimizer._amp_stash`.
         optimizer: what `initialize` adds to an optimizer's class.
         models_may_be_low_precision: take models whose parameters are float16 or bfloat16 already.
@@ -225,16 +225,7 @@ def begin_training(
     process_group: Any = None,
 ) -> Training:
     """Make a training of checked models and innermost optimizers, none of which is in another one."""
-    scalers = [
-        dialect.scaler(
-            policy.loss_scale,
-            loss_id=loss_id,
-            min_loss_scale=policy.min_loss_scale,
-            max_loss_scale=policy.max_loss_scale,
-            verbosity=verbosity,
-        )
-        for loss_id in range(num_losses)
-    ]
+    scalers = [dialect.scaler.of(policy, loss_id=loss_id, verbosity=verbosity) for loss_id in range(num_losses)]
     _trainings[:] = [training for training in _trainings if training.alive()]
     training = Training(policy, scalers, dialect, [weakref.ref(m) for m in models], [weakref.ref(t) for t in targets])
     _trainings.append(training)

@@ -31,6 +31,8 @@ class Policy:
         cast_model_outputs: dtype for floating outputs of the model; None gives FP32 for a cast model and
             leaves the outputs of any other alone.
         min_loss_scale, max_loss_scale: the range in which a dynamic scale moves.
+        init_scale, growth_factor, backoff_factor, growth_interval: where a dynamic scale starts and how it moves; see
+            `LossScaler`. What Huawei's Apex lets a script choose.
         allow_banned: run functions that have no safe low-precision form in FP32 instead of refusing them.
         cpu_fp16: how FP16 tensors on a CPU are multiplied: "native", or "emulate" (cpu_fp16.py); "auto" until
             `cpu_fp16.settle` has decided.
@@ -48,6 +50,10 @@ class Policy:
     cast_model_outputs: torch.dtype | None = None
     min_loss_scale: float = _DEFAULT_MIN_SCALE
     max_loss_scale: float = 2.0**24
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
     allow_banned: bool = False
     cpu_fp16: str = "auto"
     op_lists: str = "torch"
@@ -121,7 +127,7 @@ def resolve(
         policy = _with_dtype(policy, low)
 
     policy = _cast_model_type(policy, cast_model_type, explicit_dtype=low)
-    patch = _boolean("patch_torch_functions", patch_torch_functions)
+    patch = boolean("patch_torch_functions", patch_torch_functions)
     if patch is not None and patch != policy.patch_torch_functions:
         if patch:
             raise ValueError(
@@ -130,8 +136,8 @@ def resolve(
             )
         policy = replace(policy, patch_torch_functions=False)
 
-    keep = _boolean("keep_batchnorm_fp32", keep_batchnorm_fp32)
-    masters = _boolean("master_weights", master_weights)
+    keep = boolean("keep_batchnorm_fp32", keep_batchnorm_fp32)
+    masters = boolean("master_weights", master_weights)
     if keep is not None or masters is not None:
         _refuse_where_weights_stay_fp32(policy, opt_level, keep, masters)
     if keep is not None:
@@ -246,7 +252,8 @@ def _refuse_where_weights_stay_fp32(policy: Policy, opt_level: str, keep: bool |
             )
 
 
-def _boolean(name: str, value: Any) -> bool | None:
+def boolean(name: str, value: Any) -> bool | None:
+    """True, False or None, also from the words; else TypeError, which names the argument of `initialize`."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str) and value in ("True", "False", "None"):

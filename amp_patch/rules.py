@@ -295,6 +295,11 @@ def _user_lower(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy
     return function(*args, **kwargs)
 
 
+def _user_bfloat16(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    args, kwargs = _cast_trees((args, kwargs), _lowered, _BFLOAT16)
+    return function(*args, **kwargs)
+
+
 def _user_fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     args, kwargs = _cast_trees((args, kwargs), _raised, _FLOAT32)
     return function(*args, **kwargs)
@@ -326,6 +331,7 @@ RULES: dict[str, Rule] = {
     "mixed_fp32": _mixed_fp32,
     "in_place_fp32": _in_place_fp32,
     "user_lower": _user_lower,
+    "user_bfloat16": _user_bfloat16,
     "user_fp32": _user_fp32,
     "user_widest": _user_promote,
 }

@@ -10,13 +10,9 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
+from amp_patch.policy import Policy
 
 logger = logging.getLogger("amp_patch")
-
-INIT_SCALE = 2.0**16
-GROWTH_FACTOR = 2.0
-BACKOFF_FACTOR = 0.5
-GROWTH_INTERVAL = 2000
 
 # When this many steps in a row were skipped, the scale alone will not mend it: name the parameters.
 _MANY_SKIPS = 10
@@ -25,13 +21,14 @@ _MANY_SKIPS = 10
 class LossScaler:
     """The loss scale of one loss: three numbers on the device of the loss.
 
-    Dynamic scaling (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2; constants are Apex's)::
+    Dynamic scaling (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2; the defaults are Apex's: 2**16, 2, 1/2 and
+    2000)::
 
-        scale = clamp(2**16, min_loss_scale, max_loss_scale); unskipped = 0
+        scale = clamp(init_scale, min_loss_scale, max_loss_scale); unskipped = 0
         after each backward:
-            if a gradient is not finite:  scale = scale / 2;  unskipped = 0;  the optimizer skips its step
+            if a gradient is not finite:  scale *= backoff_factor;  unskipped = 0;  the optimizer skips its step
             else:                         unskipped += 1
-                                          if unskipped == 2000:  scale = scale * 2;  unskipped = 0
+                                          if unskipped == growth_interval:  scale *= growth_factor;  unskipped = 0
             scale = clamp(scale, min_loss_scale, max_loss_scale)
 
     A static scale never moves; its optimizer still skips steps whose gradients are not finite, unless it is 1.
@@ -40,6 +37,7 @@ class LossScaler:
         dynamic: whether the scale moves.
         scales: whether the loss is multiplied at all: a static scale of 1 costs nothing and checks nothing.
         growth_interval: how many clean backward passes in a row let a dynamic scale grow.
+        growth_factor, backoff_factor: what it is multiplied by then, and at an overflow.
         updates, edits: how many times `update` ran and somebody set the scale, on the host: they tell without a sync
             whether it can have changed.
     """
@@ -51,15 +49,21 @@ class LossScaler:
         loss_id: int = 0,
         min_loss_scale: float,
         max_loss_scale: float,
+        init_scale: float = Policy.init_scale,
+        growth_factor: float = Policy.growth_factor,
+        backoff_factor: float = Policy.backoff_factor,
+        growth_interval: int = Policy.growth_interval,
         verbosity: int = 1,
     ) -> None:
         self.dynamic = loss_scale == "dynamic"
         self.scales = loss_scale != 1.0
-        start = min(max(INIT_SCALE, min_loss_scale), max_loss_scale) if self.dynamic else float(loss_scale)
+        start = min(max(init_scale, min_loss_scale), max_loss_scale) if self.dynamic else float(loss_scale)
         self.loss_id = loss_id
         self.min_loss_scale = min_loss_scale
         self.max_loss_scale = max_loss_scale
-        self.growth_interval = GROWTH_INTERVAL
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = growth_interval
         self.verbosity = verbosity
         self.updates = self.edits = 0
         self._scale = torch.tensor(start, dtype=torch.float32)
@@ -67,6 +71,13 @@ class LossScaler:
         self._found_inf = torch.tensor(0.0)
         self._skips = 0
         self._skips_in_a_row = 0
+
+    @classmethod
+    def of(cls, policy: Policy, *, loss_id: int, verbosity: int) -> LossScaler:
+        """The scaler that a policy asks for."""
+        names = ("min_loss_scale", "max_loss_scale", "init_scale", "growth_factor", "backoff_factor", "growth_interval")
+        options = {name: getattr(policy, name) for name in names}
+        return cls(policy.loss_scale, loss_id=loss_id, verbosity=verbosity, **options)
 
     def to(self, device: torch.device) -> LossScaler:
         """Move the three numbers to `device`; syncs only when they were elsewhere."""
@@ -107,8 +118,8 @@ class LossScaler:
                 self._scale,
                 self._growth_tracker,
                 self._found_inf,
-                growth_factor=GROWTH_FACTOR,
-                backoff_factor=BACKOFF_FACTOR,
+                growth_factor=self.growth_factor,
+                backoff_factor=self.backoff_factor,
                 growth_interval=self.growth_interval,
                 min_scale=self.min_loss_scale,
                 max_scale=self.max_loss_scale,

@@ -35,6 +35,32 @@ ROWS = (
         "losses are scaled; at O2 too a gradient that the script sets to None before the step is not applied",
     ),
     Row(
+        "apex.amp.initialize()",
+        "patch_torch_functions_type",
+        "the level's type",
+        "ROCm's; by name only; with dtype=torch.bfloat16 O1 takes torch.bfloat16",
+    ),
+    Row(
+        "apex.amp.initialize()",
+        "dynamic_init_scale scale_growth_factor scale_backoff_factor scale_window",
+        "amp_patch.scaler.LossScaler",
+        "Huawei's; by name only; the start too lies between min_loss_scale and max_loss_scale",
+    ),
+    Row(
+        "apex.amp.initialize()",
+        "combine_ddp",
+        "torch.distributed, at the end of scale_loss",
+        "Huawei's; by name only; needs no combine_grad, and works at every level; gradients are sent after the "
+        "backward pass, not during it",
+    ),
+    Row(
+        "apex.amp.initialize()",
+        "combine_grad ddp_replica_count user_cast_preferred check_combined_tensors",
+        "accepted",
+        "Huawei's; without effect, which the log says: gradients are unscaled in one pass, and a registered function "
+        "has the registered rule alone, in any case",
+    ),
+    Row(
         "apex.amp",
         "scale_loss",
         "amp_patch.scale_loss",
@@ -49,18 +75,40 @@ ROWS = (
         "amp_patch, functions of these names",
         "act at any time, before initialize and after it",
     ),
-    Row("apex.amp", "init", "amp_patch.casts", "verbose prints no casts; weights are cast once a forward in any case"),
+    Row(
+        "apex.amp",
+        "bfloat16_function register_bfloat16_function",
+        "amp_patch.casts",
+        "ROCm's; to bfloat16 at every level, while half_function casts to the type of the level",
+    ),
+    Row(
+        "apex.amp",
+        "init",
+        "amp_patch.casts",
+        "verbose prints no casts; weights are cast once a forward in any case; ROCm's patch_type by name only",
+    ),
     Row("apex.amp.handle", "AmpHandle NoOpHandle", "amp_patch.casts", "enable_caching=False changes nothing"),
     Row("apex.amp.opt", "OptimWrapper", "amp_patch.scale_loss"),
-    Row("apex.amp.frontend", "Properties O0 O1 O2 O3 opt_levels", "amp_patch.policy"),
+    Row("apex.amp.frontend", "Properties O0 O1 O2 O3 O4 O5 opt_levels", "amp_patch.policy"),
     Row(
         "apex.amp.lists.functional_overrides",
-        "MODULE FP16_FUNCS FP32_FUNCS BANNED_FUNCS",
+        "MODULE FP16_FUNCS BFLOAT16_FUNCS FP32_FUNCS BANNED_FUNCS",
         "amp_patch.oplists",
-        "hold torch's newer functions as well; edits act from the next initialize on",
+        "hold torch's newer functions as well; edits act from the next initialize on, those of FP16_FUNCS in bfloat16 "
+        "too",
     ),
-    Row("apex.amp.lists.torch_overrides", "MODULE FP16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS", "the same", "the same"),
-    Row("apex.amp.lists.tensor_overrides", "MODULE FP16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS", "the same", "the same"),
+    Row(
+        "apex.amp.lists.torch_overrides",
+        "MODULE FP16_FUNCS BFLOAT16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS",
+        "the same",
+        "the same",
+    ),
+    Row(
+        "apex.amp.lists.tensor_overrides",
+        "MODULE FP16_FUNCS BFLOAT16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS",
+        "the same",
+        "the same",
+    ),
     Row("apex.amp._amp_state", "_amp_state AmpState maybe_print warn_or_err", "the newest initialize"),
     Row(
         "apex.amp._amp_state",
@@ -125,6 +173,13 @@ ROWS = (
         "FusedLAMB FusedNovoGrad FusedAdagrad",
         "amp_patch.optimizers",
         "state is FP32; gradients are only read: Apex's FusedLAMB overwrites them",
+    ),
+    Row(
+        "apex.optimizers",
+        "FusedMixedPrecisionLamb",
+        "amp_patch.optimizers",
+        "the FP32 copies are in the state, so that a checkpoint resumes to the bit; gradients are only read; weights "
+        "of a group may differ in type",
     ),
     Row(
         "apex.normalization",

@@ -838,6 +838,8 @@ def test_models_and_optimizers_survive_copies(amp, level):
         ("O1", None, True, None, None, "dynamic"),
         ("O2", torch.float16, False, True, True, "dynamic"),
         ("O3", torch.float16, False, False, False, 1.0),
+        ("O4", None, True, None, None, 1.0),
+        ("O5", torch.bfloat16, False, True, True, 1.0),
     ],
 )
 def test_opt_properties_say_what_apexs_say(amp, level, cast, patch, keep, masters, scale):
@@ -848,9 +850,15 @@ def test_opt_properties_say_what_apexs_say(amp, level, cast, patch, keep, master
         "opt_level": level,
         "cast_model_type": cast,
         "patch_torch_functions": patch,
+        "patch_torch_functions_type": {"O1": torch.float16, "O4": torch.bfloat16}.get(level),
         "keep_batchnorm_fp32": keep,
         "master_weights": masters,
         "loss_scale": scale,
+        "combine_grad": None,
+        "combine_ddp": None,
+        "ddp_replica_count": 4,
+        "user_cast_preferred": None,
+        "check_combined_tensors": None,
     }
     assert properties.options == options
     assert {name: getattr(properties, name) for name in options} == options

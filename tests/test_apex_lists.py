@@ -550,7 +550,7 @@ def test_banned_functions_come_with_advice() -> None:
 def test_edits_act(monkeypatch: pytest.MonkeyPatch) -> None:
     functional, tensor = lists.functional_overrides, lists.tensor_overrides
     x, half = torch.rand(3, 3), torch.rand(3, 3).half()
-    lists.register_edits()
+    lists.register_edits(torch.float16)
     assert not casts._registered, "no edit, nothing to register"
 
     monkeypatch.setattr(functional, "FP16_FUNCS", [*functional.FP16_FUNCS, "relu", "function_of_tomorrow"])
@@ -559,7 +559,7 @@ def test_edits_act(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor, "CASTS", [*tensor.CASTS, "sub"])
     functional.FP16_FUNCS.remove("linear")
     functional.FP32_FUNCS.remove("softmin")
-    lists.register_edits()
+    lists.register_edits(torch.float16)
     with inside:
         assert F.relu(x).dtype is HALF and F.gelu(half).dtype is FULL and F.linear(half, x).dtype is FULL
         assert F.binary_cross_entropy(half, half).dtype is HALF and F.softmin(half, dim=0).dtype is HALF

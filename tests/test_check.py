@@ -70,6 +70,12 @@ FORMS = {
         "apex.amp.initialize": ["3"],
         AMP: ["3"],
     },
+    "from apex import amp\namp.initialize(m, o,\n  opt_level='O1', combine_grad=True, made_up=1, **more)": {
+        AMP: ["1"],
+        "apex.amp.initialize": ["2"],
+        "apex.amp.initialize().combine_grad": ["3"],
+        "apex.amp.initialize().made_up": ["3"],
+    },
     "from apex.contrib.sparsity import ASP": {"apex.contrib.sparsity.ASP": ["1"]},
     "import fused_layer_norm_cuda": {"fused_layer_norm_cuda": ["1"]},
     # Not Apex's: another package's amp, a question, a relative import, a name of somebody's own.
@@ -96,7 +102,15 @@ def test_what_becomes_of_a_name():
         "apex.parallel.DistributedDataParallel"
     )
     assert status("apex.amp.frontend.initialize") == status("apex.amp.initialize")
-    for name in "apex.amp.gone", "amp_C.gone", "apex.amp._amp_state.loss_scalers[].gone", "optimizer._amp_stash.gone":
+    assert status("apex.amp.initialize().scale_window")[0] == "differs"
+    assert status("apex.amp.initialize().opt_level") == ("served", "")
+    for name in (
+        "apex.amp.gone",
+        "apex.amp.initialize().gone",
+        "amp_C.gone",
+        "apex.amp._amp_state.loss_scalers[].gone",
+        "optimizer._amp_stash.gone",
+    ):
         assert status(name) == ("missing", "")
     assert status("apex.contrib.sparsity.ASP") == ("missing", check.amp_patch.apex.ELSEWHERE["contrib"])
     assert status("fused_layer_norm_cuda")[0] == "missing"

@@ -20,6 +20,7 @@ MAKERS = {
     "torch's fused SGD without momentum": lambda params: torch.optim.SGD(params, lr=0.05, fused=True),
     "FusedSGD": lambda params: optimizers.FusedSGD(params, lr=0.05, momentum=0.9, dampening=0.5, weight_decay=0.1),
     "FusedAdam": lambda params: optimizers.FusedAdam(params, lr=1e-2, eps=1e-4, weight_decay=0.1, capturable=True),
+    "FusedMixedPrecisionLamb": lambda params: optimizers.FusedMixedPrecisionLamb(params, lr=1e-2),
 }
 BAD = (0, 3, 4, 7)  # the steps whose gradients overflow: the first, two in a row, and one among clean ones
 

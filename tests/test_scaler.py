@@ -8,7 +8,8 @@ import pytest
 import torch
 from conftest import DEVICES
 
-from amp_patch.scaler import GROWTH_INTERVAL, LossScaler, inverse_of
+from amp_patch.policy import Policy
+from amp_patch.scaler import LossScaler, inverse_of
 
 
 def scaler(loss_scale="dynamic", *, minimum=2.0**-24, maximum=2.0**24, **kwargs):
@@ -38,7 +39,7 @@ def test_the_story_of_a_dynamic_scale(device):
     assert after(subject, False) == (65536.0, 2)
     assert after(subject, True) == (32768.0, 0)
     assert after(subject, True) == (16384.0, 0)
-    for clean in range(1, GROWTH_INTERVAL):
+    for clean in range(1, Policy.growth_interval):
         assert after(subject, False) == (16384.0, clean)
     assert after(subject, False) == (32768.0, 0)
     assert after(subject, False) == (32768.0, 1)
@@ -48,7 +49,7 @@ def test_the_scale_stays_in_its_range():
     subject = scaler(minimum=2.0**15, maximum=2.0**16)
     assert after(subject, True) == (2.0**15, 0)
     assert after(subject, True) == (2.0**15, 0)
-    subject.load_state_dict({"loss_scale": 2.0**16, "unskipped": GROWTH_INTERVAL - 1})
+    subject.load_state_dict({"loss_scale": 2.0**16, "unskipped": Policy.growth_interval - 1})
     assert after(subject, False) == (2.0**16, 0)
 
 

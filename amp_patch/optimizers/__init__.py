@@ -10,7 +10,16 @@ from amp_patch.optimizers.adagrad import FusedAdagrad
 from amp_patch.optimizers.adam import FusedAdam
 from amp_patch.optimizers.common import FusedOptimizer
 from amp_patch.optimizers.lamb import FusedLAMB
+from amp_patch.optimizers.mixed_precision_lamb import FusedMixedPrecisionLamb
 from amp_patch.optimizers.novograd import FusedNovoGrad
 from amp_patch.optimizers.sgd import FusedSGD
 
-__all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedOptimizer", "FusedSGD"]
+__all__ = [
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedLAMB",
+    "FusedMixedPrecisionLamb",
+    "FusedNovoGrad",
+    "FusedOptimizer",
+    "FusedSGD",
+]

@@ -15,9 +15,10 @@ from amp_patch.optimizers.common import (
     Tensors,
     computable,
     count,
+    count_on_device,
     decay,
     gradients,
-    wide,
+    numbers_to_device,
 )
 
 # A count of steps after which a bias correction 1 - beta ** count is 1, for every beta below 1.
@@ -161,15 +162,8 @@ class FusedAdam(FusedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """torch's."""
         super().add_param_group(param_group)
-        self._to_device(self.param_groups[-1])
-
-    def _to_device(self, group: Group) -> None:
-        """Make the learning rate and the count of steps tensors beside the parameters, if `capturable`."""
-        if self.capturable and group["params"]:
-            device = group["params"][0].device
-            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).detach().to(device, copy=True)
-            if "step" in group:
-                group["step"] = torch.as_tensor(group["step"], dtype=torch.int32).reshape(1).to(device, copy=True)
+        if self.capturable:
+            numbers_to_device(self.param_groups[-1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch's; a state of torch.optim.Adam or AdamW, which counts per parameter, is continued too."""
@@ -178,7 +172,8 @@ class FusedAdam(FusedOptimizer):
             steps = [self.state[p]["step"] for p in group["params"] if "step" in self.state.get(p, ())]
             if "step" not in group and steps:
                 group["step"] = int(max(steps))
-            self._to_device(group)
+            if self.capturable:
+                numbers_to_device(group)
 
     def step(
         self,
@@ -205,7 +200,7 @@ class FusedAdam(FusedOptimizer):
         if found_inf is not None:
             found_inf = (found_inf != 0).float()  # torch.amp.GradScaler adds up what its devices found
         for group, batches in work:
-            step = self._count_on_device(group, found_inf) if self.capturable else count(group)
+            step = count_on_device(group, found_inf) if self.capturable else count(group)
             for params in batches:
                 device = params[0].device
                 masters = self._masters(params) if self.master_weights else params
@@ -227,17 +222,3 @@ class FusedAdam(FusedOptimizer):
                 )
                 if self.master_weights:
                     multi_tensor.multi_tensor_scale(masters, params, 1.0)
-
-    def _count_on_device(self, group: Group, found_inf: Tensor | None) -> Tensor:
-        step = group.get("step", 0)
-        if not isinstance(step, Tensor):
-            device = group["params"][0].device if group["params"] else None
-            step = group["step"] = torch.full((1,), int(step), dtype=torch.int32, device=device)
-        step += 1 if found_inf is None else (found_inf == 0).to(device=step.device, dtype=step.dtype)
-        return step
-
-    def _masters(self, params: list[Tensor]) -> list[Tensor]:
-        for param in params:
-            if param.dtype is not wide(param.dtype):
-                self.state[param].setdefault("master_param", param.detach().float())
-        return [self.state[param].get("master_param", param) for param in params]

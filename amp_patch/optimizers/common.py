@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor, shards
+from amp_patch.policy import LOW_PRECISION
 
 Tensors = Sequence[Tensor]
 Group = dict[str, Any]
@@ -207,6 +208,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             found.append(state[name])
         return found
 
+    def _masters(self, params: list[Tensor], dtypes: Sequence[torch.dtype] = LOW_PRECISION) -> list[Tensor]:
+        """What a step computes on: of parameters of these types the FP32 copies in the state, made here if need be."""
+        for param in params:
+            if param.dtype in dtypes:
+                self.state[param].setdefault("master_param", param.detach().float())
+        return [self.state[param].get("master_param", param) for param in params]
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch's, but state of low-precision parameters stays FP32: torch rounds it to the parameters' type."""
         loaded: dict[str, Any] = {}  # after the hooks of others
@@ -225,6 +233,25 @@ class FusedOptimizer(torch.optim.Optimizer):
 def gradients(params: Tensors) -> list[Tensor]:
     """Of parameters that all have one."""
     return [param.grad for param in params if param.grad is not None]
+
+
+def numbers_to_device(group: Group) -> None:
+    """Make the learning rate and the count of steps tensors beside the group's parameters: no step reads them back."""
+    if group["params"]:
+        device = group["params"][0].device
+        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).detach().to(device, copy=True)
+        if "step" in group:
+            group["step"] = torch.as_tensor(group["step"], dtype=torch.int32).reshape(1).to(device, copy=True)
+
+
+def count_on_device(group: Group, found_inf: Tensor | None) -> Tensor:
+    """Count a step of the group, but where `found_inf` is not 0: int32, shape [1], on the device; no sync."""
+    step = group.get("step", 0)
+    if not isinstance(step, Tensor):
+        device = group["params"][0].device if group["params"] else None
+        step = group["step"] = torch.full((1,), int(step), dtype=torch.int32, device=device)
+    step += 1 if found_inf is None else (found_inf == 0).to(device=step.device, dtype=step.dtype)
+    return step
 
 
 def count(group: Group) -> int:

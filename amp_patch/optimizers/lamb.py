@@ -26,7 +26,7 @@ def lamb(
     exp_avgs: Tensors,
     exp_avg_sqs: Tensors,
     *,
-    step: int,
+    step: int | Tensor,
     lr: Number,
     betas: tuple[float, float],
     eps: float,
@@ -37,10 +37,13 @@ def lamb(
     grad_norm: Tensor,
     max_grad_norm: float | None,
     use_nvlamb: bool,
+    found_inf: Tensor | None = None,
 ) -> None:
     """One step of LAMB (You et al., arXiv:1904.00962) in place: `lamb_update`, then `lamb_apply`.
 
-    All lists on one device, written are params, exp_avgs and exp_avg_sqs; `grad_norm` as `lamb_update` has it. No sync.
+    All lists on one device, written are params, exp_avgs and exp_avg_sqs; `grad_norm` as `lamb_update` has it. `step`,
+    `lr` and `found_inf` may be tensors of one element there. Where `found_inf` is not 0, nothing changes; the gradients
+    must be 0 then, for what is not finite would spread. No sync.
     """
     with computable([params, exp_avgs, exp_avg_sqs], [grads]) as ((p, m, v), (g,)):
         if not p:
@@ -50,7 +53,7 @@ def lamb(
             g,
             m,
             v,
-            corrections=bias_corrections(betas, step, bias_correction),
+            corrections=_corrections(betas, step, bias_correction, p[0]),
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,
@@ -58,7 +61,12 @@ def lamb(
             grad_averaging=grad_averaging,
             grad_norm=grad_norm,
             max_grad_norm=max_grad_norm,
+            found_inf=found_inf,
         )
+        if found_inf is not None:
+            lr = _unless(found_inf, lr, 0.0, p[0])
+        elif isinstance(lr, Tensor):
+            lr = lr.to(p[0]).reshape(())
         norms = None
         if use_nvlamb or weight_decay:
             norms = (multi_tensor.multi_tensor_l2norm(p, True)[1], multi_tensor.multi_tensor_l2norm(updates, True)[1])
@@ -71,7 +79,7 @@ def lamb_update(
     m: list[Tensor],
     v: list[Tensor],
     *,
-    corrections: tuple[float, float],
+    corrections: tuple[Number, Number],
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
@@ -80,6 +88,7 @@ def lamb_update(
     grad_norm: Tensor,
     max_grad_norm: float | None,
     decays: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> list[Tensor]:
     """LAMB's direction for each parameter, as new tensors; writes m and v::
 
@@ -89,16 +98,21 @@ def lamb_update(
         u = (m / correction1) / (sqrt(v / correction2) + eps) + weight_decay * p
 
     Where not `decoupled`, `weight_decay * p` is added to the clipped g instead. `decays`, of shape [len(p)], has a
-    weight decay for each parameter, added to the update too. The lists are as `computable` gives them.
+    weight decay for each parameter, added to the update too. The lists are as `computable` gives them. m and v stay as
+    they are where `found_inf` (one element, on the device) is not 0 and the gradients are 0.
     """
+    keep: tuple[Number, Number] = betas
+    if found_inf is not None:
+        keep = _unless(found_inf, betas[0], 1.0, p[0]), _unless(found_inf, betas[1], 1.0, p[0])
     if max_grad_norm is not None:
         norm = grad_norm.reshape(()).to(p[0])
         g = list(torch._foreach_div(g, torch.where(norm > max_grad_norm, norm / max_grad_norm, 1.0)))
     if not decoupled and weight_decay:
-        g = list(torch._foreach_add(g, p, alpha=weight_decay))
-    torch._foreach_mul_(m, betas[0])
+        pull = p if found_inf is None else torch._foreach_mul(p, _unless(found_inf, 1.0, 0.0, p[0]))
+        g = list(torch._foreach_add(g, pull, alpha=weight_decay))
+    torch._foreach_mul_(m, keep[0])
     torch._foreach_add_(m, g, alpha=1 - betas[0] if grad_averaging else 1.0)
-    torch._foreach_mul_(v, betas[1])
+    torch._foreach_mul_(v, keep[1])
     torch._foreach_addcmul_(v, g, g, value=1 - betas[1])
     denominators = list(torch._foreach_div(v, corrections[1]))
     torch._foreach_sqrt_(denominators)
@@ -110,6 +124,24 @@ def lamb_update(
     if decays is not None:
         torch._foreach_add_(updates, torch._foreach_mul(p, list(decays.to(p[0]).unbind())))
     return updates
+
+
+def _unless(found_inf: Tensor, number: Number, instead: float, like: Tensor) -> Tensor:
+    """`number`, or `instead` where `found_inf` is not 0: shape [], on the device of `like` and in its type; no sync."""
+    if not isinstance(number, Tensor):
+        number = like.new_full((), number)
+    return torch.where(found_inf.reshape(()) != 0, like.new_full((), instead), number.to(like).reshape(()))
+
+
+def _corrections(
+    betas: tuple[float, float], step: int | Tensor, on: bool, like: Tensor
+) -> tuple[float, float] | tuple[Tensor, Tensor]:
+    """`bias_corrections`; of a count on the device, computed there in FP64, in the type of `like`."""
+    if not (isinstance(step, Tensor) and on):
+        return bias_corrections(betas, 1 if isinstance(step, Tensor) else step, on)
+    # A count that is still 0 is of a first step that is skipped: a correction of 0 would make NaNs.
+    at = step.reshape(()).to(like.device).double().clamp(min=1)
+    return (1 - betas[0] ** at).to(like), (1 - betas[1] ** at).to(like)
 
 
 def lamb_apply(p: list[Tensor], updates: list[Tensor], *, lr: Number, norms: tuple[Tensor, Tensor] | None) -> None:

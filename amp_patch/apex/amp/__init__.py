@@ -5,10 +5,12 @@ from __future__ import annotations
 from amp_patch.apex.amp import _process_optimizer, frontend, handle, opt, scaler
 from amp_patch.apex.amp._amp_state import _amp_state, master_params
 from amp_patch.apex.amp.amp import (
+    bfloat16_function,
     float_function,
     half_function,
     init,
     promote_function,
+    register_bfloat16_function,
     register_float_function,
     register_half_function,
     register_promote_function,
@@ -20,6 +22,7 @@ from amp_patch.apex.amp.handle import disable_casts, scale_loss
 __all__ = [
     "_amp_state",
     "_process_optimizer",
+    "bfloat16_function",
     "disable_casts",
     "float_function",
     "frontend",
@@ -31,6 +34,7 @@ __all__ = [
     "master_params",
     "opt",
     "promote_function",
+    "register_bfloat16_function",
     "register_float_function",
     "register_half_function",
     "register_promote_function",

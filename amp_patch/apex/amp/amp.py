@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from amp_patch.apex.amp import _forks
 from amp_patch.apex.amp._amp_state import _amp_state
 from amp_patch.apex.amp.handle import AmpHandle, NoOpHandle
 from amp_patch.casts import (
+    bfloat16_function,
     float_function,
     half_function,
     promote_function,
+    register_bfloat16_function,
     register_float_function,
     register_half_function,
     register_promote_function,
 )
 
 __all__ = [
+    "bfloat16_function",
     "float_function",
     "half_function",
     "init",
     "promote_function",
+    "register_bfloat16_function",
     "register_float_function",
     "register_half_function",
     "register_promote_function",
@@ -30,6 +37,9 @@ def init(
     enable_caching: bool = True,
     verbose: bool = False,
     allow_banned: bool = False,
+    *,
+    patch_type: Any = None,
+    user_cast_preferred: Any = None,
 ) -> AmpHandle | NoOpHandle:
     """Turn the casts of O1 on for the whole process, without a model (the API before `initialize`).
 
@@ -40,11 +50,20 @@ def init(
         loss_scale: of the optimizers that the handle wraps: "dynamic" or a number.
         enable_caching, verbose: see `AmpHandle`.
         allow_banned: run functions without a safe FP16 form in FP32 instead of refusing them.
+        patch_type: what the casts lower to: torch.float16, or torch.bfloat16 (ROCm's). Also as a string.
+        user_cast_preferred: without effect: a registered function always has the registered rule alone (Huawei's).
 
     Returns:
         The handle: `wrap_optimizer(optimizer, num_loss=1)`, and `_deactivate()` to turn the casts off again.
+
+    Raises:
+        ValueError: a type or a loss scale that cannot be. Nothing was changed then.
     """
     handle: AmpHandle | NoOpHandle
-    handle = AmpHandle(loss_scale, enable_caching, verbose, allow_banned=allow_banned) if enabled else NoOpHandle()
+    if enabled:
+        low = _forks.low_precision("amp.init: patch_type", patch_type)
+        handle = AmpHandle(loss_scale, enable_caching, verbose, allow_banned=allow_banned, patch_type=low)
+    else:
+        handle = NoOpHandle()
     _amp_state.handle = handle
     return handle

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from amp_patch.apex.amp import _forks
 from amp_patch.apex.amp._amp_state import _amp_state, maybe_print, warn_or_err
 from amp_patch.apex.amp.handle import AmpHandle, dialect
 from amp_patch.apex.amp.lists import register_edits
@@ -19,13 +21,26 @@ from amp_patch.policy import OPT_LEVELS, Policy, resolve
 
 _CASTS_FUNCTIONS = ("O1", "O4")
 
-__all__ = ["O0", "O1", "O2", "O3", "Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
+__all__ = [
+    "O0",
+    "O1",
+    "O2",
+    "O3",
+    "O4",
+    "O5",
+    "Properties",
+    "initialize",
+    "load_state_dict",
+    "opt_levels",
+    "state_dict",
+]
 
 
 class Properties:
     """The options of an opt level, as attributes and in the dict `options`; contradictions to the level are refused.
 
-    Source: Apex's class of this name, its options and the order in which they constrain each other.
+    Source: Apex's class of this name, its options and the order in which they constrain each other; the type of the
+    patched functions is ROCm's, the switches behind the loss scale are Huawei's.
     """
 
     options: dict[str, Any]
@@ -36,9 +51,11 @@ class Properties:
             "opt_level": None,
             "cast_model_type": None,
             "patch_torch_functions": False,
+            "patch_torch_functions_type": None,
             "keep_batchnorm_fp32": None,
             "master_weights": None,
             "loss_scale": 1.0,
+            **_forks.SWITCHES,
         }
 
     def __getattr__(self, name: str) -> Any:
@@ -60,8 +77,13 @@ class Properties:
         self.options[name] = value
 
 
-def _objection(opt_level: str | None, name: str, value: Any) -> str | None:
-    """Why an option cannot have this value at this level; None if it can."""
+def _objection(opt_level: str | None, name: str, value: Any, dtype: torch.dtype | None = None) -> str | None:
+    """Why an option cannot have this value at this level, in `dtype` if that is given; None if it can."""
+    if name == "patch_torch_functions_type" and value is not None:
+        if opt_level not in _CASTS_FUNCTIONS:
+            return "only O1 and O4 patch torch's functions"
+        own = dtype or OPT_LEVELS[opt_level].dtype
+        return None if value is own else f"the functions are cast to {own} there; O1 is float16, O4 bfloat16"
     if name == "patch_torch_functions":
         return "only O1 patches torch's functions" if value and opt_level not in _CASTS_FUNCTIONS else None
     if opt_level not in _CASTS_FUNCTIONS or value is None:
@@ -85,6 +107,16 @@ class _Level:
         return _describe(OPT_LEVELS[type(self).__name__], properties)
 
 
+class O5(_Level):
+    brief = "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights."
+    more = "O2 in BF16, which has FP32's range: nothing is scaled. ROCm's name."
+
+
+class O4(_Level):
+    brief = "O4:  Insert automatic casts around Pytorch functions and Tensor methods."
+    more = "O1 in BF16, which has FP32's range: nothing is scaled. ROCm's name."
+
+
 class O3(_Level):
     brief = "O3:  Pure FP16 training."
     more = "Weights, inputs and batch norms are FP16. How fast a model can be; rarely how well it trains."
@@ -105,7 +137,7 @@ class O0(_Level):
     more = "The baseline: nothing is cast and nothing is scaled."
 
 
-opt_levels = {"O3": O3(), "O2": O2(), "O1": O1(), "O0": O0()}
+opt_levels = {"O3": O3(), "O2": O2(), "O1": O1(), "O0": O0(), "O4": O4(), "O5": O5()}
 
 
 def initialize(
@@ -130,15 +162,36 @@ def initialize(
     cpu_fp16: str = "auto",
     process_group: Any = None,
     methods: tuple[str, ...] = (),
+    patch_torch_functions_type: torch.dtype | str | None = None,
+    dynamic_init_scale: float = Policy.init_scale,
+    scale_growth_factor: float = Policy.growth_factor,
+    scale_backoff_factor: float = Policy.backoff_factor,
+    scale_window: int = Policy.growth_interval,
+    combine_grad: bool | str | None = None,
+    combine_ddp: bool | str | None = None,
+    ddp_replica_count: int = 4,
+    user_cast_preferred: bool | str | None = None,
+    check_combined_tensors: bool | str | None = None,
 ) -> Any:
     """`amp_patch.initialize` with Apex's arguments, whose models and optimizers answer to Apex's private names too.
 
-    The arguments behind the star are amp_patch's own, and so are the environment variables ``AMP_PATCH_OPT_LEVEL`` and
-    ``AMP_PATCH_DTYPE``. `amp._amp_state` then speaks of this training.
+    The arguments from `dtype` to `methods` are amp_patch's own, and so are the environment variables
+    ``AMP_PATCH_OPT_LEVEL`` and ``AMP_PATCH_DTYPE``. `amp._amp_state` then speaks of this training.
+
+    Args:
+        patch_torch_functions_type: ROCm's. The type to which O1 and O4 cast around functions: that of the level, or of
+            `dtype`, and no other; also as a string.
+        dynamic_init_scale, scale_growth_factor, scale_backoff_factor, scale_window: Huawei's. Where a dynamic scale
+            starts, what it is multiplied by when it grows and at an overflow, and how many clean backward passes in a
+            row let it grow. A static one ignores them.
+        combine_ddp: Huawei's. Average the gradients over all processes at the end of each `scale_loss` body, and make
+            parameters those of rank 0 now: for a model that no DistributedDataParallel wraps. At every level.
+        combine_grad, ddp_replica_count, user_cast_preferred, check_combined_tensors: Huawei's, and without effect,
+            which the log says: gradients are unscaled in one pass, and registered functions have their rule, anyway.
 
     Raises:
         RuntimeError: an override that contradicts the level (printed while `_amp_state.hard_override`, and dropped); an
-            FP16_Optimizer.
+            FP16_Optimizer; combine_ddp without a process group.
         ValueError, TypeError: any other argument that cannot be honoured. Nothing was changed then.
     """
     if isinstance(enabled, str):
@@ -158,10 +211,23 @@ def initialize(
         "keep_batchnorm_fp32": keep_batchnorm_fp32,
         "master_weights": master_weights,
     }
-    for name, value in overrides.items():
-        if (objection := _objection(opt_level, name, value)) is not None:
+    patched = _forks.low_precision("initialize: patch_torch_functions_type", patch_torch_functions_type)
+    for name, value in {**overrides, "patch_torch_functions_type": patched}.items():
+        if (objection := _objection(opt_level, name, value, dtype)) is not None:
             warn_or_err(f"initialize: {name}={value} contradicts opt_level {opt_level!r}: {objection}")
             overrides[name] = None
+    overrides.pop("patch_torch_functions_type", None)  # it says what the level says, or was dropped
+    moves = _forks.movement(dynamic_init_scale, scale_growth_factor, scale_backoff_factor, scale_window)
+    chosen = _forks.switches(
+        {
+            "combine_grad": combine_grad,
+            "combine_ddp": combine_ddp,
+            "ddp_replica_count": ddp_replica_count,
+            "user_cast_preferred": user_cast_preferred,
+            "check_combined_tensors": check_combined_tensors,
+        },
+        sys._getframe(1).f_globals.get("__name__", ""),
+    )
     opt_level, options = overridden(
         opt_level,
         {
@@ -176,24 +242,28 @@ def initialize(
         },
     )
     policy = resolve(opt_level, **options)
-    policy = replace(policy, op_lists="apex")
+    policy = replace(policy, op_lists="apex", **moves)
     if options["cast_model_type"] is False:
         # Weights stay as they came, and those that came in half get masters all the same.
         policy = replace(policy, cast_model_type=None)
-    register_edits()
+    register_edits(policy.dtype)
     result = initialize_as(
         dialect(), models, optimizers, policy, num_losses, verbosity, keep_fp32, process_group, methods
     )
     training = newest_training()
     assert training is not None
     _amp_state.opt_properties = properties = _describe(training.policy, Properties())
+    properties.options.update(chosen)
     _amp_state.verbosity = verbosity
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     _amp_state.handle = AmpHandle(training.policy.loss_scale, verbose=verbosity == 2, training=training)
-    for ref in training.optimizers:
-        if (optimizer := ref()) is not None:
-            optimizer._amp_stash.properties = properties
+    targets = [optimizer for ref in training.optimizers if (optimizer := ref()) is not None]
+    for optimizer in targets:
+        optimizer._amp_stash.properties = properties
+    if chosen["combine_ddp"]:
+        _forks.broadcast([model for ref in training.models if (model := ref()) is not None], targets)
     maybe_print(f"amp_patch (apex.amp): {training.policy}", rank0=True)
+    _forks.say_what_has_no_effect(chosen)
     return result
 
 
@@ -209,7 +279,9 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
 
 def _describe(policy: Policy, properties: Properties) -> Properties:
     """Fill `properties` in with a policy as Apex would describe it."""
-    options = {name: getattr(policy, name) for name in properties.options if name != "enabled"}
+    known = (name for name in properties.options if name != "enabled" and hasattr(policy, name))
+    options = {name: getattr(policy, name) for name in known}
+    options["patch_torch_functions_type"] = policy.dtype if policy.patch_torch_functions else None
     if policy.opt_level not in _CASTS_FUNCTIONS:  # where nothing is cast Apex says so with a type and a False
         options["cast_model_type"] = options["cast_model_type"] or torch.float32
         options["master_weights"] = bool(options["master_weights"])

@@ -6,11 +6,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from amp_patch import casts, regions
 from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
+from amp_patch.apex.amp import _forks
 from amp_patch.apex.amp._amp_state import _amp_state
 from amp_patch.apex.amp._process_optimizer import AmpOptimizer, AmpOptimizerState
 from amp_patch.apex.amp.lists import register_edits
@@ -41,7 +43,8 @@ def scale_loss(
     """`amp_patch.scale_loss`; yields `loss` itself while `opt_properties.enabled` is False."""
     if not _enabled(optimizers):
         return nullcontext(loss)
-    return scale_loss_of(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
+    scaling = scale_loss_of(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
+    return _forks.averaged(scaling, optimizers) if _forks.averages(optimizers) else scaling
 
 
 def disable_casts() -> regions.region:
@@ -56,6 +59,7 @@ class AmpHandle:
         loss_scale: of optimizers that this handle wraps: "dynamic" or a number.
         enable_caching: kept as `has_cache`. Weights are cast once per forward and `scale_loss` in any case.
         verbose: kept as `verbose`; casts are not printed.
+        patch_type: the low-precision type of the process's casts; None is torch.float16.
         training: None for the process. Its level is then O1, or what ``AMP_PATCH_OPT_LEVEL`` says: O4, or O0, at
             which the handle does all that it does without casting or scaling anything. Other levels cast a model, of
             which there is none: ValueError.
@@ -68,6 +72,7 @@ class AmpHandle:
         verbose: bool = False,
         *,
         allow_banned: bool = False,
+        patch_type: torch.dtype | None = None,
         training: Training | None = None,
     ) -> None:
         self._enable_caching = enable_caching
@@ -77,7 +82,8 @@ class AmpHandle:
         self._was_default = True
         self._active = True
         if training is None:
-            level, options = overridden("O1", {"loss_scale": loss_scale, "allow_banned": allow_banned})
+            wanted = {"dtype": patch_type, "loss_scale": loss_scale, "allow_banned": allow_banned}
+            level, options = overridden("O1", wanted)
             policy = resolve(level, **options)
             if policy.cast_model_type is not None:
                 raise ValueError(
@@ -86,7 +92,7 @@ class AmpHandle:
                 )
             self._policy = settle(replace(policy, op_lists="apex"), on_cpu=True)
             if policy.patch_torch_functions:
-                register_edits()
+                register_edits(self._policy.dtype)
                 casts.install("apex")
             regions.set_default(self._policy)
 

@@ -21,9 +21,10 @@ class LossScaler(core.LossScaler):
     Args:
         loss_scale: "dynamic", or a positive number.
         init_scale: where a dynamic scale starts.
-        scale_factor: unused: growth and backoff are by 2, as in Apex.
+        scale_factor: unused: growth and backoff are by 2, as in Apex, or by the two below.
         scale_window: how many clean backward passes in a row let it grow.
         min_loss_scale, max_loss_scale: its range; None is 2**-24 (in Apex: 0, where gradients become NaN).
+        scale_growth_factor, scale_backoff_factor: what it is multiplied by when it grows, and at an overflow; Huawei's.
 
     Attributes:
         _overflow_buf: int32, shape [1], on the loss's device: not 0 after an overflow. May be replaced by a tensor of
@@ -33,12 +34,14 @@ class LossScaler(core.LossScaler):
     def __init__(
         self,
         loss_scale: float | str,
-        init_scale: float = core.INIT_SCALE,
+        init_scale: float = Policy.init_scale,
         scale_factor: float = 2.0,
-        scale_window: int = core.GROWTH_INTERVAL,
+        scale_window: int = Policy.growth_interval,
         min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
         *,
+        scale_growth_factor: float = Policy.growth_factor,
+        scale_backoff_factor: float = Policy.backoff_factor,
         loss_id: int = 0,
         verbosity: int = 1,
     ) -> None:
@@ -48,14 +51,30 @@ class LossScaler(core.LossScaler):
             loss_id=loss_id,
             min_loss_scale=floor,
             max_loss_scale=max_loss_scale,
+            init_scale=init_scale,
+            growth_factor=scale_growth_factor,
+            backoff_factor=scale_backoff_factor,
+            growth_interval=scale_window,
             verbosity=verbosity,
         )
-        self.growth_interval = scale_window
         self._overflow_buf = torch.zeros(1, dtype=torch.int32)
         self._overflow: bool | Tensor = False  # of the latest update; a tensor until somebody reads it
         self._moved = False  # whether the scale has moved since the overflow was recorded
-        if self.dynamic and init_scale != core.INIT_SCALE:
-            self._loss_scale = min(max(init_scale, floor), max_loss_scale)
+
+    @classmethod
+    def of(cls, policy: Policy, *, loss_id: int, verbosity: int) -> LossScaler:
+        """The scaler that a policy asks for."""
+        return cls(
+            policy.loss_scale,
+            policy.init_scale,
+            scale_window=policy.growth_interval,
+            min_loss_scale=policy.min_loss_scale,
+            max_loss_scale=policy.max_loss_scale,
+            scale_growth_factor=policy.growth_factor,
+            scale_backoff_factor=policy.backoff_factor,
+            loss_id=loss_id,
+            verbosity=verbosity,
+        )
 
     @property
     def _loss_scale(self) -> float:

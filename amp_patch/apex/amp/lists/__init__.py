@@ -1,12 +1,15 @@
 """Apex's op lists, to be printed and edited: `amp.lists.functional_overrides.FP16_FUNCS.append("x")`.
 
 They are read off `oplists.py` and show what the casts of Apex's variant do: Apex's names, and those that torch has got
-since. An edit acts from the next `initialize` or `init` on, which calls `register_edits`.
+since. An edit acts from the next `initialize` or `init` on, which calls `register_edits`. FP16_FUNCS speaks of both
+types, as scripts for NVIDIA's Apex expect, and BFLOAT16_FUNCS, ROCm's, of trainings in bfloat16.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
+
+import torch
 
 from amp_patch import casts
 from amp_patch.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
@@ -16,31 +19,37 @@ __all__ = ["functional_overrides", "tensor_overrides", "torch_overrides"]
 
 _REGISTER = {
     "FP16_FUNCS": casts.register_half_function,
+    "BFLOAT16_FUNCS": casts.register_half_function,
     "FP32_FUNCS": casts.register_float_function,
     "CASTS": casts.register_promote_function,
 }
 
 
-def register_edits() -> None:
+def register_edits(dtype: torch.dtype) -> None:
     """Register the rules of what a caller has put on the lists, and leave alone what he has taken off.
 
-    As in Apex a name that torch does not have is passed over. The rule stays registered (it is that of
-    `casts.register_half_function` and its like: for every policy of the process) also if the list is edited back. An
-    edit of SEQUENCE_CASTS, or of the message of a banned function, changes nothing.
+    `dtype` is the low-precision type of the training that begins. As in Apex a name that torch does not have is passed
+    over. The rule stays registered (it is that of `casts.register_half_function` and its like: for every policy of the
+    process) also if the list is edited back. An edit of SEQUENCE_CASTS, or of the message of a banned function, changes
+    nothing.
     """
     for module in (functional_overrides, torch_overrides, tensor_overrides):
-        _register_edits(module)
+        _register_edits(module, dtype)
 
 
-def _register_edits(module: ModuleType) -> None:
-    kinds = [kind for kind in KINDS if hasattr(module, kind)]
+def _register_edits(module: ModuleType, dtype: torch.dtype) -> None:
+    low = ("FP16_FUNCS", "BFLOAT16_FUNCS") if dtype is torch.bfloat16 else ("FP16_FUNCS",)
+    kinds = [kind for kind in KINDS if hasattr(module, kind) and (kind in low or kind != "BFLOAT16_FUNCS")]
     made = {kind: set(names(module.ADDRESS, kind)) for kind in kinds}
     edited = {kind: {_name(entry) for entry in getattr(module, kind)} for kind in kinds}
     for kind in _REGISTER.keys() & kinds:
         for name in sorted(edited[kind] - made[kind]):
             if hasattr(module.MODULE, name):
                 _REGISTER[kind](module.MODULE, name)
-    for name in sorted(set().union(*made.values()) - set().union(*edited.values())):
+    taken_off = set().union(*(made[kind] - edited[kind] for kind in kinds))
+    put_on = set().union(*(edited[kind] - made[kind] for kind in kinds))
+    # What only one of the two low-precision lists has lost is off both.
+    for name in sorted(taken_off - put_on):
         if hasattr(module.MODULE, name):
             casts.leave_alone(module.MODULE, name)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from amp_patch.oplists import rules_by_name
 from amp_patch.rules import INSTEAD_OF_BANNED
 
-# What Apex called the names of which rules. The in-place names it derived from these.
+# What Apex called the names of which rules. The in-place names it derived from these. BFLOAT16_FUNCS is ROCm's.
 KINDS: dict[str, tuple[str, ...]] = {
     "FP16_FUNCS": ("lower", "einsum", "rnn"),
+    "BFLOAT16_FUNCS": ("lower", "einsum", "rnn"),
     "FP32_FUNCS": ("fp32",),
     "CASTS": ("widest", "emulated", "einsum_widest", "mixed_fp32"),
     "BANNED_FUNCS": ("banned",),

@@ -6,11 +6,12 @@ import torch.nn.functional
 
 from amp_patch.apex.amp.lists._from_oplists import banned, names
 
-__all__ = ["BANNED_FUNCS", "FP16_FUNCS", "FP32_FUNCS", "MODULE"]
+__all__ = ["BANNED_FUNCS", "BFLOAT16_FUNCS", "FP16_FUNCS", "FP32_FUNCS", "MODULE"]
 
 ADDRESS = "torch.nn.functional"
 MODULE = torch.nn.functional
 
 FP16_FUNCS = names(ADDRESS, "FP16_FUNCS")
+BFLOAT16_FUNCS = names(ADDRESS, "BFLOAT16_FUNCS")
 FP32_FUNCS = names(ADDRESS, "FP32_FUNCS")
 BANNED_FUNCS = banned(ADDRESS)

@@ -1,0 +1,176 @@
+"""What the arguments that ROCm's and Huawei's Apex have added to `initialize` and `init` come to here.
+
+Source: ROCm/apex (apex/amp/frontend.py) and Ascend/apex (patch/npu.patch): names, defaults and meaning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from amp_patch import links
+from amp_patch import optimizer as optimizer_side
+from amp_patch.apex.amp._amp_state import maybe_print
+from amp_patch.apex.parallel.distributed import flat_dist_call
+from amp_patch.initialize import master_params
+from amp_patch.policy import LOW_PRECISION, boolean, scale_number
+
+_DTYPES: dict[str, torch.dtype | None] = {
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "None": None,
+}
+
+# Huawei's switches: what they are while nobody has set them.
+SWITCHES: dict[str, Any] = {
+    "combine_grad": None,
+    "combine_ddp": None,
+    "ddp_replica_count": 4,
+    "user_cast_preferred": None,
+    "check_combined_tensors": None,
+}
+
+_DEEPSPEED = "deepspeed.runtime.engine"
+
+_WITHOUT_EFFECT = {
+    "combine_grad": "gradients are unscaled in one pass as they are",
+    "ddp_replica_count": "gradients are averaged in one piece per type",
+    "user_cast_preferred": "a registered function always has the registered rule alone",
+    "check_combined_tensors": "no tensors are combined",
+}
+
+
+def low_precision(name: str, value: Any) -> torch.dtype | None:
+    """torch.float16 or torch.bfloat16, also from the word, or None; else ValueError, which begins with `name`."""
+    found = _DTYPES.get(value.removeprefix("torch."), value) if isinstance(value, str) else value
+    if found is not None and found not in LOW_PRECISION:
+        raise ValueError(f"{name} is {value!r}; wanted {' or '.join(map(str, LOW_PRECISION))}, or None")
+    return found
+
+
+def movement(init_scale: Any, growth_factor: Any, backoff_factor: Any, window: Any) -> dict[str, Any]:
+    """The fields of a policy that say how a dynamic scale moves, from Huawei's four arguments; else ValueError."""
+    growth = _number(growth_factor)
+    if not 1 <= growth < math.inf:
+        raise ValueError(f"initialize: scale_growth_factor is {growth_factor!r}; wanted a number from 1 up")
+    backoff = _number(backoff_factor)
+    if not 0 < backoff < 1:
+        raise ValueError(f"initialize: scale_backoff_factor is {backoff_factor!r}; wanted a number between 0 and 1")
+    if isinstance(window, bool) or not isinstance(window, int) or not 0 < window < 2**31:
+        raise ValueError(f"initialize: scale_window is {window!r}; wanted a positive integer below 2**31")
+    return {
+        "init_scale": scale_number("initialize: dynamic_init_scale", init_scale),
+        "growth_factor": growth,
+        "backoff_factor": backoff,
+        "growth_interval": window,
+    }
+
+
+def _number(value: Any) -> float:
+    try:
+        return math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def switches(given: dict[str, Any], caller: str) -> dict[str, Any]:
+    """Huawei's switches, checked. `caller` is the module that calls `initialize`.
+
+    Raises:
+        TypeError, ValueError: a value that cannot be. RuntimeError: combine_ddp without a process group; DeepSpeed in
+            several processes without it.
+    """
+    count = given["ddp_replica_count"]
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"initialize: ddp_replica_count is {count!r}; wanted a positive integer")
+    checked = {name: boolean(name, value) for name, value in given.items() if name != "ddp_replica_count"}
+    together = distributed.is_available() and distributed.is_initialized()
+    if caller == _DEEPSPEED and together and distributed.get_world_size() > 1 and not checked["combine_ddp"]:
+        # It averages what `param.grad` of the model holds after scale_loss, which has unscaled and checked by then: one
+        # process would skip where another steps, and at O2 the masters would get nothing of it.
+        raise RuntimeError(
+            "initialize: DeepSpeed averages gradients over the processes too late for apex.amp; add "
+            '"combine_ddp": true to "amp" in its config, by which amp averages them over all processes in scale_loss'
+        )
+    if checked["combine_ddp"] and not together:
+        raise RuntimeError(
+            "initialize: combine_ddp=True averages gradients over the processes, and there is no process group; call "
+            "torch.distributed.init_process_group() first, or leave combine_ddp out"
+        )
+    return {**checked, "ddp_replica_count": count}
+
+
+def say_what_has_no_effect(chosen: dict[str, Any]) -> None:
+    """One line, in the first process, that names the switches which were set and do nothing here."""
+    idle = [
+        f"{name}={chosen[name]!r} ({why})" for name, why in _WITHOUT_EFFECT.items() if chosen[name] != SWITCHES[name]
+    ]
+    if idle:
+        maybe_print(f"amp_patch (apex.amp): without effect here: {'; '.join(idle)}", rank0=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# combine_ddp: gradients averaged by amp itself, in the place of DistributedDataParallel.
+
+
+@torch.no_grad()
+def broadcast(models: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
+    """Make parameters, and masters where there are any, those of rank 0."""
+    models, optimizers = list(models), list(optimizers)
+    params = {id(p): p for model in models for p in model.parameters()}
+    masters = {id(p): p for optimizer in optimizers for p in master_params(optimizer)}
+    own = [p for key, p in params.items() if key not in masters and links.master_of(p) is None]
+    flat_dist_call([*masters.values(), *own], distributed.broadcast, (0,))
+    for optimizer in optimizers:
+        links.publish(optimizer_side.innermost(optimizer)._amp_stash.masters.linked())
+
+
+def averages(optimizers: Any) -> bool:
+    """Whether the training of these optimizers has combine_ddp."""
+    found = (getattr(target, "_amp_stash", None) for target in _innermost(optimizers))
+    return any(stash is not None and getattr(stash.properties, "combine_ddp", None) for stash in found)
+
+
+@contextmanager
+def averaged(scaling: AbstractContextManager[Tensor], optimizers: Any) -> Iterator[Tensor]:
+    """The body of `scale_loss`, at the end of which the model's gradients, still scaled, become the processes' mean.
+
+    Each process must come here equally often. A parameter that had no gradient takes part with zeros, and has them
+    afterwards, as with Huawei's combined tensors. No sync with the device.
+    """
+    with scaling as scaled_loss:
+        yield scaled_loss
+        with torch.no_grad():
+            _average(_innermost(optimizers))
+
+
+def _average(targets: Iterable[Any]) -> None:
+    params = {
+        id(param): param
+        for target in targets
+        for param, _ in target._amp_stash.masters.pairs(target.param_groups)
+        if param.requires_grad
+    }
+    for param in params.values():
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+    grads: list[Tensor] = [param.grad for param in params.values() if param.grad is not None]
+    if grads:
+        # Before the sum, which might overflow in FP16.
+        torch._foreach_div_(grads, distributed.get_world_size())
+        flat_dist_call(grads, _all_reduce)
+
+
+def _all_reduce(flat: Tensor) -> None:
+    distributed.all_reduce(flat)
+
+
+def _innermost(optimizers: Any) -> list[Any]:
+    many = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    return [optimizer_side.innermost(optimizer) for optimizer in many if optimizer is not None]

@@ -1,0 +1,180 @@
+"""FusedMixedPrecisionLamb: LAMB with FP32 copies of low-precision parameters inside, which skips on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch import multi_tensor
+from amp_patch.optimizers.common import (
+    Group,
+    Number,
+    count_on_device,
+    gradients,
+    numbers_to_device,
+    wide,
+)
+from amp_patch.optimizers.lamb import FusedLAMB, global_norm, lamb
+from amp_patch.scaler import inverse_of
+
+
+class FusedMixedPrecisionLamb(FusedLAMB):
+    """Apex's FusedMixedPrecisionLamb: LAMB for a model that is FP16 or BF16 itself, with torch's or amp's GradScaler.
+
+    Args:
+        params: parameters, or dicts of parameter groups.
+        lr: a number, or a tensor; a tensor on the device in each group, which schedulers write in place.
+        step: the count of steps to go on from; a tensor on the device in each group.
+        reduced_precision_dtype: parameters of this type, float16 or bfloat16, have an FP32 copy that is stepped, and
+            get its rounded value. The copy is made at the first step, so that what DDP or a checkpoint has put into the
+            parameter is in it, and lives in the state as `master_param`. None: no copies.
+        bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, grad_averaging, max_grad_norm, use_nvlamb: see
+            FusedLAMB.
+
+    No step waits for the device. An overflow, of which a GradScaler or `amp.initialize` tells, changes nothing: the
+    scaled gradients are read, not written.
+
+    State: `exp_avg`, `exp_avg_sq` (FP32), and `master_param`: a checkpoint resumes to the bit. Apex's, which has no
+    copies in it, loads too.
+
+    Attributes:
+        param_groups_full_precision: for each group {"params": the FP32 copies, None where there is none}; made anew
+            when it is read.
+    """
+
+    _settings = (*FusedLAMB._settings, "reduced_precision_dtype", "first_step")
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Number = 1e-3,
+        step: int | Tensor = 0,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+        reduced_precision_dtype: torch.dtype | None = None,
+    ) -> None:
+        if reduced_precision_dtype not in (None, torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"FusedMixedPrecisionLamb: reduced_precision_dtype={reduced_precision_dtype!r}, torch.float16, "
+                "torch.bfloat16 or None is wanted"
+            )
+        self.reduced_precision_dtype = reduced_precision_dtype
+        self.first_step = step
+        super().__init__(
+            params,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            adam_w_mode=adam_w_mode,
+            grad_averaging=grad_averaging,
+            max_grad_norm=max_grad_norm,
+            use_nvlamb=use_nvlamb,
+        )
+
+    @property
+    def param_groups_full_precision(self) -> list[dict[str, list[Tensor | None]]]:
+        of = [[self.state.get(p, {}).get("master_param") for p in group["params"]] for group in self.param_groups]
+        return [{"params": masters} for masters in of]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """torch's; the learning rate and the count of steps of each group are tensors of its own."""
+        super().add_param_group({"step": self.first_step, **param_group})
+        numbers_to_device(self.param_groups[-1])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch's; a state of FusedLAMB is continued too."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            numbers_to_device(group)
+
+    # Not by name: torch's GradScaler warns of optimizers that want it as an argument.
+    def step(self, closure: Callable[[], Any] | None = None, **given: Any) -> Any:
+        """One step; no sync with the device.
+
+        Args:
+            closure: evaluates the loss and its gradients first.
+            grad_scaler: (by name) does what `grad_scaler.step(self)` does: unscale, and skip an overflow. Call its
+                `update()` afterwards, as ever.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            TypeError: any other argument; and what FusedLAMB's raises. Nothing was changed.
+        """
+        grad_scaler = given.pop("grad_scaler", None)
+        if given:
+            raise TypeError(f"FusedMixedPrecisionLamb.step: got {', '.join(given)}; wanted closure and grad_scaler")
+        if grad_scaler is None:
+            return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_scaler.step(self)
+        return loss
+
+    def _update(self, work: list[tuple[Group, list[list[Tensor]]]]) -> None:
+        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None:
+            found_inf = (found_inf != 0).float().reshape(())  # a GradScaler adds up what its devices found
+        grads = [[_readable(gradients(ps), grad_scale, found_inf) for ps in batches] for _, batches in work]
+        norm = global_norm([grad for batches in grads for batch in batches for grad in batch])
+        reduced = () if self.reduced_precision_dtype is None else (self.reduced_precision_dtype,)
+        for (group, batches), batch_grads in zip(work, grads, strict=True):
+            step = count_on_device(group, found_inf)
+            for params, of_params in zip(batches, batch_grads, strict=True):
+                device = params[0].device
+                masters = self._masters(params, reduced)
+                lamb(
+                    masters,
+                    of_params,
+                    self._state(params, "exp_avg"),
+                    self._state(params, "exp_avg_sq"),
+                    step=step,
+                    lr=group["lr"].to(device) if isinstance(group["lr"], Tensor) else group["lr"],
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    decoupled=bool(self.adam_w_mode),
+                    bias_correction=group["bias_correction"],
+                    grad_averaging=group["grad_averaging"],
+                    grad_norm=norm.to(device),
+                    max_grad_norm=self.defaults["max_grad_norm"],  # one for all groups, as in Apex
+                    use_nvlamb=self.use_nvlamb,
+                    found_inf=None if found_inf is None else found_inf.to(device),
+                )
+                copies = [(m, p) for m, p in zip(masters, params, strict=True) if m is not p]
+                if copies:
+                    multi_tensor.multi_tensor_scale([m for m, _ in copies], [p for _, p in copies], 1.0)
+
+
+def _readable(grads: list[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None) -> list[Tensor]:
+    """Gradients of one device over the scale, as new FP32 (FP64) tensors, which are 0 where `found_inf` is not.
+
+    The very tensors where there is neither. No sync.
+    """
+    if grad_scale is None and found_inf is None:
+        return grads
+    device = grads[0].device
+    # One buffer, so that one operation blanks them all.
+    flat = torch.empty(sum(grad.numel() for grad in grads), dtype=wide(grads[0].dtype), device=device)
+    new = [part.view(grad.shape) for part, grad in zip(flat.split([g.numel() for g in grads]), grads, strict=True)]
+    multi_tensor.multi_tensor_scale(grads, new, 1.0 if grad_scale is None else inverse_of(grad_scale.to(device)))
+    if found_inf is not None:
+        flat.masked_fill_(found_inf.to(device) != 0, 0.0)
+    return new
