@@ -12,23 +12,18 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import reference
 import torch
 from conftest import DTYPES
+from hunts import hunt
+from hypothesis import assume
+from hypothesis import strategies as st
 from torch import Tensor
 
 from amp_patch import multi_tensor as mt
-
-hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed (it comes with the extra `dev`)")
-from hypothesis import HealthCheck, assume, given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-# Hypothesis keeps tables of its own on the disk; of our examples it keeps none (database=None).
-hypothesis.configuration.set_hypothesis_home_dir(Path(__file__).parent.parent / "build" / "hypothesis")
 
 INF, NAN = math.inf, math.nan
 F64 = torch.float64
@@ -36,27 +31,6 @@ BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: 
 MANTISSA = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, F64: 52}
 SIZES = [0, 1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513]
 LARGE = [16383, 16384, 16385]  # around a chunk of cpu.cpp
-
-
-def hunt(examples: int, **strategies: Any) -> Callable[[Any], Any]:
-    """A property as two tests: a few examples, always the same, and a slow one of many, new in each run."""
-
-    def decorate(test: Callable[..., None]) -> Any:
-        @pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "many"])
-        def property_test(many: bool) -> None:
-            how_many: dict[str, Any] = (
-                {"max_examples": 10 * examples, "print_blob": True}
-                if many
-                else {"max_examples": examples, "derandomize": True}
-            )
-            # Shrinking and time are no concern of the verdict; a busy machine would make flaky tests of them.
-            unhurried = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-            settings(database=None, **unhurried, **how_many)(given(**strategies)(test))()
-
-        property_test.__doc__ = test.__doc__
-        return property_test
-
-    return decorate
 
 
 # ---------------------------------------------------------------------------------------------------------------------
