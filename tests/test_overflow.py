@@ -279,16 +279,17 @@ def test_a_step_taken_ends_the_row_of_skips(caplog):
     assert "in a row" not in caplog.text and "skip 8" in caplog.text
 
 
-def test_found_inf_stays_on_the_device_until_the_step(monkeypatch):
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_found_inf_stays_on_the_device_until_the_step(level, monkeypatch):
     model = linear([[1.0]])
-    model, optimizer = amp.initialize(model, training.SGD(model.parameters()), opt_level="O2")
+    model, optimizer = amp.initialize(model, training.SGD(model.parameters()), opt_level=level)
     reads = []
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu"):
         original = getattr(torch.Tensor, name)
         counted = lambda self, *a, original=original, name=name: (reads.append(name), original(self, *a))[1]  # noqa: E731
         monkeypatch.setattr(torch.Tensor, name, counted)
-    for _ in range(2):
-        backward(model(torch.ones(1, 1)).sum() / 4, optimizer)
+    for delay in (False, False, True, False):  # adds to what is there, unscaled and scaled
+        backward(model(torch.ones(1, 1)).sum() / 8, optimizer, delay_unscale=delay)
     assert reads == []
     optimizer.step()
     assert len(reads) == 1
