@@ -405,11 +405,12 @@ class Natives(Names):
 
 
 class Imported(Natives):
-    """As `Natives`; of the import statements alone."""
+    """As `Natives`; of the import statements alone that bind the name itself, as `import torch.cuda.amp` does not."""
 
     def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
-        if isinstance(tree, (ast.Import, ast.ImportFrom)):
-            yield from super().uses(tree)
+        for clause in _imported(tree):
+            if clause.to == clause.asked and self.knows(clause.asked):
+                yield clause.asked, tree.lineno  # type: ignore[attr-defined]
         for child in ast.iter_child_nodes(tree):
             yield from self.uses(child)
 

@@ -57,14 +57,14 @@ def install() -> None:
     with _lock:
         if _patches is not None:
             return
-        patches = Patches()
+        patches, peak = Patches(), PeakMemory()
         try:
             for redirect in (_devices, _moves, _checkpoints, _types, _machine, _autocast, _parallel):
                 redirect(patches)
         except BaseException:
             patches.remove()
             raise
-        _patches, _peak = patches, PeakMemory()
+        _patches, _peak = patches, peak
 
 
 def uninstall() -> None:

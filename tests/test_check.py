@@ -184,6 +184,10 @@ NATIVE_FORMS = {
         "torch.autocast": ("2", "", "2"),
         "torch.is_autocast_enabled": ("3", "", "3"),
     },
+    "import torch.amp\ntorch.amp.autocast('cpu')": {
+        "torch.amp": ("1", "", ""),
+        "torch.amp.autocast": ("2", "", "2"),
+    },
     "import torch as t\nscaler = t.cuda.amp.GradScaler()\nscaler.step(o)": {
         "torch.cuda.amp.GradScaler": ("2", "", "2")
     },
