@@ -81,4 +81,5 @@ $(VENV)/installed: $(VENV)/tools setup.py pyproject.toml $(SOURCES)
 # again; TORCH keeps pip from taking another one.
 $(VENV)/ecosystem: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet "amp_patch[lightning,transformers]" "$(TORCH)"
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation deepspeed==0.18.2 "$(TORCH)"
 	touch $@

@@ -274,7 +274,7 @@ def test_with_combine_ddp_an_overflow_of_one_process_is_skipped_by_all(ranks, le
 
 # --- DeepSpeed -------------------------------------------------------------------------------------------------------
 
-DEEPSPEED = "pip install deepspeed==0.18.2, one of the last whose apex.amp works; `make test-all` does"
+DEEPSPEED = "pip install deepspeed==0.18.2, which still has apex.amp; `make test-all` does"
 TRAINING = """
 import json, os, sys
 import deepspeed, torch
