@@ -760,7 +760,7 @@ def broken_handle(model, optimizer):
     optimizer._amp_stash.handles.insert(0, Handle())
 
 
-CHANGES = {
+BROKEN = {
     other_class: "restore: the class of this Changed was changed after initialize() (parametrizations and fully_shard "
     "do so) and stays, though everything else is undone; undo such a change before restore()",
     other_class_of_the_optimizer: "restore: the class of this Changed was changed after initialize() (parametrizations "
@@ -778,7 +778,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", BROKEN)
 def test_restore_restores_all_others_and_torch_when_one_cannot_be(change):
     """Others of trainings before and after it, and beside it in its own; a second call finds nothing to do."""
     nets = [linear([[1.0 / 3]]) for _ in range(5)]
@@ -790,7 +790,7 @@ def test_restore_restores_all_others_and_torch_when_one_cannot_be(change):
     change(changed, its_optimizer)
     with pytest.raises(RuntimeError) as told:
         amp.restore()
-    assert str(told.value) == CHANGES[change]
+    assert str(told.value) == BROKEN[change]
     assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float32
     amp.restore()
     for net, optimizer in zip(nets, optimizers, strict=True):
