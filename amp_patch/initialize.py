@@ -233,8 +233,8 @@ def begin_training(
     try:
         _enter(training, models, targets, kept or [], methods, process_group)
     except BaseException:
+        Attempts()(leave, models, targets)  # the error to tell of is the one that came first
         _trainings.remove(training)
-        Attempts()(leave, models, targets)  # the error to tell of is the first
         raise
     return training
 
