@@ -19,8 +19,8 @@ import pkgutil
 import sys
 import threading
 import types
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -268,6 +268,7 @@ class _Inside(threading.local):
     """The calls that the trace on this thread is in the middle of, by name: they are cast already."""
 
     names: list[str] = []  # noqa: RUF012  begun anew for each trace
+    emulated = False  # whether the trace has emulated FP16 in it
 
 
 _inside = _Inside()
@@ -277,7 +278,7 @@ def _start(tx: Any) -> None:
     """Dynamo is about to trace a frame. Whatever fails here must not keep it from compiling."""
     global _attached
     regions.begin_trace(None, None)
-    _inside.names = []
+    _inside.names, _inside.emulated = [], False
     if not _attached:
         return
     try:
@@ -315,7 +316,8 @@ def _quiet_backend(backend: Any) -> Any:
 
     @functools.wraps(backend)
     def compile_quietly(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        compiled = backend(graph, *args, **kwargs)
+        with _keeping_roundings() if _inside.emulated else nullcontext():
+            compiled = backend(graph, *args, **kwargs)
         _give_kernels_back()
 
         def run(*inputs: Any) -> Any:
@@ -325,6 +327,25 @@ def _quiet_backend(backend: Any) -> Any:
         return functools.update_wrapper(run, compiled, assigned=())
 
     return compile_quietly
+
+
+@contextmanager
+def _keeping_roundings() -> Iterator[None]:
+    """While Inductor compiles in here, it keeps each rounding to FP16, of which emulated FP16 is made.
+
+    Else it takes a rounding and the cast that follows for nothing, and goes on with FP32's number where FP16 is
+    infinite. Backward is compiled at once, since the setting is gone when it is asked for.
+    """
+    options = (
+        ("torch._inductor.config", "emulate_precision_casts"),
+        ("torch._functorch.config", "force_non_lazy_backward_lowering"),
+    )
+    with ExitStack() as stack:
+        for name, option in options:
+            config: Any = importlib.import_module(name)
+            if hasattr(config, option):
+                stack.enter_context(config.patch({option: True}))
+        yield
 
 
 def _give_kernels_back() -> None:
@@ -349,6 +370,7 @@ def _inline(tx: Any, rule: str, function: Any, args: list[Any], kwargs: dict[str
     assert policy is not None
     call = _traceable(rule, function, policy)
     _inside.names.append(function.__name__)
+    _inside.emulated = _inside.emulated or policy.emulates
     try:
         return variables.UserFunctionVariable(call).call_function(tx, args, kwargs)
     finally:

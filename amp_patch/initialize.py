@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import casts, clip, compiling, copies, keep, links, regions, replicas, shards
+from amp_patch import casts, clip, compiling, copies, keep, links, regions, replicas, shards, subclass
 from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
 from amp_patch.backward import ScaledBackward
@@ -21,6 +21,7 @@ from amp_patch.cpu_fp16 import settle
 from amp_patch.explain import at_next_forward
 from amp_patch.optimizer import AmpOptimizer, Stash
 from amp_patch.override import overridden
+from amp_patch.patch import Attempts
 from amp_patch.policy import OPT_LEVELS, Policy, resolve, scale_number
 from amp_patch.scaler import LossScaler, is_first_rank
 
@@ -232,7 +233,7 @@ def begin_training(
     try:
         _enter(training, models, targets, kept or [], methods, process_group)
     except BaseException:
-        leave(models, targets)
+        Attempts()(leave, models, targets)  # the error to tell of is the one that came first
         _trainings.remove(training)
         raise
     return training
@@ -433,19 +434,17 @@ def restore() -> None:
     that were still scaled (`delay_unscale`) are unscaled.
 
     Raises:
-        RuntimeError: a model whose class something else changed meanwhile; all others are restored.
+        RuntimeError: a model or optimizer that was changed meanwhile so that it cannot be restored whole, by name. All
+            others are, torch is, and no training is left: a second call does nothing.
     """
-    errors = _leave_all(_trainings)
+    attempt = Attempts()
+    attempt(_leave_all, _trainings)
     _trainings.clear()
-    regions.set_default(None)
-    casts.uninstall()
-    clip.uninstall()
-    replicas.uninstall()
-    links.uninstall()
-    model_side.allow_fast_path()
-    copies.unshield()
-    if errors:
-        raise errors[0]
+    attempt(regions.set_default, None)
+    for undo in (casts.uninstall, clip.uninstall, replicas.uninstall, links.uninstall, model_side.allow_fast_path):
+        attempt(undo)
+    attempt(copies.unshield)
+    attempt.finish()
 
 
 @contextmanager
@@ -455,27 +454,24 @@ def restored() -> Iterator[None]:
     try:
         yield
     finally:
-        errors = _leave_all([made for made in _trainings if all(made is not known for known in before)])
+        attempt = Attempts()
+        attempt(_leave_all, [made for made in _trainings if all(made is not known for known in before)])
         _trainings[:] = before
         if before:  # these need torch's namespace as it is
             regions.set_default(default)
         else:
-            restore()
-        if errors:
-            raise errors[0]
+            attempt(restore)
+        attempt.finish()
 
 
-def _leave_all(trainings: list[Training]) -> list[RuntimeError]:
-    """`leave` what is alive of these, last first; what went wrong: one model that cannot be restored keeps no other."""
-    errors = []
+def _leave_all(trainings: list[Training]) -> None:
+    """`leave` what is alive of these, last first."""
+    attempt = Attempts()
     for training in reversed(trainings):
         models = [model for ref in training.models if (model := ref()) is not None]
         optimizers = [optimizer for ref in training.optimizers if (optimizer := ref()) is not None]
-        try:
-            leave(models, optimizers)
-        except RuntimeError as error:
-            errors.append(error)
-    return errors
+        attempt(leave, models, optimizers)
+    attempt.finish()
 
 
 def _check(
@@ -583,13 +579,31 @@ def _leave_alone(dialect: Dialect, targets: list[Any]) -> None:
 
 
 def leave(models: list[nn.Module], targets: list[Any]) -> None:
-    """Undo `initialize` for these models and innermost optimizers; what went through none is passed over."""
-    for target in targets:
-        optimizer_side.settle(target)
-    for model in models:
-        model_side.restore(model)
-    for target in targets:
-        optimizer_side.restore(target)
+    """Undo `initialize` for these models and innermost optimizers; what went through none is passed over.
+
+    Raises:
+        RuntimeError: one that cannot be restored, by name, when all others are.
+    """
+    attempt = Attempts()
+    steps = ((optimizer_side.settle, targets), (model_side.restore, models), (optimizer_side.restore, targets))
+    for undo, subjects in steps:
+        for subject in subjects:
+            attempt(_by_name, undo, subject)
+    attempt.finish()
+
+
+def _by_name(undo: Callable[[Any], None], subject: Any) -> None:
+    """`undo(subject)`, whose errors all say what could not be restored."""
+    name = subclass.base_class(subject).__name__
+    try:
+        undo(subject)
+    except Exception as error:
+        if str(error).startswith("restore: "):
+            raise
+        raise RuntimeError(
+            f"restore: this {name} could not be restored whole ({type(error).__name__}: {error}), everything else is; "
+            "it was changed after initialize() in a way from which none is known back: call restore() first"
+        ) from error
 
 
 def _targets(optimizers: Any, caller: str = "scale_loss") -> list[Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import links, multi_tensor, shards
+from amp_patch.patch import Attempts
 from amp_patch.policy import LOW_PRECISION
 
 Groups = list[dict[str, Any]]
@@ -70,15 +71,20 @@ class Masters:
 
     def detach(self, optimizer: Any) -> None:
         """The way back: the parameters in the groups, with their state, and their gradients if they are FP32 again."""
+        attempt = Attempts()
         for group in optimizer.param_groups:
-            params = group["params"]
-            for index, master in enumerate(params):
-                param = self._param_of(master)
-                if param is not master:
-                    _replace(optimizer, params, index, param)
-                    if param.dtype is master.dtype:
-                        param.grad = master.grad
+            attempt(self._detach_group, optimizer, group)
         self._params.clear()
+        attempt.finish()
+
+    def _detach_group(self, optimizer: Any, group: dict[str, Any]) -> None:
+        params = group["params"]
+        for index, master in enumerate(params):
+            param = self._param_of(master)
+            if param is not master:
+                _replace(optimizer, params, index, param)
+                if param.dtype is master.dtype:
+                    param.grad = master.grad
 
     def follow(self, wrapper: Any) -> None:
         """Move what `wrapper`, around an optimizer with these masters, keeps for the parameters to the masters."""

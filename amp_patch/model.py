@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from amp_patch import buffers, casts, copies, links, regions, shards, subclass, tree
 from amp_patch.accumulation import set_data
 from amp_patch.forward_hook import NoHook
-from amp_patch.patch import Patches
+from amp_patch.patch import Attempts, Patches
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
 
 _fast_path = Patches()
@@ -389,23 +389,49 @@ def restore(model: nn.Module) -> None:
     """Undo `cast` and `enter_training`: FP32 weights (the masters' values), FP32 buffers, the model's own class."""
     if not isinstance(model, AmpModel) or _policy(model) is None:
         return
-    low_buffers = vars(model)["_amp"].low_buffers
-    for handle in vars(model)["_amp"].handles:
-        handle.remove()
+    state, attempt = vars(model)["_amp"], Attempts()
+    for handle in state.handles:
+        attempt(handle.remove)
     for module in model.modules():
         if isinstance(module, subclass.Generated):
-            _take(module)
-    links.reconcile(links.linked(set(model.parameters())))
+            attempt(_take, module)
+    pairs = links.linked(set(model.parameters()))
+    attempt(_refuse_changed, model)
+    attempt(links.reconcile, [(param, link) for param, link in pairs if not _was_changed(param, link.master)])
     for param in model.parameters():
+        attempt(_uncast, param)
+    attempt(functools.partial(buffers.uncast, model, but=state.low_buffers))
+    attempt(reflatten, model)
+    attempt.finish()
+
+
+def _uncast(param: nn.Parameter) -> None:
+    """Give `param` its master's value, or its own, in FP32; in FP64 where it was made that."""
+    master = links.master_of(param)
+    if master is not None:
+        param.grad = None
+        set_data(param, master.data.to(param.device, torch.promote_types(param.dtype, torch.float32)))
+        links.disconnect(param)
+    elif param.dtype in LOW_PRECISION:
+        cast([param], torch.float32)
+
+
+def _was_changed(param: Tensor, master: Tensor) -> bool:
+    """Whether somebody gave `param` another type or shape, so that its values are no longer its master's, rounded."""
+    known = param.dtype is torch.float32 or param.dtype in LOW_PRECISION
+    return not known or param.shape != master.shape or param.device != master.device
+
+
+def _refuse_changed(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
         master = links.master_of(param)
-        if master is not None:
-            param.grad = None
-            set_data(param, master.data)
-            links.disconnect(param)
-        elif param.dtype in LOW_PRECISION:
-            cast([param], torch.float32)
-    buffers.uncast(model, but=low_buffers)
-    reflatten(model)
+        if master is not None and _was_changed(param, master):
+            raise RuntimeError(
+                f"restore: parameter {name!r} of this {type(model).__name__} became {param.dtype} of shape "
+                f"{list(param.shape)} on {param.device} after initialize(), and its master is {list(master.shape)} on "
+                f"{master.device}; it has the master's value again, and what was written into it meanwhile is lost: "
+                "call restore() first, then model.double() and the like"
+            )
 
 
 def to_plain_fp32(model: nn.Module) -> None:
@@ -499,9 +525,9 @@ def _give(module: nn.Module, mixin: type[subclass.Generated], state: ModelState,
 
 
 def _take(module: nn.Module) -> None:
-    if not _is_under_fsdp(module):  # else its class stays: without the state it behaves as the base
+    vars(module).pop("_amp", None)  # without which it behaves as the base, where its class must stay
+    if not _is_under_fsdp(module):
         subclass.take(module)
-    vars(module).pop("_amp", None)
 
 
 def _policy(module: Any) -> Policy | None:

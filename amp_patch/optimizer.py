@@ -21,6 +21,7 @@ from torch.utils.weak import TensorWeakRef
 from amp_patch import clip, links, regions, replicas, shards, subclass, zero
 from amp_patch.compiling import not_traced
 from amp_patch.masters import Earlier, Masters, gather
+from amp_patch.patch import Attempts
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.scaler import LossScaler, inverse_of
 
@@ -435,24 +436,26 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     stash = _stash(optimizer)
     if stash is None:
         return
-    recover(optimizer, stash)
-    settle(optimizer)
+    attempt = Attempts()
+    attempt(recover, optimizer, stash)
+    attempt(settle, optimizer)
     for handle in stash.handles:
-        handle.remove()
+        attempt(handle.remove)
     wrappers = [wrapper for ref in stash.wrappers if isinstance(wrapper := ref(), subclass.Generated)]
     for wrapper in wrappers:
-        subclass.take(wrapper)
-        stash.masters.unfollow(wrapper)
+        attempt(subclass.take, wrapper)
+        attempt(stash.masters.unfollow, wrapper)
     linked = stash.masters.linked()
-    stash.masters.detach(optimizer)
-    zero.repartition(optimizer)
+    attempt(stash.masters.detach, optimizer)
+    attempt(zero.repartition, optimizer)
     if isinstance(optimizer, subclass.Generated):
-        subclass.take(optimizer)
+        attempt(subclass.take, optimizer)
     del optimizer._amp_stash
     if recast_state:
         for param, _ in linked:
             links.disconnect(param)
-        state_follows_params(optimizer)
+        attempt(state_follows_params, optimizer)
+    attempt.finish()
 
 
 def state_follows_params(optimizer: Any) -> None:

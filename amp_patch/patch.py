@@ -97,6 +97,28 @@ class Patches:
             raise
 
 
+class Attempts:
+    """Steps of a way back: one that fails does not keep the next from being taken; `finish` raises the first failure.
+
+    An interrupt goes through at once.
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[Exception] = []
+
+    def __call__(self, step: Callable[..., Any], *args: Any) -> None:
+        """`step(*args)`."""
+        try:
+            step(*args)
+        except Exception as error:
+            self.errors.append(error)
+
+    def finish(self) -> None:
+        """Raise what failed first, if anything did."""
+        if self.errors:
+            raise self.errors[0]
+
+
 def _own_slot(owner: Any, name: str) -> Any:
     try:
         slots = vars(owner)

@@ -99,7 +99,7 @@ def take(instance: Any) -> None:
     if "_amp_base" not in vars(generated):
         raise RuntimeError(
             f"restore: the class of this {generated.__name__} was changed after initialize() (parametrizations and "
-            "fully_shard do so); undo that change first, then call restore()"
+            "fully_shard do so) and stays, though everything else is undone; undo such a change before restore()"
         )
     object.__setattr__(instance, "__class__", generated._amp_base)
 
