@@ -7,6 +7,7 @@ the `__dict__` of the module that owns the buffer, so that parts, copies and pic
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Collection, Iterable, Iterator
 
 import torch
@@ -122,19 +123,19 @@ class Watch:
     """Looks on for two training forwards, and then names the cast buffers that both of them wrote.
 
     One forward may fill a cache; what each writes is a running average, say, which stands still in low precision when
-    its decay is near 1, or a counter. Compiled forwards are not looked at. A copy of a model is not watched.
+    its decay is near 1, or a counter. Compiled forwards are not looked at. A copy of a model is not watched. The model
+    holds its watch, so that one holds the modules weakly.
     """
 
     def __init__(self, model: nn.Module, owned: Iterable[Owned]) -> None:
         names = {id(module): path for path, module in model.named_modules()}
-        self.owned = [
-            (names[id(m)], m, name) for m, name in owned if id(m) in names and not _is_vector_of_a_norm(m, name)
-        ]
+        watched = [(m, name) for m, name in owned if id(m) in names and not _is_vector_of_a_norm(m, name)]
+        self.owned = [(names[id(m)], weakref.ref(m), name) for m, name in watched]
         self.looks = 0
 
     def before(self) -> list[tuple[Tensor | None, int]]:
         """What the buffers are when a forward begins."""
-        return [self._state(module, name) for _, module, name in self.owned]
+        return [self._state(module(), name) for _, module, name in self.owned]
 
     def after(self, before: list[tuple[Tensor | None, int]]) -> bool:
         """The forward is over: warn if it is the second. Returns whether there is more to look at."""
@@ -153,8 +154,8 @@ class Watch:
         names = [_join(path, name) for path, _, name in self.owned]
         modules = sorted({path for path, _, _ in self.owned if path})
         kept = f"keep_fp32={modules} keeps their modules FP32, and a" if modules else "A"
-        buffer = self.owned[0][1]._buffers[self.owned[0][2]]
-        dtype = "low precision" if buffer is None else str(buffer.dtype)
+        _, module, name = self.owned[0]
+        dtype = getattr(getattr(module(), name, None), "dtype", "low precision")
         warnings.warn(
             f"initialize: each forward writes the buffers {names}, which are {dtype}: there a running average with a "
             f"decay near 1 stands still, and so does a counter after a few hundred steps. {kept} module of its own "
@@ -163,7 +164,7 @@ class Watch:
         )
 
     @staticmethod
-    def _state(module: nn.Module, name: str) -> tuple[Tensor | None, int]:
+    def _state(module: nn.Module | None, name: str) -> tuple[Tensor | None, int]:
         buffer = getattr(module, name, None)  # scripted modules have no dict of them
         return buffer, buffer._version if isinstance(buffer, Tensor) and not buffer.is_inference() else -1
 

@@ -387,6 +387,8 @@ def reflatten(model: nn.Module) -> None:
 
 def restore(model: nn.Module) -> None:
     """Undo `cast` and `enter_training`: FP32 weights (the masters' values), FP32 buffers, the model's own class."""
+    if isinstance(model, KeptModule):
+        _take(model)  # keep_fp32 names the whole model, or it was given beside its parent
     if not isinstance(model, AmpModel) or _policy(model) is None:
         return
     state, attempt = vars(model)["_amp"], Attempts()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -316,6 +318,17 @@ def test_an_average_that_is_fp32_is_nothing_to_warn_of(level):
 def test_the_way_out_of_the_warning_is_one():
     model = steps(nn.Sequential(nn.Linear(4, 4), Averaging()), keep_fp32=["1"])
     assert model[1].average.dtype is torch.float32 and (model[1].average != 1.0).all()
+
+
+def test_a_watched_model_goes_when_nobody_holds_it():
+    model = amp.initialize(nn.Sequential(Averaging()), opt_level="O5")
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_copy_is_not_watched_and_warns_of_nothing():

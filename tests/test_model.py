@@ -539,6 +539,14 @@ def test_a_kept_module_s_weight_may_be_shared(level, kept):
     training.train(model, optimizer, 2, lambda step: (torch.tensor([0, 1]), torch.tensor([1, 2])))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_that_is_kept_as_a_whole_is_restored_too(level):
+    model = linear([[2.0]])
+    amp.initialize(model, SGD(model.parameters()), opt_level=level, keep_fp32=nn.Linear)
+    amp.restore()
+    assert type(model) is nn.Linear and "_amp" not in vars(model)
+
+
 def test_a_module_is_no_longer_kept_when_a_later_call_does_not_name_it():
     model = amp.initialize(convnet(), opt_level="O1", keep_fp32="head")
     assert model(training.images(0)[0]).dtype is torch.float32
