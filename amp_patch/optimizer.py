@@ -568,11 +568,16 @@ def _move_nothing(optimizer: Any, stash: Stash) -> None:
 
 
 def settle(optimizer: Any) -> None:
-    """Unscale gradients that a delayed exit of `scale_loss` left scaled; no sync."""
+    """Unscale gradients that a delayed exit of `scale_loss` left scaled; no sync.
+
+    Those of all optimizers of that exit: they may share parameters, and one that overflowed holds the others up.
+    """
     stash = _stash(optimizer)
     if stash is not None and stash.pending is not None:
         pending = stash.pending
-        unscale([optimizer], pending.scaler, inverse_of(pending.scale) if pending.scaling else None)
+        others = [other for ref in stash.siblings if (other := ref()) is not None and other is not optimizer]
+        left = [o for o in others if (known := _stash(o)) is not None and known.pending is pending]
+        unscale([optimizer, *left], pending.scaler, inverse_of(pending.scale) if pending.scaling else None)
         if pending.updates == pending.scaler.updates:  # else this loss moved its scale since, with another optimizer
             pending.scaler.update()
 

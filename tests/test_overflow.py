@@ -618,3 +618,15 @@ def test_gradients_of_a_bystander_cleared_in_the_body_do_not_come_back():
             scaled_loss.backward()
         assert models[1].weight.grad.item() == 0.5
         optimizers[1].zero_grad()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_optimizers_that_share_a_weight_unscale_it_once_after_a_delayed_exit(level):
+    model = linear([[1.0, 1.0]])
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2)]
+    model, optimizers = amp.initialize(model, optimizers, opt_level=level, loss_scale=128.0)
+    backward(model(torch.tensor([[2.0, 4.0]])).sum(), optimizers, delay_unscale=True)
+    for optimizer in optimizers:
+        optimizer.step()
+    master = next(amp.master_params(optimizers[0]))
+    assert master.tolist() == [[-3.0, -7.0]]  # 1 - 2 * 2, 1 - 2 * 4
