@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import casts, clip, compiling, copies, keep, links, regions, replicas, shards, subclass
+from amp_patch import averages, casts, clip, compiling, copies, keep, links, regions, replicas, shards, subclass
 from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
 from amp_patch.backward import ScaledBackward
@@ -441,8 +441,9 @@ def restore() -> None:
     attempt(_leave_all, _trainings)
     _trainings.clear()
     attempt(regions.set_default, None)
-    for undo in (casts.uninstall, clip.uninstall, replicas.uninstall, links.uninstall, model_side.allow_fast_path):
-        attempt(undo)
+    for room in (casts, clip, replicas, links, averages):
+        attempt(room.uninstall)
+    attempt(model_side.allow_fast_path)
     attempt(copies.unshield)
     attempt.finish()
 
@@ -563,6 +564,8 @@ def _enter(
         clip.install()
     if targets and (policy.master_weights or policy.scales_loss):
         replicas.follow(models, training.scalers)
+    if policy.cast_model_type is not None:
+        averages.install(fp32_copy)
     compiling.hook()
     if policy.patch_torch_functions or policy.emulates:
         casts.install(policy.op_lists)

@@ -1,0 +1,76 @@
+"""torch's AveragedModel, given a model with low-precision weights, averages their FP32 masters, in FP32.
+
+A low-precision average hardly moves: with a decay of 0.999 a BF16 weight stays where it is until the model's is three
+times as large. And the model's weights are roundings of what training moves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from amp_patch import buffers, links
+from amp_patch.model import AmpModel
+from amp_patch.patch import Patches
+from amp_patch.policy import LOW_PRECISION
+
+_patches = Patches()
+
+
+def install(fp32_copy: Callable[[nn.Module], nn.Module]) -> None:
+    """Let AveragedModel hold an `fp32_copy` of such a model, and read its masters; idempotent."""
+    if len(_patches):
+        return
+    init, update = AveragedModel.__init__, AveragedModel.update_parameters
+
+    @functools.wraps(init)
+    def with_copy(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, fp32_copy(model) if _is_low_precision(model) else model, *args, **kwargs)
+
+    @functools.wraps(update)
+    def from_masters(self: Any, model: Any) -> None:
+        in_fp32 = _is_low_precision(model) and not any(p.dtype in LOW_PRECISION for p in self.module.parameters())
+        update(self, _Exact(model) if in_fp32 else model)  # type: ignore[arg-type]
+
+    _patches.set(AveragedModel, "__init__", with_copy)
+    _patches.set(AveragedModel, "update_parameters", from_masters)
+
+
+def uninstall() -> None:
+    """Undo `install`."""
+    _patches.remove()
+
+
+class _Exact:
+    """What AveragedModel asks of a model, with the FP32 values behind low-precision ones."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        links.reconcile(links.linked(dict.fromkeys(model.parameters())))
+
+    def parameters(self) -> Iterator[Tensor]:
+        for param in self._model.parameters():
+            master = links.master_of(param)
+            yield _fp32(param) if master is None else master
+
+    def buffers(self) -> Iterator[Tensor]:
+        exact = buffers.exact_values(self._model, "")
+        for name, buffer in self._model.named_buffers():
+            yield exact.get(name, _fp32(buffer))
+
+
+def _fp32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in LOW_PRECISION else tensor
+
+
+def _is_low_precision(model: Any) -> bool:
+    """Whether a training of ours has cast weights of `model`, or of a module inside."""
+    return (
+        isinstance(model, nn.Module)
+        and any(isinstance(module, AmpModel) for module in model.modules())
+        and any(param.dtype in LOW_PRECISION for param in model.parameters())
+    )

@@ -1,0 +1,194 @@
+"""Averages of the weights (EMA, SWA) of cast models are those of the FP32 masters, to the bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import training
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+from training import LEVELS, backward, convnet, images, linear
+
+from amp_patch import amp
+
+CAST = ("O2", "O3", "O5")
+MASTERED = ("O2", "O5")
+WAYS = {
+    "swa": {},
+    "ema": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
+    "ema, one by one": {"avg_fn": get_ema_avg_fn(0.9)},
+    "with buffers": {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True},
+}
+
+
+def start(level, model=None):
+    model = convnet() if model is None else model
+    return amp.initialize(model, training.SGD(model.parameters()), opt_level=level, loss_scale=64.0)
+
+
+def step(model, optimizer, number):
+    inputs, targets = images(number)
+    backward(nn.functional.cross_entropy(model(inputs), targets), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_same(average, expected):
+    mine, theirs = average.module.state_dict(), expected.module.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) and mine[name].dtype is theirs[name].dtype for name in mine)
+
+
+def follow(values, model):
+    """`values`, a plain FP32 model, gets what `model` trains."""
+    values.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_averagedmodel_averages_the_masters_in_fp32(level, way):
+    values = convnet()
+    expected = AveragedModel(values, **WAYS[way])
+    model, optimizer = start(level)
+    average = AveragedModel(model, **WAYS[way])
+    assert all(p.dtype is torch.float32 for p in average.parameters())
+    for number in range(4):
+        step(model, optimizer, number)
+        average.update_parameters(model)
+        follow(values, model)
+        expected.update_parameters(values)
+    assert_same(average, expected)
+    if level in CAST:  # else it is a copy like any other, and keeps its casts
+        inputs, _ = images(0)
+        with torch.no_grad():
+            assert torch.equal(average.eval()(inputs), expected.eval()(inputs))
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_an_average_from_before_initialize_goes_on(level):
+    model = convnet()
+    average, values = AveragedModel(model), copy.deepcopy(model)
+    expected = AveragedModel(values)
+    model, optimizer = start(level, model)
+    for number in range(3):
+        step(model, optimizer, number)
+        average.update_parameters(model)
+        follow(values, model)
+        expected.update_parameters(values)
+    assert_same(average, expected)
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_an_average_moves_by_less_than_low_precision_can_hold(level):
+    model = linear([[1.0]])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(1 - 2.0**-10))
+    average.update_parameters(model)
+    backward(model(torch.full((1, 1), -0.5)).sum(), optimizer)
+    optimizer.step()
+    average.update_parameters(model)
+    assert average.module.weight.item() == 1.0 + 2.0**-11
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_weights_that_somebody_edited_are_averaged_as_edited(level):
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level)
+    average = AveragedModel(model)
+    model.weight.data.fill_(0.5)
+    average.update_parameters(model)
+    assert average.module.weight.item() == 0.5
+    next(amp.master_params(optimizer)).data.fill_(1.5)
+    average.update_parameters(model)
+    assert average.module.weight.item() == 1.0
+
+
+@pytest.mark.parametrize("level", MASTERED)
+def test_masters_stay_out_of_the_average(level):
+    model, optimizer = start(level)
+    before = training.weights(model)
+    average = AveragedModel(model)
+    average.update_parameters(model)
+    with torch.no_grad():
+        for p in average.parameters():
+            p.add_(1.0)
+    assert training.same(training.weights(model), before)
+    step(model, optimizer, 0)
+
+
+def test_other_models_are_averaged_as_ever_and_restore_gives_torch_its_class_back():
+    names = ("__init__", "update_parameters")
+    before = [vars(AveragedModel)[name] for name in names]
+    start("O2")
+    assert [vars(AveragedModel)[name] for name in names] != before
+    plain = convnet(seed=3).to(torch.bfloat16)
+    average = AveragedModel(plain)
+    average.update_parameters(plain)
+    assert all(torch.equal(a, b) for a, b in zip(average.module.parameters(), plain.parameters(), strict=True))
+    assert next(average.parameters()).dtype is torch.bfloat16
+    amp.restore()
+    assert [vars(AveragedModel)[name] for name in names] == before
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_recipe_s_way_is_an_average_of_the_masters_by_hand(level):
+    model, optimizer = start(level)
+    values = amp.fp32_copy(model)
+    average = AveragedModel(values, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    by_hand = None
+    for number in range(4):
+        step(model, optimizer, number)
+        values.load_state_dict(model.state_dict())
+        average.update_parameters(values)
+        masters = [p.detach().float().clone() for p in amp.master_params(optimizer)]
+        by_hand = masters if by_hand is None else [a.lerp(m, 1 - 0.9) for a, m in zip(by_hand, masters, strict=True)]
+    assert all(torch.equal(a, b) for a, b in zip(average.parameters(), by_hand, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", MASTERED)
+def test_ema_pytorch_s(level):
+    library = pytest.importorskip("ema_pytorch", reason="EMA of ema-pytorch is tried where it is installed")
+    model, optimizer = start(level)
+    values = amp.fp32_copy(model)
+    average = library.EMA(values, beta=0.9, update_after_step=0, update_every=1, min_value=0.9)
+    by_hand = None
+    for number in range(4):
+        step(model, optimizer, number)
+        values.load_state_dict(model.state_dict())
+        average.update()
+        masters = [p.detach().clone() for p in amp.master_params(optimizer)]
+        if number == 0:  # it begins with a copy
+            by_hand = masters
+        else:
+            by_hand = [a.lerp(m, 1 - 0.9) for a, m in zip(by_hand, masters, strict=True)]
+    for a, b in zip(average.ema_model.parameters(), by_hand, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", MASTERED)
+def test_torch_ema_s(level):
+    library = pytest.importorskip("torch_ema", reason="torch-ema's average is tried where it is installed")
+    model, optimizer = start(level)
+    masters = list(amp.master_params(optimizer))
+    average = library.ExponentialMovingAverage(masters, decay=0.9, use_num_updates=False)
+    by_hand = [p.detach().clone() for p in masters]
+    for number in range(4):
+        step(model, optimizer, number)
+        average.update()
+        by_hand = [a - (a - m) * (1 - 0.9) for a, m in zip(by_hand, [p.detach() for p in masters], strict=True)]
+    for a, b in zip(average.shadow_params, by_hand, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    trained = training.weights(model)
+    inputs, _ = images(0)
+    with torch.no_grad():
+        before = model.eval()(inputs)
+        with average.average_parameters():  # written through `.data`, and seen by the model
+            assert torch.equal(next(iter(amp.master_params(optimizer))), average.shadow_params[0])
+            assert not torch.equal(model(inputs), before)
+        assert torch.equal(model(inputs), before)
+    assert training.same(training.weights(model), trained)
