@@ -6,8 +6,10 @@ import functools
 import inspect
 import re
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from amp_patch import buffers, casts, copies, links, regions, shards, subclass, tree
+from amp_patch import buffers, casts, copies, links, regions, shards, stalled, subclass, tree
 from amp_patch.accumulation import set_data
 from amp_patch.forward_hook import NoHook
 from amp_patch.patch import Attempts, Patches
@@ -54,6 +56,9 @@ class ModelState:
         local: whether the gradients of the last forward stay on this process: it ran under `no_sync()`.
         watch: looks for cast buffers that training writes; None when it has seen enough.
         cleared: how often `zero_grad` was called.
+        loads: how often a state dict was loaded.
+        copies: watches over copies of the model, which somebody may use for averages.
+        source: of a copy, the state of what it was made of.
     """
 
     policy: Policy
@@ -67,10 +72,20 @@ class ModelState:
     local: bool = False
     watch: buffers.Watch | None = None
     cleared: int = 0
+    loads: int = 0
+    copies: list[stalled.Watch] = field(default_factory=list)
+    source: weakref.ref[ModelState] | None = None
+
+    def __deepcopy__(self, memo: Any) -> ModelState:
+        copied = object.__new__(ModelState)
+        copied.__setstate__(deepcopy(self.__getstate__(), memo))
+        copied.source = weakref.ref(self)
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has parameters of its own, and no masters.
         fresh = {"on_demand": True, "handles": [], "no_sync": False, "local": False, "watch": None}
+        fresh |= {"copies": [], "source": None}
         state = {**vars(self), **fresh}
         del state["edits"]
         return state
@@ -90,6 +105,13 @@ class AmpModel(subclass.Generated):
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
         overrides = {name: _advising(name, function) for name, function in subclass.own_methods(base)}
         return overrides | {name: _entering(base, name) for name in ("forward", *key)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        own: ModelState | None = vars(self).get("_amp")
+        source = None if own is None or own.source is None else own.source()
+        if source is not None and source.policy.cast_model_type is not None:
+            source.copies.append(stalled.Watch(self))  # type: ignore[arg-type]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """torch's, with low-precision weights given as the FP32 values of their masters (without one: upcast).
@@ -135,6 +157,8 @@ class AmpModel(subclass.Generated):
                 "masters hold; use assign=False (torch's default), or load before initialize()"
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
+        if policy is not None:
+            vars(self)["_amp"].loads += 1
         module: nn.Module = self  # type: ignore[assignment]
         loaded: dict[int, links.Linked] = {}  # by id(param): a shared weight has several names
         for name, param in module.named_parameters(remove_duplicate=False):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from amp_patch import clip, links, regions, replicas, shards, subclass, zero
+from amp_patch import clip, links, regions, replicas, shards, stalled, subclass, zero
 from amp_patch.compiling import not_traced
 from amp_patch.masters import Earlier, Masters, gather
 from amp_patch.patch import Attempts
@@ -606,6 +606,7 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
             "the check for overflow; under loss scaling call the closure's body first, then step() without it"
         )
     drop_spent(stash)
+    stalled.compare(stash.models)
     settle(optimizer)
     links.reconcile(stash.masters.linked())
     _warn_of_ungathered(optimizer, stash)
@@ -655,6 +656,7 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     regions.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
     if not skipped:  # of a step that the device skipped, the values that are there already
         links.publish(stash.masters.linked())
+    stalled.remember(stash.models)
     consume(optimizer, stash)
 
 

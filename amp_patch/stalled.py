@@ -1,0 +1,113 @@
+"""Says when somebody averages low-precision weights: a copy of a cast model into which its weights are blended.
+
+Such an average hardly moves. A copy that is made equal to the model, loaded, pruned or trained is no average. So of a
+few of its weights three values are compared: what they were after the last step, what they are before the next, and
+the model's, which stay the same in between.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch import links
+from amp_patch.policy import LOW_PRECISION
+
+_STEPS = 500  # for which a copy is watched
+_TENSORS, _ELEMENTS = 4, 64  # how much of it
+_EVERY = 50  # steps between looks on another device than a CPU, for which the host waits
+
+
+class Watch:
+    """One copy of a model, from its making on. It holds neither."""
+
+    def __init__(self, copied: nn.Module) -> None:
+        self._copied = weakref.ref(copied)
+        self._pairs: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] | None = None
+        self._before: tuple[list[int], int, Tensor] | None = None  # versions, loads, values
+        self._left = _STEPS
+        self._found = 0
+
+    def remember(self, model: nn.Module) -> bool:
+        """After a step of `model`. False: there is nothing more to look for."""
+        copied = self._copied()
+        if copied is None or self._left == 0:
+            return False
+        if self._pairs is None:
+            both = zip(copied.parameters(), model.parameters(), strict=False)
+            alike = [(c, p) for c, p in both if c.dtype in LOW_PRECISION and c.dtype is p.dtype and c.shape == p.shape]
+            self._pairs = [(weakref.ref(c), weakref.ref(p)) for c, p in alike[-_TENSORS:]]
+        tensors = self._tensors()
+        if not tensors:
+            return False
+        self._left -= 1
+        copies = [c for c, _ in tensors]
+        if copies[0].device.type == "cpu" or self._left % _EVERY == 0:
+            self._before = ([c._version for c in copies], _loads(copied), _values(copies))
+        return True
+
+    def compare(self, level: str) -> None:
+        """Before the next one. Warns where the copy was blended with the model a second time; few looks sync."""
+        copied, tensors = self._copied(), self._tensors()
+        if copied is None or self._before is None or not tensors:
+            return
+        (versions, loads, before), self._before = self._before, None
+        copies = [c for c, _ in tensors]
+        moved = versions != [c._version for c in copies]
+        if loads != _loads(copied):
+            return
+        now, source = _values(copies), _values([p for _, p in tensors])
+        if (not moved and torch.equal(now, before)) or torch.equal(now, source):
+            return
+        slack = 2 * torch.finfo(copies[0].dtype).eps * torch.maximum(before.abs(), source.abs())
+        low, high = torch.minimum(before, source) - slack, torch.maximum(before, source) + slack
+        if not bool(((low <= now) & (now <= high)).all()):
+            return
+        self._found += 1
+        if self._found == 2:
+            self._left = 0
+            warnings.warn(
+                f"a copy of this {type(copied).__name__} ({level}) is averaged with its {copies[0].dtype} weights, in "
+                "which most of an average's small steps are lost; average the FP32 ones: make the copy by "
+                "amp.fp32_copy(model) and blend in the values of model.state_dict(), as examples/recipes/average.py",
+                stacklevel=5,
+            )
+
+    def _tensors(self) -> list[tuple[Tensor, Tensor]]:
+        pairs = [
+            (c, p) for first, second in self._pairs or () if (c := first()) is not None if (p := second()) is not None
+        ]
+        # One with a master is trained, or averaged through its state dict, which is FP32.
+        return [] if any(links.link_of(c) is not None or c.device != p.device for c, p in pairs) else pairs
+
+
+def remember(models: Iterable[weakref.ref[nn.Module]]) -> None:
+    """After a step that trained `models`."""
+    for model, state in _with_copies(models):
+        state.copies[:] = [watch for watch in state.copies if watch.remember(model)]
+
+
+def compare(models: Iterable[weakref.ref[nn.Module]]) -> None:
+    """Before one."""
+    for _, state in _with_copies(models):
+        for watch in state.copies:
+            watch.compare(state.policy.opt_level)
+
+
+def _with_copies(models: Iterable[weakref.ref[nn.Module]]) -> list[tuple[nn.Module, Any]]:
+    alive = [model for ref in models if (model := ref()) is not None]
+    return [(m, state) for m in alive if (state := vars(m).get("_amp")) is not None and state.copies]
+
+
+def _loads(copied: nn.Module) -> int:
+    return getattr(vars(copied).get("_amp"), "loads", 0)
+
+
+@torch.no_grad()
+def _values(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1)[:_ELEMENTS].float() for tensor in tensors])
