@@ -372,8 +372,14 @@ class AmpWrapper(subclass.Generated):
             base.zero_grad(self, *args, **kwargs)  # type: ignore[attr-defined]
             innermost(self).zero_grad(*args, **kwargs)  # which knows of the model's gradients too
 
+        def first_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = base.first_step(self, *args, **kwargs)  # type: ignore[attr-defined]
+            # The forward would do so, but not a compiled one, nor that of a part of the model.
+            links.publish_written(innermost(self)._amp_stash.masters.linked())
+            return result
+
         hooked = issubclass(base, torch.optim.Optimizer)  # a scheduler may have captured its step
-        made = [zero_grad] if hooked else [step, zero_grad]
+        made = [zero_grad, first_step] if hooked else [step, zero_grad, first_step]
         return {method.__name__: method for method in made if hasattr(base, method.__name__)}
 
 

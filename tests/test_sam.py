@@ -158,6 +158,17 @@ def test_the_second_pass_is_at_the_moved_weights(level, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", CAST)
+def test_the_move_is_there_at_once_for_forwards_that_do_not_look(level, kind):  # compiled ones, and those of parts
+    model = nn.Sequential(linear([[1.0]]))
+    sam = kind(model.parameters(), torch.optim.SGD, rho=2.0, lr=1.0)
+    model, sam = amp.initialize(model, sam, opt_level=level, loss_scale=64.0)
+    backward(model(torch.full((1, 1), 0.5)).sum(), sam)
+    sam.first_step(zero_grad=True)
+    assert model[0].weight.item() == 3.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("whole", [True, False], ids=["the wrapper", "its base"])
 @pytest.mark.parametrize("overflows", [(True, False), (False, True), (True, True)], ids=["first", "second", "both"])
 @pytest.mark.parametrize("level", SCALED)
