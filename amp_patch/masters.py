@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import links, multi_tensor, shards
+from amp_patch.blocks import without_grad
 from amp_patch.patch import Attempts
 from amp_patch.policy import LOW_PRECISION
 
@@ -254,7 +255,7 @@ class _Batch:
         self.fresh: list[tuple[Tensor, Tensor]] = []  # (scaled, where the unscaled goes)
         self.added: list[tuple[Tensor, ...]] = []  # (scaled, what the unscaled is added to, where that goes)
 
-    @torch.no_grad()
+    @without_grad
     def run(self, inverse: Tensor | None, device: torch.device) -> Tensor:
         found_inf = torch.zeros((), device=device)
         factor = 1.0 if inverse is None else inverse.to(device)
