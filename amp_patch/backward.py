@@ -49,7 +49,7 @@ class ScaledBackward(Block):
         self.bystanders: list[_Bystander] = []
         self.siblings: list[Any] = []  # the training's other optimizers
         self.models: dict[int, tuple[nn.Module, int]] = {}  # with how often each had cleared its gradients
-        self.had_grad: set[int] = set()
+        self.had_grad: set[int] | None = None  # when all is ready for the body: who had a gradient
         self.begun = self.done = False
         self._left: Any = None
 
@@ -150,7 +150,7 @@ class ScaledBackward(Block):
         self._forget_cleared()
         for _, _, new in self._parts():
             for param, _ in new:
-                if id(param) not in self.had_grad:
+                if self.had_grad is not None and id(param) not in self.had_grad:
                     param.grad = None
         self._put_back()
 

@@ -124,9 +124,10 @@ def take(param: Tensor) -> Earlier | None:
         return None
     if grad.is_neg() or grad.is_conj():
         grad = grad.resolve_conj().resolve_neg()
-    param.grad = None
     # A part of a DDP's bucket, into which that reduces the next gradient.
-    return Earlier(grad, grad.clone() if grad._is_view() else grad)
+    earlier = Earlier(grad, grad.clone() if grad._is_view() else grad)
+    param.grad = None  # last: an exception in here leaves it
+    return earlier
 
 
 @torch.no_grad()

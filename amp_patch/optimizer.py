@@ -516,10 +516,29 @@ def first_gradient(optimizer: Any) -> Tensor | None:
 def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | None) -> None:
     """Turn scaled gradients of the model into unscaled ones of the masters; record overflow on the device; no sync.
 
-    `inverse` is of the scale that the loss was multiplied by; None where it was not, and nothing is checked.
+    `inverse` is of the scale that the loss was multiplied by; None where it was not, and nothing is checked. After an
+    exception there are no gradients: none that is half unscaled, and none whose overflow nobody has noted.
     """
-    stashes: list[Stash] = [optimizer._amp_stash for optimizer in optimizers]
     pairs = distinct_pairs(optimizers)
+    try:
+        _unscale(optimizers, pairs, scaler, inverse)
+    except BaseException:
+        drop(pairs)
+        for optimizer in optimizers:
+            optimizer._amp_stash.pending, optimizer._amp_stash.earlier = None, {}
+        raise
+
+
+def drop(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Drop the gradients of parameters and masters."""
+    for param, master in pairs:
+        param.grad = master.grad = None
+
+
+def _unscale(
+    optimizers: Sequence[Any], pairs: list[tuple[Tensor, Tensor]], scaler: LossScaler, inverse: Tensor | None
+) -> None:
+    stashes: list[Stash] = [optimizer._amp_stash for optimizer in optimizers]
     for stash in stashes:
         drop_spent(stash)
     earlier: dict[int, Earlier] = {}
