@@ -246,7 +246,7 @@ CASES = [
 # The sweep.
 
 
-def left_without_grad_mode_by_torch() -> set[tuple[CodeType, ...]]:
+def left_without_grad_mode_by_torch(event: str = "call") -> set[tuple[CodeType, ...]]:
     """Where a plain training of torch's, without amp_patch, is left with grad mode off for good by an interrupt."""
 
     def train(model: nn.Module, optimizer: Any) -> None:
@@ -258,8 +258,8 @@ def left_without_grad_mode_by_torch() -> set[tuple[CodeType, ...]]:
     optimizer = sgd(model)
     train(model, optimizer)  # what is imported at first use is no part of this
     places = set()
-    for at in range(1, Raise()(lambda: train(model, optimizer)).count + 1):
-        raised = Raise(at)(lambda: train(model, optimizer))
+    for at in range(1, Raise(event=event)(lambda: train(model, optimizer)).count + 1):
+        raised = Raise(at, event=event)(lambda: train(model, optimizer))
         if not torch.is_grad_enabled():
             torch.set_grad_enabled(True)
             places.add(raised.place[:2])
@@ -416,6 +416,7 @@ def test_an_exception_at_any_call_of_an_iteration_leaves_everything_right(case, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_an_interrupt_after_any_call_into_c_leaves_everything_right(case, places):
+def test_an_interrupt_after_any_call_into_c_leaves_everything_right(case):
+    places = left_without_grad_mode_by_torch("c_return")
     with casts.use_backend(case.wrappers):
         assert sweep(case, STORIES["iteration"], places, KeyboardInterrupt, event="c_return") == []
