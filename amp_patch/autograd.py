@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -76,8 +76,7 @@ def custom_fwd(
         if cast_inputs is None or not casts.act:
             return forward(*args, **kwargs)
         args, kwargs = tree.cast_floats((args, kwargs), cast_inputs, _CASTABLE)
-        with _under(_NO_CASTS, casts):
-            return forward(*args, **kwargs)
+        return _call_under(_NO_CASTS, casts, forward, *args, **kwargs)
 
     return decorated
 
@@ -110,8 +109,7 @@ def custom_bwd(backward: Callable[..., Any] | None = None, *, device_type: str |
                 f"custom_bwd: the forward of {type(ctx).__name__} recorded no casts: decorate it with custom_fwd, and "
                 "setup_context too if there is one"
             )
-        with _under(recorded, _now(None)):
-            return backward(ctx, *args, **kwargs)
+        return _call_under(recorded, _now(None), backward, ctx, *args, **kwargs)
 
     return decorated
 
@@ -126,13 +124,12 @@ def _device_types() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-@contextmanager
-def _under(casts: _Casts, outside: _Casts) -> Iterator[None]:
-    """These casts and no others, where `outside` act."""
+def _call_under(casts: _Casts, outside: _Casts, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)` with these casts and no others, where `outside` act."""
     policy, native = casts
     with ExitStack() as stack:
         for kind in {*native, *outside.native}:
             if native.get(kind) is not outside.native.get(kind):
                 stack.enter_context(torch.autocast(kind, native.get(kind), enabled=kind in native))
-        stack.enter_context(regions.region(policy))  # after torch's, inside of which ours would step aside
-        yield
+        with regions.region(policy):  # after torch's, inside of which ours would step aside
+            return function(*args, **kwargs)

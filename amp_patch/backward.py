@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from amp_patch import masters, shards
 from amp_patch import model as model_side
+from amp_patch.blocks import Block, when_left
 from amp_patch.optimizer import Pending, Stash, distinct_pairs, recover, unscale
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.scaler import LossScaler, inverse_of
@@ -26,10 +27,11 @@ class _Bystander(NamedTuple):
     cleared: int  # how often that one had cleared its gradients
 
 
-class ScaledBackward:
-    """The stages of one `scale_loss`: `begin`, `scaled`, the body, then `delay`, `finish` or `abandon`; `close` always.
+class ScaledBackward(Block):
+    """The stages of one `scale_loss`: in its `with` block `scaled`, the body, then `delay` or `finish`.
 
-    Nothing here syncs with the device.
+    Nothing here syncs with the device. An exception anywhere in the block, also at the entry of `__exit__`, abandons
+    what the body did.
 
     Args:
         optimizers: those that take part, each once.
@@ -47,8 +49,17 @@ class ScaledBackward:
         self.bystanders: list[_Bystander] = []
         self.siblings: list[Any] = []  # the training's other optimizers
         self.models: dict[int, tuple[nn.Module, int]] = {}  # with how often each had cleared its gradients
-        self.had_grad: set[int] = set()
-        self.begun = False
+        self.had_grad: set[int] | None = None  # when all is ready for the body: who had a gradient
+        self.begun = self.done = False
+        self._left: Any = None
+
+    def __enter__(self) -> ScaledBackward:
+        self._left = when_left(self, self.close)
+        self.begin()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self.close()
 
     def begin(self) -> None:
         """Leave in the model's gradients only what this backward may be added to.
@@ -122,11 +133,13 @@ class ScaledBackward:
             stash.earlier[id(param)] = masters.put_back_scaled(param, earlier, self.scale)
         for stash in self.stashes:
             stash.pending = self.now
+        self.done = True
 
     def finish(self) -> None:
         """Unscaled gradients in the masters, added to earlier ones; overflow recorded on the device."""
         self._forget_cleared()
         unscale(self.optimizers, self.scaler, inverse_of(self.scale) if self.scaling else None)
+        self.done = True
 
     def abandon(self) -> None:
         """After an exception in the body: no scaled gradient of it stays, the scale and the overflows are as before.
@@ -137,26 +150,31 @@ class ScaledBackward:
         self._forget_cleared()
         for _, _, new in self._parts():
             for param, _ in new:
-                if id(param) not in self.had_grad:
+                if self.had_grad is not None and id(param) not in self.had_grad:
                     param.grad = None
         self._put_back()
 
     def close(self) -> None:
-        """Bring back what was taken from the bystanders, with this backward's share of it unscaled."""
+        """Bring back what was taken from the bystanders, with this backward's share of it unscaled.
+
+        What is not done is abandoned. After an exception in here the next call does the rest.
+        """
         if not self.begun:
             return
-        self._put_back()  # of a body that came to no end
+        if not self.done:
+            self.abandon()
+            self.done = True
         Stash.turns += 1
         for stash in self.stashes:
             stash.open, stash.scale, stash.scaling, stash.ended = False, None, False, Stash.turns
         for other in self.siblings:
             if (left := getattr(other, "_amp_stash", None)) is not None:
                 left.beside.pop(id(self), None)
-        groups: dict[int, list[_Bystander]] = {}
-        for bystander in self.bystanders:
-            groups.setdefault(id(bystander.stash), []).append(bystander)
-        for group in groups.values():
-            self._bring_back(group)
+        while self.bystanders:
+            owner = self.bystanders[-1].stash
+            self._bring_back([bystander for bystander in self.bystanders if bystander.stash is owner])
+            self.bystanders = [bystander for bystander in self.bystanders if bystander.stash is not owner]
+        self.begun, self._left = False, None
 
     def _bring_back(self, group: list[_Bystander]) -> None:
         """Give bystanders of one optimizer, or of none, their gradients again, with what this backward adds."""
@@ -168,10 +186,15 @@ class ScaledBackward:
         kept = {id(b.param): b.earlier for b in group if b.earlier and (owner is None or owner.cleared == cleared)}
         own = owner is not None and owner.bodies != bodies  # a body of its own, inside this one, has unscaled them
         inverse = None if own else inverse_of(self.scale)
-        found = masters.gather([(param, param) for param in params], inverse, earlier=kept)
-        if added and owner is not None and not own:
-            for found_inf in shards.agree(found, added).values():
-                owner.note_found(self.scaler, found_inf.to(self.scale.device))
+        try:
+            found = masters.gather([(param, param) for param in params], inverse, earlier=kept)
+            if added and owner is not None and not own:
+                for found_inf in shards.agree(found, added).values():
+                    owner.note_found(self.scaler, found_inf.to(self.scale.device))
+        except BaseException:  # rather none than one that may be scaled, or have overflowed unnoticed
+            for param in params:
+                param.grad = None
+            raise
 
     def _note_models(self, stash: Stash) -> None:
         for ref in stash.models:

@@ -12,8 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import platform
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from amp_patch.blocks import saving_through
 from amp_patch.policy import Policy
 from amp_patch.regions import is_plain_eager
 
@@ -101,7 +101,7 @@ class _Kept(NamedTuple):
 
 
 class Upcast:
-    """Upcasts the operands of one call; in `saving`, autograd keeps the FP16 operands instead of their FP32 copies.
+    """Upcasts the operands of one call; in `run`, autograd keeps the FP16 operands instead of their FP32 copies.
 
     The layer that made an operand keeps it already; FP32 copies beside it would make the activations of a training
     larger than FP32's own.
@@ -120,9 +120,11 @@ class Upcast:
             self._operands[wide.untyped_storage()._cdata] = operand.detach()
         return wide
 
-    def saving(self) -> AbstractContextManager[Any]:
-        """The region for the call."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack) if self._operands else nullcontext()
+    def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The call."""
+        if not self._operands:
+            return function(*args, **kwargs)
+        return saving_through(self._pack, _unpack, functools.partial(function, *args, **kwargs))
 
     def _pack(self, saved: Tensor) -> _Kept:
         operand = self._operands.get(saved.untyped_storage()._cdata) if type(saved) is Tensor else None

@@ -313,7 +313,11 @@ class GradScaler(torch.amp.GradScaler):
         optimizer_side.recover(target, stash)
         optimizer_side.drop_spent(stash)
         pairs = optimizer_side.distinct_pairs([target])
-        found = shards.agree(gather(pairs, inv_scale), [param for param, _ in pairs])
+        try:
+            found = shards.agree(gather(pairs, inv_scale), [param for param, _ in pairs])
+        except BaseException:  # some may be unscaled by now
+            optimizer_side.drop(pairs)
+            raise
         stash.gathered = True
         return self._everywhere(found, inv_scale.device)
 

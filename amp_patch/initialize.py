@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import averages, casts, clip, compiling, copies, keep, links, regions, replicas, shards, subclass
+from amp_patch import averages, blocks, casts, clip, compiling, copies, keep, links, regions, replicas, shards, subclass
 from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
 from amp_patch.backward import ScaledBackward
@@ -240,7 +240,7 @@ def begin_training(
 
 
 @compiling.eager_only
-@contextmanager
+@blocks.block
 def scale_loss(
     loss: Tensor,
     optimizers: Any,
@@ -248,7 +248,7 @@ def scale_loss(
     model: nn.Module | None = None,
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
-) -> Iterator[Tensor]:
+) -> Generator[Tensor, None, None]:
     """Scale the loss for backward, and leave unscaled FP32 gradients for the optimizers.
 
     ::
@@ -300,22 +300,14 @@ def scale_loss(
     model_side.refuse_sharded_since((ref() for stash in stashes for ref in stash.models), "scale_loss")
     scaler = _scaler(stash, loss_id).to(loss.device)
 
-    backward = ScaledBackward(targets, scaler, scaler.scales)
-    try:
-        backward.begin()
-        try:
-            with regions.everywhere(stash.policy):
-                yield backward.scaled(loss)
-        except BaseException:
-            backward.abandon()
-            raise
+    with ScaledBackward(targets, scaler, scaler.scales) as backward:
+        with regions.everywhere(stash.policy):
+            yield backward.scaled(loss)
         delay_unscale = backward.must_delay() or delay_unscale or any(map(_gradients_stay_local, targets))
         if delay_unscale:
             backward.delay()
         else:
             backward.finish()
-    finally:
-        backward.close()
     if not (delay_unscale or delay_overflow_check):
         scaler.update()
 

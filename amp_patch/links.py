@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import multi_tensor
+from amp_patch.blocks import without_grad
 from amp_patch.memory import Recycled
 from amp_patch.patch import Patches
 
@@ -162,7 +163,7 @@ def linked(params: Iterable[Tensor]) -> list[Linked]:
     return [(param, link) for param in params if (link := link_of(param)) is not None]
 
 
-@torch.no_grad()
+@without_grad
 def publish(pairs: Sequence[Linked]) -> None:
     """Round every master into its parameter, in place, on the device; no sync."""
     for params, masters in _by_device(pairs):
@@ -178,7 +179,7 @@ def publish_written(pairs: Sequence[Linked]) -> list[Linked]:
     return written
 
 
-@torch.no_grad()
+@without_grad
 def reconcile(pairs: Sequence[Linked]) -> None:
     """Bring masters and parameters in step after edits by the user, in place, on the device; no sync.
 

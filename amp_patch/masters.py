@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import links, multi_tensor, shards
+from amp_patch.blocks import without_grad
 from amp_patch.patch import Attempts
 from amp_patch.policy import LOW_PRECISION
 
@@ -123,9 +124,10 @@ def take(param: Tensor) -> Earlier | None:
         return None
     if grad.is_neg() or grad.is_conj():
         grad = grad.resolve_conj().resolve_neg()
-    param.grad = None
     # A part of a DDP's bucket, into which that reduces the next gradient.
-    return Earlier(grad, grad.clone() if grad._is_view() else grad)
+    earlier = Earlier(grad, grad.clone() if grad._is_view() else grad)
+    param.grad = None  # last: an exception in here leaves it
+    return earlier
 
 
 @torch.no_grad()
@@ -254,7 +256,7 @@ class _Batch:
         self.fresh: list[tuple[Tensor, Tensor]] = []  # (scaled, where the unscaled goes)
         self.added: list[tuple[Tensor, ...]] = []  # (scaled, what the unscaled is added to, where that goes)
 
-    @torch.no_grad()
+    @without_grad
     def run(self, inverse: Tensor | None, device: torch.device) -> Tensor:
         found_inf = torch.zeros((), device=device)
         factor = 1.0 if inverse is None else inverse.to(device)

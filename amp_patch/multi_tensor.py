@@ -31,6 +31,8 @@ from typing import Any, Literal, SupportsFloat, SupportsIndex, overload
 import torch
 from torch import Tensor
 
+from amp_patch.blocks import without_grad
+
 __all__ = [
     "backend",
     "backend_reason",
@@ -302,8 +304,12 @@ def _run(
                 check()
                 raise
     check()
-    with torch.no_grad():
-        return plain(*lists, *rest)
+    return _plainly(plain, *lists, *rest)
+
+
+@without_grad
+def _plainly(plain: Callable[..., Any], *args: Any) -> Any:
+    return plain(*args)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

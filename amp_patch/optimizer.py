@@ -522,10 +522,29 @@ def first_gradient(optimizer: Any) -> Tensor | None:
 def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | None) -> None:
     """Turn scaled gradients of the model into unscaled ones of the masters; record overflow on the device; no sync.
 
-    `inverse` is of the scale that the loss was multiplied by; None where it was not, and nothing is checked.
+    `inverse` is of the scale that the loss was multiplied by; None where it was not, and nothing is checked. After an
+    exception there are no gradients: none that is half unscaled, and none whose overflow nobody has noted.
     """
-    stashes: list[Stash] = [optimizer._amp_stash for optimizer in optimizers]
     pairs = distinct_pairs(optimizers)
+    try:
+        _unscale(optimizers, pairs, scaler, inverse)
+    except BaseException:
+        drop(pairs)
+        for optimizer in optimizers:
+            optimizer._amp_stash.pending, optimizer._amp_stash.earlier = None, {}
+        raise
+
+
+def drop(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Drop the gradients of parameters and masters."""
+    for param, master in pairs:
+        param.grad = master.grad = None
+
+
+def _unscale(
+    optimizers: Sequence[Any], pairs: list[tuple[Tensor, Tensor]], scaler: LossScaler, inverse: Tensor | None
+) -> None:
+    stashes: list[Stash] = [optimizer._amp_stash for optimizer in optimizers]
     for stash in stashes:
         drop_spent(stash)
     earlier: dict[int, Earlier] = {}
@@ -606,7 +625,7 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     stash.step_frame = sys._getframe(1)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is not None and stash.scales_loss:
-        recover(optimizer, stash, running=None)
+        recover(optimizer, stash, running=False)
         raise RuntimeError(
             f"{subclass.base_class(optimizer).__name__}.step: a closure computes new gradients inside step(), after "
             "the check for overflow; under loss scaling call the closure's body first, then step() without it"
@@ -637,6 +656,7 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     watched = None if closure is None else regions.as_now(closure)
     if regions.current() is not None:  # what an optimizer computes is computed in the types of what it updates
         stash.quiet = regions.region(None)
+        stash.quiet.call = stash.step_frame
         stash.quiet.__enter__()
     if watched is None:
         return None
@@ -658,12 +678,12 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             master.grad = grad
     elif not stash.told and _may_skip_on_device(optimizer, stash):
         _note_stepped(optimizer, stash)
-    recover(optimizer, stash, running=None)
     regions.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
     if not skipped:  # of a step that the device skipped, the values that are there already
         links.publish(stash.masters.linked())
     stalled.remember(stash.models)
     consume(optimizer, stash)
+    recover(optimizer, stash, running=False)  # last: whoever comes after an exception asks whether this was done
 
 
 def hookless_step(base: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -789,35 +809,29 @@ def _put_back(optimizer: Any, stash: Stash) -> None:
     stash.set_aside = None
 
 
-_LOOK: Any = object()
-
-
-def recover(optimizer: Any, stash: Stash, running: FrameType | None = _LOOK) -> None:
+def recover(optimizer: Any, stash: Stash, running: bool | None = None) -> None:
     """After an exception in `step`, which kept the post-hook from running: put back what the pre-hook changed.
 
-    Nothing while the step is running: a closure is, or a subclass's step that calls its parent's. `running` is that
-    call, if the caller knows. Gradients that overflowed stay away: they may have been cleared since.
+    Nothing while the step is running: a closure is, or a subclass's step that calls its parent's. `running` says so, if
+    the caller knows. Gradients that overflowed stay away: they may have been cleared since. What the step has written
+    into masters is published. After an exception in here the next call does the rest.
     """
     if stash.step_depth == 0 and stash.step_frame is None:
         return
-    if running is _LOOK:
-        running = sys._getframe(1)
-        while running is not None and running is not stash.step_frame:
-            running = running.f_back
-    if running is not None:
+    left = running is None
+    if regions.is_running(stash.step_frame) if running is None else running:
         return
-    stash.step_depth, stash.step_frame = 0, None
     if stash.told:
-        stash.told = False
+        optimizer.grad_scale = optimizer.found_inf = None
         del optimizer.grad_scale, optimizer.found_inf
-    _leave_quiet(stash)
-    _put_back(optimizer, stash)
-
-
-def _leave_quiet(stash: Stash) -> None:
+        stash.told = False
     if stash.quiet is not None:
         stash.quiet.__exit__(None, None, None)
         stash.quiet = None
+    _put_back(optimizer, stash)
+    if left and links.publish_written(stash.masters.linked()):
+        consume(optimizer, stash)
+    stash.step_depth, stash.step_frame = 0, None
 
 
 def _drop_removed(optimizer: Any, stash: Stash) -> None:

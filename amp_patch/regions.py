@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from types import TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from amp_patch import multi_tensor
+from amp_patch import blocks, multi_tensor
 from amp_patch.policy import Policy
 
 # Ours and torch.autocast side by side: the inner one wins. A region of ours that casts, or whose word is "no casts",
@@ -42,7 +43,7 @@ def _aside(acting: Policy | None) -> Policy | None:
     return replace(acting, patch_torch_functions=False) if acting is not None and acting.emulates else None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Entry:
     """A region that a thread is in, and what it found there on entry.
 
@@ -50,12 +51,14 @@ class _Entry:
         depth: how many torch.autocast regions the thread was in.
         task: the pass of autograd that it was in; -1 for none.
         silenced: the device types whose torch.autocast it has turned off, in the form of the state in use.
+        left: takes the entry away when the `with` statement is over, if `__exit__` has not; see blocks.py.
     """
 
     region: region
-    depth: int
-    task: int
-    silenced: Any
+    depth: int = 0
+    task: int = -1
+    silenced: Any = ()
+    left: Any = None
 
 
 @dataclass(slots=True)
@@ -74,7 +77,7 @@ class _Thread(threading.local):
         self.depth, self.task = 0, -1  # of the innermost region; outside these
         self.inside = False
         self.caches = False
-        self.firm = 0  # how many regions of the kind `no_casts_within` the thread is in
+        self.firm: list[_Entry] = []  # the regions of the kind `no_casts_within` that the thread is in
         self.casts: dict[Any, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         self.traced: list[_Traced] = []  # what acts in the code that torch.compile traces, innermost last
         self.silence: Callable[[str], Callable[[], object]] | None = None
@@ -104,10 +107,10 @@ class PythonState:
 
     def begin(self, claims: bool) -> tuple[int, int, Any]:
         """(depth, task, silenced) of a region that begins here; if it `claims`, torch.autocast is off from now on."""
-        silenced = frozenset(kind for kind in _DEVICE_TYPES if claims and _is_enabled(kind))
+        depth, silenced = _native_depth(), frozenset(kind for kind in _DEVICE_TYPES if claims and _is_enabled(kind))
         for kind in silenced:
             _set_enabled(kind, False)
-        return _native_depth(), torch._C._current_graph_task_id(), silenced
+        return depth, torch._C._current_graph_task_id(), silenced
 
     def end(self, silenced: Any, depth: int) -> None:
         """Undo a `begin`, unless the torch.autocast that it has turned off is gone, or one inside is left open."""
@@ -159,9 +162,9 @@ _state: Any = PythonState() if (_extension := multi_tensor.extension()) is None 
 
 # The process default is what the casts follow outside regions. `everywhere` overrides it for a while; overlapping
 # overrides (threads) may end in any order, so each takes out its own entry.
-_lock = threading.Lock()
+_lock = threading.RLock()  # a region may end wherever the garbage collector finds its generator
 _base: Policy | None = None
-_overrides: list[everywhere] = []
+_overrides: list[_Entry] = []
 
 
 def current() -> Policy | None:
@@ -218,7 +221,7 @@ def drop_cache() -> None:
     _state.drop_cache()
 
 
-class region:
+class region(blocks.Block):
     """A region of this thread in which `policy` holds; its casts act there if it patches torch's functions.
 
     A context manager and a decorator. Costs a few microseconds. One object may be entered again while it is
@@ -230,6 +233,10 @@ class region:
         policy: None for a region in which no casts of ours act.
         claims: torch.autocast is off inside, for all device types, and afterwards on again where it was. None: if the
             policy patches torch's functions.
+
+    Attributes:
+        call: where a hook enters the region and another one leaves it, the call that they belong to. If an exception
+            ends it in between, the thread's next region takes this one away.
     """
 
     def __init__(self, policy: Policy | None, claims: bool | None = None) -> None:
@@ -239,33 +246,36 @@ class region:
         self.aside = None if is_dynamo_compiling() else _aside(self.acting)
         self.claims = policy is not None and policy.patch_torch_functions if claims is None else claims
         self.caches = True
+        self.call: FrameType | None = None
 
     def __enter__(self) -> Any:
         if is_dynamo_compiling():
             enter_trace_of(self.acting, self.claims)
             return self
-        entry = _Entry(self, *_state.begin(self.claims))
+        if _thread.stack and (call := _thread.stack[-1].region.call) is not None and not is_running(call):
+            _leave(_thread.stack[-1])
+        entry = _Entry(self)
+        entry.left = blocks.when_left(self, functools.partial(_leave, entry))
         _thread.stack.append(entry)
+        self._begin(entry)
+        entry.depth, entry.task, entry.silenced = _state.begin(self.claims)
         _follow(entry)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         if is_dynamo_compiling():
             leave_traced()
             return
-        stack = _thread.stack
-        for index in range(len(stack) - 1, -1, -1):
-            if stack[index].region is self:
-                ended = stack.pop(index)
-                if ended.silenced:
-                    _end(ended, stack[index:])
+        for entry in reversed(_thread.stack):
+            if entry.region is self:
+                _leave(entry)
                 break
-        if stack:
-            _follow(stack[-1])
-        else:
-            _state.leave()
+
+    def _begin(self, entry: _Entry) -> None:
+        """What a kind of region does on entry besides."""
+
+    def _end(self, entry: _Entry) -> None:
+        """Undo `_begin`: done already, half or not at all."""
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` with its body in the region; of a generator function, every step of the body."""
@@ -305,15 +315,11 @@ class no_casts_within(region):
     def __init__(self) -> None:
         super().__init__(None, claims=True)
 
-    def __enter__(self) -> Any:
-        _thread.firm += 1
-        return super().__enter__()
+    def _begin(self, entry: _Entry) -> None:
+        _thread.firm = [*_thread.firm, entry]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        _thread.firm -= 1
-        super().__exit__(kind, error, traceback)
+    def _end(self, entry: _Entry) -> None:
+        _thread.firm = [other for other in _thread.firm if other is not entry]
 
 
 class everywhere(region):
@@ -324,22 +330,15 @@ class everywhere(region):
     exit the thread forgets the weights that it has cast, nested or not.
     """
 
-    def __enter__(self) -> Any:
+    def _begin(self, entry: _Entry) -> None:
         with _lock:
-            _overrides.append(self)
+            _overrides.append(entry)
             _refresh_default()
-        return super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, traceback)
+    def _end(self, entry: _Entry) -> None:
         drop_cache()
         with _lock:
-            for index in range(len(_overrides) - 1, -1, -1):
-                if _overrides[index] is self:
-                    del _overrides[index]
-                    break
+            _overrides[:] = [other for other in _overrides if other is not entry]
             _refresh_default()
 
 
@@ -408,6 +407,14 @@ def casts_policy(
         cpu_fp16=cpu_fp16,
         op_lists=op_lists,
     )
+
+
+def is_running(call: FrameType | None) -> bool:
+    """Whether this thread is inside of `call`, a frame, which may be referred to after its end."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is not None
 
 
 def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -479,7 +486,7 @@ def _refresh_default() -> None:
 
 
 def _default() -> Policy | None:
-    return _overrides[-1].acting if _overrides else _base
+    return _overrides[-1].region.acting if _overrides else _base
 
 
 def _follow(entry: _Entry) -> None:
@@ -488,7 +495,24 @@ def _follow(entry: _Entry) -> None:
     _state.follow(acting, aside, inner.caches, entry.depth, entry.task)
 
 
-def _end(ended: _Entry, later: list[_Entry]) -> None:
+def _leave(entry: _Entry) -> None:
+    """Take `entry` away. After an exception in here the next call does the rest: what is looked for goes last."""
+    stack = _thread.stack
+    if entry not in stack:
+        return
+    index = stack.index(entry)
+    if entry.silenced:
+        _unsilence(entry, stack[index + 1 :])
+    entry.region._end(entry)
+    rest = stack[:index] + stack[index + 1 :]
+    if rest:
+        _follow(rest[-1])
+    else:
+        _state.leave()
+    stack[:], entry.left = rest, None
+
+
+def _unsilence(ended: _Entry, later: list[_Entry]) -> None:
     """`ended` turns torch.autocast on again, or leaves that to a region that began later and wants it off."""
     for entry in later:
         if entry.region.claims and entry.depth == ended.depth:

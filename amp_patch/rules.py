@@ -140,9 +140,7 @@ def _emulate(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: P
         return function(*args, **kwargs)
     upcast = Upcast(saves_low)
     args, kwargs = _cast_args(args, upcast, _FLOAT32), _cast_kwargs(kwargs, upcast, _FLOAT32)
-    with upcast.saving():
-        result = function(*args, **kwargs)
-    return rounded(result)
+    return rounded(upcast.run(function, args, kwargs))
 
 
 def _emulate_in_place(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
