@@ -77,9 +77,9 @@ $(VENV)/installed: $(VENV)/tools setup.py pyproject.toml $(SOURCES)
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[examples,report,dev]"
 	touch $@
 
-# What amp_patch.integrations is tested in, 225 MB: only test-all wants it. amp_patch is there already, and not built
+# What amp_patch is tested in and with, 230 MB: only test-all wants it. amp_patch is there already, and not built
 # again; TORCH keeps pip from taking another one.
 $(VENV)/ecosystem: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet "amp_patch[lightning,transformers]" "$(TORCH)"
+	$(BIN)/python -m pip install --quiet "amp_patch[lightning,transformers,ecosystem]" "$(TORCH)"
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation deepspeed==0.18.2 "$(TORCH)"
 	touch $@

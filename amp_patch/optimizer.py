@@ -6,6 +6,7 @@ other methods are overridden in a generated subclass.
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 import weakref
@@ -244,12 +245,15 @@ class AmpOptimizer(subclass.Generated):
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
-        if issubclass(base, torch.optim.Optimizer):
+        # torch's optimizers, and ours, do nothing at all where there is no gradient.
+        if issubclass(base, torch.optim.Optimizer) and base.__module__.partition(".")[0] in ("torch", "amp_patch"):
             return {}
 
+        @functools.wraps(base.step)  # type: ignore[attr-defined]
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return hookless_step(base, self, args, kwargs)
+            return guarded_step(base, self, args, kwargs)
 
+        step.hooked = True  # type: ignore[attr-defined]  # or torch calls the hooks around it, as it does around base's
         return {"step": step}
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -424,7 +428,15 @@ def enter_training(
         zero.repartition(optimizer)
     optimizer._amp_stash = stash
     subclass.give(optimizer, mixin)
+    _lead_scheduler(optimizer)
     register_hooks(optimizer, stash)
+
+
+def _lead_scheduler(optimizer: Any) -> None:
+    """Have the step that a scheduler captured, and put into the instance, call that of the class of now."""
+    captured = vars(optimizer).get("step")
+    if getattr(captured, "_wrapped_by_lr_sched", False) and "func" in captured.__code__.co_freevars:
+        captured.__closure__[captured.__code__.co_freevars.index("func")].cell_contents = type(optimizer).step
 
 
 def register_hooks(optimizer: Any, stash: Stash) -> None:
@@ -456,6 +468,7 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     attempt(zero.repartition, optimizer)
     if isinstance(optimizer, subclass.Generated):
         attempt(subclass.take, optimizer)
+        attempt(_lead_scheduler, optimizer)
     del optimizer._amp_stash
     if recast_state:
         for param, _ in linked:
@@ -686,11 +699,19 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     recover(optimizer, stash, running=False)  # last: whoever comes after an exception asks whether this was done
 
 
-def hookless_step(base: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    """The step of a duck-typed optimizer of class `base`, which has no hooks: the same two calls around it."""
+def guarded_step(base: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """The step of an optimizer whose class `base` is not torch's, with the two calls that hooks make for torch's.
+
+    It may have no hooks; it may divide by the number of gradients, or count its steps wherever it likes: skipped means
+    not called.
+    """
+    stash = _stash(optimizer)
+    if stash is not None:
+        recover(optimizer, stash)
+    if stash is None or not stash.enabled or stash.step_depth > 0:
+        return base.step(optimizer, *args, **kwargs)
     called, kwargs = before_step(optimizer, (optimizer, *args), kwargs) or ((optimizer, *args), kwargs)
-    # It may not expect parameters without gradients, as a torch Optimizer must: skipped means not called.
-    skipped = optimizer._amp_stash.step_skipped and optimizer._amp_stash.enabled
+    skipped = stash.set_aside is not None
     result = None if skipped else base.step(*called, **kwargs)
     after_step(optimizer, called, kwargs)
     return result

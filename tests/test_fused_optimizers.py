@@ -13,9 +13,9 @@ import reference_optimizers as reference
 import torch
 import training
 from conftest import DEVICES, DTYPES
-from test_overflow import assert_unchanged, snapshot
 from test_syncs import count
 from torch import nn
+from training import assert_unchanged, snapshot
 
 from amp_patch import amp, multi_tensor
 from amp_patch.optimizers import (

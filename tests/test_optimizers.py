@@ -10,8 +10,8 @@ import pickle
 import pytest
 import torch
 import training
-from test_overflow import assert_unchanged, snapshot
 from torch import nn
+from training import assert_unchanged, snapshot
 
 from amp_patch import amp
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 
@@ -11,7 +10,7 @@ import torch
 import training
 from conftest import DEVICES
 from torch import nn
-from training import backward, linear
+from training import assert_unchanged, backward, linear, snapshot
 
 from amp_patch import amp
 
@@ -22,23 +21,6 @@ OPTIMIZERS = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, eps=1e-4, momentum=0.9),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-4),
 }
-
-
-def snapshot(model, optimizer):
-    state = [
-        {k: v.clone() if isinstance(v, torch.Tensor) else copy.deepcopy(v) for k, v in optimizer.state[p].items()}
-        for p in amp.master_params(optimizer)
-    ]
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    return [p.detach().clone() for p in (*model.parameters(), *amp.master_params(optimizer))], state, groups
-
-
-def assert_unchanged(before, after):
-    assert training.same(before[0], after[0])
-    for then, now in zip(before[1], after[1], strict=True):
-        assert then.keys() == now.keys()
-        assert all(torch.equal(then[k], now[k]) if torch.is_tensor(then[k]) else then[k] == now[k] for k in then)
-    assert before[2] == after[2]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -219,6 +201,49 @@ def test_counters_that_an_optimizer_keeps_in_its_groups_are_put_back(level):
         backward(model(torch.full((1, 1), value)).sum() / 4, optimizer)
         optimizer.step()
         assert optimizer.param_groups[0].get("step") == steps
+
+
+class Thorough(torch.optim.Optimizer):
+    """Counts its steps where nobody looks, keeps a number in a tensor, and divides by the number of gradients."""
+
+    def __init__(self, params, lr=1.0):
+        super().__init__(params, {"lr": lr, "sum": torch.zeros(())})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            grads = [p.grad for p in group["params"] if p.grad is not None]
+            group["sum"] += sum(grad.sum() for grad in grads) / len(grads)
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("scheduled", ["never", "before", "after"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_skipped_step_of_an_optimizer_that_is_not_torch_s_is_not_taken_at_all(level, scheduled):
+    model = linear([[1.0]])
+    optimizer, told = Thorough(model.parameters()), []
+    optimizer.register_step_post_hook(lambda *_: told.append(optimizer.steps))
+    if scheduled == "before":
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=1.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    if scheduled == "after":
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=1.0)
+    for value, steps in ((0.5, 1), (math.inf, 1), (0.25, 2)):
+        optimizer.zero_grad()
+        backward(model(torch.full((1, 1), value)).sum(), optimizer)
+        optimizer.step()
+        if scheduled != "never":
+            scheduler.step()  # it warns of schedules without steps, and a warning is an error here
+        assert optimizer.steps == steps and optimizer._amp_stash.step_skipped is (value == math.inf)
+    assert model.weight.item() == 0.25 and optimizer.param_groups[0]["sum"].item() == 0.75 and told == [1, 2]
+    amp.restore()
+    optimizer.zero_grad()
+    model(torch.full((1, 1), 0.25)).sum().backward()
+    optimizer.step()
+    assert optimizer.steps == 3 and model.weight.item() == 0.0 and told == [1, 2, 3]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

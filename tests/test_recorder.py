@@ -23,7 +23,7 @@ from training import ADAM, LEVELS, SGD, backward, convnet, images, linear, same,
 
 from amp_patch import amp
 from amp_patch.initialize import begin_training
-from amp_patch.optimizer import hookless_step
+from amp_patch.optimizer import guarded_step
 from amp_patch.report import recorder as recording
 from amp_patch.report.recorder import Enough, Recorder
 from amp_patch.report.runs import PARTS, Run, read_lines
@@ -52,7 +52,7 @@ def untouched():
     return (
         COMPOSER.ScaledBackward.__name__ == "ScaledBackward"
         and COMPOSER._enter.__module__ == COMPOSER._leave_alone.__module__ == COMPOSER.__name__
-        and hookless_step is sys.modules["amp_patch.optimizer"].hookless_step
+        and guarded_step is sys.modules["amp_patch.optimizer"].guarded_step
         and not torch_hooks._global_optimizer_pre_hooks
         and not torch_hooks._global_optimizer_post_hooks
         and not recording._recorders
@@ -218,7 +218,7 @@ def test_the_parts_of_a_step_are_its_times_and_add_up(slow):
     clock, model, optimizer = slow
     with amp.record() as run:
         clock.wait(1000.0)  # before the training is none of it
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
         for step in range(2):
             clock.wait(1.0)
             with torch.no_grad():
@@ -242,7 +242,7 @@ def test_the_parts_of_a_step_are_its_times_and_add_up(slow):
 def test_phases_that_come_again_add_up(slow):
     clock, model, optimizer = slow
     with amp.record() as run:
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O1", num_losses=2, verbosity=0)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1", num_losses=2, loss_scale=8.0, verbosity=0)
         for _ in range(3):
             clock.wait(1.0)  # fetches the next micro-batch: not between
             outputs = model(torch.ones(1, 2))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,3 +98,33 @@ def backward(loss: Tensor, optimizer: torch.optim.Optimizer, **kwargs: object) -
     """scale_loss with the ordinary body."""
     with amp.scale_loss(loss, optimizer, **kwargs) as scaled_loss:  # type: ignore[arg-type]
         scaled_loss.backward()
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Any], list[Any]]:
+    """Copies of what a step changes: the model's weights and the masters, the optimizer's state, its groups."""
+    masters = list(amp.master_params(optimizer))
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return (
+        [p.detach().clone() for p in (*model.parameters(), *masters)],
+        copy.deepcopy([dict(optimizer.state[p]) for p in masters]),
+        copy.deepcopy(groups),
+    )
+
+
+def assert_unchanged(before: Any, after: Any) -> None:
+    """Two snapshots, or parts of them, hold the same bits."""
+    assert type(before) is type(after)
+    if isinstance(before, Tensor):
+        assert before.dtype is after.dtype and torch.equal(before, after), (before, after)
+    elif isinstance(before, dict):
+        assert before.keys() == after.keys()
+        for key, value in before.items():
+            assert_unchanged(value, after[key])
+    elif isinstance(before, (list, tuple, deque)):
+        assert len(before) == len(after)
+        for value, other in zip(before, after, strict=True):
+            assert_unchanged(value, other)
+    elif type(before).__eq__ is object.__eq__ and hasattr(before, "__dict__"):
+        assert_unchanged(vars(before), vars(after))
+    else:
+        assert before == after

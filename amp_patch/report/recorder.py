@@ -581,7 +581,7 @@ def _step_ends(optimizer: Any, *_: Any) -> None:
             raise Enough
 
 
-def _hookless_step(original: Callable[..., Any], base: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+def _guarded_step(original: Callable[..., Any], base: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
     _step_begins(optimizer)
     result = original(base, optimizer, args, kwargs)
     _step_ends(optimizer)
@@ -606,7 +606,7 @@ def _install() -> None:
         for owner, name, ours in (
             (composer, "_enter", _enter),
             (composer, "_leave_alone", _leave_alone),
-            (optimizer_side, "hookless_step", _hookless_step),
+            (optimizer_side, "guarded_step", _guarded_step),
         ):
             _patches.set(owner, name, partial(ours, getattr(owner, name)))
         # Torch runs these before and after an optimizer's own, amp's among them.

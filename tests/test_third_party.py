@@ -1,0 +1,277 @@
+"""Optimizers and averages that others wrote, at the opt levels: the real packages, as their users install them.
+
+The gradients here are exact in FP16 and BF16 and do not depend on the weights. So whatever an optimizer computes,
+element by element or not, it must do to the masters, to the bit, what it does to the weights of the FP32 script.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import training
+from torch import Tensor, nn
+from training import assert_unchanged, snapshot
+
+EXTRAS = "pip install amp_patch[ecosystem,transformers]; `make test-all` does"
+pytorch_optimizer = pytest.importorskip("pytorch_optimizer", reason=EXTRAS)
+schedulefree = pytest.importorskip("schedulefree", reason=EXTRAS)
+lion_pytorch = pytest.importorskip("lion_pytorch", reason=EXTRAS)
+prodigyopt = pytest.importorskip("prodigyopt", reason=EXTRAS)
+torch_ema = pytest.importorskip("torch_ema", reason=EXTRAS)
+ema_pytorch = pytest.importorskip("ema_pytorch", reason=EXTRAS)
+transformers_optimizers = pytest.importorskip("transformers.optimization", reason=EXTRAS)
+
+from amp_patch import amp  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    # What the packages warn of, on any script.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:pytorch_optimizer"),
+]
+
+# pytorch_optimizer's, all but these.
+LEFT_OUT = {
+    "adahessian": "differentiates the gradients again: loss.backward(create_graph=True)",
+    "sophiah": "differentiates the gradients again: loss.backward(create_graph=True)",
+    "alig": "takes a closure",
+    "lbfgs": "takes a closure",
+    "bsam": "takes a closure",
+    "lomo": "steps during backward",
+    "adalomo": "steps during backward",
+    "demo": "wants einops, and a process group",
+    "distributedmuon": "wants a process group",
+    "lorarite": "wants pairs of low-rank matrices",
+    "sara": "wants low-rank matrices",
+    "spectralsphere": "wants matrices alone",
+}
+ARGUMENTS: dict[str, dict[str, Any]] = {"adashift": {"keep_num": 2}, "ranger21": {"num_iterations": 20}}
+MUONS = ("adago", "adamuon", "muon", "muonclip", "normuon")  # these want to be told which parameters are matrices
+STEPS = 8
+
+
+class Net(nn.Module):
+    """Parameters of one, two and three dimensions; the output is linear in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.square, self.conv = nn.Linear(4, 8), nn.Linear(4, 4, bias=False), nn.Conv1d(2, 3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.wide(x), self.square(x), self.conv(x.view(-1, 2, 2)).flatten(1)], 1)
+
+
+def network(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def loss_of(model: nn.Module, number: int) -> Tensor:
+    """Its gradients are multiples of 1/128 below 1/4."""
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randint(-2, 3, (4, 4), generator=generator) / 2
+    weights = torch.randint(-2, 3, (4, 15), generator=generator) / 64
+    return (model(x).float() * weights).sum()
+
+
+def step(model: nn.Module, optimizer: Any, number: int, *, factor: float = 1.0, plain: bool = False) -> None:
+    for seed in (torch.manual_seed, numpy.random.seed, random.seed):  # some draw noise, or lots
+        seed(number)
+    optimizer.zero_grad()
+    if plain:
+        with amp.disable_casts():  # those of O1 hold for the whole process
+            (loss_of(model, number) * factor).backward()
+            optimizer.step()
+    else:
+        training.backward(loss_of(model, number) * factor, optimizer)
+        optimizer.step()
+
+
+def of_pytorch_optimizer(name: str) -> Callable[[nn.Module], Any]:
+    def make(model: nn.Module) -> Any:
+        cls = pytorch_optimizer.load_optimizer(name)
+        if name == "adammini":
+            return cls(model)
+        params: Any = model.parameters()
+        if name in MUONS:
+            params = [
+                {"params": [p for p in model.parameters() if (p.dim() == 2) is muon], "use_muon": muon}
+                for muon in (True, False)
+            ]
+        return cls(params, **ARGUMENTS.get(name, {}))
+
+    return make
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    f"pytorch_optimizer {name}": of_pytorch_optimizer(name)
+    for name in pytorch_optimizer.get_supported_optimizers()
+    if name not in LEFT_OUT
+}
+OPTIMIZERS |= {
+    "schedulefree AdamW": lambda m: schedulefree.AdamWScheduleFree(m.parameters(), lr=0.1, warmup_steps=2),
+    "schedulefree RAdam": lambda m: schedulefree.RAdamScheduleFree(m.parameters(), lr=0.1),
+    "schedulefree SGD": lambda m: schedulefree.SGDScheduleFree(m.parameters(), lr=0.1, weight_decay=0.1),
+    "lion_pytorch": lambda m: lion_pytorch.Lion(m.parameters(), lr=1e-2, weight_decay=0.1),
+    "prodigyopt": lambda m: prodigyopt.Prodigy(m.parameters(), weight_decay=0.1),
+    "transformers Adafactor": lambda m: transformers_optimizers.Adafactor(m.parameters()),
+    "transformers Adafactor momentum": lambda m: transformers_optimizers.Adafactor(
+        m.parameters(), lr=0.1, beta1=0.9, relative_step=False, scale_parameter=False
+    ),
+    "Lookahead": lambda m: pytorch_optimizer.Lookahead(torch.optim.Adam(m.parameters(), lr=0.1), k=3),
+    "TRAC": lambda m: pytorch_optimizer.TRAC(torch.optim.Adam(m.parameters(), lr=0.1), s_prev=0.1),
+    "OrthoGrad": lambda m: pytorch_optimizer.OrthoGrad(torch.optim.Adam(m.parameters(), lr=0.1)),
+    "schedulefree wrapper": lambda m: pytorch_optimizer.ScheduleFreeWrapper(torch.optim.Adam(m.parameters(), lr=0.1)),
+}
+every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def start(name: str, level: str | None, seed: int = 0) -> tuple[nn.Module, Any]:
+    """A model and its optimizer, ready to train; `level` None is the script without amp_patch."""
+    model = network(seed)
+    optimizer = OPTIMIZERS[name](model)
+    if level is not None:
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    mode(optimizer, "train")
+    return model, optimizer
+
+
+def mode(optimizer: Any, name: str) -> None:
+    """Schedule-free optimizers swap the weights for their averages in `eval()`, and back in `train()`."""
+    if hasattr(optimizer, name):
+        getattr(optimizer, name)()
+
+
+def check(level: str, model: nn.Module, optimizer: Any, plain: nn.Module, plain_optimizer: Any) -> None:
+    """The masters and their state are the weights and the state of the FP32 script; the model has them rounded."""
+    masters, weights = list(amp.master_params(optimizer)), list(amp.master_params(plain_optimizer))
+    assert_unchanged([m.detach() for m in masters], [w.detach() for w in weights])
+    assert_unchanged([dict(optimizer.state[m]) for m in masters], [dict(plain_optimizer.state[w]) for w in weights])
+    loss_of(model, 0)  # a forward publishes what was written since the step
+    low = {"O2": torch.float16, "O5": torch.bfloat16}.get(level, torch.float32)
+    assert_unchanged([p.detach() for p in model.parameters()], [p.detach().to(low) for p in plain.parameters()])
+
+
+def test_no_optimizer_of_pytorch_optimizer_is_left_out():
+    assert set(LEFT_OUT) < set(pytorch_optimizer.get_supported_optimizers())
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@every_optimizer
+def test_it_does_to_the_masters_what_it_does_to_the_weights_of_the_fp32_script(name, level):
+    (model, optimizer), (plain, plain_optimizer) = start(name, level), start(name, None)
+    for number in range(STEPS):
+        step(model, optimizer, number)
+        step(plain, plain_optimizer, number, plain=True)
+        if number == 3 and level in ("O1", "O2"):
+            before = snapshot(model, optimizer)
+            step(model, optimizer, number, factor=math.inf)
+            assert amp_stash(optimizer).step_skipped
+            assert_unchanged(before, snapshot(model, optimizer))
+        if number == 5:
+            check(level, model, optimizer, plain, plain_optimizer)
+            for both in (optimizer, plain_optimizer):
+                mode(both, "eval")
+            check(level, model, optimizer, plain, plain_optimizer)
+            for both in (optimizer, plain_optimizer):
+                mode(both, "train")
+    check(level, model, optimizer, plain, plain_optimizer)
+    assert not amp_stash(optimizer).step_skipped
+    assert any(not torch.equal(now, then) for now, then in zip(plain.parameters(), network().parameters(), strict=True))
+
+
+def amp_stash(optimizer: Any) -> Any:
+    return (optimizer if hasattr(optimizer, "_amp_stash") else optimizer.optimizer)._amp_stash
+
+
+def resumed(name: str, level: str | None) -> list[Tensor]:
+    """The optimizer's parameters after a run that was cut in the middle: saved, and loaded into new objects."""
+    plain = level is None
+    model, optimizer = start(name, level)
+    for number in range(STEPS // 2):
+        step(model, optimizer, number, plain=plain)
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict(), None if plain else amp.state_dict()), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    model, optimizer = start(name, level, seed=1)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    if not plain:
+        amp.load_state_dict(saved[2])
+    for number in range(STEPS // 2, STEPS):
+        step(model, optimizer, number, plain=plain)
+    return [p.detach() for p in amp.master_params(optimizer)]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@every_optimizer
+def test_it_resumes_as_the_fp32_script_does(name, level):
+    expected = resumed(name, None)
+    assert_unchanged(resumed(name, level), expected)
+
+
+# The others keep numbers in attributes, which torch's `Optimizer.__getstate__` leaves out of all copies.
+COPIES = [name for name in OPTIMIZERS if name.startswith(("schedulefree A", "schedulefree R", "schedulefree S"))]
+COPIES += ["prodigyopt", "transformers Adafactor", "transformers Adafactor momentum"]
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
+)
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_trains_on_alike(name, duplicate):
+    def copied(level: str | None) -> tuple[list[Tensor], list[Tensor]]:
+        model, optimizer = start(name, level)
+        for number in range(2):
+            step(model, optimizer, number, plain=level is None)
+        twin, twins_optimizer = duplicate((model, optimizer))
+        for number in range(2, 4):
+            step(model, optimizer, number, plain=level is None)
+            step(twin, twins_optimizer, number, plain=level is None)
+        return tuple([p.detach() for p in amp.master_params(o)] for o in (optimizer, twins_optimizer))
+
+    expected = copied(None)
+    assert_unchanged(copied("O2"), expected)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_torch_ema_averages_the_masters_and_lends_the_average_to_the_model(level):
+    def run(level: str | None) -> tuple[nn.Module, Any, Any]:
+        model, optimizer = start("lion_pytorch", level)
+        average = torch_ema.ExponentialMovingAverage(list(amp.master_params(optimizer)), decay=0.9)
+        for number in range(STEPS):
+            step(model, optimizer, number, plain=level is None)
+            average.update()
+        return model, optimizer, average
+
+    (plain, plain_optimizer, expected), (model, optimizer, average) = run(None), run(level)
+    assert_unchanged(average.shadow_params, expected.shadow_params)
+    with average.average_parameters(), expected.average_parameters():
+        check(level, model, optimizer, plain, plain_optimizer)
+        assert_unchanged([p.detach() for p in plain.parameters()], expected.shadow_params)
+    check(level, model, optimizer, plain, plain_optimizer)
+    step(model, optimizer, STEPS)
+    step(plain, plain_optimizer, STEPS, plain=True)
+    check(level, model, optimizer, plain, plain_optimizer)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_ema_pytorch_averages_a_model_whose_weights_are_fp32(level):
+    def run(level: str | None) -> list[Tensor]:
+        model, optimizer = start("lion_pytorch", level)
+        average = ema_pytorch.EMA(model, beta=0.9, update_after_step=0, update_every=1, include_online_model=False)
+        for number in range(STEPS):
+            step(model, optimizer, number, plain=level is None)
+            average.update()
+        return [p.detach() for p in average.ema_model.parameters()]
+
+    assert_unchanged(run(level), run(None))
