@@ -118,10 +118,6 @@ def namespace(owners: Iterable[Any] = OWNERS) -> dict[tuple[int, str], int]:
     return {(id(owner), name): id(value) for owner in owners for name, value in vars(owner).items()}
 
 
-def torch_modules() -> list[Any]:
-    return [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "torch" and module]
-
-
 def gradients_of_a_plain_model() -> list[Tensor]:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     with torch.no_grad():
