@@ -74,6 +74,11 @@ class ScaledBackward(Block):
                 "scale_loss: an optimizer of this call is in the body of another scale_loss already; end that one "
                 "first (gradients add up over several), or add the losses"
             )
+        if any(any(stash.beside.values()) and self._is_reached(optimizer) for optimizer, stash in self._both()):
+            raise RuntimeError(
+                "scale_loss: called in the body of another scale_loss whose scaled backward has already reached "
+                "parameters of this call's optimizers; end that body first, or call zero_grad() on them"
+            )
         held = [stash.pending for stash in self.stashes if stash.pending is not None and stash.pending.held_back]
         if not all(pending.has_scale_of(self.scaler) for pending in held):
             raise RuntimeError(
@@ -89,7 +94,7 @@ class ScaledBackward(Block):
             for stash in self.stashes:
                 self._note_models(stash)
             self._set_bystanders_aside()
-        for optimizer, stash in zip(self.optimizers, self.stashes, strict=True):
+        for optimizer, stash in self._both():
             stash.open, stash.scale, stash.scaling = True, self.scale, self.scaling
             stash.bodies += 1
             recover(optimizer, stash)
@@ -113,6 +118,16 @@ class ScaledBackward(Block):
                 if param is master and (earlier := masters.take(param)) is not None:
                     stash.earlier[id(param)] = earlier
         self.had_grad = {id(param) for param, _ in distinct_pairs(self.optimizers) if param.grad is not None}
+
+    def _both(self) -> Iterator[tuple[Any, Stash]]:
+        return zip(self.optimizers, self.stashes, strict=True)
+
+    @staticmethod
+    def _is_reached(optimizer: Any) -> bool:
+        """Whether gradients that this backward would be added to are there: an outer body has taken its own away."""
+        stash: Stash = optimizer._amp_stash
+        pairs = stash.masters.pairs(optimizer.param_groups)
+        return any(p.grad is not None and (p is master or stash.pending is not None) for p, master in pairs)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """What the body runs backward on: the loss times the scale, FP32 (FP64 for an FP64 loss)."""
@@ -229,7 +244,7 @@ class ScaledBackward(Block):
     def _parts(self) -> Iterator[tuple[Stash, list[Pair], list[Pair]]]:
         """Per optimizer its stash, its pairs, and those of them that no optimizer before it holds."""
         seen: set[int] = set()
-        for optimizer, stash in zip(self.optimizers, self.stashes, strict=True):
+        for optimizer, stash in self._both():
             pairs = stash.masters.pairs(optimizer.param_groups)
             yield stash, pairs, [pair for pair in pairs if id(pair[0]) not in seen]
             seen.update(id(param) for param, _ in pairs)

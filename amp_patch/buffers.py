@@ -129,7 +129,8 @@ class Watch:
 
     def __init__(self, model: nn.Module, owned: Iterable[Owned]) -> None:
         names = {id(module): path for path, module in model.named_modules()}
-        watched = [(m, name) for m, name in owned if id(m) in names and not _is_vector_of_a_norm(m, name)]
+        inside = [(m, name) for m, name in owned if id(m) in names]
+        watched = [(m, name) for m, name in inside if not (_is_statistic(m) or _is_vector_of_a_norm(m, name))]
         self.owned = [(names[id(m)], weakref.ref(m), name) for m, name in watched]
         self.looks = 0
 
@@ -167,6 +168,11 @@ class Watch:
     def _state(module: nn.Module | None, name: str) -> tuple[Tensor | None, int]:
         buffer = getattr(module, name, None)  # scripted modules have no dict of them
         return buffer, buffer._version if isinstance(buffer, Tensor) and not buffer.is_inference() else -1
+
+
+def _is_statistic(module: nn.Module) -> bool:
+    """Whether the buffers are those of a norm of torch's, for which the level and `keep_batchnorm_fp32` speak."""
+    return isinstance(module, nn.modules.batchnorm._NormBase)
 
 
 def _is_vector_of_a_norm(module: nn.Module, name: str) -> bool:

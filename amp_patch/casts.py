@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import sys
 import threading
 import types
 import warnings
@@ -286,6 +287,17 @@ def _keep_default_in_replicas(patches: Patches) -> None:
         return parallel_apply(self, replicas, *args, **kwargs)
 
     patches.set(torch.nn.DataParallel, "parallel_apply", under_default)
+
+
+def in_force(function: Any) -> Any:
+    """What the casts have put in the place of `function`, by whose own name torch has it now; else `function` itself.
+
+    For a function that was taken from torch's namespace before they were installed.
+    """
+    owner = sys.modules.get(getattr(function, "__module__", None) or "")
+    found = getattr(owner, getattr(function, "__name__", ""), None)
+    original = getattr(found, "__wrapped__", None) or getattr(getattr(found, "__self__", None), "__wrapped__", None)
+    return found if original is function else function
 
 
 def _resolve(address: str) -> Any:

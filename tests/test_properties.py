@@ -526,9 +526,8 @@ def test_update_scale(
             )
             if found != 0:
                 left -= 1
-                lower = to_fp32(s * factors[1])
-                if (hysteresis is None or left <= 0) and lower > 0:
-                    s = lower
+                if hysteresis is None or left <= 0:
+                    s = to_fp32(max(s * factors[1], mt.SMALLEST_SCALE))
                 steps = 0
             else:
                 left, steps = hysteresis or 1, steps + 1

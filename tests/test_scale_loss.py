@@ -852,3 +852,19 @@ def test_an_optimizer_that_torch_applies_in_backward_is_refused_where_gradients_
     with pytest.raises(ValueError, match=r"initialize: an optimizer steps parameter '1\.weight' of Sequential during"):
         amp.initialize(model, optimizer, opt_level=level)
     assert type(optimizer) is torch.optim.SGD and model[1].weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_body_inside_of_one_whose_backward_has_reached_its_parameters(level):
+    models = [linear([[1.0]]), linear([[1.0]])]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    (first, second), optimizers = amp.initialize(models, optimizers, opt_level=level, loss_scale=128.0)
+    ones = torch.ones(1, 1)
+    with amp.scale_loss(second(first(ones)).sum(), optimizers[0]) as scaled_loss:
+        scaled_loss.backward()
+        if level == "O1":  # at O2 what other losses leave on a cast model is dropped
+            with pytest.raises(RuntimeError, match="has already reached parameters of this call's optimizers"):
+                backward(second(2 * ones).sum(), optimizers[1])
+            optimizers[1].zero_grad()
+        backward(second(2 * ones).sum(), optimizers[1])
+    assert [p.grad.tolist() for o in optimizers for p in amp.master_params(o)] == [[[1.0]], [[2.0]]]
