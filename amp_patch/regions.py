@@ -268,14 +268,17 @@ class region(blocks.Block):
             return
         for entry in reversed(_thread.stack):
             if entry.region is self:
-                _leave(entry)
-                break
+                return _leave(entry)
+        self._end_elsewhere()
 
     def _begin(self, entry: _Entry) -> None:
         """What a kind of region does on entry besides."""
 
     def _end(self, entry: _Entry) -> None:
         """Undo `_begin`: done already, half or not at all."""
+
+    def _end_elsewhere(self) -> None:
+        """`__exit__` on another thread than `__enter__`, whose own stack is out of reach from here."""
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` with its body in the region; of a generator function, every step of the body."""
@@ -340,6 +343,10 @@ class everywhere(region):
         with _lock:
             _overrides[:] = [other for other in _overrides if other is not entry]
             _refresh_default()
+
+    def _end_elsewhere(self) -> None:
+        for entry in [entry for entry in _overrides if entry.region is self][-1:]:
+            self._end(entry)
 
 
 def begin_trace(acting: Policy | None, silence: Callable[[str], Callable[[], object]] | None) -> None:
