@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_patch import amp, casts, cpu_fp16, no_cuda, regions
-from amp_patch.report.peak import PeakMemory
+from amp_patch.peak import PeakMemory
 
 CUDA = [0, "cuda", "cuda:0", "cuda:3", torch.device("cuda"), torch.device("cuda", 1)]
 
@@ -200,8 +200,8 @@ def test_memory_is_what_the_process_has_grown_by(cpu):
 
 
 def test_memory_that_the_system_does_not_tell_is_0_and_said_so_in_a_line(monkeypatch, capfd):
-    monkeypatch.setattr("amp_patch.report.peak._status", lambda name: None)
-    monkeypatch.setattr("amp_patch.report.peak._largest_ever", lambda: None)
+    monkeypatch.setattr("amp_patch.peak._status", lambda name: None)
+    monkeypatch.setattr("amp_patch.peak._largest_ever", lambda: None)
     no_cuda._say_that_nothing_tells.cache_clear()
     no_cuda.install()
     try:

@@ -34,9 +34,9 @@ from amp_patch.forward_hook import CompiledForward, ForwardHook, before_compiled
 from amp_patch.initialize import Dialect, Training, begin_training
 from amp_patch.optimizer import Stash
 from amp_patch.patch import Patches
+from amp_patch.peak import PeakMemory
 from amp_patch.report.arrivals import Batch, Entry
 from amp_patch.report.looking import Looking
-from amp_patch.report.peak import PeakMemory
 from amp_patch.report.runs import PARTS, Event, Run
 from amp_patch.report.sinks import Sink, sinks_for
 
