@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from amp_patch import check, surface
+from amp_patch import check, served, surface
 from amp_patch.__main__ import main
 
 ROOT = Path(__file__).parents[1]
@@ -92,7 +92,7 @@ def test_names_are_found_in_every_form(tmp_path, source):
 
 def test_what_becomes_of_a_name():
     def status(name: str) -> tuple[str, str]:
-        found = check.finding(name, [])
+        found = served.finding(name, [])
         return found.status, found.note
 
     assert status("apex.amp.master_params") == status("apex_C.flatten") == ("served", "")
@@ -310,18 +310,18 @@ def test_each_name_of_the_table_resolves():
     for row in surface.ROWS:
         assert row.served_by and row.names.split()
         for path in row.paths():
-            check.resolve(path)
+            served.resolve(path)
 
 
 def test_each_public_name_is_in_the_table():
     paths = [path for row in surface.ROWS for path in row.paths()]
     assert len(paths) == len(set(paths))
-    told = {id(check.resolve(path)) for path in paths} | {id(module) for module in check.modules().values()}
+    told = {id(served.resolve(path)) for path in paths} | {id(module) for module in served.modules().values()}
     public = {
-        f"{name}.{public}" for name, module in check.modules().items() for public in getattr(module, "__all__", ())
+        f"{name}.{public}" for name, module in served.modules().items() for public in getattr(module, "__all__", ())
     }
     assert len(public) > 100
-    assert not {name for name in public if name not in paths and id(check.resolve(name)) not in told}
+    assert not {name for name in public if name not in paths and id(served.resolve(name)) not in told}
 
 
 def test_the_readme_shows_the_table():
