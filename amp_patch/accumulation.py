@@ -59,9 +59,7 @@ def _hooks(param: Tensor) -> list[tuple[str, Any]]:
     node = _node(param)
     found = []
     for register in _KINDS:
-        probe = getattr(node, register)(
-            lambda *_: None
-        )  # a node has one dictionary of each kind, and tells by a handle
+        probe = getattr(node, register)(lambda *_: None)  # a handle tells of the node's one dictionary of this kind
         hooks = probe.hooks_dict_ref()
         probe.remove()
         values = list(hooks.values())
