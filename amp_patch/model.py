@@ -479,8 +479,8 @@ def allow_fast_path() -> None:
     _fast_path.remove()
 
 
-def policy_of(model: nn.Module) -> Policy | None:
-    """The policy that `initialize` gave to `model`; None for any other module."""
+def policy_of(model: nn.Module | None) -> Policy | None:
+    """The policy that `initialize` gave to `model`; None for any other."""
     return _policy(model) if isinstance(model, AmpModel) else None
 
 

@@ -74,7 +74,7 @@ class OptLevelTrainer(Trainer):
         finally:
             vars(config).update(before)
         if self.args.should_save:
-            _says_fp32(Path(output_dir or self.args.output_dir, "config.json"), policy.cast_model_type)
+            _says_fp32(Path(output_dir or self.args.output_dir or "", "config.json"), policy.cast_model_type)
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         plain = self.accelerator.backward  # whatever loss a subclass's compute_loss has made arrives there
