@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FrameType
+from types import CodeType, FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from amp_patch import amp, casts, regions
 from amp_patch import model as model_side
+from amp_patch.apex.amp import _forks
+from amp_patch.apex.amp.opt import OptimWrapper
 from amp_patch.backward import ScaledBackward
 
 INPUTS = {
@@ -147,7 +149,7 @@ class Training:
     """A model and its optimizer at a level."""
 
     def __init__(self, level: str, **options: Any) -> None:
-        self.model, self.optimizer = network(), sgd(network())
+        self.model = network()
         self.optimizer = sgd(self.model)
         if level not in ("O0", "O3"):
             options["keep_fp32"] = nn.LayerNorm  # at O3 torch's step would be one call for each type
@@ -382,6 +384,29 @@ def test_ctrl_c_as_scale_loss_closes(keeps_the_traceback):
         raised.raised = None
     assert surroundings() == before
     training.iteration("second")
+
+
+@pytest.mark.parametrize("around", ["OptimWrapper", "combine_ddp"])
+def test_ctrl_c_as_what_apex_has_around_scale_loss_closes(around, monkeypatch):
+    monkeypatch.setattr(_forks, "_average", lambda targets: None)  # which needs other processes
+    training, before = Training("O2"), surroundings()
+    handle = SimpleNamespace(is_active=lambda: True)
+
+    def scaling(loss: Tensor) -> Any:
+        if around == "OptimWrapper":
+            return OptimWrapper(training.optimizer, handle, num_loss=1).scale_loss(loss)
+        return _forks.averaged(amp.scale_loss(loss, training.optimizer), training.optimizer)
+
+    def run() -> None:
+        with scaling(training.loss("first")) as scaled_loss:
+            scaled_loss.backward()
+
+    run()
+    leave = type(scaling(training.loss("first"))).__exit__
+    raised = Raise(entry_of(leave, run))(run)
+    assert raised.place[0] is leave.__code__
+    assert surroundings() == before
+    training.iteration("second")  # while the traceback is there
 
 
 @pytest.mark.parametrize("keeps_the_traceback", [False, True])

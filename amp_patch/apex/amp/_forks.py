@@ -6,8 +6,8 @@ Source: ROCm/apex (apex/amp/frontend.py) and Ascend/apex (patch/npu.patch): name
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Generator, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from amp_patch import links
 from amp_patch import optimizer as optimizer_side
 from amp_patch.apex.amp._amp_state import maybe_print
 from amp_patch.apex.parallel.distributed import flat_dist_call
+from amp_patch.blocks import block
 from amp_patch.initialize import master_params
 from amp_patch.policy import LOW_PRECISION, boolean, scale_number
 
@@ -137,8 +138,8 @@ def averages(optimizers: Any) -> bool:
     return any(stash is not None and getattr(stash.properties, "combine_ddp", None) for stash in found)
 
 
-@contextmanager
-def averaged(scaling: AbstractContextManager[Tensor], optimizers: Any) -> Iterator[Tensor]:
+@block
+def averaged(scaling: AbstractContextManager[Tensor], optimizers: Any) -> Generator[Tensor, None, None]:
     """The body of `scale_loss`, at the end of which the model's gradients, still scaled, become the processes' mean.
 
     Each process must come here equally often. A parameter that had no gradient takes part with zeros, and has them

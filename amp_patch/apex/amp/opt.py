@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from typing import Any
 
 from torch import Tensor
 
+from amp_patch.blocks import block
 from amp_patch.initialize import scale_loss
 
 __all__ = ["OptimWrapper"]
@@ -33,8 +33,8 @@ class OptimWrapper:
         self._num_loss = num_loss
         self._loss_idx = 0
 
-    @contextmanager
-    def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
+    @block
+    def scale_loss(self, loss: Tensor) -> Generator[Tensor, None, None]:
         """The next loss of the iteration, scaled; on exit its gradients are unscaled."""
         if not self._amp_handle.is_active():
             yield loss
