@@ -14,7 +14,7 @@ __all__ = ["GradScaler", "autocast", "custom_bwd", "custom_fwd"]
 
 
 class autocast(casts.autocast):
-    """`amp_patch.autocast` for CUDA: `autocast(False)` casts nothing. Without CUDA it warns and does neither.
+    """`amp_patch.autocast` for CUDA: `autocast(False)` casts nothing. Without CUDA it warns and casts nothing.
 
     Args:
         enabled, dtype, cache_enabled: as of `amp_patch.autocast`.

@@ -91,7 +91,7 @@ def _objection(opt_level: str | None, name: str, value: Any, dtype: torch.dtype 
     if name == "cast_model_type" and value is not False and value is not torch.float32:
         return "O1 casts around functions and leaves the weights in FP32; O2 and O3 cast the model"
     if name == "keep_batchnorm_fp32":
-        return "batch norms run in FP32 there by the op lists; leave it at None"
+        return "batch norms have FP32 weights and statistics there; leave it at None"
     if name == "master_weights":
         return "the model's weights are FP32 there; leave it at None"
     return None
