@@ -361,6 +361,41 @@ def test_schedule_free_optimizers_evaluate_what_they_say(level):
         assert output(model) == expected
 
 
+def assert_alike(level, make, averaged, trained):
+    """Losses of the weights that `averaged(optimizer)` puts into the model, until `trained(optimizer)`: as in FP32."""
+
+    def run(level):
+        model = convnet()
+        optimizer = make(model, level)
+        seen = []
+        for _ in range(6):
+            inputs, targets = images(0)
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            backward(loss, optimizer) if level is not None else loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            averaged(optimizer)
+            model.eval()
+            with torch.no_grad():
+                seen.append(nn.functional.cross_entropy(model(inputs), targets).item())
+            model.train()
+            trained(optimizer)
+        return seen
+
+    losses, expected = run(level), run(None)
+    if level == "O0":
+        assert losses == expected
+    else:
+        low = torch.bfloat16 if level in ("O4", "O5") else torch.float16
+        assert len(set(expected)) > 2 and losses == pytest.approx(expected, abs=12 * torch.finfo(low).eps)
+
+
+def initialized(model, optimizer, level):
+    if level is not None:
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0)
+    return optimizer
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("level", MASTERED)
 @pytest.mark.parametrize(
@@ -370,28 +405,12 @@ def test_schedule_free_optimizers_evaluate_what_they_say(level):
 def test_schedulefree_s(name, options, level):
     library = pytest.importorskip("schedulefree", reason="optimizers of schedulefree are tried where it is installed")
 
-    def run(level):
-        model = convnet()
+    def make(model, level):
         optimizer = getattr(library, name)(model.parameters(), lr=0.01, **options)
         optimizer.train()
-        if level is not None:
-            model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0)
-        seen = []
-        for _ in range(6):
-            inputs, targets = images(0)
-            loss = nn.functional.cross_entropy(model(inputs), targets)
-            backward(loss, optimizer) if level is not None else loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            optimizer.eval()
-            model.eval()
-            with torch.no_grad():
-                seen.append(nn.functional.cross_entropy(model(inputs), targets).item())
-            model.train()
-            optimizer.train()
-        return seen
+        return initialized(model, optimizer, level)
 
-    assert_alike(level, run)
+    assert_alike(level, make, lambda optimizer: optimizer.eval(), lambda optimizer: optimizer.train())
 
 
 @pytest.mark.slow
@@ -399,32 +418,13 @@ def test_schedulefree_s(name, options, level):
 def test_pytorch_optimizer_s_lookahead(level):
     library = pytest.importorskip("pytorch_optimizer", reason="its Lookahead is tried where it is installed")
 
-    def run(level):
-        model = convnet()
+    def make(model, level):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if level is not None:
-            model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0)
-        lookahead = library.Lookahead(optimizer, k=2)
-        seen = []
-        for _ in range(6):
-            inputs, targets = images(0)
-            loss = nn.functional.cross_entropy(model(inputs), targets)
-            backward(loss, lookahead) if level is not None else loss.backward()
-            lookahead.step()
-            lookahead.zero_grad()
-            lookahead.backup_and_load_cache()
-            with torch.no_grad():
-                seen.append(nn.functional.cross_entropy(model(inputs), targets).item())
-            lookahead.clear_and_load_backup()
-        return seen
+        return library.Lookahead(initialized(model, optimizer, level), k=2)
 
-    assert_alike(level, run)
-
-
-def assert_alike(level, run):
-    losses, expected = run(level), run(None)
-    if level == "O0":
-        assert losses == expected
-    else:
-        low = torch.bfloat16 if level in ("O4", "O5") else torch.float16
-        assert len(set(expected)) > 2 and losses == pytest.approx(expected, abs=12 * torch.finfo(low).eps)
+    assert_alike(
+        level,
+        make,
+        lambda lookahead: lookahead.backup_and_load_cache(),
+        lambda lookahead: lookahead.clear_and_load_backup(),
+    )
