@@ -383,13 +383,18 @@ class AmpWrapper(subclass.Generated):
             innermost(self).zero_grad(*args, **kwargs)  # which knows of the model's gradients too
 
         def first_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            settle(innermost(self))
             result = base.first_step(self, *args, **kwargs)  # type: ignore[attr-defined]
             # The forward would do so, but not a compiled one, nor that of a part of the model.
             links.publish_written(innermost(self)._amp_stash.masters.linked())
             return result
 
+        def second_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            settle(innermost(self))  # what has no gradient is not moved back
+            return base.second_step(self, *args, **kwargs)  # type: ignore[attr-defined]
+
         hooked = issubclass(base, torch.optim.Optimizer)  # a scheduler may have captured its step
-        made = [zero_grad, first_step] if hooked else [step, zero_grad, first_step]
+        made = [zero_grad, first_step, second_step] if hooked else [step, zero_grad, first_step, second_step]
         return {method.__name__: method for method in made if hasattr(base, method.__name__)}
 
 
