@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from amp_patch import masters, shards
 from amp_patch import model as model_side
 from amp_patch.blocks import Block, when_left
-from amp_patch.optimizer import Pending, Stash, distinct_pairs, recover, unscale
+from amp_patch.optimizer import Pending, Stash, distinct_pairs, recover, settle, sharing, unscale
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.scaler import LossScaler, inverse_of
 
@@ -86,6 +86,7 @@ class ScaledBackward(Block):
                 "than this loss is; give all losses of such an iteration one loss_id, or call "
                 "model.set_requires_gradient_sync(True) before the last backward with another loss_id"
             )
+        self._settle_shared()
         self.begun = True
         Stash.turns += 1
         if self.scaling or any(stash.policy.master_weights for stash in self.stashes):
@@ -101,7 +102,7 @@ class ScaledBackward(Block):
         accumulating = []
         for stash, pairs, new in self._parts():
             if stash.pending is None:
-                for param, master in pairs:
+                for param, master in new:
                     if param is not master:
                         param.grad = None
                 if all(master.grad is None for _, master in pairs):
@@ -118,6 +119,19 @@ class ScaledBackward(Block):
                 if param is master and (earlier := masters.take(param)) is not None:
                     stash.earlier[id(param)] = earlier
         self.had_grad = {id(param) for param, _ in distinct_pairs(self.optimizers) if param.grad is not None}
+
+    def _settle_shared(self) -> None:
+        """Unscale what a delayed exit left for others, of parameters that they share with optimizers of this call."""
+        own = set(map(id, self.stashes))
+        for optimizer, stash in self._both():
+            left = [known.pending for _, known in sharing(stash) if known.pending is not None and id(known) not in own]
+            if any(pending.local or pending.held_back for pending in left):
+                raise RuntimeError(
+                    "scale_loss: optimizers that share parameters with this call's wait for gradients of theirs, which "
+                    "no_sync() or fully_shard holds back, to be reduced with later ones; give those optimizers too"
+                )
+            if left:
+                settle(optimizer)
 
     def _both(self) -> Iterator[tuple[Any, Stash]]:
         return zip(self.optimizers, self.stashes, strict=True)
@@ -242,9 +256,12 @@ class ScaledBackward(Block):
             del stash.earlier[id(param)]
 
     def _parts(self) -> Iterator[tuple[Stash, list[Pair], list[Pair]]]:
-        """Per optimizer its stash, its pairs, and those of them that no optimizer before it holds."""
+        """Per optimizer its stash, its pairs, and those of them that no optimizer before it holds.
+
+        First those whose gradients wait, scaled: a parameter that they share with others is theirs.
+        """
         seen: set[int] = set()
-        for optimizer, stash in self._both():
+        for optimizer, stash in sorted(self._both(), key=lambda both: both[1].pending is None):
             pairs = stash.masters.pairs(optimizer.param_groups)
             yield stash, pairs, [pair for pair in pairs if id(pair[0]) not in seen]
             seen.update(id(param) for param, _ in pairs)

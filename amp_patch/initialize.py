@@ -303,7 +303,8 @@ def scale_loss(
     with ScaledBackward(targets, scaler, scaler.scales) as backward:
         with regions.everywhere(stash.policy):
             yield backward.scaled(loss)
-        delay_unscale = backward.must_delay() or delay_unscale or any(map(_gradients_stay_local, targets))
+        backward.now.local = any(map(_gradients_stay_local, targets))
+        delay_unscale = backward.must_delay() or delay_unscale or backward.now.local
         if delay_unscale:
             backward.delay()
         else:
@@ -543,6 +544,8 @@ def _enter(
         optimizer_side.name_parameters(stash, models)
         stash.models = [weakref.ref(m) for m in models if any(id(p) in held for p in m.parameters())]
         optimizer_side.enter_training(target, stash, about_to_be_cast, training.dialect.optimizer)
+    if len(targets) > 1:
+        optimizer_side.note_sharing(targets)
     model_side.enter_training(models, kept, policy, methods, on_demand=not targets)
     if policy.cast_model_type is not None:
         model_side.cast(params, policy.cast_model_type)

@@ -37,6 +37,7 @@ _TRANSIENT = (
     "quiet",
     "set_aside",
     "sharded",
+    "sharing",
     "siblings",
     "spent",
     "step_frame",
@@ -53,8 +54,10 @@ class Pending:
         self.scaler = scaler
         self.scaling = scaler.scales
         self.updates, self.edits = scaler.updates, scaler.edits
-        self.scale = scaler.scale_tensor.clone()
+        # Where nothing is multiplied the scaler may have been loaded with a scale from a level that does.
+        self.scale = scaler.scale_tensor.clone() if scaler.scales else torch.ones_like(scaler.scale_tensor)
         self.held_back = False  # whether some of them are inside of FSDP modules, out of reach
+        self.local = False  # whether they wait for a DDP to reduce them, with later ones
 
     def has_scale_of(self, scaler: LossScaler) -> bool:
         """Whether `scaler` surely has this scale still; told on the host, without a sync."""
@@ -150,6 +153,7 @@ class Stash:
     set_aside: SetAside | None = None
     names: dict[int, str] = field(default_factory=dict)  # id(param) -> qualified name, for messages
     siblings: list[Any] = field(default_factory=list)  # weak references to the training's optimizers
+    sharing: list[Any] = field(default_factory=list)  # to those others that hold parameters of this one
     models: list[weakref.ref[nn.Module]] = field(default_factory=list)  # those that have parameters of this optimizer
     process_group: Any = None
     sharded: list[Any] = field(default_factory=list)  # weak references to the FSDP modules of its parameters
@@ -198,6 +202,7 @@ class Stash:
             siblings=[],
             models=[],
             sharded=[],
+            sharing=[],
             unowned=[],
             wrappers=[],
             spent=[],
@@ -288,6 +293,7 @@ class AmpOptimizer(subclass.Generated):
         if stash.policy.master_weights:
             stash.masters.attach(self, group)
             zero.repartition(self)
+        note_sharing([other for ref in stash.siblings if (other := ref()) is not None])
 
     def __getstate__(self) -> dict[str, Any]:
         parent = getattr(super(), "__getstate__", None)  # object has one since Python 3.11
@@ -377,13 +383,18 @@ class AmpWrapper(subclass.Generated):
             innermost(self).zero_grad(*args, **kwargs)  # which knows of the model's gradients too
 
         def first_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            settle(innermost(self))
             result = base.first_step(self, *args, **kwargs)  # type: ignore[attr-defined]
             # The forward would do so, but not a compiled one, nor that of a part of the model.
             links.publish_written(innermost(self)._amp_stash.masters.linked())
             return result
 
+        def second_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            settle(innermost(self))  # what has no gradient is not moved back
+            return base.second_step(self, *args, **kwargs)  # type: ignore[attr-defined]
+
         hooked = issubclass(base, torch.optim.Optimizer)  # a scheduler may have captured its step
-        made = [zero_grad, first_step] if hooked else [step, zero_grad, first_step]
+        made = [zero_grad, first_step, second_step] if hooked else [step, zero_grad, first_step, second_step]
         return {method.__name__: method for method in made if hasattr(base, method.__name__)}
 
 
@@ -532,6 +543,23 @@ def first_gradient(optimizer: Any) -> Tensor | None:
     return None
 
 
+def note_sharing(optimizers: Sequence[Any]) -> None:
+    """Let the optimizers of a training know which others hold parameters of theirs."""
+    held = [
+        (optimizer, stash, {id(param) for param, _ in stash.masters.pairs(optimizer.param_groups)})
+        for optimizer in optimizers
+        if (stash := _stash(optimizer)) is not None
+    ]
+    for optimizer, stash, own in held:
+        stash.sharing = [weakref.ref(o) for o, _, params in held if o is not optimizer and not own.isdisjoint(params)]
+
+
+def sharing(stash: Stash) -> list[tuple[Any, Stash]]:
+    """The other optimizers of the training that hold parameters of this one, which are still in it."""
+    alive = [other for ref in stash.sharing if (other := ref()) is not None]
+    return [(other, known) for other in alive if (known := _stash(other)) is not None]
+
+
 def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | None) -> None:
     """Turn scaled gradients of the model into unscaled ones of the masters; record overflow on the device; no sync.
 
@@ -589,6 +617,10 @@ def _unscale(
         stash.note_found(scaler, overall)
         if stash.two_passes:
             _move_nothing(optimizer, stash)
+    here = set(map(id, stashes))
+    others = {id(other): other for stash in stashes for _, other in sharing(stash) if id(other) not in here}
+    for other in others.values():  # what overflowed may be in gradients that they would step with
+        other.note_found(scaler, overall)
     scaler.record(overall * (1 - torch.stack(known).amax()) if known else overall)
 
 
@@ -608,14 +640,18 @@ def _move_nothing(optimizer: Any, stash: Stash) -> None:
 def settle(optimizer: Any) -> None:
     """Unscale gradients that a delayed exit of `scale_loss` left scaled; no sync.
 
-    Those of all optimizers of that exit: they may share parameters, and one that overflowed holds the others up.
+    Those of all optimizers of that exit: they may share parameters, and one that overflowed holds the others up. And
+    those that were left for others that share parameters with this one.
     """
     stash = _stash(optimizer)
-    if stash is not None and stash.pending is not None:
-        pending = stash.pending
-        others = [other for ref in stash.siblings if (other := ref()) is not None and other is not optimizer]
-        left = [o for o in others if (known := _stash(o)) is not None and known.pending is pending]
-        unscale([optimizer, *left], pending.scaler, inverse_of(pending.scale) if pending.scaling else None)
+    if stash is None:
+        return
+    for holder, known in ((optimizer, stash), *sharing(stash)):
+        if (pending := known.pending) is None:
+            continue
+        others = [other for ref in known.siblings if (other := ref()) is not None and other is not holder]
+        left = [o for o in others if (its := _stash(o)) is not None and its.pending is pending]
+        unscale([holder, *left], pending.scaler, inverse_of(pending.scale) if pending.scaling else None)
         if pending.updates == pending.scaler.updates:  # else this loss moved its scale since, with another optimizer
             pending.scaler.update()
 
@@ -732,11 +768,15 @@ def consume(optimizer: Any, stash: Stash) -> None:
 
 
 def drop_spent(stash: Stash) -> None:
-    """Set the gradients to None that `consume` left for a wrapper, where they are still there."""
-    for master, grad in stash.spent:
-        if master.grad is grad:
-            master.grad = None
-    stash.spent = []
+    """Set the gradients to None that `consume` left for a wrapper, where they are still there.
+
+    Those that it left to others which share masters too: this optimizer would add to them, or step with them.
+    """
+    for holder in (stash, *(known for _, known in sharing(stash))):
+        for master, grad in holder.spent:
+            if master.grad is grad:
+                master.grad = None
+        holder.spent = []
 
 
 def culprits(optimizer: Any) -> str:

@@ -158,6 +158,21 @@ def test_the_second_pass_is_at_the_moved_weights(level, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("delayed", [0, 1])
+def test_gradients_of_a_delayed_exit_are_there_for_both_passes(delayed, level, kind):
+    model = linear([[64.0]])
+    sam = kind(model.parameters(), torch.optim.SGD, rho=1.0, lr=1.0)
+    model, sam = amp.initialize(model, sam, opt_level=level, loss_scale=8.0)
+    seen = []
+    for index, step in enumerate((sam.first_step, sam.second_step)):
+        backward(model(torch.ones(1, 1)).sum(), sam, delay_unscale=index == delayed)
+        step(zero_grad=True)
+        seen.append(model(torch.ones(1, 1)).item())
+    assert seen == [65.0, 63.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", CAST)
 def test_the_move_is_there_at_once_for_forwards_that_do_not_look(level, kind):  # compiled ones, and those of parts
     model = nn.Sequential(linear([[1.0]]))
