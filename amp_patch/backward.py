@@ -54,7 +54,7 @@ class ScaledBackward(Block):
         self._left: Any = None
 
     def __enter__(self) -> ScaledBackward:
-        self._left = when_left(self, self.close)
+        self._left = when_left(self, lambda _: self.close())
         self.begin()
         return self
 

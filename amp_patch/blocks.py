@@ -63,20 +63,21 @@ class Block:
             del cls.__exit__
 
 
-def when_left(block: Any, then: Callable[[], Any]) -> weakref.ref[Any] | None:
+def when_left(block: Any, then: Callable[[Any], Any]) -> weakref.ref[Any] | None:
     """For `__enter__` of `block`: have `then` called when the `with` statement that calls it is over.
 
-    It is called, at the latest at the end of the statement, as long as the reference that this returns exists. None,
-    and it is never called, where no `with` statement calls `__enter__`.
+    It is called with the reference that this returns, at the latest at the end of the statement, as long as that
+    exists; on whatever thread lets go of the statement, which for a suspended generator's is any. None, and it is never
+    called, where no `with` statement calls `__enter__`.
     """
     newest, _fetched.newest = _fetched.newest, None
     held = None if newest is None else newest()
-    return None if held is None or held.args[0] is not block else weakref.ref(held, lambda _: then())
+    return None if held is None or held.args[0] is not block else weakref.ref(held, then)
 
 
 class _Generated(Block, contextlib._GeneratorContextManager[Yielded, None, None]):
     def __enter__(self) -> Yielded:
-        self._left = when_left(self, self.gen.close)
+        self._left = when_left(self, lambda _: self.gen.close())
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> bool | None:

@@ -252,11 +252,12 @@ class region(blocks.Block):
         if is_dynamo_compiling():
             enter_trace_of(self.acting, self.claims)
             return self
-        if _thread.stack and (call := _thread.stack[-1].region.call) is not None and not is_running(call):
-            _leave(_thread.stack[-1])
+        stack = _thread.stack
+        while stack and _is_over(stack[-1]):
+            _leave(stack[-1])
         entry = _Entry(self)
         entry.left = blocks.when_left(self, functools.partial(_leave, entry))
-        _thread.stack.append(entry)
+        stack.append(entry)
         self._begin(entry)
         entry.depth, entry.task, entry.silenced = _state.begin(self.claims)
         _follow(entry)
@@ -268,7 +269,8 @@ class region(blocks.Block):
             return
         for entry in reversed(_thread.stack):
             if entry.region is self:
-                return _leave(entry)
+                _leave(entry)
+                return
         self._end_elsewhere()
 
     def _begin(self, entry: _Entry) -> None:
@@ -278,7 +280,7 @@ class region(blocks.Block):
         """Undo `_begin`: done already, half or not at all."""
 
     def _end_elsewhere(self) -> None:
-        """`__exit__` on another thread than `__enter__`, whose own stack is out of reach from here."""
+        """`__exit__` on a thread that is not in the region: undo of `_begin` what other threads share."""
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` with its body in the region; of a generator function, every step of the body."""
@@ -319,10 +321,11 @@ class no_casts_within(region):
         super().__init__(None, claims=True)
 
     def _begin(self, entry: _Entry) -> None:
-        _thread.firm = [*_thread.firm, entry]
+        _thread.firm.append(entry)
 
     def _end(self, entry: _Entry) -> None:
-        _thread.firm = [other for other in _thread.firm if other is not entry]
+        if entry in _thread.firm:
+            _thread.firm.remove(entry)
 
 
 class everywhere(region):
@@ -341,12 +344,16 @@ class everywhere(region):
     def _end(self, entry: _Entry) -> None:
         drop_cache()
         with _lock:
-            _overrides[:] = [other for other in _overrides if other is not entry]
+            if entry in _overrides:
+                _overrides.remove(entry)
             _refresh_default()
 
     def _end_elsewhere(self) -> None:
-        for entry in [entry for entry in _overrides if entry.region is self][-1:]:
-            self._end(entry)
+        # An entry that has a `with` statement goes with that.
+        for entry in reversed(_overrides):
+            if entry.region is self and entry.left is None:
+                self._end(entry)
+                return
 
 
 def begin_trace(acting: Policy | None, silence: Callable[[str], Callable[[], object]] | None) -> None:
@@ -502,26 +509,45 @@ def _follow(entry: _Entry) -> None:
     _state.follow(acting, aside, inner.caches, entry.depth, entry.task)
 
 
-def _leave(entry: _Entry) -> None:
-    """Take `entry` away. After an exception in here the next call does the rest: what is looked for goes last."""
+def _is_over(entry: _Entry) -> bool:
+    """Whether an entry that is still there should not be: its hook, or its generator on another thread, has ended."""
+    left, call = entry.left, entry.region.call
+    return (left is not None and left() is None) or (call is not None and not is_running(call))
+
+
+def _leave(entry: _Entry, _: Any = None) -> None:
+    """Take `entry` away. After an exception in here the next call does the rest: what is looked for goes last.
+
+    Anything in here may run the garbage collector, and that may end another region of the thread.
+    """
     stack = _thread.stack
     if entry not in stack:
+        entry.region._end(entry)  # its generator has ended on another thread: the process default is everyone's
         return
-    index = stack.index(entry)
     if entry.silenced:
-        _unsilence(entry, stack[index + 1 :])
+        _unsilence(entry, stack)
     entry.region._end(entry)
-    rest = stack[:index] + stack[index + 1 :]
-    if rest:
-        _follow(rest[-1])
-    else:
-        _state.leave()
-    stack[:], entry.left = rest, None
+    while True:
+        rest = _innermost_but(entry, stack)
+        if rest is None:
+            _state.leave()
+        else:
+            _follow(rest)
+        if _innermost_but(entry, stack) is rest:
+            break
+    stack.remove(entry)
+    entry.left = None
 
 
-def _unsilence(ended: _Entry, later: list[_Entry]) -> None:
+def _innermost_but(entry: _Entry, stack: list[_Entry]) -> _Entry | None:
+    if stack[-1] is not entry:
+        return stack[-1]
+    return stack[-2] if len(stack) > 1 else None
+
+
+def _unsilence(ended: _Entry, stack: list[_Entry]) -> None:
     """`ended` turns torch.autocast on again, or leaves that to a region that began later and wants it off."""
-    for entry in later:
+    for entry in stack[stack.index(ended) + 1 :]:
         if entry.region.claims and entry.depth == ended.depth:
             entry.silenced |= ended.silenced
             return

@@ -649,6 +649,73 @@ def test_regions_that_end_out_of_order() -> None:
     assert casts.current() is None
 
 
+def suspended_in(block: regions.region) -> Iterator[None]:
+    """A generator that is suspended in `block`, and started."""
+
+    def generator() -> Iterator[None]:
+        with block:
+            yield
+
+    started = generator()
+    next(started)
+    return started
+
+
+REGIONS: dict[str, Callable[[], regions.region]] = {
+    "region": lambda: regions.region(None),
+    "everywhere": lambda: regions.everywhere(None),
+    "no_casts_within": regions.no_casts_within,
+}
+
+
+@pytest.mark.parametrize("kind", REGIONS)
+def test_a_region_that_ends_while_another_one_is_left_takes_itself_away(kind: str) -> None:
+    """As where the garbage collector finds a suspended generator in the middle of an exit."""
+
+    class EndsAnother(regions.region):
+        def _end(self, entry: Any) -> None:
+            other.close()
+
+    other = suspended_in(REGIONS[kind]())
+    with EndsAnother(None):
+        pass
+    assert regions.outside()
+    assert not regions._thread.firm
+    assert not regions._overrides
+
+
+def test_regions_end_wherever_the_garbage_collector_finds_their_generators() -> None:
+    def forget_one() -> None:
+        cycle: list[Any] = [suspended_in(regions.everywhere(None))]
+        cycle.append(cycle)
+
+    thresholds = gc.get_threshold()
+    try:
+        for allocations in range(1, 120):
+            gc.set_threshold(100_000)
+            forget_one()
+            with regions.everywhere(None), regions.no_casts_within():
+                gc.set_threshold(allocations)
+            gc.set_threshold(*thresholds)
+            gc.collect()
+            assert regions.outside(), allocations
+            assert not regions._thread.firm, allocations
+            assert not regions._overrides, allocations
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+def test_a_generator_that_ends_on_another_thread_takes_its_region_away() -> None:
+    suspended = suspended_in(regions.everywhere(o1(torch.bfloat16)))
+    assert casts.current() is not None
+    run_in_thread(suspended.close)
+    assert not regions._overrides, "the process default is as before, at once"
+    with regions.region(None):
+        pass
+    assert regions.outside(), "the thread's own share went with its next region"
+    assert casts.current() is None
+
+
 def test_everywhere_is_the_default_of_other_threads() -> None:
     policy, base = o1(), o1(torch.bfloat16)
     with casts.everywhere(policy):
