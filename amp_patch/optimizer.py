@@ -337,6 +337,8 @@ def check(optimizer: Any, policy: Policy) -> None:
 
 def innermost(optimizer: Any) -> Any:
     """The optimizer inside of wrappers that keep it as `.optim` or `.optimizer` (LARC), or `.base_optimizer` (SAM)."""
+    if "_amp_stash" in getattr(optimizer, "__dict__", ()):  # `initialize` has found it to be that
+        return optimizer
     *_, last = _layers(optimizer)
     return last
 
