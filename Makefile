@@ -78,8 +78,9 @@ $(VENV)/installed: $(VENV)/tools setup.py pyproject.toml $(SOURCES)
 	touch $@
 
 # What amp_patch is tested in and with, 230 MB: only test-all wants it. amp_patch is there already, and not built
-# again; TORCH keeps pip from taking another one.
+# again; TORCH keeps pip from taking another one. DeepSpeed lies apart from the rest: accelerate would import it.
 $(VENV)/ecosystem: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet "amp_patch[lightning,transformers,ecosystem]" "$(TORCH)"
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation deepspeed==0.18.2 "$(TORCH)"
+	$(BIN)/python -m pip install --quiet einops hjson msgpack psutil py-cpuinfo "pydantic>=2"
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --target $(VENV)/deepspeed --upgrade deepspeed==0.18.2
 	touch $@
