@@ -39,7 +39,7 @@ _USED = tuple(
     for name in (
         *("symbolic_convert:InstructionTranslator.current_tx", "symbolic_convert:InstructionTranslator.set_current_tx"),
         *("symbolic_convert:InstructionTranslator.import_source", "symbolic_convert:InstructionTranslator.run"),
-        *("guards:install_guard", "guards:GuardBuilder.ID_MATCH"),
+        *("eval_frame:skip_code", "guards:install_guard", "guards:GuardBuilder.ID_MATCH"),
         *("source:AttrSource", "source:CallFunctionNoArgsSource.make_guard"),
         *("trace_rules:add", "trace_rules:get_torch_obj_rule_map", "trace_rules:hashable", "trace_rules:lookup"),
         *("trace_rules:get_tensor_method.cache_clear",),
@@ -213,6 +213,10 @@ def _attach(module: Any) -> None:
             pkgutil.resolve_name(name)
         for name in _BOOKKEEPING:
             importlib.import_module("torch._dynamo.trace_rules").add(f"amp_patch.{name}")
+        # Called between graphs by regions that begin and end there; in traced code regions never come to these.
+        for function in vars(regions.PythonState).values():
+            if isinstance(function, types.FunctionType):
+                importlib.import_module("torch._dynamo.eval_frame").skip_code(function.__code__)
     except Exception as error:
         _unknown(repr(error))
         return

@@ -107,10 +107,11 @@ class PythonState:
 
     def begin(self, claims: bool) -> tuple[int, int, Any]:
         """(depth, task, silenced) of a region that begins here; if it `claims`, torch.autocast is off from now on."""
-        depth, silenced = _native_depth(), frozenset(kind for kind in _DEVICE_TYPES if claims and _is_enabled(kind))
+        silenced = frozenset(kind for kind in _DEVICE_TYPES if claims and _is_enabled(kind))
+        depth, task = _native_depth(), torch._C._current_graph_task_id()
         for kind in silenced:
             _set_enabled(kind, False)
-        return depth, torch._C._current_graph_task_id(), silenced
+        return depth, task, silenced
 
     def end(self, silenced: Any, depth: int) -> None:
         """Undo a `begin`, unless the torch.autocast that it has turned off is gone, or one inside is left open."""

@@ -208,7 +208,8 @@ def test_the_default_changes_under_calls() -> None:
     def outside() -> None:
         while not done.is_set():
             assert (x @ weight).dtype in (HALF, BF16, FULL)
-            assert casts.current() is None or casts.current().opt_level == "O1"
+            now = casts.current()  # asked once: it changes meanwhile
+            assert now is None or now.opt_level == "O1"
             assert regions._state.cached() == 0
 
     def inside() -> None:
