@@ -33,6 +33,7 @@ _TRANSIENT = (
     "models",
     "names",
     "owner",
+    "prepared",
     "process_group",
     "quiet",
     "set_aside",
@@ -133,6 +134,7 @@ class Stash:
     found: list[tuple[LossScaler, Tensor]] = field(default_factory=list)
     told: bool = False  # whether the optimizer has the overflow flag of the step that is running
     step_depth: int = 0
+    prepared: bool = False  # whether the pre-hook has done its part: what moves a master from then on is the step
     step_frame: FrameType | None = None  # the call of `step` that is running, if it has not been left by an exception
     open: bool = False  # whether a `scale_loss` body of this optimizer is running
     scale: Tensor | None = None  # that body's
@@ -215,6 +217,7 @@ class Stash:
             stepped={},
             told=False,
             step_depth=0,
+            prepared=False,
             step_frame=None,
             open=False,
             scale=None,
@@ -709,6 +712,7 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
         stash.quiet = regions.region(None)
         stash.quiet.call = stash.step_frame
         stash.quiet.__enter__()
+    stash.prepared = True
     if watched is None:
         return None
     return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
@@ -730,11 +734,12 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     elif not stash.told and _may_skip_on_device(optimizer, stash):
         _note_stepped(optimizer, stash)
     regions.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
+    consume(optimizer, stash)
     if not skipped:  # of a step that the device skipped, the values that are there already
         links.publish(stash.masters.linked())
     stalled.remember(stash.models)
-    consume(optimizer, stash)
-    recover(optimizer, stash, running=False)  # last: whoever comes after an exception asks whether this was done
+    # Last, and publish behind consume: `recover` asks after an exception whether these were done.
+    recover(optimizer, stash, running=False)
 
 
 def guarded_step(base: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -892,9 +897,9 @@ def recover(optimizer: Any, stash: Stash, running: bool | None = None) -> None:
         stash.quiet.__exit__(None, None, None)
         stash.quiet = None
     _put_back(optimizer, stash)
-    if left and links.publish_written(stash.masters.linked()):
+    if left and links.publish_written(stash.masters.linked()) and stash.prepared:
         consume(optimizer, stash)
-    stash.step_depth, stash.step_frame = 0, None
+    stash.step_depth, stash.step_frame, stash.prepared = 0, None, False
 
 
 def _drop_removed(optimizer: Any, stash: Stash) -> None:
