@@ -33,8 +33,11 @@ _is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enable
 
 def _native_depth() -> int:
     """How many torch.autocast regions this thread is in."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
+    try:
+        torch.autocast_increment_nesting()
+    finally:
+        depth = torch.autocast_decrement_nesting()
+    return depth
 
 
 @functools.cache
