@@ -330,6 +330,8 @@ def deepspeed_run(folder, level, micros=1, options="{}", processes=1, port=29611
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(DEEPSPEED), os.environ.get("PYTHONPATH", "")]),
         "DS_ACCELERATOR": "cpu",
+        # What DeepSpeed compiles at its first use: elsewhere a run that was killed would leave it locked.
+        "TORCH_EXTENSIONS_DIR": str(folder.parent / "torch_extensions"),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(processes),
