@@ -106,7 +106,8 @@ class Wrapped:
 _functions: dict[int, tuple[Any, Wrapped]] = {}  # id of a wrapper -> the wrapper, and what it stands for
 _methods: dict[str, Wrapped] = {}  # of torch.Tensor, by name
 _own_methods: set[Any] = set()  # of torch.Tensor, those that a wrapper ever stood for
-_told: set[int] = set()  # ids of the wrappers that Dynamo knows
+_told: set[int] = set()  # ids of the wrappers that stand in `_table`
+_table: dict[Any, Any] | None = None  # Dynamo's, of torch's functions; it makes a new one after a process group began
 _hooked = False
 _attached = False
 _stale = False  # whether there may be frames that were compiled before
@@ -413,16 +414,20 @@ def _operator(function: Any, name: str) -> Callable[..., Any]:
 
 def _tell() -> None:
     """Tell Dynamo what it does not know yet of our wrappers."""
+    global _table
+    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
+    known = rules.get_torch_obj_rule_map()
+    if known is not _table:
+        _told.clear()
+        _table = known
     new = [entry for key, entry in _functions.items() if key not in _told]
     if not new:
         return
     builder = importlib.import_module("torch._dynamo.variables.builder")
-    rules = importlib.import_module("torch._dynamo.trace_rules")
     variable = _variable_class()
     # Dynamo reads a policy's fields as the constants that they are.
     handlers = builder.SourcelessBuilder._type_handlers
     handlers.setdefault(Policy, lambda tx, value: builder.UserDefinedObjectVariable(value))
-    known = rules.get_torch_obj_rule_map()
     by_id = builder.VariableBuilder._id_dispatch()
     for wrapper, wrapped in new:
         _told.add(id(wrapper))

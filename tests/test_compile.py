@@ -423,6 +423,23 @@ def test_policies_that_cast_alike_share_what_is_compiled():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+def test_a_process_group_that_begins_changes_nothing():
+    """Dynamo then drops what it knows of torch's functions, and looks at them again while wrappers stand there."""
+    try:
+        for _ in range(2):
+            with amp.autocast("cpu", dtype=torch.bfloat16):
+                same_as_eager(zoo, *operands(), backend="eager", rtol=2e-2, atol=2e-2)
+                torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+                torch.distributed.destroy_process_group()
+                torch._dynamo.reset()
+                same_as_eager(zoo, *operands(), backend="eager", rtol=2e-2, atol=2e-2)
+        amp.restore()
+        same_as_eager(zoo, *operands(), backend="eager")
+    finally:
+        amp.restore()
+        torch._dynamo.trace_rules.clear_lru_cache()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Who comes first, in processes of their own
 
