@@ -33,8 +33,8 @@ test: $(VENV)/installed ## every test that is not marked slow
 	$(PYTEST_FILES) -m "not slow"
 
 test-all: $(VENV)/ecosystem ## what `test` leaves out: the tests marked slow, and all others without the extension
-	AMP_PATCH_BACKEND=torch $(PYTEST_FILES) -m "not slow" --ignore tests/test_examples.py
-	$(PYTEST) -m "not slow" tests/test_integrations.py
+	AMP_PATCH_BACKEND=torch $(PYTEST_FILES) -m "not slow" --ignore tests/project/test_examples.py
+	$(PYTEST) -m "not slow" tests/integrations
 	$(PYTEST) -m slow
 
 lint: $(VENV)/installed ## ruff, mypy and clang-format; changes nothing

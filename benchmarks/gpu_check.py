@@ -63,7 +63,7 @@ def main() -> None:
 
     failed = []
     # The examples need scikit-learn and are about training, not about the device.
-    if not run("-m", "pytest", "-q", "-m", "not slow", "--ignore", "tests/test_examples.py"):
+    if not run("-m", "pytest", "-q", "-m", "not slow", "--ignore", "tests/project/test_examples.py"):
         failed.append("tests")
     results: dict[str, object] = {
         "gpu": gpu,

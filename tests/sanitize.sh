@@ -19,13 +19,13 @@ nm -D amp_patch/_C.*.so | grep -q __asan_report || { echo "sanitize.sh: the exte
 
 # Python has no sanitizer in it, so the runtime is loaded before it; and libstdc++ too, or there would be no exceptions
 # to intercept yet. Python and torch leave much to the end of the process: leaks are not looked for. Torch is not
-# instrumented, but its memory comes from the sanitizer's malloc. CXXFLAGS: for what tests/test_chunk.py compiles.
+# instrumented, but its memory comes from the sanitizer's malloc. CXXFLAGS: for what test_chunk.py compiles.
 CXX=${CXX:-c++}
 runtime="$("$CXX" -print-file-name=libasan.so) $("$CXX" -print-file-name=libstdc++.so)"
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH="$PWD" OMP_NUM_THREADS=2
 export CXXFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -D_GLIBCXX_ASSERTIONS"
-FILES="test_plan.py test_chunk.py test_multi_tensor.py test_properties.py test_threads.py test_casts.py"
-case ${1:-} in test_*) FILES= ;; esac
+FILES="tests/multi_tensor/test_plan.py tests/multi_tensor/test_chunk.py tests/multi_tensor/test_multi_tensor.py"
+FILES="$FILES tests/multi_tensor/test_properties.py tests/casts/test_threads.py tests/casts/test_casts.py"
+case ${1:-} in tests/*) FILES= ;; esac
 # Not the compilers of torch, which take minutes. A report must reach the terminal: the process ends right after it.
-cd tests
 LD_PRELOAD="$runtime" "$PYTHON" -m pytest --capture=sys -p no:cacheprovider -q -k "not compile" -m "not slow" $FILES "$@"

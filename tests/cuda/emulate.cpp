@@ -1,5 +1,5 @@
 // csrc/chunk.h, the code of each CUDA thread, run on the host: every block, every thread, one after the other.
-// tests/test_chunk.py compiles this file by itself and calls emulate() through ctypes.
+// tests/multi_tensor/test_chunk.py compiles this file by itself and calls emulate() through ctypes.
 #include <array>
 #include <cstring>
 #include <vector>

@@ -1,0 +1,457 @@
+"""amp_C, apex_C and multi_tensor_apply: called as scripts call them."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+
+import pytest
+import reference
+import reference_optimizers
+import torch
+from conftest import DEVICES, DTYPES
+from syncs import count
+
+import amp_patch.apex as shim
+from amp_patch.apex import amp_C, apex_C
+from amp_patch.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
+from amp_patch.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+
+CHUNK = 2048 * 32
+SHAPES = [(3, 5), (7,), (2, 3, 4), (1,)]
+on_devices = pytest.mark.parametrize("device", DEVICES)
+
+
+def tensors(seed=0, dtype=torch.float32, device="cpu", shapes=SHAPES):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(s, generator=generator).to(device, dtype) for s in shapes]
+
+
+def buffer(device="cpu", dtype=torch.int32, value=0):
+    return torch.full((1,), value, dtype=dtype, device=device)
+
+
+def same(left, right):
+    return all(map(torch.equal, left, right))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The surface
+
+
+def test_names_resolve_where_scripts_import_them():
+    shim.install()
+    try:
+        top = importlib.import_module("amp_C")
+        assert top is amp_C and all(callable(getattr(top, name)) for name in top.__all__)
+        applier = importlib.import_module("apex.multi_tensor_apply").multi_tensor_applier
+        assert applier is multi_tensor_applier
+        assert importlib.import_module("apex_C") is apex_C
+        for module, name in [
+            ("adam", "FusedAdam"),
+            ("sgd", "FusedSGD"),
+            ("lamb", "FusedLAMB"),
+            ("novograd", "FusedNovoGrad"),
+            ("adagrad", "FusedAdagrad"),
+        ]:
+            optimizers = importlib.import_module("apex.optimizers")
+            path = importlib.import_module(f"apex.optimizers.fused_{module}")
+            assert getattr(optimizers, name) is getattr(path, name)
+            assert name in optimizers.__all__ and name in path.__all__
+    finally:
+        shim.uninstall()
+
+
+def test_the_applier_hands_on_its_chunk_size_and_the_rest():
+    assert multi_tensor_applier.available is True and MultiTensorApply.available is True
+    assert multi_tensor_applier.warned is False
+    assert multi_tensor_applier.chunk_size == CHUNK
+    multi_tensor_applier.check_avail()
+    flag, lists = buffer(), [[torch.ones(1)]]
+    assert MultiTensorApply(7)(lambda *args: args, flag, lists, 1, "two") == (7, flag, lists, 1, "two")
+
+
+def test_flatten_and_unflatten():
+    parts = tensors()
+    flat = apex_C.flatten(parts)
+    assert flat.shape == (sum(t.numel() for t in parts),)
+    back = apex_C.unflatten(flat, parts)
+    assert same(parts, back)
+    flat.zero_()
+    assert not any(t.any() for t in back)  # views
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Copies, sums, norms
+
+
+@on_devices
+@pytest.mark.parametrize("flag_dtype", [torch.int32, torch.float32, torch.uint8, torch.int64])
+@pytest.mark.parametrize("dst_dtype", DTYPES)
+@pytest.mark.parametrize("src_dtype", DTYPES)
+def test_scale(src_dtype, dst_dtype, flag_dtype, device):
+    src, flag = tensors(dtype=src_dtype, device=device), buffer(device, flag_dtype)
+    dst = [torch.empty_like(t, dtype=dst_dtype) for t in src]
+    amp_C.multi_tensor_scale(65536, flag, [src, dst], 0.5)
+    assert same(dst, [reference.scale(t, dst_dtype, 0.5) for t in src])
+    assert flag.item() == 0
+    src[1][2] = math.inf
+    amp_C.multi_tensor_scale(65536, flag, [src, dst], 0.5)
+    assert flag.item() == 1 and dst[1][2] == math.inf
+    src[1][2] = 0.0
+    amp_C.multi_tensor_scale(65536, flag, [src, dst], 2.0)  # a set flag stops nothing and stays set
+    assert flag.item() == 1 and same(dst, [reference.scale(t, dst_dtype, 2.0) for t in src])
+
+
+def test_the_flag_may_be_a_scalar_and_scale_writes_parameters():
+    params = [torch.nn.Parameter(t) for t in tensors()]
+    masters, flag = tensors(1), torch.tensor(0, dtype=torch.int)
+    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [masters, params], 1.0)
+    assert same(params, masters) and flag.item() == 0
+
+
+@on_devices
+@pytest.mark.parametrize(("arg_to_check", "raised_by"), [(-1, "xy"), (0, "x"), (1, "y")])
+def test_axpby(arg_to_check, raised_by, device):
+    x, y = tensors(0, torch.float16, device), tensors(1, torch.float32, device)
+    out, flag = [torch.empty_like(t) for t in y], buffer(device)
+    multi_tensor_applier(amp_C.multi_tensor_axpby, flag, [x, y, out], 0.5, 2.0, arg_to_check)
+    assert same(out, [reference.axpby(0.5, p, 2.0, q, torch.float32) for p, q in zip(x, y, strict=True)])
+    assert flag.item() == 0
+    for name, tensor in (("x", x[0]), ("y", y[0])):
+        kept = tensor[0, 0].item()
+        tensor[0, 0] = math.nan
+        flag.zero_()
+        multi_tensor_applier(amp_C.multi_tensor_axpby, flag, [x, y, out], 0.5, 2.0, arg_to_check)
+        assert flag.item() == (name in raised_by)
+        tensor[0, 0] = kept
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["multi_tensor_l2norm", "multi_tensor_l2norm_mp"])
+def test_l2norm(name, dtype, device):
+    grads, flag = tensors(dtype=dtype, device=device), buffer(device)
+    norm, _ = multi_tensor_applier(getattr(amp_C, name), flag, [grads], False)
+    assert norm.shape == (1,) and norm.dtype is torch.float32 and norm.device.type == device
+    assert norm.item() == pytest.approx(reference.l2norm(grads).item(), rel=1e-6)
+    norm, each = getattr(amp_C, name)(CHUNK, flag, [grads], True)
+    assert each.shape == (len(grads),)
+    assert torch.allclose(each, torch.stack([t.float().norm() for t in grads]))
+    assert getattr(amp_C, name)(CHUNK, flag, [grads])[1].shape == (0,)
+    assert flag.item() == 0
+    grads[0][0, 0] = math.nan
+    norm, _ = getattr(amp_C, name)(CHUNK, flag, [grads], False)
+    assert norm.isnan() and flag.item() == 1
+
+
+def test_l2norm_of_nothing_is_zero():
+    norm, each = amp_C.multi_tensor_l2norm(CHUNK, buffer(), [[]], True)
+    assert torch.equal(norm, torch.zeros(1)) and each.shape == (0,)
+
+
+@on_devices
+def test_l2norm_scale_and_unscale_l2norm(device):
+    grads, flag = tensors(dtype=torch.float16, device=device), buffer(device)
+    out = [torch.empty_like(t, dtype=torch.float32) for t in grads]
+    norm, each = amp_C.multi_tensor_l2norm_scale(CHUNK, flag, [grads, out], 0.25, True)
+    assert same(out, [reference.scale(t, torch.float32, 0.25) for t in grads])
+    assert norm.item() == pytest.approx(reference.l2norm(grads).item(), rel=1e-6) and each.shape == (len(grads),)
+    before = copy.deepcopy(grads)
+    inverse = torch.tensor([0.25], device=device)
+    unscaled, each = amp_C.multi_tensor_unscale_l2norm(CHUNK, flag, [grads], inverse, True)
+    assert unscaled.item() == pytest.approx(reference.l2norm(out).item(), rel=1e-6)
+    assert torch.allclose(each, torch.stack([t.norm() for t in out]))
+    assert same(grads, before) and flag.item() == 0
+
+
+@pytest.mark.parametrize("norm_type", [0, 2])
+def test_norm_out_blends(norm_type):
+    grads, flag = tensors(), buffer()
+    out = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    norms = torch.stack([t.abs().max() if norm_type == 0 else t.norm() for t in grads])
+    wanted = 0.9 * out + 0.1 * norms if norm_type == 0 else (0.9 * out**2 + 0.1 * norms**2).sqrt()
+    amp_C.multi_tensor_norm_out(CHUNK, flag, [grads], out, 0.9, 0.1, norm_type)
+    assert torch.allclose(out, wanted) and flag.item() == 0
+    grads[3][0] = math.inf
+    amp_C.multi_tensor_norm_out(CHUNK, flag, [grads], out, 0.9, 0.1, norm_type)
+    assert flag.item() == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Steps
+
+
+def of_optimizer(make, flags, names, steps=3, dtype=torch.float32):
+    """Parameters, states and gradients of a fused optimizer after `steps` steps."""
+    params = [torch.nn.Parameter(t) for t in tensors(dtype=dtype)]
+    optimizer = make(params, **flags)
+    for step in range(steps):
+        for p, g in zip(params, tensors(10 + step, dtype), strict=True):
+            p.grad = g
+        optimizer.step()
+    return [p.detach() for p in params], [[optimizer.state[p][name] for p in params] for name in names]
+
+
+def zeros(dtype=torch.float32):
+    return [torch.zeros_like(t) for t in tensors(dtype=dtype)]
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_adam(mode):
+    params, m, v, flag = tensors(), zeros(), zeros(), buffer()
+    for step in range(3):
+        lists = [tensors(10 + step), params, m, v]
+        multi_tensor_applier(amp_C.multi_tensor_adam, flag, lists, 0.01, 0.9, 0.99, 1e-8, step + 1, mode, 1, 0.1)
+    flags = {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1, "adam_w_mode": mode == 1}
+    wanted, states = of_optimizer(FusedAdam, flags, ["exp_avg", "exp_avg_sq"])
+    assert same(params, wanted) and same(m, states[0]) and same(v, states[1])
+
+
+@on_devices
+@pytest.mark.parametrize("masters", [False, True])
+def test_capturable_adam_reads_its_numbers_on_the_device_and_obeys_the_flag(masters, device):
+    params, m, v = tensors(device=device), tensors(device=device), tensors(device=device)
+    m, v, flag = [t.zero_() for t in m], [t.zero_() for t in v], buffer(device)
+    twins, states = [t.clone() for t in params], [{} for _ in params]
+    low = [t.half() for t in params] if masters else params
+    run = amp_C.multi_tensor_adam_capturable_master if masters else amp_C.multi_tensor_adam_capturable
+    lr, inverse = torch.tensor([0.01], device=device), torch.tensor([0.25], device=device)
+    for step in (1, 2, 3):
+        flag.fill_(step == 2)
+        grads = [4 * t for t in tensors(10 + step, device=device)]
+        lists = [grads, low, m, v, params] if masters else [grads, params, m, v]
+        before = copy.deepcopy(lists)
+        at = torch.tensor([step], dtype=torch.int32, device=device)
+        assert count(device, lambda: run(CHUNK, flag, lists, lr, 0.9, 0.99, 1e-8, at, 1, 1, 0.1, inverse)) <= (  # noqa: B023
+            1 if device == "cpu" else 0  # torch's fused Adam reads a learning rate on a CPU as a number
+        )
+        if step == 2:
+            assert all(map(same, lists, before))
+            continue
+        reference_optimizers.adam(
+            twins, [t / 4 for t in grads], states, step, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1
+        )
+        assert all(torch.allclose(p, q, rtol=1e-6) for p, q in zip(params, twins, strict=True))
+        assert not masters or same(low, [t.half() for t in params])
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_sgd(after):
+    params, buffers, flag = tensors(), zeros(), buffer()
+    for step in range(3):
+        lists = [tensors(10 + step), params, buffers]
+        multi_tensor_applier(amp_C.multi_tensor_sgd, flag, lists, 0.1, 0.9, 0.0, 0.05, True, step == 0, after, 1.0)
+    flags = {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "wd_after_momentum": after}
+    wanted, states = of_optimizer(FusedSGD, flags, ["momentum_buffer"])
+    # The flag, read on the device, takes another rounding of the decay.
+    close = all(
+        torch.allclose(p, q, rtol=1e-6) for p, q in zip([*params, *buffers], [*wanted, *states[0]], strict=True)
+    )
+    assert close if after else same(params, wanted) and same(buffers, states[0])
+
+
+@on_devices
+@pytest.mark.parametrize("after", [False, True])
+def test_sgd_of_half_gradients_masters_and_copies_obeys_the_flag(after, device):
+    masters = tensors(device=device)
+    copies, buffers = [t.half() for t in masters], [torch.zeros_like(t) for t in masters]
+    copies[0][0, 0] = 77.0  # not its master's value: a skipped step must leave it
+    grads, flag = tensors(10, torch.float16, device), buffer(device, value=1)
+    lists = [grads, masters, buffers, copies]
+    before = copy.deepcopy(lists)
+    run = lambda: amp_C.multi_tensor_sgd(CHUNK, flag, lists, 0.1, 0.9, 0.0, 0.05, False, True, after, 0.5)  # noqa: E731
+    run()
+    assert all(map(same, lists, before)) and flag.item() == 1
+    flag.zero_()
+    assert count(device, run) == 0
+    twins = [t.double() for t in before[1]]
+    reference_optimizers.sgd(
+        twins,
+        [t.double() / 2 for t in grads],
+        [{} for _ in twins],
+        1,
+        lr=0.05,
+        momentum=0.9,
+        weight_decay=0.1,
+        wd_after_momentum=after,
+    )
+    assert all(torch.allclose(p.double(), q, rtol=1e-6) for p, q in zip(masters, twins, strict=True))
+    assert same(copies, [t.half() for t in masters])
+
+
+def test_sgd_without_momentum_leaves_the_buffers():
+    params, buffers = tensors(), zeros()
+    amp_C.multi_tensor_sgd(CHUNK, buffer(), [tensors(10), params, buffers], 0.0, 0.0, 0.0, 0.5, False, False, False)
+    assert same(buffers, zeros())
+    assert same(params, [p - 0.5 * g for p, g in zip(tensors(), tensors(10), strict=True)])
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_adagrad(mode):
+    params, sums = tensors(), zeros()
+    for step in range(3):
+        lists = [tensors(10 + step), params, sums]
+        multi_tensor_applier(amp_C.multi_tensor_adagrad, buffer(), lists, 0.05, 1e-10, mode, 0.1)
+    flags = {"lr": 0.05, "weight_decay": 0.1, "adagrad_w_mode": mode == 1}
+    wanted, states = of_optimizer(FusedAdagrad, flags, ["sum"])
+    assert same(params, wanted) and same(sums, states[0])
+
+
+@pytest.mark.parametrize("norm_type", [0, 2])
+@pytest.mark.parametrize("mode", [0, 1])
+def test_novograd(mode, norm_type):
+    params, m, norms, flag = tensors(), zeros(), torch.zeros(len(SHAPES)), buffer()
+    for step in range(3):
+        arguments = (norms, 0.01, 0.95, 0.98, 1e-8, step + 1, 1, 0.1, 1, mode, norm_type)
+        multi_tensor_applier(amp_C.multi_tensor_novograd, flag, [tensors(10 + step), params, m], *arguments)
+    flags = {"lr": 0.01, "betas": (0.95, 0.98), "weight_decay": 0.1, "norm_type": norm_type, "init_zero": True}
+    wanted, states = of_optimizer(FusedNovoGrad, {**flags, "reg_inside_moment": mode == 0}, ["exp_avg"])
+    assert same(params, wanted) and same(m, states[0]) and flag.item() == 0
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_lamb(mode):
+    params, m, v, flag = tensors(), zeros(), zeros(), buffer()
+    for step in range(3):
+        grads = tensors(10 + step)
+        norm, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [grads], False)
+        arguments = (0.01, 0.9, 0.99, 1e-6, step + 1, 1, 0.01, 1, mode, norm, 1.0, False)
+        multi_tensor_applier(amp_C.multi_tensor_lamb, flag, [grads, params, m, v], *arguments)
+    flags = {"lr": 0.01, "betas": (0.9, 0.99), "adam_w_mode": mode == 1}
+    wanted, states = of_optimizer(FusedLAMB, flags, ["exp_avg", "exp_avg_sq"])
+    assert same(params, wanted) and same(m, states[0]) and same(v, states[1])
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_lamb_in_two_stages(dtype, device):
+    """As BERT's own optimizers call them: half gradients, masters, a weight decay for each parameter."""
+    params, grads = tensors(device=device), tensors(10, dtype, device)
+    m, v, updates = ([torch.zeros_like(t) for t in params] for _ in range(3))
+    twins, states = [t.double() for t in params], [{} for _ in params]
+    flag, decays = buffer(device), torch.full((len(params),), 0.01, device=device)
+    norm = amp_C.multi_tensor_l2norm(CHUNK, flag, [grads], False)[0]
+
+    def both():
+        amp_C.multi_tensor_lamb_stage1_cuda(
+            CHUNK, flag, [grads, params, m, v, updates], decays, 0, 0.9, 0.999, 1e-6, norm, 1.0
+        )
+        param_norms = amp_C.multi_tensor_l2norm(CHUNK, flag, [params], True)[1]
+        update_norms = amp_C.multi_tensor_l2norm(CHUNK, flag, [updates], True)[1]
+        amp_C.multi_tensor_lamb_stage2_cuda(CHUNK, flag, [params, updates], param_norms, update_norms, 0.01, 0.01)
+
+    assert count(device, both) == 0
+    reference_optimizers.lamb(twins, [g.double() for g in grads], states, 1, lr=0.01)
+    assert all(torch.allclose(p.double(), q, rtol=2e-6) for p, q in zip(params, twins, strict=True))
+    assert all(torch.allclose(t.double(), s["exp_avg"], rtol=2e-6) for t, s in zip(m, states, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_states_may_have_the_parameters_type(dtype):
+    """Apex's kernels take one type for all lists: states in half precision are rounded once a step."""
+    params, m, v = tensors(dtype=dtype), zeros(dtype), zeros(dtype)
+    wide = [t.float() for t in params]
+    wide_m, wide_v = zeros(), zeros()
+    rest = (0.01, 0.9, 0.99, 1e-8, 1, 1, 1, 0.1)
+    amp_C.multi_tensor_adam(CHUNK, buffer(), [tensors(10, dtype), params, m, v], *rest)
+    grads = [t.float() for t in tensors(10, dtype)]
+    amp_C.multi_tensor_adam(CHUNK, buffer(), [grads, wide, wide_m, wide_v], *rest)
+    for low, full in ((params, wide), (m, wide_m), (v, wide_v)):
+        assert same(low, [t.to(dtype) for t in full])
+
+
+@on_devices
+def test_update_scale_hysteresis(device):
+    scale = torch.tensor([8.0], device=device)
+    growth, patience = (torch.tensor([n], dtype=torch.int32, device=device) for n in (0, 2))
+    seen = []
+    for bad in (1.0, 1.0, 0.0, 0.0, 1.0):
+        found = torch.tensor([bad], device=device)
+        result = amp_C.update_scale_hysteresis(scale, growth, patience, found, 2.0, 0.5, 2, 2)
+        assert result is scale
+        seen.append((scale.item(), growth.item(), patience.item()))
+    assert seen == [(8.0, 0, 1), (4.0, 0, 0), (4.0, 1, 2), (8.0, 0, 2), (8.0, 0, 1)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is wrong with a call
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: amp_C.multi_tensor_scale(CHUNK, buffer(), [tensors()], 1.0),
+            ValueError,
+            r"multi_tensor_scale: tensor_lists holds lists of \[4\] tensors, wanted are 2 lists .*: src, dst",
+        ),
+        (
+            lambda: amp_C.multi_tensor_adam(
+                CHUNK, buffer(), [tensors(), tensors()[:2], zeros(), zeros()], 0.1, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0
+            ),
+            ValueError,
+            r"multi_tensor_adam: tensor_lists holds lists of \[4, 2, 4, 4\] tensors",
+        ),
+        (
+            lambda: amp_C.multi_tensor_l2norm(CHUNK, torch.zeros(2), [tensors()]),
+            TypeError,
+            "multi_tensor_l2norm: noop_flag is .* a tensor of one element is wanted",
+        ),
+        (
+            lambda: amp_C.multi_tensor_axpby(CHUNK, buffer(), [tensors()] * 3, 1.0, 1.0, 2),
+            ValueError,
+            "multi_tensor_axpby: arg_to_check=2, wanted -1",
+        ),
+        (
+            lambda: amp_C.multi_tensor_norm_out(CHUNK, buffer(), [tensors()], torch.zeros(2), 0.9, 0.1, 2),
+            ValueError,
+            r"multi_tensor_norm_out: the norms have shape \[2\], \[4\] is wanted",
+        ),
+        (
+            lambda: amp_C.multi_tensor_norm_out(CHUNK, buffer(), [tensors()], torch.zeros(4), 0.9, 0.1, 1),
+            ValueError,
+            "multi_tensor_norm_out: norm_type=1, wanted 2",
+        ),
+    ],
+)
+def test_wrong_calls_are_refused_by_name(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("name", [n for n in amp_C.__all__ if n.startswith("multi_tensor")])
+def test_lists_of_nothing_are_legal(name):
+    lists = {"adam": 4, "adam_capturable": 4, "adam_capturable_master": 5, "lamb": 4, "lamb_stage1_cuda": 5}
+    lists |= {"sgd": 3, "adagrad": 3, "novograd": 3, "axpby": 3, "scale": 2, "l2norm_scale": 2, "lamb_stage2_cuda": 2}
+    one, none = torch.ones(1), torch.zeros(0)
+    rest = {
+        "scale": (1.0,),
+        "axpby": (1.0, 1.0, -1),
+        "l2norm": (),
+        "l2norm_mp": (),
+        "l2norm_scale": (1.0,),
+        "unscale_l2norm": (one,),
+        "norm_out": (none, 0.9, 0.1, 2),
+        "sgd": (0.1, 0.9, 0.0, 0.1, False, True, False, 1.0),
+        "adam": (0.1, 0.9, 0.9, 1e-8, 1, 1, 1, 0.1),
+        "adam_capturable": (one, 0.9, 0.9, 1e-8, one, 1, 1, 0.1, one),
+        "adam_capturable_master": (one, 0.9, 0.9, 1e-8, one, 1, 1, 0.1, one),
+        "adagrad": (0.1, 1e-8, 1, 0.1),
+        "novograd": (none, 0.1, 0.9, 0.9, 1e-8, 1, 1, 0.1, 1, 1, 2),
+        "lamb": (0.1, 0.9, 0.9, 1e-8, 1, 1, 0.1, 1, 1, one, 1.0),
+        "lamb_stage1_cuda": (none, 0, 0.9, 0.9, 1e-8, one, 1.0),
+        "lamb_stage2_cuda": (none, none, 0.1, 0.1),
+    }
+    short, flag = name.removeprefix("multi_tensor_"), buffer()
+    getattr(amp_C, name)(CHUNK, flag, [[] for _ in range(lists.get(short, 1))], *rest[short])
+    assert flag.item() == 0
+
+
+def test_the_norm_of_what_is_unscaled_does_not_overflow_before():
+    flag = torch.zeros(1, dtype=torch.int32)
+    total, each = amp_C.multi_tensor_unscale_l2norm(
+        65536, flag, [[torch.full((4,), 2.0**100)]], torch.tensor([2.0**-100]), True
+    )
+    assert total.item() == each.item() == 2.0 and flag.item() == 0

@@ -1,0 +1,381 @@
+"""What living forks of Apex have beside NVIDIA's: ROCm's types, Huawei's arguments. And DeepSpeed, which calls it."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from apexed import apex_amp  # noqa: F401
+from paths import ROOT
+from torch import nn
+from training import linear
+
+INF = float("inf")
+
+
+def make(amp, level="O1", value=1.0, lr=0.25, **options):
+    model = linear([[value]])
+    return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=lr), opt_level=level, verbosity=0, **options)
+
+
+def backward(amp, model, optimizer, slope=1.0, **options):
+    loss = model(torch.ones(1, 1)).sum() * slope
+    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
+        scaled_loss.backward()
+
+
+def product():
+    """The type of a matrix product of FP32 matrices."""
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+# --- ROCm: the type of the patched functions -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize(("level", "dtype"), [("O1", torch.float16), ("O4", torch.bfloat16)])
+def test_the_type_of_the_patched_functions_is_the_level_s(amp, level, dtype, as_text):
+    make(amp, level, patch_torch_functions_type=str(dtype) if as_text else dtype)
+    assert product() is dtype
+    assert amp._amp_state.opt_properties.patch_torch_functions_type is dtype
+
+
+def test_with_dtype_the_type_is_that(amp):
+    make(amp, "O1", dtype=torch.bfloat16, patch_torch_functions_type="bfloat16")
+    assert product() is torch.bfloat16
+    assert amp._amp_state.opt_properties.patch_torch_functions_type is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype", "words"),
+    [
+        ("O1", torch.bfloat16, "cast to torch.float16 there"),
+        ("O4", torch.float16, "cast to torch.bfloat16 there"),
+        *((level, torch.float16, "only O1 and O4 patch") for level in ("O0", "O2", "O3", "O5")),
+    ],
+)
+def test_a_type_that_contradicts_the_level_is_refused_or_dropped(amp, level, dtype, words):
+    with pytest.raises(RuntimeError, match=f"patch_torch_functions_type={dtype} contradicts .*{words}"):
+        make(amp, level, patch_torch_functions_type=dtype)
+    assert product() is torch.float32
+    amp._amp_state.hard_override = True
+    make(amp, level, patch_torch_functions_type=dtype)
+    own = {"O1": torch.float16, "O4": torch.bfloat16}.get(level)
+    assert amp._amp_state.opt_properties.patch_torch_functions_type is own and product() is (own or torch.float32)
+
+
+@pytest.mark.parametrize("value", ["float32", torch.float32, "yes", 16])
+def test_a_type_that_cannot_be_is_refused(amp, value):
+    with pytest.raises(ValueError, match=r"initialize: patch_torch_functions_type is .*wanted torch.float16 or"):
+        make(amp, patch_torch_functions_type=value)
+    with pytest.raises(ValueError, match=r"amp.init: patch_type is .*wanted torch.float16 or torch.bfloat16"):
+        amp.init(patch_type=value)
+    assert product() is torch.float32
+
+
+@pytest.mark.parametrize(("level", "partner"), [("O4", "O1"), ("O5", "O2")])
+def test_o4_and_o5_are_o1_and_o2_in_bf16_and_scale_nothing(amp, level, partner):
+    model, optimizer = make(amp, level)
+    properties, other = amp._amp_state.opt_properties, make(amp, partner, dtype=torch.bfloat16)
+    assert properties.loss_scale == 1.0 and other
+    same = {**amp._amp_state.opt_properties.options, "opt_level": level}
+    assert properties.options == same
+    backward(amp, model, optimizer)
+    optimizer.step()
+    assert model(torch.ones(1, 1)).item() == 0.75
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(torch.bfloat16, torch.bfloat16), ("half", torch.float16), (None,) * 2])
+def test_init_takes_a_type(amp, value, dtype):
+    handle = amp.init(patch_type=value)
+    assert product() is (dtype or torch.float16)
+    handle._deactivate()
+    assert product() is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O4", "O2"])
+def test_bfloat16_functions_are_bf16_at_every_level_that_casts(amp, wrappers, level):
+    @amp.bfloat16_function
+    def decorated(a, *, b):
+        return a.dtype, b[0].dtype
+
+    class Theirs:
+        def function(a):
+            return a.dtype
+
+    amp.register_bfloat16_function(Theirs, "function")
+    ones, low = torch.ones(2), torch.bfloat16 if level in ("O1", "O4") else torch.float32
+    assert decorated(ones, b=[ones]) == (torch.float32, torch.float32)
+    make(amp, level)
+    assert decorated(ones, b=[ones]) == (low, low) and Theirs.function(ones) is low
+    assert decorated(ones.double(), b=[ones.int()]) == (torch.float64, torch.int32)
+    assert pickle.loads(pickle.dumps(amp.bfloat16_function(torch.neg)))(ones).dtype is low
+    half = amp.half_function(lambda a: a.dtype)(ones)
+    assert half is {"O1": torch.float16, "O4": torch.bfloat16, "O2": torch.float32}[level]
+
+
+def test_a_registered_product_is_bf16_among_fp16_ones(amp, wrappers):
+    amp.register_bfloat16_function(torch, "mm")
+    make(amp, "O1")
+    assert product() is torch.bfloat16 and torch.bmm(torch.ones(1, 2, 2), torch.ones(1, 2, 2)).dtype is torch.float16
+    weight = torch.ones(2, 2, requires_grad=True)
+    torch.mm(weight, torch.ones(2, 2)).float().sum().backward()
+    assert torch.equal(weight.grad, torch.full((2, 2), 2.0))
+
+
+@pytest.mark.parametrize(("level", "acts"), [("O1", False), ("O4", True)])
+def test_edits_of_the_bf16_lists_act_in_bf16(amp, monkeypatch, level, acts):
+    lists = importlib.import_module("apex.amp.lists.torch_overrides")
+    assert lists.BFLOAT16_FUNCS == lists.FP16_FUNCS and "mm" in lists.BFLOAT16_FUNCS
+    monkeypatch.setattr(lists, "BFLOAT16_FUNCS", [*(n for n in lists.BFLOAT16_FUNCS if n != "mm"), "sigmoid"])
+    make(amp, level)
+    assert torch.sigmoid(torch.ones(2)).dtype is (torch.bfloat16 if acts else torch.float32)
+    assert product() is (torch.float32 if acts else torch.float16)
+
+
+# --- Huawei: the loss scale ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_scale_starts_and_moves_as_it_is_told(amp, level):
+    model, optimizer = make(
+        amp,
+        level,
+        dynamic_init_scale=64,
+        scale_growth_factor=4.0,
+        scale_backoff_factor="0.25",
+        scale_window=2,
+        max_loss_scale=512.0,
+        num_losses=2,
+    )
+    seen = []
+    for slope in (INF, 1.0, 1.0, 1.0, INF, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0):
+        optimizer.zero_grad()
+        backward(amp, model, optimizer, slope, loss_id=1)
+        optimizer.step()
+        scaler = amp._amp_state.loss_scalers[1]
+        seen.append((scaler.loss_scale(), scaler._unskipped))
+    assert seen[:6] == [(16.0, 0), (16.0, 1), (64.0, 0), (64.0, 1), (16.0, 0), (16.0, 1)]
+    assert seen[6:] == [(64.0, 0), (64.0, 1), (256.0, 0), (256.0, 1), (512.0, 0)]  # its cap
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 64.0
+    assert set(amp.state_dict()["loss_scaler0"]) == {"loss_scale", "unskipped"}
+    copied = copy.deepcopy(optimizer)._amp_stash.scalers[1]
+    assert (copied.growth_factor, copied.backoff_factor, copied.growth_interval) == (4.0, 0.25, 2)
+
+
+def test_the_start_lies_between_the_bounds_and_a_static_scale_ignores_it(amp):
+    make(amp, dynamic_init_scale=2.0**20, max_loss_scale=2.0**10)
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 2.0**10
+    make(amp, dynamic_init_scale=2.0**20, loss_scale=8.0)
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 8.0
+
+
+def test_a_scaler_by_itself_takes_huawei_s_factors(amp):
+    scaler = amp.scaler.LossScaler("dynamic", 16.0, scale_window=1, scale_growth_factor=8.0, scale_backoff_factor=0.125)
+    scaler.update_scale()
+    assert scaler.loss_scale() == 128.0
+    scaler._overflow_buf.fill_(1)
+    assert scaler.update_scale() is True and scaler.loss_scale() == 16.0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"dynamic_init_scale": 0}, ValueError, "dynamic_init_scale is 0"),
+        ({"dynamic_init_scale": "many"}, ValueError, "dynamic_init_scale is 'many'"),
+        ({"scale_growth_factor": 0.5}, ValueError, "scale_growth_factor is 0.5; wanted a number from 1 up"),
+        ({"scale_growth_factor": INF}, ValueError, "scale_growth_factor is inf"),
+        ({"scale_backoff_factor": 1.0}, ValueError, "scale_backoff_factor is 1.0; wanted a number between 0 and 1"),
+        ({"scale_backoff_factor": None}, ValueError, "scale_backoff_factor is None"),
+        ({"scale_window": 0}, ValueError, "scale_window is 0; wanted a positive integer"),
+        ({"scale_window": True}, ValueError, "scale_window is True"),
+        ({"combine_grad": "perhaps"}, TypeError, "combine_grad is 'perhaps'"),
+        ({"user_cast_preferred": 3}, TypeError, "user_cast_preferred is 3"),
+        ({"ddp_replica_count": 0}, ValueError, "ddp_replica_count is 0"),
+        ({"combine_grad": True, "combine_ddp": True}, RuntimeError, "combine_ddp=True .*no process group"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_and_nothing_changed(amp, options, error, words):
+    model = linear([[1.0]])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(error, match=f"initialize: {words}"):
+        amp.initialize(model, optimizer, opt_level="O2", **options)
+    assert type(model) is nn.Linear and model.weight.dtype is torch.float32 and not hasattr(optimizer, "_amp_stash")
+
+
+def test_what_has_no_effect_is_said_and_read(amp, capsys):
+    model = linear([[1.0]])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    options = {"combine_grad": True, "check_combined_tensors": "True", "ddp_replica_count": 8}
+    amp.initialize(model, optimizer, **options, user_cast_preferred=True)
+    said = [line for line in capsys.readouterr().out.splitlines() if "without effect here" in line]
+    assert len(said) == 1 and all(f"{name}=" in said[0] for name in (*options, "user_cast_preferred"))
+    assert "combine_ddp" not in said[0] and amp._amp_state.opt_properties.combine_grad is True
+    assert amp._amp_state.opt_properties.ddp_replica_count == 8
+    amp.initialize(linear([[1.0]]), combine_ddp=False)
+    assert "without effect" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("preferred", [True, False, None])
+def test_a_registered_function_has_its_rule_whatever_is_preferred(amp, preferred):
+    amp.register_float_function(torch, "mm")
+    make(amp, "O1", user_cast_preferred=preferred)
+    halves = torch.ones(2, 2).half()
+    assert torch.mm(halves, halves).dtype is torch.float32
+    assert product() is torch.float32
+
+
+# --- Huawei: combine_ddp ---------------------------------------------------------------------------------------------
+
+
+def _combined(level, slopes, **options):
+    """Train without DistributedDataParallel; each process with gradients of its own, `slopes[step][rank]`."""
+    from amp_patch.apex import amp
+
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)
+    used, unused = linear([[1.0 + rank]]), linear([[float(rank)]])
+    optimizer = torch.optim.SGD([*used.parameters(), *unused.parameters()], lr=0.25)
+    amp.initialize([used, unused], optimizer, opt_level=level, verbosity=0, combine_ddp=True, **options)
+    weights = []
+    for step in slopes:
+        optimizer.zero_grad()
+        for micro, pair in enumerate(step):
+            loss = used(torch.ones(1, 1)).sum() * pair[rank]
+            with amp.scale_loss(loss, optimizer, delay_unscale=micro < len(step) - 1) as scaled_loss:
+                scaled_loss.backward()
+        optimizer.step()
+        weights.append(tuple(p.item() for p in amp.master_params(optimizer)))
+    held = [used.weight.item(), unused.weight.item()]
+    return weights, held, amp.state_dict()["loss_scaler0"]["loss_scale"]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_combine_ddp_averages_gradients_and_starts_from_rank_0(ranks, level):
+    steps = [[(1.0, 3.0)], [(2.0, 0.0)], [(1.0, 0.0), (0.0, 1.0)]]
+    expected = [(0.5, 0.0), (0.25, 0.0), (0.0, 0.0)]
+    first, second = ranks(_combined, level, steps, dynamic_init_scale=8.0)
+    assert first == second and first[0] == expected and first[1] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_with_combine_ddp_an_overflow_of_one_process_is_skipped_by_all(ranks, level):
+    first, second = ranks(_combined, level, [[(1.0, 3.0)], [(1.0, INF)], [(1.0, 1.0)]], dynamic_init_scale=8.0)
+    assert first == second and first[0] == [(0.5, 0.0), (0.5, 0.0), (0.25, 0.0)] and first[2] == 4.0
+
+
+# --- DeepSpeed -------------------------------------------------------------------------------------------------------
+
+# Apart from what the other tests import: accelerate takes a DeepSpeed that it finds.
+DEEPSPEED = Path(sys.prefix, "deepspeed")
+needs_deepspeed = pytest.mark.skipif(
+    not DEEPSPEED.exists(), reason="`make test-all` installs deepspeed==0.18.2, which still has apex.amp, for itself"
+)
+TRAINING = """
+import json, os, sys
+import deepspeed, torch
+import apex.amp
+
+level, micros, options = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+config = {
+    "train_batch_size": 4 * micros * world,
+    "gradient_accumulation_steps": micros,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4}},
+    "amp": {"enabled": True, "opt_level": level, **options},
+}
+engine, optimizer, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+def steps(count, start=0):
+    losses = []
+    for step in range(start, start + count):
+        for micro in range(micros):
+            generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+            x = torch.randn(4, 8, generator=generator)
+            loss = torch.nn.functional.mse_loss(engine(x), x.sum(1, keepdim=True))
+            engine.backward(loss)
+            engine.step()
+        losses.append(loss.item())
+    return losses
+
+losses = steps(60)
+folder = sys.argv[4]
+engine.save_checkpoint(folder, tag="t", client_state={"amp": apex.amp.state_dict()})
+after = steps(3, 60)
+masters = [p.tolist() for p in apex.amp.master_params(optimizer)]
+_, state = engine.load_checkpoint(folder, tag="t")
+apex.amp.load_state_dict(state["amp"])
+resumed = steps(3, 60) == after and masters == [p.tolist() for p in apex.amp.master_params(optimizer)]
+seen = {"losses": losses, "resumed": resumed, "lr": engine.get_lr(), "masters": masters}
+with open(os.path.join(folder, f"rank{rank}.json"), "w") as file:
+    json.dump(seen, file)
+"""
+
+
+def deepspeed_run(folder, level, micros=1, options="{}", processes=1, port=29611):
+    (folder / "train.py").write_text(TRAINING)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(DEEPSPEED), os.environ.get("PYTHONPATH", "")]),
+        "DS_ACCELERATOR": "cpu",
+        # What DeepSpeed compiles at its first use: elsewhere a run that was killed would leave it locked.
+        "TORCH_EXTENSIONS_DIR": str(folder.parent / "torch_extensions"),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(processes),
+        "OMP_NUM_THREADS": "1",
+    }
+    arguments = [sys.executable, "-m", "amp_patch", "run", str(folder / "train.py"), level, str(micros), options]
+    started = [
+        subprocess.Popen(
+            [*arguments, str(folder)],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
+    return [(process, process.communicate(timeout=300)[0]) for process in started]
+
+
+def deepspeed_seen(folder, *arguments, **options):
+    started = deepspeed_run(folder, *arguments, **options)
+    for process, printed in started:
+        assert process.returncode == 0, printed[-4000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(len(started))]
+
+
+def learned(losses):
+    return sum(losses[-10:]) < 0.5 * sum(losses[:10])
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_deepspeed_trains_by_its_config(tmp_path, level):
+    """engine.backward in micro-batches, clipping, the schedule, checkpoints: DeepSpeed as it is, through `run`."""
+    (seen,) = deepspeed_seen(tmp_path, level, 2)
+    assert learned(seen["losses"]) and seen["lr"] == [0.01] and seen["resumed"]
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_deepspeed_in_two_processes_needs_combine_ddp(tmp_path):
+    for process, printed in deepspeed_run(tmp_path, "O2", processes=2, port=29612):
+        assert process.returncode != 0 and 'add "combine_ddp": true to "amp" in its config' in printed
+    first, second = deepspeed_seen(tmp_path, "O2", 2, '{"combine_ddp": true}', processes=2, port=29613)
+    assert first["masters"] == second["masters"] and first["resumed"] and second["resumed"]
+    assert learned(first["losses"])

@@ -1,0 +1,769 @@
+"""FP16 on a CPU without FP16 arithmetic: FP32 sums rounded once, forward and backward, and no native half GEMM left."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import re
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import training
+from half_kernels import half_kernels
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
+from training import SGD
+
+from amp_patch import amp, casts, cpu_fp16
+from amp_patch.policy import OPT_LEVELS, Policy, resolve
+
+FP16 = torch.float16
+ONLY_EMULATES = Policy("O2", cast_model_type=FP16, cpu_fp16="emulate")
+O1 = Policy("O1", patch_torch_functions=True, cpu_fp16="emulate")
+POLICIES = [pytest.param(ONLY_EMULATES, id="O2"), pytest.param(O1, id="O1")]
+
+
+# torch's flash attention has no double backward, in no type.
+def double_differentiable():
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+@pytest.fixture
+def installed():
+    casts.install()
+    yield
+    casts.uninstall()
+
+
+def half(*shape: int) -> Tensor:
+    return torch.randn(shape).half().requires_grad_()
+
+
+def in_place(name: str) -> Callable[..., Tensor]:
+    return lambda own, *others: getattr(own.clone(), name)(*others)
+
+
+# name -> (function of FP16 tensors, shapes)
+CALLS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "linear": (lambda x, w, b: F.linear(x, w, b), [(2, 5, 7), (3, 7), (3,)]),
+    "matmul": (lambda a, b: torch.matmul(a, b), [(2, 3, 4), (4, 5)]),
+    "@": (lambda a, b: a @ b, [(3, 4), (4, 5)]),
+    "Tensor.matmul": (lambda a, b: a.matmul(b), [(3, 4), (4,)]),
+    "linalg.matmul": (lambda a, b: torch.linalg.matmul(a, b), [(3, 4), (4, 5)]),
+    "mm": (lambda a, b: torch.mm(a, b), [(3, 4), (4, 5)]),
+    "mm transposed": (lambda a, b: torch.mm(a.t(), b.t()), [(4, 3), (5, 4)]),
+    "Tensor.mm": (lambda a, b: a.mm(b), [(3, 4), (4, 5)]),
+    "mv": (lambda a, b: torch.mv(a, b), [(3, 4), (4,)]),
+    "bmm": (lambda a, b: torch.bmm(a, b), [(2, 3, 4), (2, 4, 5)]),
+    "addmm": (lambda c, a, b: torch.addmm(c, a, b, beta=0.5, alpha=2.0), [(3, 5), (3, 4), (4, 5)]),
+    "addbmm": (lambda c, a, b: torch.addbmm(c, a, b), [(3, 5), (2, 3, 4), (2, 4, 5)]),
+    "baddbmm": (lambda c, a, b: torch.baddbmm(c, a, b), [(2, 3, 5), (2, 3, 4), (2, 4, 5)]),
+    "addmv": (lambda c, a, b: torch.addmv(c, a, b), [(3,), (3, 4), (4,)]),
+    "addr": (lambda c, a, b: torch.addr(c, a, b), [(3, 4), (3,), (4,)]),
+    "dot": (lambda a, b: torch.dot(a, b), [(6,), (6,)]),
+    "Tensor.dot": (lambda a, b: a.dot(b), [(6,), (6,)]),
+    "vdot": (lambda a, b: torch.vdot(a, b), [(6,), (6,)]),
+    "inner": (lambda a, b: torch.inner(a, b), [(3, 6), (2, 6)]),
+    "linalg.vecdot": (lambda a, b: torch.linalg.vecdot(a, b), [(3, 6), (3, 6)]),
+    "einsum": (lambda a, b: torch.einsum("bij,bjk->bik", a, b), [(2, 3, 4), (2, 4, 5)]),
+    "einsum of a list": (lambda a, b: torch.einsum("ij,jk->ik", [a, b]), [(3, 4), (4, 5)]),
+    "tensordot": (lambda a, b: torch.tensordot(a, b, dims=2), [(2, 3, 4), (3, 4, 5)]),
+    "chain_matmul": (lambda a, b, c: torch.chain_matmul(a, b, c), [(3, 4), (4, 5), (5, 2)]),
+    "multi_dot": (lambda a, b, c: torch.linalg.multi_dot([a, b, c]), [(3, 4), (4, 5), (5, 2)]),
+    "bilinear": (lambda a, b, w, c: F.bilinear(a, b, w, c), [(5, 3), (5, 4), (2, 3, 4), (2,)]),
+    "addmm_": (in_place("addmm_"), [(3, 5), (3, 4), (4, 5)]),
+    "addbmm_": (in_place("addbmm_"), [(3, 5), (2, 3, 4), (2, 4, 5)]),
+    "baddbmm_": (in_place("baddbmm_"), [(2, 3, 5), (2, 3, 4), (2, 4, 5)]),
+    "addmv_": (in_place("addmv_"), [(3,), (3, 4), (4,)]),
+    "conv1d": (lambda x, w, b: F.conv1d(x, w, b, padding="same"), [(2, 3, 9), (4, 3, 3), (4,)]),
+    "conv2d": (lambda x, w, b: F.conv2d(x, w, b, padding=1, stride=2), [(2, 3, 7, 7), (4, 3, 3, 3), (4,)]),
+    "conv3d": (lambda x, w: F.conv3d(x, w), [(1, 2, 4, 4, 4), (3, 2, 2, 2, 2)]),
+    "torch.conv2d": (lambda x, w: torch.conv2d(x, w, groups=2), [(2, 4, 5, 5), (4, 2, 3, 3)]),
+    "conv_transpose1d": (lambda x, w: F.conv_transpose1d(x, w), [(2, 3, 5), (3, 4, 3)]),
+    "conv_transpose2d": (lambda x, w, b: F.conv_transpose2d(x, w, b), [(2, 3, 5, 5), (3, 4, 3, 3), (4,)]),
+    "conv_transpose3d": (lambda x, w: F.conv_transpose3d(x, w), [(1, 2, 3, 3, 3), (2, 3, 2, 2, 2)]),
+    "convolution": (
+        lambda x, w: torch.convolution(x, w, None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1),
+        [(2, 3, 5, 5), (4, 3, 3, 3)],
+    ),
+    "conv_tbc": (lambda x, w, b: torch.conv_tbc(x, w, b), [(5, 1, 2), (3, 2, 2), (2,)]),
+    "attention": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v), [(2, 2, 4, 8)] * 3),
+    "attention with a mask": (
+        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, attn_mask=m),
+        [(2, 2, 4, 8)] * 3 + [(4, 4)],
+    ),
+    "fold": (lambda x: F.fold(x, (4, 4), 2), [(1, 8, 9)]),
+    "unfold": (lambda x: F.unfold(x, 2), [(1, 2, 4, 4)]),
+    "avg_pool3d": (lambda x: F.avg_pool3d(x, 2), [(1, 2, 4, 4, 4)]),
+}
+
+
+def gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """First gradients for a fixed FP16 direction, then those of their sum of squares: the double backward."""
+    torch.manual_seed(1)
+    first = torch.autograd.grad(out, inputs, torch.randn_like(out), create_graph=True)
+    scalar = sum((g.float() ** 2).sum() for g in first)
+    second = torch.autograd.grad(scalar, inputs, allow_unused=True) if scalar.requires_grad else ()  # type: ignore
+    return [*first, *(g for g in second if g is not None)]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.chain_matmul is deprecated")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", CALLS)
+@double_differentiable()
+def test_result_gradients_and_double_gradients_are_fp32_rounded_once(name, policy, installed):
+    function, shapes = CALLS[name]
+    torch.manual_seed(0)
+    inputs = [half(*shape) for shape in shapes]
+    expected = function(*[tensor.float() for tensor in inputs]).half()  # the oracle: FP32, rounded
+    expected_gradients = gradients(expected, inputs)
+    with casts.region(policy):
+        result = function(*inputs)
+    assert result.dtype is FP16 and torch.equal(result, expected)
+    found = gradients(result, inputs)  # autograd needs no region
+    assert [g.dtype for g in found] == [FP16] * len(found)
+    assert len(found) == len(expected_gradients)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected_gradients, strict=True))
+
+
+SLOW: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "x ** 2": (lambda x: x**2, [(3, 4)]),
+    "pow": (lambda x: torch.pow(x, 3), [(3, 4)]),
+    "Tensor.pow": (lambda x: x.abs().pow(0.5), [(3, 4)]),
+    "torch.norm": (lambda x: torch.norm(x, dim=1), [(3, 4)]),
+    "Tensor.norm": (lambda x: x.norm(3, dim=0), [(3, 4)]),
+    "linalg.norm": (lambda x: torch.linalg.norm(x, dim=1), [(3, 4)]),
+    "vector_norm": (lambda x: torch.linalg.vector_norm(x, dim=1), [(3, 4)]),
+    "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), [(2, 4, 3), (4,), (4,)]),
+    "cdist": (lambda x, y: torch.cdist(x, y), [(3, 4), (5, 4)]),
+    "square": (lambda x: torch.square(x), [(3, 4)]),
+}
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.InstanceNorm2d(4, affine=True, track_running_stats=True)])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_batch_and_instance_norms_between_emulated_functions_are_torch_s(norm, policy, installed):
+    """FP16 in and out, in FP32 inside: as kernels of torch's, which no CPU needs help with."""
+    x, conv = half(2, 3, 6, 6), nn.Conv2d(3, 4, 3).half()
+    expected = F.conv2d(x.float(), conv.weight.float(), conv.bias.float()).half()
+    expected = norm(expected)
+    norm.reset_running_stats()
+    with casts.region(policy):
+        result = norm(conv(x))
+    assert result.dtype is FP16 and torch.equal(result, expected)
+    assert norm.running_var.dtype is torch.float32 and not torch.equal(norm.running_var, torch.ones(4))
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_slow_half_functions_too_are_fp32_rounded_once_where_nothing_is_cast(name, installed):
+    function, shapes = SLOW[name]
+    torch.manual_seed(0)
+    inputs = [half(*shape) for shape in shapes]
+    expected = function(*[tensor.float() for tensor in inputs]).half()
+    with casts.region(ONLY_EMULATES):
+        result = function(*inputs)
+    assert result.dtype is FP16 and torch.equal(result, expected)
+    directions = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, inputs, directions)
+    assert training.same(list(torch.autograd.grad(result, inputs, directions)), list(wanted))
+
+
+def test_a_type_that_the_user_names_is_kept(installed):
+    x = torch.full((2, 4), 0.1).half()
+    with casts.region(ONLY_EMULATES):
+        assert torch.norm(x, dtype=torch.float32).dtype is torch.float32
+        assert x.norm(2, 0, False, torch.float32).dtype is torch.float32
+        assert torch.linalg.vector_norm(x, dtype=torch.float64).dtype is torch.float64
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_sums_of_products_are_rounded_once(policy, installed):
+    """Numbers whose products, or whose partial sums, FP16 cannot hold, and whose results it can."""
+    with casts.region(policy):
+        sums = torch.tensor([[2048.0, 1.0, 1.0]]).half() @ torch.ones(3, 1).half()
+        products = F.linear(torch.tensor([[255.0, -1.0]]).half(), torch.tensor([[257.0, 65504.0]]).half())
+        image = torch.tensor([[[2048.0, 1.0, 1.0]]]).half()
+        convolved = F.conv1d(image, torch.ones(1, 1, 3).half())
+    assert sums.tolist() == [[2050.0]]  # 2049 is no FP16 number: rounding each term gives 2048
+    assert products.tolist() == [[31.0]]  # 255 * 257 = 65535 is none either
+    assert convolved.tolist() == [[[2050.0]]]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_are_rounded_once_for_each_product(policy, installed):
+    """By hand: the weight is used twice, and each of its two gradients is rounded before they are added."""
+    weight = torch.ones(1, 1).half().requires_grad_()
+    rows = torch.tensor([[2048.0], [1.0]]).half()
+    with casts.region(policy):
+        loss = F.linear(rows, weight).sum() + F.linear(torch.tensor([[1.0]]).half(), weight).sum()
+    loss.backward()
+    assert weight.grad.tolist() == [[2048.0]]  # 2049 is 2048 in FP16, and again with 1 more; one sum would give 2050
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_exceeds_fp16_is_infinite(policy, installed):
+    big = torch.full((1, 2), 256.0).half().requires_grad_()
+    with casts.region(policy):
+        product = F.linear(big, torch.full((1, 2), 256.0).half())
+    assert product.tolist() == [[float("inf")]]
+    (gradient,) = torch.autograd.grad(product, big, torch.full((1, 1), 512.0).half())
+    assert gradient.tolist() == [[float("inf")] * 2]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_in_backward_skips_the_step(level):
+    model = training.linear([[1.0, 2.0]])
+    optimizer = SGD(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, cpu_fp16="emulate")  # a scale of 2**16 overflows FP16
+    before = [p.detach().clone() for p in amp.master_params(optimizer)]
+    training.backward(model(torch.tensor([[3.0, 4.0]])).sum(), optimizer)
+    optimizer.step()
+    assert optimizer._amp_stash.step_skipped
+    assert training.same([p.detach() for p in amp.master_params(optimizer)], before)
+
+
+RNNS = [nn.LSTM, nn.GRU, nn.RNN]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", RNNS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_recurrent_networks_are_rounded_at_their_boundary(kind, packed, policy, installed):
+    torch.manual_seed(0)
+    low = kind(3, 4, num_layers=2, bidirectional=True).half()
+    wide = kind(3, 4, num_layers=2, bidirectional=True)
+    with torch.no_grad():
+        for p, q in zip(wide.parameters(), low.parameters(), strict=True):
+            p.copy_(q)
+    inputs = torch.randn(5, 2, 3).half()
+
+    def run(network, given):
+        given = nn.utils.rnn.pack_padded_sequence(given, [5, 3]) if packed else given
+        output, state = network(given)
+        return [output.data if packed else output, *(state if isinstance(state, tuple) else (state,))]
+
+    expected = [result.half() for result in run(wide, inputs.float())]
+    with casts.region(policy):
+        found = run(low, inputs)
+    assert training.same([t.detach() for t in found], [t.detach() for t in expected])
+    sum(t.float().sum() for t in found).backward()
+    sum(t.float().sum() for t in expected).backward()
+    for p, q in zip(wide.parameters(), low.parameters(), strict=True):
+        assert torch.equal(p.grad.half(), q.grad)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# No native half GEMM is left in torch's modules, at any level, in forward, backward and double backward.
+
+
+class Cells(nn.Module):
+    """Each kind of recurrent cell, for two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru, self.rnn = nn.LSTMCell(4, 4), nn.GRUCell(4, 4), nn.RNNCell(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.lstm(x)[0] + self.gru(x) + self.rnn(x)
+        return x
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, need_weights: bool) -> None:
+        super().__init__()
+        self.inner, self.need_weights = nn.MultiheadAttention(8, 2, batch_first=True), need_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, x, x, need_weights=self.need_weights)[0]
+
+
+class Pair(nn.Bilinear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x, x)
+
+
+class First(nn.Module):
+    """The first result of a module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[0]
+
+
+class Checkpointed(nn.Sequential):
+    reentrant: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+def checkpointed(reentrant: bool) -> nn.Module:
+    model = Checkpointed(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    model.reentrant = reentrant
+    return model
+
+
+def encoder_layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "Linear": (lambda: nn.Linear(4, 4), (3, 4)),
+    "Bilinear": (lambda: Pair(4, 4, 4), (3, 4)),
+    "Conv1d": (lambda: nn.Conv1d(2, 3, 3), (2, 2, 6)),
+    "Conv2d": (lambda: nn.Conv2d(2, 3, 3), (2, 2, 6, 6)),
+    "Conv2d, depthwise": (lambda: nn.Conv2d(2, 2, 3, groups=2, padding_mode="circular", padding=1), (2, 2, 6, 6)),
+    "Conv3d": (lambda: nn.Conv3d(2, 3, 3), (2, 2, 4, 4, 4)),
+    "ConvTranspose1d": (lambda: nn.ConvTranspose1d(2, 3, 3), (2, 2, 6)),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(2, 3, 3), (2, 2, 6, 6)),
+    "ConvTranspose3d": (lambda: nn.ConvTranspose3d(2, 3, 3), (2, 2, 4, 4, 4)),
+    "LSTM": (lambda: First(nn.LSTM(3, 4)), (5, 2, 3)),
+    "GRU": (lambda: First(nn.GRU(3, 4, bidirectional=True)), (5, 2, 3)),
+    "RNN": (lambda: First(nn.RNN(3, 4)), (5, 2, 3)),
+    "cells": (Cells, (3, 4)),
+    "MultiheadAttention": (lambda: SelfAttention(False), (2, 3, 8)),
+    "MultiheadAttention, weights": (lambda: SelfAttention(True), (2, 3, 8)),
+    "TransformerEncoderLayer": (encoder_layer, (2, 3, 8)),
+    "TransformerEncoder": (lambda: nn.TransformerEncoder(encoder_layer(), 2), (2, 3, 8)),
+    "reentrant checkpoint": (lambda: checkpointed(True), (3, 4)),
+    "checkpoint": (lambda: checkpointed(False), (3, 4)),
+}
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer, shape: tuple[int, ...]) -> None:
+    """Forward, backward and, where the module has one, double backward, as a training does them; then evaluation."""
+    inputs = torch.randn(shape, requires_grad=True)
+    training.backward(model(inputs).float().pow(2).mean(), optimizer)
+    if "checkpoint" not in type(model).__name__.lower():
+        with double_differentiable():
+            loss = model(inputs).float().pow(2).mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            (gradient,) = torch.autograd.grad(scaled_loss, inputs, create_graph=True)
+            gradient.pow(2).mean().backward()
+    model.eval()
+    with torch.no_grad():
+        model(inputs)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("name", MODULES)
+def test_no_native_half_gemm_is_left(name, level):
+    make, shape = MODULES[name]
+    model = make()
+    optimizer = SGD(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, cpu_fp16="emulate", loss_scale=8.0)
+    assert half_kernels(lambda: everything(model, optimizer, shape)) == []
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "Bilinear"])  # at O1 it is FP32 by the lists
+def test_the_count_sees_native_half_gemms(name, level):
+    make, shape = MODULES[name]
+    model = make()
+    optimizer = SGD(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, cpu_fp16="native", loss_scale=8.0)
+    assert half_kernels(lambda: everything(model, optimizer, shape)) != []
+
+
+def test_the_count_sees_backward_and_double_backward():
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = SGD(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O2", cpu_fp16="native", loss_scale=8.0)
+    inputs = torch.randn(3, 4, requires_grad=True)
+    assert len(half_kernels(lambda: model(inputs))) == 1
+    out = model(inputs).sum()
+    assert len(half_kernels(lambda: training.backward(out, optimizer))) == 2
+    (gradient,) = torch.autograd.grad(model(inputs).pow(2).sum(), inputs, create_graph=True)
+    assert len(half_kernels(lambda: training.backward(gradient.sum(), optimizer))) >= 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The argument.
+
+
+@pytest.mark.parametrize("cpu_fp16_", ["fast", None, True, "Emulate"])
+def test_another_word_is_refused(cpu_fp16_):
+    message = f"initialize: cpu_fp16 is {cpu_fp16_!r}; wanted 'auto' or 'emulate' or 'native'"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        amp.initialize(training.convnet(), cpu_fp16=cpu_fp16_)
+
+
+@pytest.mark.parametrize("arithmetic", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_auto_emulates_where_the_processor_has_no_fp16_arithmetic(level, arithmetic, monkeypatch):
+    monkeypatch.setattr(cpu_fp16, "has_fp16_arithmetic", lambda: arithmetic)
+    model = amp.initialize(training.convnet(), opt_level=level)
+    assert model._amp.policy.emulates is not arithmetic
+    assert f"cpu_fp16={'native' if arithmetic else 'emulate'}" in str(model._amp.policy)
+    found = half_kernels(lambda: model(training.images(0)[0]))
+    assert (found == []) is not arithmetic
+    region = amp.autocast("cpu", dtype=FP16)
+    assert region.policy.emulates is not arithmetic
+    assert not amp.autocast("mps", dtype=FP16).policy.emulates  # on the CPU's tensors alone
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"opt_level": "O0"},
+        {"opt_level": "O4"},
+        {"opt_level": "O5"},
+        {"opt_level": "O2", "cpu_fp16": "native"},
+        {"opt_level": "O2", "dtype": torch.bfloat16},
+        {"opt_level": "O2", "cast_model_type": torch.float32},
+    ],
+    ids=str,
+)
+def test_nothing_is_emulated_without_fp16(options):
+    model = amp.initialize(training.convnet(), **{"cpu_fp16": "emulate", **options})
+    policy = model._amp.policy
+    assert not policy.emulates
+    assert casts.installed() is policy.patch_torch_functions
+    assert ("cpu_fp16" in str(policy)) is policy.uses_fp16
+
+
+def test_a_model_with_nothing_on_a_cpu_is_native():
+    assert not amp.initialize(training.convnet(device="meta"), opt_level="O2", cpu_fp16="emulate")._amp.policy.emulates
+    assert amp.initialize(nn.ReLU(), opt_level="O2", cpu_fp16="emulate")._amp.policy.emulates  # it may run anywhere
+
+
+def test_a_policy_keeps_what_was_asked_until_it_is_settled():
+    policy = resolve("O2", cpu_fp16="native")
+    assert policy.cpu_fp16 == "native" and resolve("O2").cpu_fp16 == OPT_LEVELS["O2"].cpu_fp16 == "auto"
+    assert not OPT_LEVELS["O2"].emulates
+
+
+def test_the_processor_is_asked_once_and_both_ways_agree(monkeypatch):
+    ask = cpu_fp16.has_fp16_arithmetic.__wrapped__
+    expected = ask()
+    for absent_or_older in (no_extension, lambda name: SimpleNamespace()):
+        monkeypatch.setattr(cpu_fp16.importlib, "import_module", absent_or_older)
+        assert ask() is expected
+
+
+def no_extension(name: str) -> Any:
+    raise ImportError(name)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [("fpu f16c avx512f amx_bf16", False), ("avx512f avx512_fp16", True), ("amx_fp16", True), ("fp asimdhp", True)],
+)
+def test_the_system_names_fp16_arithmetic(flags, expected, monkeypatch, tmp_path):
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : {flags}\n")
+    monkeypatch.setattr(cpu_fp16.importlib, "import_module", no_extension)
+    monkeypatch.setattr(cpu_fp16, "Path", lambda _: tmp_path / "cpuinfo")
+    assert cpu_fp16.has_fp16_arithmetic.__wrapped__() is expected
+    monkeypatch.setattr(cpu_fp16, "Path", lambda _: tmp_path / "missing")
+    monkeypatch.setattr(cpu_fp16.platform, "machine", lambda: "arm64")
+    assert cpu_fp16.has_fp16_arithmetic.__wrapped__()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", ["bmm", "dot"])
+def test_a_listed_function_that_the_user_registers_as_half_is_emulated_still(name, level):
+    class Product(nn.Linear):
+        def forward(self, x):
+            x = super().forward(x)
+            return torch.bmm(x[None], x[None]) if name == "bmm" else torch.dot(x[0], self.bias)
+
+    try:
+        amp.register_half_function(torch, name)
+        model = amp.initialize(Product(3, 3), opt_level=level, cpu_fp16="emulate", cast_model_outputs=FP16)
+        found: list[Tensor] = []
+        assert half_kernels(lambda: found.append(model(torch.randn(3, 3)))) == []
+        assert found[0].dtype is FP16
+    finally:
+        casts._registered.clear()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is left alone.
+
+
+def test_only_the_training_itself_is_emulated():
+    amp.initialize(training.convnet(), opt_level="O2", cpu_fp16="emulate")
+    a = torch.randn(4, 4).half()
+    assert half_kernels(lambda: a @ a) == ["aten::mm"]
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_other_rules_do_not_act_where_nothing_is_cast(installed):
+    with casts.region(ONLY_EMULATES):
+        assert torch.exp(torch.ones(2).half()).dtype is FP16
+        assert F.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+        assert F.softmax(torch.ones(2, 2).half(), 0).dtype is FP16
+        assert amp.half_function(lambda x: x)(torch.ones(2)).dtype is torch.float32
+        probabilities = torch.full((2,), 0.5).half()
+        assert F.binary_cross_entropy(probabilities, probabilities).dtype is FP16
+
+
+def words(function: Callable[[], Any]) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        function()
+    return str(raised.value)
+
+
+MIXED = {
+    "mm": lambda a, b: torch.mm(a, b),
+    "linear": lambda a, b: F.linear(a, b),
+    "addmm_": lambda a, b: a.clone().addmm_(b, b),
+    "dot": lambda a, b: torch.dot(a[0], b[0]),
+    "conv1d": lambda a, b: F.conv1d(a[None], b[None]),
+    "attention": lambda a, b: F.scaled_dot_product_attention(a, b, a),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("other", [torch.float32, torch.bfloat16, torch.float64])
+def test_mixed_types_are_refused_in_torchs_words(name, other, installed):
+    a, b = torch.ones(4, 4).half(), torch.ones(4, 4, dtype=other)
+    expected = words(lambda: MIXED[name](a, b))
+    with casts.region(ONLY_EMULATES):
+        assert words(lambda: MIXED[name](a, b)) == expected
+
+
+def test_attention_takes_masks_of_any_type_that_torch_takes(installed):
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, 4, 8).half()
+    for mask in (torch.randn(4, 4), torch.randn(4, 4).half(), torch.rand(4, 4) > 0.2):
+        wide = mask.float() if mask.is_floating_point() else mask
+        expected = F.scaled_dot_product_attention(*[q.float()] * 3, wide).half()
+        with casts.region(ONLY_EMULATES):
+            assert torch.equal(F.scaled_dot_product_attention(q, q, q, mask), expected)
+            assert torch.equal(F.scaled_dot_product_attention(q, q, value=q, attn_mask=mask), expected)
+
+
+def test_integers_float64_and_other_devices_are_untouched(installed):
+    with casts.region(ONLY_EMULATES):
+        assert (torch.ones(2, 2, dtype=torch.int64) @ torch.ones(2, 2, dtype=torch.int64)).dtype is torch.int64
+        assert (torch.ones(2, 2).double() @ torch.ones(2, 2).double()).dtype is torch.float64
+        there = torch.ones(2, 2, dtype=FP16, device="meta")
+        assert (there @ there).dtype is FP16 and (there @ there).device.type == "meta"
+    a, sparse = torch.ones(2, 2).half(), torch.eye(2).half().to_sparse()
+    assert cpu_fp16.takes([a, a])
+    assert not cpu_fp16.takes([]) and not cpu_fp16.takes([a, there]) and not cpu_fp16.takes([a, sparse])
+
+
+def test_torchs_autocast_inside_chooses_the_type(installed):
+    a = torch.ones(2, 2).half()
+    with casts.region(ONLY_EMULATES), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.mm(a, a).dtype is torch.bfloat16
+        assert F.avg_pool3d(torch.ones(1, 2, 2, 2).half(), 2).dtype is torch.float32  # of its FP32 list
+
+
+def test_a_call_with_out_is_torchs_own(installed):
+    a, out = torch.ones(2, 2).half(), torch.empty(2, 2).half()
+    with casts.region(ONLY_EMULATES):
+        assert torch.mm(a, a, out=out) is out
+    assert out.tolist() == [[2.0, 2.0]] * 2
+
+
+def test_disable_casts_is_native(installed):
+    a = torch.ones(2, 2).half()
+    with casts.region(ONLY_EMULATES):
+        assert half_kernels(lambda: amp.disable_casts()(torch.mm)(a, a)) == ["aten::mm"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_in_place_functions_return_the_tensor_that_they_write(policy, installed):
+    own, a = torch.ones(2, 2).half(), torch.ones(2, 2).half()
+    version = own._version
+    with casts.region(policy):
+        assert own.addmm_(a, a) is own
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            torch.ones(2, 2).half().requires_grad_().addmm_(a, a)
+    assert own.tolist() == [[3.0, 3.0]] * 2 and own._version > version
+
+
+class Tagged(Tensor):
+    """A subclass that counts the functions called on it."""
+
+    calls: list[str]
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        Tagged.calls.append(function.__name__)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_subclasses_keep_their_class_and_see_the_call(installed):
+    a = torch.randn(3, 3).half()
+    Tagged.calls = []
+    tagged = a.as_subclass(Tagged).requires_grad_()
+    with casts.region(ONLY_EMULATES):
+        product = torch.mm(tagged, a)
+    assert type(product) is Tagged and product.dtype is FP16 and "mm" in Tagged.calls
+    assert torch.equal(product.as_subclass(Tensor), (a.float() @ a.float()).half())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What autograd keeps.
+
+
+def saved_by(run: Callable[[], Tensor]) -> int:
+    """Bytes that `run` allocates and its graph keeps, beside the result."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        result = run()
+    bytes_left = sum(e.nbytes() for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]")
+    return bytes_left - result.numel() * result.element_size()
+
+
+def test_autograd_keeps_fp16_operands_not_their_fp32_copies(installed):
+    x, w = half(64, 64), half(64, 64)
+    copies = (x.numel() + w.numel()) * 4
+    with casts.region(ONLY_EMULATES):
+        assert saved_by(lambda: F.linear(x, w)) == 0
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            assert saved_by(lambda: F.linear(x, w)) == copies  # the measure can fail
+
+
+def test_an_operand_changed_before_backward_is_noticed(installed):
+    x = half(2, 2)
+    with casts.region(ONLY_EMULATES):
+        hidden = x * 2
+        out = F.linear(hidden, half(2, 2))
+    hidden.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*version 1; expected version 0"):
+        out.sum().backward()
+
+
+def test_a_mask_changed_before_backward_is_noticed(installed):
+    """It is FP32 already: autograd keeps the caller's own."""
+    q, mask = half(1, 1, 64, 8), torch.zeros(64, 64)
+    with casts.region(ONLY_EMULATES):
+        out = F.scaled_dot_product_attention(q, q, q, mask)
+    mask.fill_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*version 1; expected version 0"):
+        out.sum().backward()
+
+
+def test_hooks_of_the_user_see_all_that_is_saved(installed):
+    seen: list[Tensor] = []
+
+    def pack(tensor):
+        seen.append(tensor)
+        return tensor
+
+    x, w = half(2, 2), half(2, 2)
+    with casts.region(ONLY_EMULATES), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        F.linear(x, w)
+    assert len(seen) == 2
+
+
+def test_where_hooks_are_forbidden_copies_are_saved(installed):
+    x, w = half(2, 2), half(2, 2)
+    with casts.region(ONLY_EMULATES), torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
+        out = F.linear(x, w)
+    (found,) = torch.autograd.grad(out.sum(), w)
+    assert torch.equal(found, torch.ones(2, 2).half().t() @ x.detach())
+
+
+def test_inference_tensors_may_be_operands(installed):
+    with torch.inference_mode():
+        x = torch.ones(2, 2).half()
+    w = half(2, 2)
+    with casts.region(ONLY_EMULATES):
+        out = F.linear(x, w)
+    assert torch.autograd.grad(out.sum(), w)[0].tolist() == [[2.0, 2.0]] * 2
+
+
+def test_wrapper_subclasses_may_be_operands(installed, monkeypatch):
+    def no_storage(self):
+        raise NotImplementedError("a wrapper")
+
+    monkeypatch.setattr(TwoTensor, "untyped_storage", no_storage, raising=False)
+    x, w = TwoTensor(torch.ones(2, 2).half(), torch.ones(2, 2).half()), half(2, 2)
+    with casts.region(ONLY_EMULATES):
+        out = F.linear(x, w)
+    assert type(out) is TwoTensor and out.dtype is FP16
+    (found,) = torch.autograd.grad(out.sum(), w)
+    assert found.a.tolist() == [[2.0, 2.0]] * 2
+
+
+def test_an_operand_that_is_changed_in_place_does_not_outlive_its_graph(installed):
+    hidden, w = half(2, 2) * 2, half(2, 2)
+    with casts.region(ONLY_EMULATES):
+        hidden.add_(F.linear(hidden, w))
+    alive = weakref.ref(hidden)
+    del hidden
+    gc.collect()
+    assert alive() is None
+
+
+def test_views_and_transposes_of_operands_come_back_right(installed):
+    torch.manual_seed(0)
+    base = half(6, 8)
+    views = [base.t(), base[::2, 1:5].t(), base[:1].expand(4, 8).t(), base.view(3, 16)[:, 3:].t()]
+    for view in views:
+        other = half(3, view.shape[0])
+        wide = torch.autograd.grad((other.float() @ view.float()).half().sum(), (other, base), retain_graph=True)
+        with casts.region(ONLY_EMULATES):
+            product = other @ view
+        assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(product.sum(), (other, base)), wide, strict=1))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")  # torch's forward mode imports it
+def test_function_transforms(installed):
+    torch.manual_seed(0)
+    x, w = torch.randn(5, 3).half(), torch.randn(4, 3).half()
+
+    def loss(weight: Tensor, inputs: Tensor) -> Tensor:
+        return F.linear(inputs, weight).float().pow(2).sum()
+
+    plain = w.clone().requires_grad_()
+    with casts.region(ONLY_EMULATES):
+        loss(plain, x).backward()
+        assert torch.equal(torch.func.grad(loss)(w, x), plain.grad)
+        assert torch.equal(torch.vmap(F.linear, (0, None))(x, w), F.linear(x, w))
+        each = torch.vmap(torch.func.grad(loss), (None, 0))(w, x)
+        assert each.dtype is FP16 and each.shape == (5, 4, 3)
+        value, tangent = torch.func.jvp(lambda weight: F.linear(x, weight), (w,), (w,))
+    assert torch.equal(value, tangent)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trainings.
+
+
+def test_a_pickled_model_emulates_where_it_is_loaded():
+    pickled = pickle.dumps(amp.initialize(training.convnet(), opt_level="O2", cpu_fp16="emulate").eval())
+    amp.restore()
+    model = pickle.loads(pickled)
+    assert half_kernels(lambda: model(training.images(0)[0])) == []
+
+
+def test_amp_autocast_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(cpu_fp16, "has_fp16_arithmetic", lambda: False)
+    model, inputs = training.convnet(), training.images(0)[0]
+
+    def step():
+        with amp.autocast("cpu", dtype=FP16):
+            out = model(inputs)
+        assert out.dtype is FP16
+        out.float().sum().backward()
+
+    assert half_kernels(step) == []
+
+
+def test_a_forward_without_backward_holds_nothing():
+    """Functions of autograd that save their own result (softmax in attention) would hold the graph that holds them."""
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = amp.initialize(model, opt_level="O2", cpu_fp16="emulate")
+    params = [weakref.ref(param) for param in model.parameters()]
+    model(torch.randn(2, 4, 8))
+    del model
+    gc.collect()
+    assert not [ref for ref in params if ref() is not None]

@@ -1,0 +1,233 @@
+"""oplists.py: every name resolves or is optional, and every function is called and yields its rule's type."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import DEVICES, DTYPES, original
+from op_calls import SAMPLES, call, flat, mask, resolve, result_types, sample, vectors
+from torch import Tensor, nn
+
+from amp_patch import casts
+from amp_patch.oplists import IN_PLACE_GEMMS, OPLISTS, OPTIONAL
+from amp_patch.policy import Policy
+from amp_patch.rules import RULES
+
+LOW = [dtype for dtype in DTYPES if dtype in (torch.float16, torch.bfloat16)]
+ALL = [(owner, rule, name) for owner, rules in OPLISTS.items() for rule, names in rules.items() for name in names]
+
+# Their results are no floating numbers: what matters is that the call went through.
+NOT_FLOATING = {"matrix_rank", "isclose", "allclose"}
+
+
+@pytest.fixture(autouse=True)
+def installed(wrappers: str) -> Iterator[None]:
+    casts.install()
+    try:
+        yield
+    finally:
+        casts.uninstall()
+
+
+def walk(*rules: str) -> list[Any]:
+    return [
+        pytest.param(owner, name, id=f"{owner}.{name}")
+        for owner, rule, name in ALL
+        if rule in rules and (f"{owner}.{name}" not in OPTIONAL or hasattr(resolve(owner), name))
+    ]
+
+
+def region(dtype: torch.dtype, **options: Any) -> casts.region:
+    return casts.region(Policy("O1", dtype=dtype, patch_torch_functions=True, **options))
+
+
+@pytest.mark.parametrize(("owner", "rule", "name"), ALL)
+def test_every_name_resolves_once_and_is_wrapped(owner: str, rule: str, name: str) -> None:
+    assert rule in RULES
+    if f"{owner}.{name}" in OPTIONAL and not hasattr(resolve(owner), name):
+        return
+    assert callable(original(getattr(resolve(owner), name)))
+    assert sum(name in names for names in OPLISTS[owner].values()) == 1, "a name has one rule"
+
+
+def test_optional_names_and_samples_are_about_the_lists() -> None:
+    names = {name for _, _, name in ALL}
+    addresses = {f"{owner}.{name}" for owner, _, name in ALL}
+    assert addresses >= OPTIONAL
+    assert not {key for key in SAMPLES if key not in names and key not in addresses}, "samples of nothing"
+    tested = {
+        "lower",
+        "einsum",
+        "rnn",
+        "fp32",
+        "widest",
+        "emulated",
+        "match_self",
+        "banned",
+        "rnn_input",
+        "disabled",
+    }
+    assert {rule for _, rule, _ in ALL} == tested
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(("owner", "name"), walk("lower", "einsum", "rnn"))
+def test_lower(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
+    other = next(low for low in (torch.float16, torch.bfloat16) if low is not dtype)
+    with region(dtype):
+        for given in ([torch.float32], [other], [dtype, torch.float32]):
+            assert result_types(call(owner, name, given, device)) == {dtype}
+        assert result_types(call(owner, name, [torch.float64], device)) == {torch.float64}
+    assert result_types(call(owner, name, [torch.float32], device)) == {torch.float32}  # casts off
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(("owner", "name"), walk("fp32"))
+def test_fp32(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
+    with region(dtype):
+        for given in ([dtype], [torch.float32], [dtype, torch.float32]):
+            expected = set() if name in NOT_FLOATING else {torch.float32}
+            assert result_types(call(owner, name, given, device)) == expected
+    try:
+        unaided = result_types(call(owner, name, [dtype], device))
+    except (RuntimeError, ValueError):
+        return  # no half kernel: listed with reason
+    assert unaided != {torch.float32}, "FP32 without our help: nothing to list"
+
+
+# Of one tensor: their rule is about FP16 on a CPU alone.
+ONE_TENSOR = {"avg_pool3d", "fold", "square", "unfold"}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(
+    ("owner", "name"), [case for case in walk("widest", "emulated") if case.values[1] not in ONE_TENSOR]
+)
+def test_widest(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
+    expected = set() if name in NOT_FLOATING else {torch.float32}
+    other = next(low for low in (torch.float16, torch.bfloat16) if low is not dtype)
+    with region(dtype):
+        for given in ([dtype, torch.float32], [torch.float32, dtype], [dtype, other]):
+            assert result_types(call(owner, name, given, device)) == expected
+        doubled = set() if name in NOT_FLOATING else {torch.float64}
+        assert result_types(call(owner, name, [torch.float64], device)) == doubled
+
+
+def widened(value: Any) -> Any:
+    """FP16 tensors as FP32 ones of the same values."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype is torch.float16 else value
+    return type(value)(map(widened, value)) if isinstance(value, (list, tuple)) else value
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy("O1", patch_torch_functions=True, cpu_fp16="emulate"),
+        Policy("O2", cast_model_type=torch.float16, cpu_fp16="emulate"),
+    ],
+    ids=["O1", "O2"],
+)
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [*walk("lower", "einsum", "rnn", "emulated"), *(("torch.Tensor", name) for name in IN_PLACE_GEMMS)],
+)
+def test_emulated(owner: str, name: str, policy: Policy) -> None:
+    args, kwargs = sample(owner, name, [torch.float16], "cpu")
+    wide, wide_kwargs = sample(owner, name, [torch.float16], "cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = getattr(resolve(owner), name)(*widened(list(wide)), **wide_kwargs)
+        with casts.region(policy):
+            found = getattr(resolve(owner), name)(*args, **kwargs)
+    assert result_types(found) == {torch.float16}
+    assert len(flat(found)) == len(flat(expected))
+    for one, other in zip(flat(found), flat(expected), strict=True):
+        assert torch.equal(one, other.half() if other.dtype is torch.float32 else other)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(("owner", "name"), walk("match_self"))
+def test_match_self(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
+    with region(dtype):
+        assert result_types(call(owner, name, [dtype, torch.float32], device)) == {dtype}
+        assert result_types(call(owner, name, [torch.float32, dtype], device)) == {torch.float32}
+    with pytest.raises((RuntimeError, IndexError)):
+        call(owner, name, [dtype, torch.float32], device)  # what torch says by itself
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(("owner", "name"), walk("banned"))
+def test_banned(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
+    with region(dtype):
+        for given in ([dtype], [dtype, torch.float32], [torch.float32, dtype]):
+            with pytest.raises(NotImplementedError, match=f"{name}: got .*binary_cross_entropy_with_logits"):
+                call(owner, name, given, device)
+        assert result_types(call(owner, name, [torch.float32], device)) == {torch.float32}
+    with region(dtype, allow_banned=True):
+        assert result_types(call(owner, name, [dtype], device)) == {torch.float32}
+    if torch.device(device).type == "cpu":
+        assert result_types(call(owner, name, [dtype], device)) == {dtype}  # casts off: torch's own answer
+
+
+@pytest.mark.parametrize("cpu_fp16", ["native", "emulate"])
+@pytest.mark.parametrize("given", [torch.float32, torch.float16])
+def test_einsum_of_one_operand_is_a_view_of_it_still(given: torch.dtype, cpu_fp16: str) -> None:
+    matrices = [torch.ones(3, 3, dtype=given) for _ in range(2)]
+    with region(torch.float16, cpu_fp16=cpu_fp16):
+        torch.einsum("ii->i", matrices[0]).zero_()
+        torch.functional.einsum("ii->i", [matrices[1]]).zero_()
+    assert [m.sum().item() for m in matrices] == [6.0, 6.0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("weights", [torch.float32, torch.float16, torch.bfloat16])
+def test_rnn_input(dtype: torch.dtype, weights: torch.dtype, device: str) -> None:
+    rnn = nn.GRU(3, 3).to(device=device, dtype=weights)
+    with region(dtype):
+        for given in (torch.float32, dtype):
+            assert rnn(torch.ones(2, 1, 3, dtype=given, device=device))[0].dtype is dtype
+        with pytest.raises(RuntimeError, match=r"input\.size\(-1\)"):
+            rnn(torch.ones(2, 1, 4, dtype=dtype, device=device))  # the check still checks shapes
+
+
+def test_disabled() -> None:
+    assert torch.backends.mha.get_fastpath_enabled()
+    with region(torch.float16):
+        assert not torch.backends.mha.get_fastpath_enabled()
+
+
+# What promotes by itself and is therefore not listed. If torch ever changes its mind, this says so.
+PROMOTE = {
+    "add": vectors,
+    "mul": vectors,
+    "div": vectors,
+    "sub": vectors,
+    "maximum": vectors,
+    "cat": lambda t: ([t(3), t(3)],),
+    "stack": lambda t: ([t(3), t(3)],),
+    "where": lambda t: (mask(), t(3), t(3)),
+    "outer": vectors,
+    "kron": vectors,
+    "hypot": vectors,
+    "clamp": lambda t: (t(3), t(3)),
+}
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("name", PROMOTE)
+def test_what_promotes_by_itself_is_not_listed(name: str, dtype: torch.dtype) -> None:
+    assert not any(name in names for names in OPLISTS["torch"].values())
+    given = iter((dtype, torch.float32))
+    args = PROMOTE[name](lambda *shape: torch.ones(shape, dtype=next(given)))
+    assert getattr(torch, name)(*args).dtype is torch.float32

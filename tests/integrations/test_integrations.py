@@ -1,0 +1,545 @@
+"""The opt levels inside Lightning, Fabric, Accelerate and the Trainer of transformers: the real packages, each held to
+a loop written out with `amp.scale_loss`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+EXTRAS = "pip install amp_patch[lightning,transformers]; `make test-all` does"
+pytest.importorskip("lightning", reason=EXTRAS)
+pytest.importorskip("transformers", reason=EXTRAS)
+pytest.importorskip("accelerate", reason=EXTRAS)
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: nothing here comes from the network
+
+import lightning.pytorch as pl  # noqa: E402
+import transformers  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+from frameworks import INPUTS, Classifier, adam, gpt, hf_trainer, loader, network, trainer  # noqa: E402
+from paths import EXAMPLES  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from training import LEVELS, same, weights  # noqa: E402
+
+from amp_patch import amp, regions  # noqa: E402
+from amp_patch.integrations.lightning import OptLevelPrecision  # noqa: E402
+from amp_patch.integrations.pytorch_lightning import OptLevelPrecision as OtherPrecision  # noqa: E402
+
+# What the packages warn of, on any script: their own deprecations, and advice on loaders and workers.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
+    pytest.mark.filterwarnings("ignore:The number of training batches:UserWarning"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
+
+INTEGRATIONS = EXAMPLES / "integrations"
+AUTO = {"dtype" if transformers.__version__ >= "5" else "torch_dtype": "auto"}  # the type that the config says
+
+
+def by_hand(level: str, *, clip: Any = None, every: int = 1, inputs: torch.Tensor = INPUTS) -> tuple[Any, list[float]]:
+    """What Classifier's training is, in two epochs of a plain loop."""
+    model = network()
+    optimizer = adam(model)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    losses = []
+    for _ in range(2):
+        for step, (batch, classes) in enumerate(loader(inputs), 1):
+            loss = nn.functional.cross_entropy(model(batch), classes)
+            losses.append(loss.item())
+            with amp.scale_loss(loss / every, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            if step % every == 0:
+                if clip:
+                    clip(list(amp.master_params(optimizer)), 0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+    scale = optimizer._amp_stash.scalers[0].loss_scale()
+    amp.restore()
+    return model, [*losses, scale]
+
+
+CLIPS = {
+    None: ({}, None),
+    "norm": ({"gradient_clip_val": 0.05}, torch.nn.utils.clip_grad_norm_),
+    "value": ({"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}, torch.nn.utils.clip_grad_value_),
+}
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_lightning_does_what_the_loop_does(level, clip, every):
+    options, function = CLIPS[clip]
+    module, precision = Classifier(), OptLevelPrecision(level)
+    trainer(precision, accumulate_grad_batches=every, **options).fit(module, loader())
+    expected, losses = by_hand(level, clip=function, every=every)
+    assert [*module.losses, precision.scalers[0].loss_scale()] == losses
+    assert same(weights(module.net), weights(expected))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_lightning_gives_the_module_back(level):
+    module = Classifier()
+    trainer(OptLevelPrecision(level)).fit(module, loader())
+    computed = {"O0": torch.float32, "O4": torch.bfloat16, "O5": torch.bfloat16}.get(level, torch.float16)
+    assert module.dtypes == {computed}
+    assert type(module) is Classifier and type(module.net) is nn.Sequential
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+    assert regions.default() is None and regions.current() is None, "no casts outside of the steps"
+
+
+@pytest.mark.parametrize("function", ["validate", "test", "predict"])
+def test_lightning_evaluates_at_the_level_and_leaves_the_weights(function):
+    module = Classifier()
+    before = weights(module)
+    result = getattr(trainer(OptLevelPrecision("O2")), function)(module, loader())
+    assert module.dtypes == {torch.float16}
+    assert same(weights(module), before)
+    if function == "predict":
+        assert {output.dtype for output in result} == {torch.float32}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_lightning_skips_what_overflows(level):
+    """Sixteen rows that overflow are two steps that change nothing but the scale; no scheduler warns."""
+    spoilt = torch.cat([torch.full((16, 8), float("inf")), INPUTS[16:]])
+    module, precision = Classifier(), OptLevelPrecision(level)
+    module.net[1] = nn.Identity()  # a batch norm's statistics would keep the infinity
+    before = weights(module)
+    fit = trainer(precision, max_steps=2)
+    fit.fit(module, loader(spoilt))
+    assert precision.scalers[0].loss_scale() == 2.0**14
+    assert same(weights(module), before)
+    assert fit.optimizers[0].state_dict()["state"] == {}
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning")
+@pytest.mark.parametrize("level", LEVELS)
+def test_lightning_resumes_to_the_same_bits(level, tmp_path):
+    def scale_of_512(precision: OptLevelPrecision) -> pl.Callback:
+        class Begin(pl.Callback):
+            def on_train_start(self, trainer, module):
+                if level in ("O1", "O2"):
+                    precision.scalers[0].load_state_dict({"loss_scale": 512.0, "unskipped": 7})
+
+        return Begin()
+
+    first, whole = OptLevelPrecision(level), Classifier()
+    saves = pl.callbacks.ModelCheckpoint(tmp_path, every_n_epochs=1, save_top_k=-1, filename="{epoch}")
+    trainer(first, callbacks=[saves, scale_of_512(first)]).fit(whole, loader())
+    path = tmp_path / "epoch=0.ckpt"
+    saved = torch.load(path, weights_only=True)
+    assert {value.dtype for value in saved["state_dict"].values()} <= {torch.float32, torch.int64}
+
+    again, resumed = OptLevelPrecision(level), Classifier()
+    trainer(again, callbacks=[pl.callbacks.ModelCheckpoint(tmp_path)]).fit(resumed, loader(), ckpt_path=path)
+    assert resumed.losses == whole.losses[4:]
+    assert same(weights(resumed), weights(whole))
+    assert again.state_dict() == first.state_dict()
+    if level in ("O1", "O2"):
+        assert saved["OptLevelPrecision"]["loss_scaler0"] == {"loss_scale": 512.0, "unskipped": 11}
+
+
+class Adversaries(pl.LightningModule):
+    """Two optimizers by hand, in the order of Lightning's own example of a GAN: gradients are cleared after a step, and
+    `toggle_optimizer` is to keep the one's loss out of the other's gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.nets = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 3)])
+        self.toggled = True
+
+    def training_step(self, batch, index):
+        for position, optimizer in enumerate(self.optimizers()):
+            if self.toggled:
+                self.toggle_optimizer(optimizer)
+            loss = nn.functional.cross_entropy(self.nets[1](self.nets[0](batch[0])), batch[1])
+            self.manual_backward(loss if position else -loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if self.toggled:
+                self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(net.parameters(), lr=0.1) for net in self.nets]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_lightning_steps_several_optimizers(level):
+    module = Adversaries()
+    trainer(OptLevelPrecision(level)).fit(module, loader())
+
+    by_hand = Adversaries()
+    optimizers = by_hand.configure_optimizers()
+    nets, optimizers = amp.initialize(list(by_hand.nets), optimizers, opt_level=level)
+    for _ in range(2):
+        for batch, classes in loader():
+            for sign, optimizer in zip((-1, 1), optimizers, strict=True):
+                loss = sign * nn.functional.cross_entropy(nets[1](nets[0](batch)), classes)
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                optimizer.step()
+                for each in optimizers:
+                    each.zero_grad()
+    amp.restore()
+    assert same(weights(module), weights(by_hand))
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
+def test_lightning_shows_hooks_unscaled_gradients_and_lets_a_step_be_left_out():
+    norms = []
+
+    class Watching(Classifier):
+        def training_step(self, batch, index):
+            return super().training_step(batch, index) if index != 1 else None
+
+        def on_before_optimizer_step(self, optimizer):
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            norms.append(float(torch.nn.utils.get_total_norm(grads)) if grads else None)
+
+    seen = []
+    for precision in (OptLevelPrecision("O0"), OptLevelPrecision("O2")):
+        norms.clear()
+        trainer(precision, max_steps=3).fit(Watching(), loader())
+        seen.append(list(norms))
+    assert seen[0][1] is None and seen[1][1] is None
+    assert seen[1][::2] == pytest.approx(seen[0][::2], rel=1e-2)
+
+
+def test_lightning_keeps_a_child_in_fp32():
+    class Kept(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.exact = nn.Linear(8, 8)
+            self.expected = self.exact(INPUTS[:8])
+
+        def loss(self, batch):
+            assert torch.equal(self.exact(batch[0]), self.expected)
+            return super().loss(batch)
+
+    module = Kept()
+    trainer(OptLevelPrecision("O2", keep_fp32="exact"), max_steps=1).fit(module, loader())
+    assert module.dtypes == {torch.float16}
+
+
+def test_lightning_trains_what_was_frozen_at_first():
+    class Thawed(Classifier):
+        def on_train_start(self):
+            self.unfreeze()
+
+    frozen, usual = Thawed(), Classifier()
+    for module in (frozen, usual):
+        module.net[1] = nn.Identity()  # a batch norm, FP32, would be thawed with its master
+    frozen.freeze()
+    frozen.train()
+    trainer(OptLevelPrecision("O2")).fit(frozen, loader())
+    trainer(OptLevelPrecision("O2")).fit(usual, loader())
+    assert same(weights(frozen), weights(usual))
+
+
+def test_lightning_passes_a_closure_to_lbfgs_at_o0():
+    class Evaluating(Classifier):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), max_iter=3)
+
+    module = Evaluating()
+    trainer(OptLevelPrecision("O0"), max_steps=1).fit(module, loader())
+    assert len(module.losses) == 3
+
+
+def test_the_package_pytorch_lightning_is_served_too():
+    import pytorch_lightning
+
+    class Module(pytorch_lightning.LightningModule):
+        loss, training_step = Classifier.loss, Classifier.training_step
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.losses = network(), []
+
+        def configure_optimizers(self):
+            return adam(self)
+
+    module, same_module = Module(), Classifier()
+    trainer(OtherPrecision("O2"), pytorch_lightning, max_steps=1).fit(module, loader())
+    trainer(OptLevelPrecision("O2"), max_steps=1).fit(same_module, loader())
+    assert same(weights(module), weights(same_module))
+
+
+def example(name: str) -> Any:
+    sys.path.insert(0, str(INTEGRATIONS))
+    try:
+        return __import__(name)
+    finally:
+        sys.path.remove(str(INTEGRATIONS))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_fabric_does_what_the_loop_does(level):
+    """The recipe, beside itself with a stand-in for Fabric that does nothing."""
+
+    class NoFabric:
+        device = "cpu"
+        launch = staticmethod(lambda: None)
+        setup = staticmethod(lambda model, optimizer: (model, optimizer))
+        setup_dataloaders = staticmethod(lambda loader: loader)
+        backward = staticmethod(lambda loss: loss.backward())
+
+        def clip_gradients(self, model, optimizer, max_norm):
+            torch.nn.utils.clip_grad_norm_(list(amp.master_params(optimizer)), max_norm)
+
+    recipe = example("fabric_loop")
+    model, losses = recipe.train(level, accelerator="cpu", devices=1)
+    amp.restore()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "Fabric", NoFabric)
+        expected, expected_losses = recipe.train(level)
+    assert losses == expected_losses
+    assert same(weights(model), weights(expected))
+
+
+@pytest.fixture
+def accelerate_state(monkeypatch):
+    """Accelerate's settings are process-wide, and the Trainer's are not a script's."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    classes = (AcceleratorState, GradientState, PartialState)
+    for each in classes:
+        each._reset_state()
+    yield
+    for each in classes:
+        each._reset_state()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_accelerate_does_what_the_loop_does(level, accelerate_state):
+    recipe = example("accelerate_loop")
+    model, losses = recipe.train(level)
+    amp.restore()
+
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(32, 8), torch.randint(3, (32,))
+    expected = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = adam(expected)
+    expected, optimizer = amp.initialize(expected, optimizer, opt_level=level)
+    expected_losses = []
+    for step in range(8):
+        rows = slice(step % 4 * 8, step % 4 * 8 + 8)
+        loss = nn.functional.cross_entropy(expected(inputs[rows]), targets[rows])
+        expected_losses.append(loss.item())
+        with amp.scale_loss(loss, optimizer, delay_unscale=step % 2 == 0) as scaled_loss:
+            (scaled_loss / 2).backward()
+        if step % 2:
+            torch.nn.utils.clip_grad_norm_(list(amp.master_params(optimizer)), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses == expected_losses
+    assert same(weights(model), weights(expected))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_accelerate_resumes_to_the_same_bits(level, accelerate_state, tmp_path):
+    train = example("accelerate_loop").train
+    whole, losses = train(level, epochs=4)
+    state = amp.state_dict()
+    train(level, epochs=2, save=tmp_path)
+    resumed, rest = train(level, epochs=2, resume=tmp_path)
+    assert rest == losses[8:]
+    assert same(weights(resumed), weights(whole))
+    assert amp.state_dict() == state
+
+
+def logged(trainer: transformers.Trainer, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def test_the_trainer_at_o0_is_the_trainer(tmp_path):
+    ours, theirs = hf_trainer(tmp_path, "O0"), hf_trainer(tmp_path, None)
+    ours.train()
+    theirs.train()
+    for name in ("loss", "grad_norm"):
+        assert logged(ours, name) == logged(theirs, name)
+    assert same(weights(ours.model), weights(theirs.model))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_trainer_does_what_the_loop_does(level, tmp_path):
+    """Losses and norms are logged unscaled; clipping is of the masters."""
+    trainer = hf_trainer(tmp_path, level)
+    batches, collate = [], trainer.data_collator
+    trainer.data_collator = lambda rows: batches.append(collate(rows)) or batches[-1]
+    trainer.train()
+    amp.restore()
+
+    model = gpt()
+    optimizer = transformers.Trainer(model, trainer.args).create_optimizer()
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 5)
+    losses, norms = [], []
+    for first, second in zip(batches[:10:2], batches[1:10:2], strict=True):
+        both = []
+        for batch in (first, second):
+            loss = model(**batch, num_items_in_batch=torch.tensor(64)).loss
+            both.append(loss.detach().double())
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        norms.append(torch.nn.utils.get_total_norm([p.grad for p in amp.master_params(optimizer)]).item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # at O2 the masters' gradients, in the Trainer's order
+        losses.append(sum(both).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    assert logged(trainer, "loss") == pytest.approx(losses, rel=1e-6)
+    assert logged(trainer, "grad_norm") == pytest.approx(norms, rel=1e-6)
+    amp.restore()
+    assert same(weights(trainer.model), weights(model))
+
+
+class Penalized:
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        return loss + 0.125 * sum(p.square().sum() for p in model.parameters())
+
+
+class OwnLoss:
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return nn.functional.cross_entropy(model(inputs["input_ids"]).logits[:, :-1].mT, inputs["labels"][:, 1:])
+
+
+@pytest.mark.parametrize("kind", [Penalized, OwnLoss])
+def test_the_loss_that_a_subclass_of_the_trainer_makes_is_scaled(kind, tmp_path):
+    ours = hf_trainer(tmp_path, "O0", amp_options={"loss_scale": 512.0}, bases=(kind,))
+    theirs = hf_trainer(tmp_path, None, bases=(kind,))
+    ours.train()
+    theirs.train()
+    for name in ("loss", "grad_norm"):
+        assert logged(ours, name) == logged(theirs, name)
+    assert same(weights(ours.model), weights(theirs.model))
+
+
+class ScaleOf512(transformers.TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}})
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("callbacks_too", [False, True])
+def test_the_trainer_resumes_to_the_same_bits(level, callbacks_too, tmp_path):
+    saves = {"save_strategy": "steps", "save_steps": 2, "restore_callback_states_from_checkpoint": callbacks_too}
+    whole = hf_trainer(tmp_path, level, callbacks=[ScaleOf512()] if level != "O5" else [], **saves)
+    whole.train()
+    state = amp.state_dict()
+    resumed = hf_trainer(tmp_path, level, **saves)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert logged(resumed, "loss") == logged(whole, "loss")
+    assert same(weights(resumed.model), weights(whole.model))
+    assert amp.state_dict() == state
+    assert state["loss_scaler0"] == ({"loss_scale": 1.0, "unskipped": 0} if level == "O5" else state["loss_scaler0"])
+    if level != "O5":
+        assert state["loss_scaler0"] == {"loss_scale": 512.0, "unskipped": 7 + 10}
+
+
+def test_a_checkpoint_of_the_trainer_is_fp32_and_loads_in_another(tmp_path):
+    trainer = hf_trainer(tmp_path, "O2", save_strategy="steps", save_steps=2, max_steps=2)
+    trainer.train()
+    saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    masters = dict(trainer.model.state_dict())
+    assert saved and all(
+        value.dtype is torch.float32 and torch.equal(value, masters[name]) for name, value in saved.items()
+    )
+    hf_trainer(tmp_path / "resumed", None).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    # And the way here, from a checkpoint without a loss scale.
+    hf_trainer(tmp_path / "plain", None, save_strategy="steps", save_steps=2, max_steps=2).train()
+    ours = hf_trainer(tmp_path, "O2", save_strategy="steps", save_steps=2)
+    ours.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
+    assert ours.state.global_step == 5
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_what_the_trainer_saves_says_that_it_is_fp32_and_comes_back_as_that(level, tmp_path):
+    trainer = hf_trainer(tmp_path, level, save_strategy="steps", save_steps=2, max_steps=2)
+    before = {**vars(trainer.model.config), "architectures": ["GPT2LMHeadModel"]}  # which transformers writes in
+    trainer.train()
+    assert vars(trainer.model.config) == before
+    trainer.save_model(str(tmp_path / "whole"))
+    assert vars(trainer.model.config) == before
+    assert trainer.model.dtype is not torch.float32, "of a model in FP32 this shows nothing"
+    masters = weights(trainer.model)
+    for folder in (tmp_path / "checkpoint-2", tmp_path / "whole"):
+        saved = json.loads((folder / "config.json").read_text())
+        assert {saved[name] for name in ("dtype", "torch_dtype") if name in saved} == {"float32"}
+        back = transformers.GPT2LMHeadModel.from_pretrained(folder, **AUTO)
+        assert back.dtype is torch.float32 and same(weights(back), masters)
+
+
+class Unknown(nn.Module):
+    """A model that is none of transformers'."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(32, 1)
+
+    def forward(self, input_ids, labels):
+        return (self.words(input_ids).float().mean(),)
+
+
+def test_the_trainer_saves_models_without_a_config_and_leaves_other_configs_alone(tmp_path):
+    trainer = hf_trainer(tmp_path, "O2", max_steps=2, model=Unknown())
+    trainer.train()
+    trainer.save_model()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "training_args.bin"]
+    assert {value.dtype for value in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    trainer.save_model()
+    assert (tmp_path / "config.json").read_text() == '{"dtype": "bfloat16"}'
+
+
+def test_the_trainer_evaluates_without_scaling(tmp_path):
+    trainer, plain = hf_trainer(tmp_path, "O1"), hf_trainer(tmp_path, None)
+    trainer.create_optimizer()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-3)
+
+
+def test_the_trainer_refuses_a_second_mixed_precision(tmp_path):
+    with pytest.raises(ValueError, match=r"OptLevelTrainer: args has bf16=True.*opt_level='O4'"):
+        hf_trainer(tmp_path, "O1", bf16=True)
+
+
+def test_a_trainer_that_is_not_enabled_is_the_trainer(tmp_path):
+    ours, theirs = hf_trainer(tmp_path, "O2", amp_options={"enabled": False}), hf_trainer(tmp_path, None)
+    ours.train()
+    theirs.train()
+    assert logged(ours, "loss") == logged(theirs, "loss")
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(tmp_path, accelerate_state):
+    """Accumulation under no_sync, and clipping: the ranks agree to the bit, and with one process within rounding."""
+    import ddp_integrations
+
+    worker = Path(ddp_integrations.__file__)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(worker)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    alone = ddp_integrations.run(0, 1, tmp_path)
+    assert len(first) == 6
+    for name, values in first.items():
+        assert same(values, second[name]), name
+        for value, expected in zip(values, alone[name], strict=True):
+            torch.testing.assert_close(
+                value, expected, rtol=0, atol=2e-3, msg=lambda text, name=name: f"{name}: {text}"
+            )

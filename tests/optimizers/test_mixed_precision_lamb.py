@@ -1,0 +1,229 @@
+"""FusedMixedPrecisionLamb: FP32 copies of half parameters, numbers on the device, overflows skipped there."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import reference_optimizers as reference
+import torch
+from conftest import DEVICES, DTYPES
+from syncs import Syncs
+from torch import nn
+
+from amp_patch import amp
+from amp_patch.optimizers import FusedLAMB, FusedMixedPrecisionLamb
+
+HALVES = pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+SCALERS = pytest.mark.parametrize("make_scaler", [torch.amp.GradScaler, amp.GradScaler], ids=["torch", "amp"])
+SHAPES = [(3, 5), (7,), ()]
+
+
+def parameters(dtype, device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in SHAPES]
+
+
+def give_gradients(params, step, scale=1.0):
+    """Of a few bits, so that scaled ones in a half type are exact."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for p in params:
+        p.grad = (torch.randint(-8, 8, p.shape, generator=generator) / 8 * scale).to(p.device, p.dtype)
+
+
+def everything(optimizer):
+    """Copies of all that a step may write."""
+    groups = [(group["lr"].clone(), group["step"].clone()) for group in optimizer.param_groups]
+    params = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+    states = [{name: t.clone() for name, t in state.items()} for state in optimizer.state.values()]
+    return [*(t for pair in groups for t in pair), *params, *(t for state in states for t in state.values())]
+
+
+def unchanged(before, optimizer):
+    return all(torch.equal(a, b) for a, b in zip(before, everything(optimizer), strict=True))
+
+
+def step_by(how, scaler, optimizer):
+    if how == "scaler.step":
+        scaler.step(optimizer)
+    else:
+        optimizer.step(grad_scaler=scaler)
+    scaler.update()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("how", ["scaler.step", "step(grad_scaler=)"])
+@SCALERS
+@HALVES
+def test_the_copies_step_as_the_oracle_in_fp64(dtype, make_scaler, how, device):
+    params = parameters(dtype, device)
+    exact, states = [p.detach().double() for p in params], [{} for _ in params]
+    optimizer = FusedMixedPrecisionLamb(params, lr=0.02, reduced_precision_dtype=dtype)
+    scaler = make_scaler(device, init_scale=64.0)
+    for step in range(50):
+        scaler.scale(torch.ones((), device=device))
+        give_gradients(params, step, 64.0)
+        reference.lamb(exact, [p.grad.double() / 64 for p in params], states, step + 1, lr=0.02)
+        step_by(how, scaler, optimizer)
+    (copies,) = (group["params"] for group in optimizer.param_groups_full_precision)
+    for p, copied, oracle in zip(params, copies, exact, strict=True):
+        assert copied.dtype is torch.float32 and torch.equal(p, copied.to(dtype))
+        assert torch.allclose(copied.double(), oracle, rtol=1e-5, atol=0)
+        assert optimizer.state[p]["exp_avg"].dtype is torch.float32
+
+
+@HALVES
+def test_without_a_scaler_the_bits_are_those_of_fused_lamb_on_fp32_weights(dtype):
+    params, plain = parameters(dtype), [nn.Parameter(p.detach().float()) for p in parameters(dtype)]
+    optimizer, other = FusedMixedPrecisionLamb(params, reduced_precision_dtype=dtype), FusedLAMB(plain)
+    for step in range(10):
+        give_gradients(params, step)
+        give_gradients(plain, step)
+        optimizer.step()
+        other.step()
+    copies = optimizer.param_groups_full_precision[0]["params"]
+    assert all(torch.allclose(a, b, rtol=1e-6, atol=0) for a, b in zip(copies, plain, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("flags", [{}, {"adam_w_mode": False}, {"weight_decay": 0.0}], ids=str)
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+@pytest.mark.parametrize("how", ["scaler.step", "step(grad_scaler=)"])
+@SCALERS
+def test_an_overflow_changes_nothing_and_nobody_waits(make_scaler, how, first, flags, device):
+    params = parameters(torch.float16, device)
+    optimizer = FusedMixedPrecisionLamb(params, reduced_precision_dtype=torch.float16, **flags)
+    scaler = make_scaler(device, init_scale=64.0)
+
+    def one(step, spoilt=None):
+        scaler.scale(torch.ones((), device=device))
+        give_gradients(params, step, 64.0)
+        if spoilt is not None:
+            params[1].grad[3] = spoilt
+        step_by(how, scaler, optimizer)
+
+    for step in range(0 if first else 3):
+        one(step)
+    if first:  # make the state
+        optimizer._state(params, "exp_avg"), optimizer._state(params, "exp_avg_sq")
+        optimizer._masters(params)
+    before, syncs = everything(optimizer), Syncs(device)
+    with syncs.counting():
+        one(5, float("inf"))
+        one(6, float("nan"))
+    assert unchanged(before, optimizer) and syncs.count == 0
+    assert scaler.get_scale() == 16.0 and optimizer.param_groups[0]["step"].item() == (0 if first else 3)
+    scaler.update(64.0)
+    one(7)
+    assert not unchanged(before, optimizer) and all(t.isfinite().all() for t in everything(optimizer))
+    assert not hasattr(optimizer, "found_inf") and not hasattr(optimizer, "grad_scale")
+
+
+@pytest.mark.parametrize(
+    "make_schedule",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
+        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4),
+    ],
+)
+def test_schedules_write_the_learning_rate_in_place(make_schedule):
+    """Its tensors are those that a captured step reads."""
+    params, plain = parameters(torch.float32), parameters(torch.float32)
+    groups = lambda ps: [{"params": ps[:2]}, {"params": ps[2:], "lr": 0.25}]  # noqa: E731
+    optimizer, other = FusedMixedPrecisionLamb(groups(params), lr=0.5, step=2), FusedLAMB(groups(plain), lr=0.5)
+    for group in other.param_groups:
+        group["step"] = 2
+    rates, steps = ([group[name] for group in optimizer.param_groups] for name in ("lr", "step"))
+    assert [rate.item() for rate in rates] == [0.5, 0.25] and [step.item() for step in steps] == [2, 2]
+    assert all(rate.dtype is torch.float32 and rate.dim() == 0 for rate in rates) and rates[0] is not rates[1]
+    assert all(step.dtype is torch.int32 and step.shape == (1,) for step in steps) and steps[0] is not steps[1]
+    schedules = make_schedule(optimizer), make_schedule(other)
+    for step in range(3):
+        give_gradients(params, step)
+        give_gradients(plain, step)
+        optimizer.step()
+        other.step()
+        for schedule in schedules:
+            schedule.step()
+        assert [rate.item() for rate in rates] == pytest.approx([group["lr"] for group in other.param_groups])
+    assert optimizer.param_groups[0]["lr"] is rates[0] and steps[1].item() == 5
+    assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(params, plain, strict=True))
+
+
+@HALVES
+def test_a_checkpoint_resumes_to_the_bit(dtype):
+    params = parameters(dtype)
+    optimizer = FusedMixedPrecisionLamb(params, lr=0.02, reduced_precision_dtype=dtype)
+    for step in range(3):
+        give_gradients(params, step)
+        optimizer.step()
+    file = io.BytesIO()
+    torch.save((optimizer.state_dict(), [p.detach() for p in params]), file)
+    file.seek(0)
+    state, weights = torch.load(file)
+    assert set(state["state"][0]) == {"exp_avg", "exp_avg_sq", "master_param"}
+    resumed = [nn.Parameter(w.clone()) for w in weights]
+    other = FusedMixedPrecisionLamb(resumed, lr=1.0, reduced_precision_dtype=dtype)
+    other.load_state_dict(state)
+    for step in range(3, 6):
+        for ps, o in ((params, optimizer), (resumed, other)):
+            give_gradients(ps, step)
+            o.step()
+    assert unchanged(everything(other), optimizer)
+    twin = copy.deepcopy(optimizer)
+    assert twin.reduced_precision_dtype is dtype and unchanged(everything(twin), optimizer)
+
+
+def test_a_checkpoint_of_apex_has_no_copies_and_makes_them_at_the_next_step():
+    params = parameters(torch.float16)
+    optimizer = FusedMixedPrecisionLamb(params, reduced_precision_dtype=torch.float16)
+    give_gradients(params, 0)
+    optimizer.step()
+    state = optimizer.state_dict()
+    for entry in state["state"].values():
+        del entry["master_param"]
+    other = FusedMixedPrecisionLamb(params, reduced_precision_dtype=torch.float16)
+    other.load_state_dict(state)
+    assert other.param_groups_full_precision == [{"params": [None] * 3}] and other.param_groups[0]["step"].item() == 1
+    with torch.no_grad():
+        params[0].fill_(0.5)  # a model's checkpoint, loaded last
+    params[0].grad = torch.zeros_like(params[0])
+    other.param_groups[0]["weight_decay"] = 0.0
+    other.state[params[0]]["exp_avg"].zero_()
+    other.step()
+    assert torch.equal(params[0], torch.full_like(params[0], 0.5))
+
+
+def test_types_mix_and_only_the_one_named_has_copies():
+    params = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float16, torch.bfloat16, torch.float32)]
+    optimizer = FusedMixedPrecisionLamb(params, lr=0.5, reduced_precision_dtype=torch.bfloat16)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step(lambda: None)
+    copies = optimizer.param_groups_full_precision[0]["params"]
+    assert [c is None for c in copies] == [True, False, True] and all((p < 1).all() for p in params)
+
+
+def test_a_closure_comes_before_the_scaler():
+    params = parameters(torch.float16)
+    optimizer, scaler = FusedMixedPrecisionLamb(params), torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def closure():
+        loss = scaler.scale(sum(p.float().square().sum() for p in params))
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure, grad_scaler=scaler).item() > 0
+    assert optimizer.param_groups[0]["step"].item() == 1
+
+
+def test_what_cannot_be_is_refused():
+    params = parameters(torch.float32)
+    with pytest.raises(ValueError, match=r"reduced_precision_dtype=torch.float32, torch.float16, torch.bfloat16 or"):
+        FusedMixedPrecisionLamb(params, reduced_precision_dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="amsgrad=True is not supported"):
+        FusedMixedPrecisionLamb(params, amsgrad=True)
+    with pytest.raises(TypeError, match=r"FusedMixedPrecisionLamb.step: got scale; wanted closure and grad_scaler"):
+        FusedMixedPrecisionLamb(params).step(scale=2.0)

@@ -1,0 +1,119 @@
+"""Every optimizer that torch ships: skipped steps, O2, pickling, deepcopy. The README has the table."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import training
+from paths import ROOT
+from torch import nn
+from training import assert_unchanged, snapshot
+
+from amp_patch import amp
+
+# Arguments that each one needs to move a 2x2 weight; LBFGS is refused under scaling (test_initialize.py).
+OPTIMIZERS = {
+    "ASGD": {"lr": 0.1},
+    "Adadelta": {"lr": 1.0},
+    "Adafactor": {"lr": 0.1},
+    "Adagrad": {"lr": 0.1},
+    "Adam": {"lr": 0.1},
+    "AdamW": {"lr": 0.1},
+    "Adamax": {"lr": 0.1},
+    "Muon": {"lr": 0.1},
+    "NAdam": {"lr": 0.1},
+    "RAdam": {"lr": 0.1},
+    "RMSprop": {"lr": 0.1, "momentum": 0.9},
+    "Rprop": {"lr": 0.1},
+    "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
+    "SparseAdam": {"lr": 0.1},
+}
+AVAILABLE = [name for name in OPTIMIZERS if hasattr(torch.optim, name)]
+VARIANTS = [pytest.param(name, {}, id=name) for name in AVAILABLE] + [
+    pytest.param(name, {flag: True}, id=f"{name}-{flag}")
+    for flag, names in {
+        "foreach": ("Adam", "SGD", "RMSprop", "NAdam", "RAdam", "Adadelta", "Adamax", "ASGD", "Rprop", "Adagrad"),
+        "fused": ("Adam", "AdamW", "SGD", "Adagrad"),
+        "capturable": ("Adam",),
+    }.items()
+    for name in names
+    if not (flag == "capturable" and not torch.cuda.is_available())
+]
+
+
+def test_no_optimizer_of_torch_is_left_out():
+    shipped = {
+        name
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+    assert shipped <= {*OPTIMIZERS, "LBFGS"}
+
+
+def test_the_readme_s_table_names_every_optimizer():
+    readme = (ROOT / "README.md").read_text()
+    rows = readme.split("## Optimizers")[1].split("## Tests")[0]
+    assert [name for name in (*OPTIMIZERS, "LBFGS") if name not in rows] == []
+
+
+def setup(name, flags, level="O2"):
+    """A model of one 2x2 weight (an embedding for the optimizer of sparse gradients), its optimizer and a backward."""
+    torch.manual_seed(0)
+    model = nn.Embedding(2, 2, sparse=True) if name == "SparseAdam" else nn.Linear(2, 2, bias=False)
+    make = getattr(torch.optim, name)
+    optimizer = make(model.parameters(), **OPTIMIZERS[name], **flags)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    return model, optimizer
+
+
+def one_step(model, optimizer, factor=1.0):
+    inputs = torch.tensor([0, 1]) if isinstance(model, nn.Embedding) else torch.tensor([[0.5, -0.25], [0.25, 1.0]])
+    optimizer.zero_grad()
+    loss = (model(inputs).float() * torch.tensor([[0.5, 0.25], [0.25, -0.5]])).sum() * factor
+    training.backward(loss / 8, optimizer)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(("name", "flags"), VARIANTS)
+def test_a_skipped_step_is_exact(name, flags, level):
+    model, optimizer = setup(name, flags, level)
+    one_step(model, optimizer)
+    before = snapshot(model, optimizer)
+    one_step(model, optimizer, math.inf)
+    assert optimizer._amp_stash.step_skipped
+    optimizer.zero_grad()
+    assert_unchanged(before, snapshot(model, optimizer))
+    one_step(model, optimizer)
+    assert not optimizer._amp_stash.step_skipped
+    assert not torch.equal(before[0][0], model.weight)
+
+
+@pytest.mark.parametrize(("name", "flags"), VARIANTS)
+def test_o2_does_to_the_masters_what_the_optimizer_does_to_fp32_weights(name, flags):
+    model, optimizer = setup(name, flags)
+    plain, plain_optimizer = setup(name, flags, "O0")
+    for _ in range(3):
+        one_step(model, optimizer)
+        one_step(plain, plain_optimizer)  # gradients here are exact in FP16
+    assert torch.equal(next(amp.master_params(optimizer)), plain.weight)
+    assert torch.equal(model.weight, plain.weight.half())
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v))], ids=["deepcopy", "pickle"]
+)
+@pytest.mark.parametrize(("name", "flags"), VARIANTS)
+def test_a_copy_trains_on_alike(name, flags, duplicate):
+    model, optimizer = setup(name, flags)
+    one_step(model, optimizer)
+    twin, twins_optimizer = duplicate((model, optimizer))
+    for _ in range(2):
+        one_step(model, optimizer)
+        one_step(twin, twins_optimizer)
+    assert torch.equal(model.weight, twin.weight) and model.weight is not twin.weight
+    assert torch.equal(next(amp.master_params(optimizer)), next(amp.master_params(twins_optimizer)))

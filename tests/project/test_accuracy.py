@@ -1,0 +1,130 @@
+"""The page "Does mixed precision lose accuracy?" says what the comparisons say, and fails where they contradict it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import pytest
+from made_up import made_up_run
+from paths import BENCHMARKS
+
+pytest.importorskip("matplotlib", reason="the page's pictures need it")
+
+from amp_patch.report.runs import dumps
+from amp_patch.report.verdict import Comparison
+
+SCRIPT = BENCHMARKS / "accuracy.py"
+SEEDS = 5
+
+
+@pytest.fixture(scope="module")
+def accuracy():
+    spec = importlib.util.spec_from_file_location("accuracy", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def comparison(second: str = "bits", without: str | None = None, **shifts: float) -> Comparison:
+    """O0's seeds end at 2.0, 2.25, ... 3.0; a level's at as much more as `shifts` says, or 1/64."""
+    runs = []
+    for seed in range(SEEDS):
+        for level in ("O0", "O1", "O2", "O3", "O4", "O5"):
+            figure = 2 + seed / 4 + (0 if level == "O0" else shifts.get(level, 1 / 64))
+            logged = {"held_out_loss": [(40, figure)], second: [(40, 32 * figure)]}
+            if level != without:
+                runs.append(made_up_run(level, seed, final=figure, logged=logged))
+    return Comparison("train.py", runs, metric="held_out_loss", machine={"torch": "2.13.0", "gpu": "none"})
+
+
+def families(**shifts: float) -> dict[str, Comparison]:
+    return {"digits": comparison("accuracy"), "gpt": comparison(), "lstm": comparison(**shifts)}
+
+
+def rows(page: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:3] == "| O"]
+
+
+def test_the_page_answers_from_the_verdicts(accuracy):
+    trained = families(O5=-0.25, O3=2.0)
+    assert accuracy.contradictions(trained) == []
+    page = accuracy.page(trained)
+    answer = page.split("\n\n")[2]
+    assert answer.startswith("**Not at O1, O2, O4 and O5:**")
+    assert "of the convnet, the GPT and the LSTM lies within the spread of O0's 5 seeds" in answer
+    assert (
+        "the LSTM at O5 comes out furthest from O0: a mean of 2.2500 against O0's 2.5000 (2.0000 to 3.0000)" in answer
+    )
+    assert "25% of the spread away" in answer
+    assert "O3, FP16 throughout" in answer and "the GPT within, a mean of 2.5156 against" in answer
+    assert "the LSTM differs, a mean of 4.5000 against O0's 2.5000 (2.0000 to 3.0000), p < 0.001" in answer
+    assert comparison().test in page, "the test is stated"
+    assert "torch 2.13.0, gpu none" in page and "    make accuracy\n" in page
+
+
+def test_a_table_has_the_figures_of_each_level(accuracy):
+    page = accuracy.page(families(O1=0.0, O2=0.25))
+    assert [row[0] for row in rows(page)] == ["O0", "O1", "O2", "O3", "O4", "O5"] * 3
+    assert "accuracy, %" in page and "bits per character" in page
+    # The differences of all seeds are equal: p is 0, or 1 where they are.
+    expected = {
+        "O0": ["2.5000", "2.0000 to 3.0000", "", "", "baseline", "80.00", "", "", "0 of 200"],
+        "O1": ["2.5000", "2.0000 to 3.0000", "+0", "1", "within", "80.00", "1.00", "1.00", "5 of 200"],
+        "O2": ["2.7500", "2.2500 to 3.2500", "+0.25", "< 0.001", "within", "88.00", "1.00", "1.00", "5 of 200"],
+    }
+    assert {row[0]: row[1:] for row in rows(page)[12:15]} == expected
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_level_outside_the_spread_is_said_and_fails(accuracy, level):
+    trained = families(**{level: 1.0})
+    broken = accuracy.contradictions(trained)
+    assert broken == [f"lstm at {level}: a mean of 3.5000 against O0's 2.5000 (2.0000 to 3.0000), p < 0.001"]
+    answer = accuracy.page(trained).split("\n\n")[2]
+    assert answer.startswith("**Not shown by these runs.**") and broken[0] in answer
+
+
+def test_runs_that_failed_or_are_missing_are_no_proof(accuracy):
+    assert accuracy.contradictions({"gpt": comparison(without="O4")}) == ["gpt was not trained at O4"]
+    assert len(accuracy.contradictions({"gpt": comparison(without="O0")})) == 4
+    failed = comparison()
+    next(run for run in failed.runs if (run.level, run.seed) == ("O2", 3)).error = "killed"
+    failed = replace(failed)  # judged anew
+    (broken,) = accuracy.contradictions({"gpt": failed})
+    assert broken.startswith("gpt at O2") and "killed" in broken
+    assert "within, 1 failed" in accuracy.page({"gpt": failed})
+    lost = comparison(O5=float("nan"))
+    (broken,) = accuracy.contradictions({"gpt": lost})
+    assert broken.startswith("gpt at O5") and "not finite" in broken
+    accuracy.page({"gpt": lost})
+
+
+def test_the_pictures_stand_alone_in_light_colours(accuracy, tmp_path):
+    accuracy.write(families(), tmp_path)
+    linked = re.findall(r"!\[[^]]+\]\((.+?)\)", (tmp_path / "accuracy.md").read_text())
+    assert linked == [f"accuracy-{family}.svg" for family in ("digits", "gpt", "lstm")]
+    for name in linked:
+        text = (tmp_path / name).read_text()
+        assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
+        assert "var(" not in text and "#ffffff" in text and len(text) < 150_000
+
+
+def test_the_page_can_be_written_again_from_reports(accuracy, tmp_path, monkeypatch, capsys):
+    """The exit status is the claim's."""
+    reports, docs = tmp_path / "reports", tmp_path / "docs"
+    monkeypatch.setattr(sys, "argv", ["accuracy.py", "--from", str(reports), "--docs", str(docs)])
+    with pytest.raises(SystemExit, match=r"there is no .*report\.json"):
+        accuracy.main()
+    for shift, status, said in (1 / 64, 0, ""), (1.0, 1, "lstm at O2: a mean of 3.5000"):
+        for family, each in families(O2=shift).items():
+            (reports / family).mkdir(parents=True, exist_ok=True)
+            (reports / family / "report.json").write_text(dumps(each.to_dict()))
+        assert accuracy.main() == status
+        printed, errors = capsys.readouterr()
+        assert said in errors and bool(errors) == bool(status)
+        assert printed.rstrip().endswith(str(docs / "accuracy.md"))
+        assert len(rows((docs / "accuracy.md").read_text())) == 18

@@ -1,0 +1,94 @@
+"""What the benchmarks say is what they measured; how fast anything is, no test asks."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from paths import BENCHMARKS, ROOT
+
+
+@pytest.fixture(scope="module")
+def timing():
+    spec = importlib.util.spec_from_file_location("timing", BENCHMARKS / "timing.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_rivals_are_timed_in_turns_and_each_comes_first_in_its_turn(timing):
+    order = []
+
+    def rival(name, microseconds):
+        return lambda: order.append(name) or microseconds
+
+    times = timing.in_turns({"a": rival("a", 1.0), "b": rival("b", 2.0), "c": rival("c", 4.0)}, repeats=4, warmup=2)
+    assert "".join(order) == "abcbcacababcbcacab"
+    assert times == {"a": [1.0] * 4, "b": [2.0] * 4, "c": [4.0] * 4}
+
+
+def test_the_ratio_is_the_median_of_the_turns_ratios(timing):
+    assert timing.ratio([1.0, 100.0, 3.0], [2.0, 200.0, 1.0]) == 0.5
+
+
+def test_a_timer_gives_the_microseconds_of_one_of_its_runs(timing, monkeypatch):
+    now = iter((10.0, 10.006))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
+    calls = []
+    assert timing.timer(lambda: calls.append(1), "cpu", runs=3)() == pytest.approx(2000.0)
+    assert len(calls) == 3
+
+
+def test_a_row_keeps_its_columns(timing):
+    columns = {"rival": -8, "us": 10, "calls": 7}
+    assert timing.line(list(columns), columns) == "rival           us  calls"
+    assert timing.line(("ours", 1234.5678, 12), columns) == "ours       1234.57     12"
+
+
+def test_json_holds_the_rows_and_what_they_depend_on(timing, tmp_path):
+    options = argparse.Namespace(device="cpu", threads=1, repeats=3, json=tmp_path / "out" / "figures.json")
+    timing.write_json(options, [{"rival": "ours", "ratio": 0.5}])
+    written = json.loads(options.json.read_text())
+    assert written["rows"] == [{"rival": "ours", "ratio": 0.5}]
+    assert written["machine"] and written["torch"] and written["threads"] == 1 and written["repeats"] == 3
+    timing.write_json(argparse.Namespace(**{**vars(options), "json": None}), [])
+
+
+def run(script, folder, *options):
+    """What a benchmark prints, and the rows of its JSON."""
+    figures = folder / "figures.json"
+    warnings = ["-W", "error", "-W", "ignore:`torch.jit.script_method` is deprecated"]  # Inductor's own import
+    options = [*options, "--repeats", "1", "--threads", "1", "--json", str(figures)]
+    done = subprocess.run(
+        [sys.executable, *warnings, str(BENCHMARKS / f"{script}.py"), *options],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout, json.loads(figures.read_text())["rows"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "dtype"), [("step", "bf16"), ("step", "fp16"), ("compile", "bf16")])
+def test_every_rival_of_the_step_trains_the_same_model(script, dtype, tmp_path):
+    output, rows = run(script, tmp_path, "--dtype", dtype, "--models", "convnet", "--batches", "1")
+    rows = {row["rival"]: row for row in rows}
+    assert set(rows) == {"fp32", "autocast", "autocast+scaler", "O1", "O2"}
+    assert rows["autocast+scaler"]["ratio"] == 1.0
+    for rival, row in rows.items():
+        assert row["first_loss"] == pytest.approx(rows["fp32"]["first_loss"], rel=0.02), rival
+        assert f"{rival:17}" in output
+
+
+@pytest.mark.slow
+def test_the_recorded_turns_are_recorded(tmp_path):
+    output, rows = run("recording", tmp_path, "--levels", "O0", "O2", "--steps", "2", "--batch", "1")
+    assert [row["level"] for row in rows] == ["O0", "O2"]
+    for row in rows:
+        assert row["off"] > 0 and row["recorded"] > 0 and f"{row['ratio']:9.4f}" in output

@@ -1,0 +1,235 @@
+"""setup.py: with a compiler, without one, and without the extension; each in a copy of the sources."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """setup.py over a package of one file and an extension that compiles in a second."""
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    (tmp_path / "amp_patch").mkdir()
+    (tmp_path / "amp_patch" / "__init__.py").touch()
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "small.cpp").write_text(
+        "#include <Python.h>\n"
+        'static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr};\n'
+        "PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&definition); }\n"
+    )
+    return tmp_path
+
+
+def build(folder, *arguments, **environment):
+    switches = ("AMP_PATCH_NO_EXT", "AMP_PATCH_REQUIRE_EXT", "FORCE_CUDA")
+    inherited = {name: value for name, value in os.environ.items() if name not in switches}
+    return subprocess.run(
+        [sys.executable, "setup.py", *(arguments or ("build_ext", "--inplace"))],
+        cwd=folder,
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def extensions(folder):
+    return list((folder / "amp_patch").glob("_C*"))
+
+
+def reason(folder):
+    values: dict[str, str] = {}
+    exec((folder / "amp_patch" / "_build.py").read_text(), values)
+    return values["REASON"]
+
+
+def test_no_ext_leaves_the_reason(sources):
+    # -S hides site-packages' .pth files but not torch; a stub that fails proves that torch is not asked for.
+    (sources / "torch.py").write_text("raise ImportError('torch was imported')\n")
+    result = build(sources, AMP_PATCH_NO_EXT="1", PYTHONPATH=str(sources))
+    assert result.returncode == 0, result.stderr
+    assert extensions(sources) == []
+    assert reason(sources) == "it was installed with AMP_PATCH_NO_EXT=1"
+
+
+def test_no_ext_removes_an_older_extension(sources):
+    import sysconfig
+
+    stale = sources / "amp_patch" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    stale.touch()
+    assert build(sources, AMP_PATCH_NO_EXT="1").returncode == 0
+    assert not stale.exists()
+
+
+def test_without_torch_the_message_says_what_to_do(sources):
+    (sources / "torch.py").write_text("raise ImportError(\"No module named 'torch'\")\n")
+    result = build(sources, PYTHONPATH=str(sources))
+    assert result.returncode != 0
+    assert "install torch first, then `pip install --no-build-isolation .`" in result.stderr
+
+
+def test_contradicting_switches_are_refused(sources):
+    result = build(sources, AMP_PATCH_NO_EXT="1", AMP_PATCH_REQUIRE_EXT="1")
+    assert result.returncode != 0
+    assert "contradict each other" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_failed_build_degrades_with_its_reason_and_a_good_one_forgets_it(sources):
+    source = sources / "csrc" / "small.cpp"
+    good = source.read_text()
+    source.write_text("this is not C++\n")
+    result = build(sources)
+    assert result.returncode == 0, result.stderr
+    assert extensions(sources) == []
+    assert reason(sources).startswith("its build failed: ")
+    assert "\n" not in reason(sources)
+
+    source.write_text(good)
+    result = build(sources)
+    assert result.returncode == 0, result.stderr
+    assert len(extensions(sources)) == 1
+    assert not (sources / "amp_patch" / "_build.py").exists()
+
+    source.write_text("this is not C++\n")  # and what was built before must not be loaded instead
+    assert build(sources).returncode == 0
+    assert extensions(sources) == []
+
+
+@pytest.mark.slow
+def test_require_ext_makes_a_failed_build_an_error(sources):
+    (sources / "csrc" / "small.cpp").write_text("this is not C++\n")
+    result = build(sources, AMP_PATCH_REQUIRE_EXT="1")
+    assert result.returncode != 0
+    assert not (sources / "amp_patch" / "_build.py").exists()
+
+
+@pytest.mark.slow
+def test_cuda_sources_wait_for_a_cuda_torch(sources):
+    (sources / "csrc" / "device.cu").write_text("#error compiled\n")
+    import torch
+
+    if torch.version.cuda is None:
+        assert build(sources).returncode == 0
+        assert len(extensions(sources)) == 1
+
+
+def build_with_cuda(folder, torch_cuda, nvcc_release, **environment):
+    """`build` where torch says that it is for CUDA `torch_cuda`, beside a compiler that says it is `nvcc_release`."""
+    (folder / "csrc" / "device.cu").write_text("#error compiled\n")
+    home = folder / "cuda"
+    (home / "bin").mkdir(parents=True)
+    if nvcc_release:
+        nvcc = home / "bin" / "nvcc"
+        nvcc.write_text(
+            f"#!/bin/sh\necho 'Cuda compilation tools, release {nvcc_release}, V{nvcc_release}.1'\n"
+            'test "$1" = --version\n'  # and nothing is compiled
+        )
+        nvcc.chmod(0o755)
+    program = (
+        "import os, runpy, sys, torch\nfrom torch.utils import cpp_extension\n"
+        f"torch.version.cuda, cpp_extension.CUDA_HOME = {torch_cuda!r}, os.environ['CUDA_HOME']\n"
+        "sys.argv[0] = 'setup.py'\nrunpy.run_path('setup.py', run_name='__main__')\n"
+    )
+    (folder / "with_cuda.py").write_text(program)
+    switches = ("AMP_PATCH_NO_EXT", "AMP_PATCH_REQUIRE_EXT", "FORCE_CUDA", "CUDA_PATH")
+    inherited = {name: value for name, value in os.environ.items() if name not in switches}
+    return subprocess.run(
+        [sys.executable, "with_cuda.py", "build_ext", "--inplace"],
+        cwd=folder,
+        env={**inherited, "CUDA_HOME": str(home), **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_another_cuda_than_torch_s_leaves_the_cpu_kernels_and_is_named(sources):
+    result = build_with_cuda(sources, "13.0", "11.8")
+    assert result.returncode == 0, result.stderr
+    assert len(extensions(sources)) == 1
+    assert reason(sources).startswith(
+        "no CUDA kernels: their build failed: RuntimeError: The detected CUDA version (11.8)"
+    )
+    assert "(13.0)" in reason(sources)
+
+
+@pytest.mark.slow
+def test_a_cuda_compiler_that_fails_leaves_the_cpu_kernels(sources):
+    result = build_with_cuda(sources, "13.0", "13.0", TORCH_CUDA_ARCH_LIST="9.0")
+    assert result.returncode == 0, result.stderr
+    assert len(extensions(sources)) == 1
+    assert reason(sources).startswith("no CUDA kernels: their build failed: ")
+
+
+@pytest.mark.slow
+def test_a_missing_cuda_compiler_is_named(sources):
+    result = build_with_cuda(sources, "13.0", None)
+    assert result.returncode == 0, result.stderr
+    assert len(extensions(sources)) == 1
+    assert reason(sources) == (
+        f"no CUDA kernels: torch is for CUDA 13.0, but there is no nvcc (CUDA_HOME={sources / 'cuda'})"
+    )
+
+
+@pytest.mark.slow
+def test_a_required_extension_is_required_with_its_cuda_kernels(sources):
+    result = build_with_cuda(sources, "13.0", "11.8", AMP_PATCH_REQUIRE_EXT="1")
+    assert result.returncode != 0
+    assert "11.8" in result.stderr
+    assert extensions(sources) == []
+
+
+@pytest.mark.slow
+def test_a_failed_build_names_the_compiler(sources):
+    (sources / "csrc" / "small.cpp").write_text("this is not C++\n")
+    assert build(sources, CXX="c++").returncode == 0
+    version = subprocess.run(["c++", "--version"], capture_output=True, text=True).stdout.splitlines()[0]
+    assert version in reason(sources)
+
+
+def test_a_source_distribution_holds_the_cuda_sources_wherever_it_is_made(sources):
+    shutil.copy(ROOT / "MANIFEST.in", sources)
+    for name in ("part.h", "kernels.cu"):
+        (sources / "csrc" / name).touch()
+    result = build(sources, "sdist", "--formats=tar")
+    assert result.returncode == 0, result.stderr
+    with tarfile.open(next((sources / "dist").glob("*.tar"))) as archive:
+        held = {Path(name).name for name in archive.getnames()}
+    assert held >= {"setup.py", "small.cpp", "part.h", "kernels.cu"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("content", ["good", "bad", "none"])
+def test_a_wheel_holds_the_extension_or_the_reason(sources, content):
+    if content == "bad":
+        (sources / "csrc" / "small.cpp").write_text("this is not C++\n")
+    (sources / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
+        '[project]\nname = "amp_patch"\nversion = "0"\n[tool.setuptools]\npackages = ["amp_patch"]\n'
+    )
+    environment = {**os.environ, "AMP_PATCH_NO_EXT": str(int(content == "none"))}
+    target = sources / "installed"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-build-isolation",
+        "--no-deps",
+        "--target",
+        str(target),
+        ".",
+    ]
+    result = subprocess.run(command, cwd=sources, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert len(extensions(target)) == (content == "good")
+    assert (target / "amp_patch" / "_build.py").exists() == (content != "good")
+    assert not (sources / "amp_patch" / "_build.py").exists()

@@ -1,0 +1,419 @@
+"""Every recipe that PyTorch and OneFlow document for mixed precision: with amp_patch it trains as with torch.amp.
+
+The same code of a recipe runs with torch's `amp` and with ours. In BF16 both do the same arithmetic, save in `threads`
+(torch's cache of cast weights is one for all threads, and does not give the same bits twice), so the losses are the
+same bits. In FP16 they are not: on a CPU torch's kernels compute in FP16, ours in FP32, rounded once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import statistics
+import subprocess
+import sys
+from contextlib import nullcontext
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from conftest import DEVICES
+from paths import EXAMPLES
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
+from training import LEVELS, convnet, images
+
+from amp_patch import amp
+
+pytest.importorskip("sklearn", reason="the recipes' digits come with scikit-learn")
+
+RECIPES = EXAMPLES / "recipes"
+NAMES = sorted(path.stem for path in RECIPES.glob("*.py") if path.stem != "common")
+LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
+SEEDS = (0, 1, 2)
+# Of each recipe the choices that are not its default.
+CHOICES = [(name, {}) for name in NAMES] + [("checkpointing", {"reentrant": True})]
+
+
+@functools.cache
+def load(name: str) -> Any:
+    sys.path.insert(0, str(RECIPES))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(RECIPES))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules():
+    """Their names are common ones: they go when these tests end, and so does the path that they add."""
+    before, path = set(sys.modules), list(sys.path)
+    yield
+    load.cache_clear()
+    torchs.cache_clear()
+    sys.path[:] = path
+    for name in {"common", "data", *NAMES} - before:
+        sys.modules.pop(name, None)
+
+
+def run_of(device: str, dtype: torch.dtype | None = None, seed: int = 0) -> Any:
+    return load("common").Run(device, dtype, seed)
+
+
+@functools.cache
+def torchs(name: str, device: str, dtype: torch.dtype, seed: int = 0, **choice: bool) -> list[float]:
+    """The losses of the original, in a process without casts of ours."""
+    amp.restore()
+    return load(name).native(torch.amp, run_of(device, dtype, seed), **choice)
+
+
+def end(losses: list[float]) -> float:
+    return statistics.fmean(losses[-5:])
+
+
+def spread(name: str, device: str, dtype: torch.dtype) -> float:
+    """How far apart three seeds of the original end."""
+    ends = [end(torchs(name, device, dtype, seed)) for seed in SEEDS]
+    return max(ends) - min(ends)
+
+
+def assert_trains_like_torchs(name: str, losses: list[float], device: str, dtype: torch.dtype, **choice: bool) -> None:
+    original = torchs(name, device, dtype, **choice)
+    assert len(losses) == len(original)
+    # Three seeds end 0.16 to 0.66 apart; what separates us from the original is less than a tenth of that.
+    assert abs(end(losses) - end(original)) < min(spread(name, device, dtype), 0.02)
+
+
+CASES = pytest.mark.parametrize(
+    ("name", "choice"), CHOICES, ids=["-".join((name, *choice)) for name, choice in CHOICES]
+)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@CASES
+def test_the_same_code_with_our_amp_gives_the_bits_of_torchs_in_bf16(name, choice, device):
+    losses = load(name).native(amp, run_of(device, torch.bfloat16), **choice)
+    if name == "threads" or device != "cpu":
+        assert_trains_like_torchs(name, losses, device, torch.bfloat16, **choice)
+    else:
+        assert losses == torchs(name, device, torch.bfloat16, **choice)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@CASES
+def test_the_same_code_with_our_amp_trains_like_torchs_in_fp16(name, choice, device):
+    losses = load(name).native(amp, run_of(device, torch.float16), **choice)
+    assert_trains_like_torchs(name, losses, device, torch.float16, **choice)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", LEVELS)
+@CASES
+def test_every_opt_level_trains_like_torchs_autocast(name, choice, level, device):
+    """O3 too: twenty steps of FP16 weights are not yet lost in rounding."""
+    dtype = torch.bfloat16 if level in ("O4", "O5") else torch.float16
+    losses = load(name).opt_level(level, run_of(device), **choice)
+    assert_trains_like_torchs(name, losses, device, dtype, **choice)
+    if level == "O4" and name != "threads" and device == "cpu":
+        # The casts of torch's BF16 autocast; its scale of 2**16 and ours of 1 change no bit.
+        assert losses == torchs(name, device, dtype, **choice)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS[1:])
+@pytest.mark.parametrize("dtype", LOW.values(), ids=LOW)
+@pytest.mark.parametrize("name", NAMES)
+def test_other_seeds_and_types(name, dtype, seed):
+    original, width = torchs(name, "cpu", dtype, seed), spread(name, "cpu", dtype)
+    ours = load(name).native(amp, run_of("cpu", dtype, seed))
+    assert ours == original if dtype is torch.bfloat16 and name != "threads" else abs(end(ours) - end(original)) < width
+    for level in ("O1", "O2", "O3"):
+        amp.restore()
+        losses = load(name).opt_level(level, run_of("cpu", dtype, seed))
+        assert abs(end(losses) - end(original)) < width, level
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(level):
+    resume, run = load("resume"), run_of("cpu")
+    assert resume.opt_level(level, run, stop=True) == resume.opt_level(level, run, stop=False)
+
+
+@pytest.mark.parametrize("dtype", LOW.values(), ids=LOW)
+def test_a_resumed_native_run_has_the_bits_of_one_that_never_stopped(dtype):
+    resume, run = load("resume"), run_of("cpu", dtype)
+    assert resume.native(amp, run, stop=True) == resume.native(amp, run, stop=False)
+
+
+@pytest.mark.parametrize("form", ["native", *LEVELS])
+def test_accumulating_changes_nothing_but_the_memory(form):
+    """The typical loop takes the same batches whole."""
+    run, forms = run_of("cpu"), [load("accumulate"), load("typical")]
+    parts, whole = (m.native(amp, run) if form == "native" else m.opt_level(form, run) for m in forms)
+    assert parts == pytest.approx(whole, abs=5e-3), "gradients in half precision are rounded at another place"
+
+
+@pytest.mark.parametrize("form", ["native", "O1", "O2"])
+def test_two_threads_give_the_same_bits_every_time(form):
+    """Each thread keeps weights cast of its own. (torch's are one cache for all threads: there they do not.)"""
+    threads, run = load("threads"), run_of("cpu", torch.bfloat16)
+    runs = [threads.native(amp, run) if form == "native" else threads.opt_level(form, run) for _ in range(3)]
+    assert runs[0] == runs[1] == runs[2]
+
+
+@pytest.mark.parametrize("form", ["native", "opt-level"])
+def test_the_clip_recipe_clips(form, monkeypatch):
+    """Unscaled norms, and larger than what they are clipped to."""
+    clip, norms = load("clip"), []
+    original = torch.nn.utils.clip_grad_norm_
+
+    def noting(*args: Any, **kwargs: Any) -> Tensor:
+        norms.append(original(*args, **kwargs))
+        return norms[-1]
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", noting)
+    run = run_of("cpu", torch.float16)
+    clip.native(amp, run) if form == "native" else clip.opt_level("O2", run)
+    assert len(norms) == run.steps
+    assert sum(norm.item() > clip.MAX_NORM for norm in norms) > 0 and max(norms) < 100
+
+
+def test_a_recipe_prints_its_losses(tmp_path):
+    """As a user runs it, from anywhere."""
+    command = [sys.executable, "-W", "error", str(RECIPES / "checkpointing.py"), "--form", "native"]
+    options = ["--device", "cpu", "--dtype", "bfloat16", "--steps", "3", "--reentrant"]
+    done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    run = load("common").Run("cpu", torch.bfloat16, steps=3)
+    assert done.stdout == printed(load("checkpointing").native(amp, run, reentrant=True))
+
+
+def printed(losses: list[float]) -> str:
+    return "".join(f"step {i:3}  loss {loss:.4f}\n" for i, loss in enumerate(losses, 1))
+
+
+def test_the_command_line_chooses_form_and_level(monkeypatch, capsys):
+    recipe, run = load("typical"), load("common").Run("cpu", torch.float16, seed=1, steps=2)
+    for form, losses in (
+        (["--form", "torch"], recipe.native(torch.amp, run)),
+        (["--form", "opt-level", "--opt-level", "O3"], recipe.opt_level("O3", run)),
+    ):
+        amp.restore()
+        options = ["--device", "cpu", "--dtype", "float16", "--seed", "1", "--steps", "2"]
+        monkeypatch.setattr(sys, "argv", ["typical.py", *form, *options])
+        load("common").main(recipe.native, recipe.opt_level)
+        assert capsys.readouterr().out == printed(losses)
+
+
+def test_each_recipe_is_in_the_readme():
+    table = (RECIPES / "README.md").read_text()
+    assert all(f"[{name}.py]({name}.py)" in table for name in NAMES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradient penalties: gradients that torch.autograd.grad returns are the user's to scale and unscale.
+
+
+def toy(level: str, device: str) -> tuple[nn.Linear, torch.optim.SGD, Tensor]:
+    """A layer and a loss whose gradients are exactly [1, 2] * 2**-30, out of FP16's range."""
+    layer = nn.Linear(2, 1, bias=False).to(device)
+    layer, optimizer = amp.initialize(layer, torch.optim.SGD(layer.parameters(), lr=1.0), opt_level=level)
+    return layer, optimizer, layer(torch.tensor([[1.0, 2.0]], device=device)).float().sum() * 2.0**-30
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_gradients_taken_under_the_loss_scale_survive(level, device):
+    layer, optimizer, loss = toy(level, device)
+    scale = amp.loss_scale(optimizer)
+    assert scale.dtype is torch.float32 and scale.shape == () and not scale.requires_grad
+    (scaled,) = torch.autograd.grad(loss * scale, layer.weight)
+    assert (scaled.float() / scale).tolist() == [[2.0**-30, 2.0**-29]]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_of_the_unscaled_loss_vanish_in_fp16(level):
+    """Why there is `loss_scale`."""
+    layer, _, loss = toy(level, "cpu")
+    assert torch.autograd.grad(loss, layer.weight)[0].tolist() == [[0.0, 0.0]]
+
+
+def test_loss_scale_is_the_one_that_scale_loss_uses_now():
+    model = nn.Linear(1, 1)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), num_losses=2)
+    before = amp.loss_scale(optimizer, 1)
+    with amp.scale_loss(torch.full((), torch.inf) * model.weight.sum(), optimizer, loss_id=1) as scaled_loss:
+        scaled_loss.backward()
+    assert before.item() == 2.0**16, "a copy: it stays what the gradients in hand were multiplied by"
+    assert amp.loss_scale(optimizer, loss_id=1).item() == 2.0**15
+    assert amp.loss_scale([optimizer]).item() == 2.0**16
+    loss = torch.ones(())
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss == loss * amp.loss_scale(optimizer)
+
+
+def test_loss_scale_is_one_where_nothing_is_scaled():
+    for settings in ({"opt_level": "O0"}, {"opt_level": "O5"}, {"enabled": False}):
+        model = nn.Linear(1, 1)
+        model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), **settings)
+        assert amp.loss_scale(optimizer).item() == 1.0
+
+
+def test_loss_scale_refuses_by_name():
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(RuntimeError, match=r"loss_scale: this SGD never went through initialize\(\)"):
+        amp.loss_scale(optimizer)
+    with pytest.raises(TypeError, match="loss_scale: optimizers is empty"):
+        amp.loss_scale([])
+    amp.initialize(model, optimizer)
+    with pytest.raises(ValueError, match="loss_scale: loss_id is 1"):
+        amp.loss_scale(optimizer, 1)
+
+
+def penalized(model: nn.Module, scale: Tensor | float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Cross entropy and the squared norm of its gradients, in the model's double backward."""
+    inputs, targets = images(0)
+    loss = nn.functional.cross_entropy(model(inputs.to(dtype)), targets)
+    scaled = torch.autograd.grad(loss * scale, list(model.parameters()), create_graph=True)
+    norm = torch.stack([(g.to(torch.promote_types(g.dtype, torch.float32)) / scale).square().sum() for g in scaled])
+    return loss + 0.1 * norm.sum()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return checkpoint(self.inner, inputs, use_reentrant=False)  # reentrant has no autograd.grad, in torch itself
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_double_backward_at_every_level(level, checkpointed):
+    """Through convolutions, a batch norm and a linear layer; against the same in FP64, without amp."""
+    exact = convnet().double()
+    wanted = penalized(exact, 1.0, torch.float64)
+    wanted.backward()
+
+    model = Checkpointed(convnet()) if checkpointed else convnet()
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), opt_level=level, verbosity=0)
+    for _ in range(
+        4
+    ):  # a scale of 2**16 may be too much for the FP16 of the double backward: then it is found by trial
+        optimizer.zero_grad()
+        loss = penalized(model, amp.loss_scale(optimizer))
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        grads = flat([param.grad for param in amp.master_params(optimizer)])
+        optimizer.step()
+        if not optimizer._amp_stash.step_skipped:
+            break
+
+    eps = torch.finfo({"O0": torch.float32, "O4": torch.bfloat16, "O5": torch.bfloat16}.get(level, torch.float16)).eps
+    assert loss.item() == pytest.approx(wanted.item(), rel=8 * eps)
+    truth = flat([param.grad for param in exact.parameters()])
+    assert (grads - truth).norm() < 8 * eps * truth.norm()
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.double().flatten() for tensor in tensors])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A model that is asked while it trains.
+
+
+@pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("form", ["autocast", *LEVELS])
+def test_inference_in_between_leaves_no_trace_in_the_training(form, without_grad):
+    """No weight that was cast without a graph, or as an inference tensor, reaches the training's forward."""
+
+    def train(asked: bool) -> tuple[list[float], list[list[float]]]:
+        model, losses, answers = run_of("cpu").model(), [], []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if form != "autocast":
+            model, optimizer = amp.initialize(model, optimizer, opt_level=form)
+        for inputs, targets in islice(run_of("cpu").batches(), 4):
+            optimizer.zero_grad()
+            with amp.autocast("cpu") if form == "autocast" else nullcontext():
+                if asked:
+                    with without_grad():
+                        answer = model(inputs)
+                output = model(inputs)
+                loss = nn.functional.cross_entropy(output, targets)
+                if asked:
+                    assert torch.equal(answer, output)
+                    with without_grad():
+                        assert torch.equal(model(inputs), output)
+            if form == "autocast":
+                loss.backward()
+            else:
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            answers.append([param.sum().item() for param in model.parameters()])
+        return losses, answers
+
+    assert train(asked=True) == train(asked=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Activation checkpointing: with each of its options the losses and weights of the same training without it, to the bit.
+
+GEMMS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "reentrant": {"use_reentrant": True},
+    "not reentrant": {"use_reentrant": False},
+    "to the end": {"use_reentrant": False},  # no early stop: see below
+    "unchecked": {"use_reentrant": False, "determinism_check": "none"},
+    "selective": {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, GEMMS)},
+}
+
+
+class Dropping(nn.Module):
+    def __init__(self, options: dict[str, Any] | None) -> None:
+        super().__init__()
+        layers = run_of("cpu").model()
+        self.features, self.options = layers[:3], options
+        self.classes = nn.Sequential(layers[3], nn.LayerNorm(32), nn.GELU(), nn.Dropout(0.3), layers[5], nn.Softmax(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        features = self.features(inputs)
+        if self.options is None:
+            return self.classes(features)
+        return checkpoint(self.classes, features, **self.options)  # preserve_rng_state is True by default
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("form", ["autocast", *LEVELS])
+def test_checkpoints_recompute_the_same_bits_with_every_option(form, option):
+    def train(options: dict[str, Any] | None) -> list[Any]:
+        model = Dropping(options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = amp.GradScaler("cpu")
+        if form != "autocast":
+            model, optimizer = amp.initialize(model, optimizer, opt_level=form)
+        losses = []
+        for inputs, targets in islice(run_of("cpu").batches(), 3):
+            optimizer.zero_grad()
+            with set_checkpoint_early_stop(option != "to the end"):
+                if form == "autocast":
+                    with amp.autocast("cpu"):
+                        loss = nn.functional.nll_loss(model(inputs).log(), targets)
+                    scaler.scale(loss).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                else:
+                    loss = nn.functional.nll_loss(model(inputs).log(), targets)
+                    with amp.scale_loss(loss, optimizer) as scaled_loss:
+                        scaled_loss.backward()
+                    optimizer.step()
+            losses.append(loss.item())
+        return losses + [param.tolist() for param in model.parameters()]
+
+    assert train(OPTIONS[option]) == train(None)
