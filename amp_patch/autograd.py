@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from amp_patch import regions, tree
+from amp_patch import regions
 from amp_patch.policy import Policy
+from amp_patch.support import tree
 
 
 class _Casts(NamedTuple):

@@ -15,8 +15,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from amp_patch import buffers, links
 from amp_patch.model import AmpModel
-from amp_patch.patch import Patches
 from amp_patch.policy import LOW_PRECISION
+from amp_patch.support.patches import Patches
 
 _patches = Patches()
 

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from amp_patch import masters, shards
 from amp_patch import model as model_side
-from amp_patch.blocks import Block, when_left
 from amp_patch.optimizer import Pending, Stash, distinct_pairs, recover, settle, sharing, unscale
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.scaler import LossScaler, inverse_of
+from amp_patch.support import distributed
+from amp_patch.support.blocks import Block, when_left
 
 Pair = tuple[Tensor, Tensor]  # (param, master)
 
@@ -218,7 +219,7 @@ class ScaledBackward(Block):
         try:
             found = masters.gather([(param, param) for param in params], inverse, earlier=kept)
             if added and owner is not None and not own:
-                for found_inf in shards.agree(found, added).values():
+                for found_inf in distributed.agree(found, added).values():
                     owner.note_found(self.scaler, found_inf.to(self.scale.device))
         except BaseException:  # rather none than one that may be scaled, or have overflowed unnoticed
             for param in params:

@@ -21,7 +21,6 @@ from torch.compiler import is_dynamo_compiling
 from amp_patch import compiling, multi_tensor
 from amp_patch.cpu_fp16 import settle
 from amp_patch.oplists import OPLISTS, rules_by_name
-from amp_patch.patch import Patches
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.regions import (
     PythonState,
@@ -37,6 +36,7 @@ from amp_patch.regions import (
     use_state,
 )
 from amp_patch.rules import EMULATED, RULES
+from amp_patch.support.patches import Patches
 
 __all__ = [
     "autocast",

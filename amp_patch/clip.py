@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from amp_patch import links
-from amp_patch.patch import Patches
+from amp_patch.support.patches import Patches
 
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
 _patches = Patches()

@@ -20,7 +20,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -60,31 +60,6 @@ _BOOKKEEPING = (
     *("backward", "clip", "initialize", "links", "masters", "memory", "multi_tensor", "optimizer"),
     *("replicas", "report.recorder", "scaler"),
 )
-
-
-def eagerly() -> AbstractContextManager[Any]:
-    """A region in which compiled code runs as plain Python; does not import the compiler."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-
-
-def eager_only(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, before and after which torch.compile ends its graphs, as of `torch.compiler.disable`."""
-    disabled: list[Callable[..., Any]] = []
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
-        if not disabled and disable is not None:
-            disabled.append(disable(function))
-        return (disabled[0] if disabled else function)(*args, **kwargs)
-
-    return not_traced(call)
-
-
-def not_traced(function: Any) -> Any:
-    """Mark a function of `_BOOKKEEPING` that compiled code calls."""
-    function._torchdynamo_disable = True
-    return function
 
 
 class Wrapped:

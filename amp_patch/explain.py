@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from amp_patch import buffers, casts, shards, tree
-from amp_patch.compiling import eagerly
-from amp_patch.model import KeptModule, policy_of, uncompiled, undone
-from amp_patch.patch import Patches
+from amp_patch import buffers, casts
+from amp_patch.model import KeptModule, policy_of, undone
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.rules import RULES
-from amp_patch.scaler import is_first_rank
+from amp_patch.support import distributed, tree
+from amp_patch.support.compiled import eagerly, uncompiled
+from amp_patch.support.distributed import is_first_rank
+from amp_patch.support.patches import Patches
 
 UNDECIDED = "none: torch's own promotion"
 EMULATED = "emulated FP16"
@@ -122,7 +123,7 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation | None
     Raises:
         ValueError: the model is sharded. RuntimeError: called within a forward that is being explained.
     """
-    shards.refuse(model, "explain")
+    distributed.refuse(model, "explain")
     model = uncompiled(model)
     if not inputs and not kwargs:
         at_next_forward(model)

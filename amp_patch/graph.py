@@ -14,13 +14,14 @@ from torch.overrides import TorchFunctionMode
 
 from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
-from amp_patch import regions, tree
+from amp_patch import regions
 from amp_patch.casts import autocast
 from amp_patch.grad_scaler import GradScaler as AnyGradScaler
 from amp_patch.grad_scaler import OlderGradScaler
 from amp_patch.initialize import scale_loss
 from amp_patch.policy import LOW_PRECISION, scale_number
-from amp_patch.scaler import is_first_rank
+from amp_patch.support import tree
+from amp_patch.support.distributed import is_first_rank
 
 __all__ = ["GradScaler", "Graph", "GraphConfig", "StaticGradScaler"]
 

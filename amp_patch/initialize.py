@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import averages, blocks, casts, clip, compiling, copies, keep, links, regions, replicas, shards, subclass
+from amp_patch import averages, casts, clip, compiling, copies, keep, links, regions, replicas, shards
 from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
 from amp_patch.backward import ScaledBackward
@@ -21,9 +21,12 @@ from amp_patch.cpu_fp16 import settle
 from amp_patch.explain import at_next_forward
 from amp_patch.optimizer import AmpOptimizer, Stash
 from amp_patch.override import overridden
-from amp_patch.patch import Attempts
 from amp_patch.policy import OPT_LEVELS, Policy, resolve, scale_number
-from amp_patch.scaler import LossScaler, is_first_rank
+from amp_patch.scaler import LossScaler
+from amp_patch.support import blocks, compiled
+from amp_patch.support.distributed import is_first_rank
+from amp_patch.support.generated_class import base_class
+from amp_patch.support.patches import Attempts
 
 logger = logging.getLogger("amp_patch")
 
@@ -181,7 +184,7 @@ def initialize_as(
     methods: tuple[str, ...] = (),
 ) -> Any:
     """`initialize` in a dialect, at a resolved policy; None is `enabled=False`."""
-    model_list, optimizer_list = [model_side.uncompiled(model) for model in _as_list(models)], _as_list(optimizers)
+    model_list, optimizer_list = [compiled.uncompiled(model) for model in _as_list(models)], _as_list(optimizers)
     for module in shards.fsdp_modules(m for m in model_list if isinstance(m, nn.Module)):
         module.reshard()  # after a forward its parameters may be the gathered ones, which no optimizer holds
     targets = [optimizer_side.innermost(optimizer) for optimizer in optimizer_list]
@@ -239,7 +242,7 @@ def begin_training(
     return training
 
 
-@compiling.eager_only
+@compiled.eager_only
 @blocks.block
 def scale_loss(
     loss: Tensor,
@@ -592,7 +595,7 @@ def leave(models: list[nn.Module], targets: list[Any]) -> None:
 
 def _by_name(undo: Callable[[Any], None], subject: Any) -> None:
     """`undo(subject)`, whose errors all say what could not be restored."""
-    name = subclass.base_class(subject).__name__
+    name = base_class(subject).__name__
     try:
         undo(subject)
     except Exception as error:

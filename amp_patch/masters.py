@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from amp_patch import links, multi_tensor, shards
-from amp_patch.blocks import without_grad
-from amp_patch.patch import Attempts
+from amp_patch import links, multi_tensor
 from amp_patch.policy import LOW_PRECISION
+from amp_patch.support import distributed
+from amp_patch.support.blocks import without_grad
+from amp_patch.support.patches import Attempts
 
 Groups = list[dict[str, Any]]
 FoundInf = dict[torch.device, Tensor]
@@ -296,8 +297,8 @@ def _values(param: Tensor, grad: Tensor) -> Tensor:
 
     Of a sharded one what this process holds.
     """
-    if shards.is_dtensor(grad):
-        grad = shards.local(grad)
+    if distributed.is_dtensor(grad):
+        grad = distributed.local(grad)
     elif grad.is_sparse:
         if not grad.is_coalesced():
             param.grad = grad = grad.coalesce()

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_patch import links, optimizer, regions, shards, tree
-from amp_patch.compiling import eagerly
+from amp_patch import links, optimizer, regions
 from amp_patch.histogram import Histogram
 from amp_patch.inspection import Inspection, NotFinite
 from amp_patch.model import KeptModule
 from amp_patch.policy import LOW_PRECISION
+from amp_patch.support import distributed, tree
+from amp_patch.support.compiled import eagerly
 
 _TENSOR: Any = Tensor
 _GRAD = _TENSOR.grad.__get__
@@ -54,7 +55,7 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"inspect: model is a {type(model).__name__}; wanted a torch.nn.Module")
-    shards.refuse(model, "inspect")
+    distributed.refuse(model, "inspect")
     while [name for name, _ in model.named_children()] == ["module"] and not model._parameters:
         model = model.get_submodule("module")
     one_or_many = optimizers if isinstance(optimizers, list | tuple) else [] if optimizers is None else [optimizers]

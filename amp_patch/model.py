@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from amp_patch import buffers, casts, copies, links, regions, shards, stalled, subclass, tree
-from amp_patch.accumulation import set_data
-from amp_patch.forward_hook import NoHook
-from amp_patch.patch import Attempts, Patches
+from amp_patch import buffers, casts, copies, links, regions, shards, stalled
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
+from amp_patch.support import distributed, generated_class, tree
+from amp_patch.support.accumulation import set_data
+from amp_patch.support.forward_hook import NoHook
+from amp_patch.support.generated_class import Generated, base_class
+from amp_patch.support.patches import Attempts, Patches
 
 _fast_path = Patches()
 _NO_CASTS = OPT_LEVELS["O0"]
@@ -98,12 +100,12 @@ class ModelState:
             forbid_fast_path()
 
 
-class AmpModel(subclass.Generated):
+class AmpModel(Generated):
     """Overrides of a model that went through `initialize`. Without `_amp` an instance behaves like its base."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
-        overrides = {name: _advising(name, function) for name, function in subclass.own_methods(base)}
+        overrides = {name: _advising(name, function) for name, function in generated_class.own_methods(base)}
         return overrides | {name: _entering(base, name) for name in ("forward", *key)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -192,7 +194,7 @@ class AmpModel(subclass.Generated):
                 master.grad = torch.zeros_like(master.grad)
 
 
-class KeptModule(subclass.Generated):
+class KeptModule(Generated):
     """Forward of a module that stays FP32: FP32 inside; in a cast model its outputs have the type that came in."""
 
     @classmethod
@@ -213,11 +215,6 @@ class KeptModule(subclass.Generated):
             return output if came is None else tree.cast_floats(output, came, (torch.float32,))
 
         return {"forward": kept}
-
-
-def uncompiled(model: Any) -> Any:
-    """The module inside of what `torch.compile` made of it; anything else as it is."""
-    return model._orig_mod if type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod") else model
 
 
 def check(model: Any, methods: Collection[str] = ()) -> None:
@@ -246,7 +243,7 @@ def check(model: Any, methods: Collection[str] = ()) -> None:
             f"initialize: this {name} has a `forward` of its own in its __dict__, which hides the one of its class; "
             "define forward on the class, or call initialize() before something replaces it"
         )
-    cls: Any = subclass.base_class(model)
+    cls: Any = base_class(model)
     if cls.forward is nn.Module.forward and cls.__call__ is not nn.Module.__call__ and "__call__" not in methods:
         raise ValueError(
             f"initialize: {name} defines __call__ and no forward, which is where casts and hooks act; rename it "
@@ -315,7 +312,7 @@ def to_cast(models: list[nn.Module], kept: list[nn.Module]) -> tuple[list[nn.Par
         id(p): p
         for m in modules.values()
         for p in m._parameters.values()
-        if p is not None and p.dtype is torch.float32 and not shards.is_dtensor(p)
+        if p is not None and p.dtype is torch.float32 and not distributed.is_dtensor(p)
     }
     owned = [
         (m, name)
@@ -405,7 +402,7 @@ def forbid_fast_path() -> None:
 def reflatten(model: nn.Module) -> None:
     """Make the weights of RNNs one block of memory again, which cuDNN wants and a cast undoes."""
     for module in model.modules():
-        if isinstance(module, nn.RNNBase) and not any(map(shards.is_dtensor, module.parameters())):
+        if isinstance(module, nn.RNNBase) and not any(map(distributed.is_dtensor, module.parameters())):
             module.flatten_parameters()
 
 
@@ -419,7 +416,7 @@ def restore(model: nn.Module) -> None:
     for handle in state.handles:
         attempt(handle.remove)
     for module in model.modules():
-        if isinstance(module, subclass.Generated):
+        if isinstance(module, Generated):
             attempt(_take, module)
     pairs = links.linked(set(model.parameters()))
     attempt(_refuse_changed, model)
@@ -537,11 +534,11 @@ def _is_under_fsdp(module: nn.Module) -> bool:
     return "_amp_base" not in vars(type(module)) and shards.is_fsdp(module)
 
 
-def _give(module: nn.Module, mixin: type[subclass.Generated], state: ModelState, key: tuple[str, ...] = ()) -> None:
-    if isinstance(module, subclass.Generated):
+def _give(module: nn.Module, mixin: type[Generated], state: ModelState, key: tuple[str, ...] = ()) -> None:
+    if isinstance(module, Generated):
         _take(module)
     if not isinstance(module, mixin):  # else it has the class beneath fully_shard's
-        subclass.give(module, mixin, key)
+        generated_class.give(module, mixin, key)
     elif module._amp_key != key:
         raise ValueError(
             f"initialize: methods {key} of a {type(module).__name__} that was given {module._amp_key} before "
@@ -553,7 +550,7 @@ def _give(module: nn.Module, mixin: type[subclass.Generated], state: ModelState,
 def _take(module: nn.Module) -> None:
     vars(module).pop("_amp", None)  # without which it behaves as the base, where its class must stay
     if not _is_under_fsdp(module):
-        subclass.take(module)
+        generated_class.take(module)
 
 
 def _policy(module: Any) -> Policy | None:

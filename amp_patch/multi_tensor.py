@@ -31,7 +31,7 @@ from typing import Any, Literal, SupportsFloat, SupportsIndex, overload
 import torch
 from torch import Tensor
 
-from amp_patch.blocks import without_grad
+from amp_patch.support.blocks import without_grad
 
 __all__ = [
     "backend",

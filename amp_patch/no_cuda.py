@@ -40,9 +40,9 @@ from torch import Tensor
 from amp_patch import casts, regions
 from amp_patch.casts import _register_with_jit
 from amp_patch.cpu_fp16 import settle
-from amp_patch.patch import Patches
 from amp_patch.peak import PeakMemory
 from amp_patch.policy import Policy
+from amp_patch.support.patches import Patches
 
 CAPABILITY = (7, 0)  # the first with FP16 tensor cores, and the oldest that the kernels here serve
 

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from amp_patch import clip, links, regions, replicas, shards, stalled, subclass, zero
-from amp_patch.compiling import not_traced
+from amp_patch import clip, links, regions, replicas, stalled, zero
 from amp_patch.masters import Earlier, Masters, gather
-from amp_patch.patch import Attempts
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.scaler import LossScaler, inverse_of
+from amp_patch.support import distributed, generated_class
+from amp_patch.support.compiled import not_traced
+from amp_patch.support.generated_class import Generated, base_class
+from amp_patch.support.patches import Attempts
 
 _TRANSIENT = (
     "brought",
@@ -248,7 +250,7 @@ class Stash:
         self.found.append((scaler, found_inf))
 
 
-class AmpOptimizer(subclass.Generated):
+class AmpOptimizer(Generated):
     """Overrides of an optimizer that went through `initialize`."""
 
     @classmethod
@@ -374,7 +376,7 @@ def makes_two_passes(wrapper: Any) -> bool:
     return callable(getattr(base, "step", None)) and not isinstance(base, type)
 
 
-class AmpWrapper(subclass.Generated):
+class AmpWrapper(Generated):
     """Overrides of a wrapper that makes two passes around an optimizer that went through `initialize`."""
 
     @classmethod
@@ -415,7 +417,7 @@ def enter_wrappers(optimizer: Any) -> None:
         if isinstance(wrapper, AmpWrapper):
             continue
         stash.masters.follow(wrapper)
-        subclass.give(wrapper, AmpWrapper)
+        generated_class.give(wrapper, AmpWrapper)
         stash.wrappers.append(weakref.ref(wrapper))
         if isinstance(wrapper, torch.optim.Optimizer):
             stash.handles.append(wrapper.register_step_pre_hook(refuse_closure))
@@ -426,7 +428,7 @@ def refuse_closure(wrapper: Any, args: Any, kwargs: Any) -> None:
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     stash = _stash(innermost(wrapper))
     if closure is not None and stash is not None and stash.scales_loss:
-        name = subclass.base_class(wrapper).__name__
+        name = base_class(wrapper).__name__
         raise RuntimeError(
             f"{name}.step: a closure computes the gradients of the second pass inside step(); under loss scaling make "
             f"the two passes yourself, each with its own scale_loss: backward, {name}.first_step(zero_grad=True), "
@@ -443,7 +445,7 @@ def enter_training(
             stash.masters.attach(optimizer, group, about_to_be_cast)
         zero.repartition(optimizer)
     optimizer._amp_stash = stash
-    subclass.give(optimizer, mixin)
+    generated_class.give(optimizer, mixin)
     _lead_scheduler(optimizer)
     register_hooks(optimizer, stash)
 
@@ -475,15 +477,15 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     attempt(settle, optimizer)
     for handle in stash.handles:
         attempt(handle.remove)
-    wrappers = [wrapper for ref in stash.wrappers if isinstance(wrapper := ref(), subclass.Generated)]
+    wrappers = [wrapper for ref in stash.wrappers if isinstance(wrapper := ref(), Generated)]
     for wrapper in wrappers:
-        attempt(subclass.take, wrapper)
+        attempt(generated_class.take, wrapper)
         attempt(stash.masters.unfollow, wrapper)
     linked = stash.masters.linked()
     attempt(stash.masters.detach, optimizer)
     attempt(zero.repartition, optimizer)
-    if isinstance(optimizer, subclass.Generated):
-        attempt(subclass.take, optimizer)
+    if isinstance(optimizer, Generated):
+        attempt(generated_class.take, optimizer)
         attempt(_lead_scheduler, optimizer)
     del optimizer._amp_stash
     if recast_state:
@@ -518,7 +520,7 @@ def warn_of_small_eps(optimizer: Any) -> None:
         for dtype in dtypes:
             if isinstance(eps, float) and eps > 0 and torch.tensor(eps, dtype=dtype).item() == 0:
                 warnings.warn(
-                    f"initialize: eps={eps:g} of {subclass.base_class(optimizer).__name__}'s group {index} is 0 in "
+                    f"initialize: eps={eps:g} of {base_class(optimizer).__name__}'s group {index} is 0 in "
                     f"{dtype}, the type that its parameters have without masters: a first step can give NaN. Use "
                     "eps=1e-4, or opt_level='O2'",
                     stacklevel=4,
@@ -610,7 +612,7 @@ def _unscale(
             stash.left = {id(param) for param, master in own if param is not master and param.grad is not None}
     if inverse is None:
         return
-    found = shards.agree(found, [param for param, _ in pairs])
+    found = distributed.agree(found, [param for param, _ in pairs])
     overall = torch.zeros_like(scaler.scale_tensor)
     for found_inf in found.values():
         overall = torch.maximum(overall, found_inf.to(overall.device))
@@ -638,7 +640,7 @@ def _move_nothing(optimizer: Any, stash: Stash) -> None:
     overflow = torch.stack([found_inf.to(stash.found[0][1].device) for _, found_inf in stash.found]).amax() > 0
     for _, master in stash.masters.pairs(optimizer.param_groups):
         if master.grad is not None:
-            grad = master.grad._values() if master.grad.is_sparse else shards.local(master.grad)
+            grad = master.grad._values() if master.grad.is_sparse else distributed.local(master.grad)
             grad.masked_fill_(overflow.to(grad.device), 0)
 
 
@@ -681,7 +683,7 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     if closure is not None and stash.scales_loss:
         recover(optimizer, stash, running=False)
         raise RuntimeError(
-            f"{subclass.base_class(optimizer).__name__}.step: a closure computes new gradients inside step(), after "
+            f"{base_class(optimizer).__name__}.step: a closure computes new gradients inside step(), after "
             "the check for overflow; under loss scaling call the closure's body first, then step() without it"
         )
     drop_spent(stash)
@@ -795,9 +797,9 @@ def culprits(optimizer: Any) -> str:
         for position, master in enumerate(group["params"]):
             if master.grad is None:
                 continue
-            sharded = sharded or shards.is_dtensor(master.grad)
+            sharded = sharded or distributed.is_dtensor(master.grad)
             # Of a sharded one this process's part: it may be the only process to ask.
-            grad = master.grad._values() if master.grad.is_sparse else shards.local(master.grad)
+            grad = master.grad._values() if master.grad.is_sparse else distributed.local(master.grad)
             if bool(torch.isfinite(grad).all()):
                 continue
             param = next(p for p, m in stash.masters.pairs([{"params": [master]}]))
@@ -930,7 +932,7 @@ def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
     else:
         return
     raise RuntimeError(
-        f"{subclass.base_class(optimizer).__name__}.step: called in the body of scale_loss, {where}; give scale_loss "
+        f"{base_class(optimizer).__name__}.step: called in the body of scale_loss, {where}; give scale_loss "
         "all optimizers of the loss, and call their step() after the `with` block. A step in a hook of backward "
         "(register_post_accumulate_grad_hook) is possible at O0 and O4"
     )
@@ -957,7 +959,7 @@ def _warn_of_ungathered(optimizer: Any, stash: Stash) -> None:
     ]
     if named:
         warnings.warn(
-            f"{subclass.base_class(optimizer).__name__}.step: {named[0]} has a gradient on the model that was never "
+            f"{base_class(optimizer).__name__}.step: {named[0]} has a gradient on the model that was never "
             f"gathered for this optimizer{f', and so have {len(named) - 1} more' if len(named) > 1 else ''}: the step "
             "does without; call backward() inside `with amp.scale_loss(loss, optimizer)`",
             stacklevel=4,

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from amp_patch import blocks, multi_tensor
+from amp_patch import multi_tensor
 from amp_patch.policy import Policy
+from amp_patch.support import blocks
 
 # Ours and torch.autocast side by side: the inner one wins. A region of ours that casts, or whose word is "no casts",
 # turns torch's off while it lasts. A torch.autocast entered inside of one (torch counts them), on or off, has the word

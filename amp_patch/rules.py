@@ -12,7 +12,7 @@ from torch import Tensor
 from amp_patch.cpu_fp16 import Upcast, rounded, takes
 from amp_patch.oplists import IN_PLACE_GEMMS, SLOW_HALF
 from amp_patch.regions import cast_weight
-from amp_patch.tree import map_tensors, tensors
+from amp_patch.support.tree import map_tensors, tensors
 
 if TYPE_CHECKING:
     from amp_patch.policy import Policy

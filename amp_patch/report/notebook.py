@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from amp_patch import casts
 from amp_patch.initialize import initialize, restored, scale_loss
-from amp_patch.patch import Patches
 from amp_patch.report.recorder import Enough, Recorder, log
 from amp_patch.report.runs import Run
 from amp_patch.report.trials import LEVELS, Plan, failure, seeded, settle, words
 from amp_patch.report.verdict import Comparison, machine
+from amp_patch.support.patches import Patches
 
 _EVALUATION = "evaluation"
 

@@ -17,9 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import amp_patch
-from amp_patch import casts, explain, initialize, tree
+from amp_patch import casts, explain, initialize
 from amp_patch.explain import Explanation, OpCall
 from amp_patch.oplists import rules_by_name
+from amp_patch.support import tree
 
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 

@@ -17,9 +17,9 @@ from amp_patch import links
 from amp_patch import optimizer as optimizer_side
 from amp_patch.apex.amp._amp_state import maybe_print
 from amp_patch.apex.parallel.distributed import flat_dist_call
-from amp_patch.blocks import block
 from amp_patch.initialize import master_params
 from amp_patch.policy import LOW_PRECISION, boolean, scale_number
+from amp_patch.support.blocks import block
 
 _DTYPES: dict[str, torch.dtype | None] = {
     "float16": torch.float16,
