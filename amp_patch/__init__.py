@@ -9,7 +9,6 @@ import sys
 
 from torch.amp import is_autocast_available
 
-from amp_patch import cpu, cuda, graph, multi_tensor
 from amp_patch.autograd import custom_bwd, custom_fwd
 from amp_patch.casts import (
     autocast,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
+from amp_patch.multi_tensor import checks
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
 
@@ -191,8 +192,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"{which} is sharded, and {type(self).__name__} takes norms of whole tensors, of which this "
                     "process holds a part: use FusedAdam, FusedSGD or FusedAdagrad, or torch.optim.AdamW"
                 )
-            if param.dtype not in multi_tensor.DTYPES:
-                wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in multi_tensor.DTYPES)
+            if param.dtype not in checks.DTYPES:
+                wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in checks.DTYPES)
                 raise TypeError(f"{which} is {param.dtype}, one of {wanted} is wanted: give it another optimizer")
             batches.setdefault((param.device, wide(param.dtype)), []).append(param)
         return list(batches.values())

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 from amp_patch import amp, casts, regions
 from amp_patch import multi_tensor as mt
+from amp_patch.multi_tensor import backends
 from amp_patch.policy import Policy
 
 HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
-BACKENDS = [b for b in mt.BACKENDS if b == "torch" or mt.backend() == "cpp"]
+BACKENDS = [b for b in backends.BACKENDS if b == "torch" or mt.backend() == "cpp"]
 
 
 @pytest.fixture(autouse=True)
