@@ -9,10 +9,10 @@ import sys
 
 from torch.amp import is_autocast_available
 
-from amp_patch.autograd import custom_bwd, custom_fwd
-from amp_patch.casts import (
-    autocast,
-    disable_casts,
+from amp_patch import cpu, cuda, graph, multi_tensor
+from amp_patch.casts.autocast import autocast, disable_casts
+from amp_patch.casts.custom_functions import custom_bwd, custom_fwd
+from amp_patch.casts.functions import (
     float_function,
     half_function,
     promote_function,

@@ -19,7 +19,8 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.utils import parametrize
 
-from amp_patch import regions
+from amp_patch.casts import regions
+from amp_patch.casts import state as casts_state
 from amp_patch.support import generated_class
 from amp_patch.support.generated_class import Generated
 
@@ -106,7 +107,7 @@ def _without_casts(name: str, function: Callable[..., Any]) -> Callable[..., Any
     @functools.wraps(function)
     def plain(self: Any, *args: Any, **kwargs: Any) -> Any:
         method = getattr(self._amp_base, name)
-        if is_dynamo_compiling() or regions.outside():
+        if is_dynamo_compiling() or casts_state.outside():
             with regions.region(None):
                 return method(self, *args, **kwargs)
         return method(self, *args, **kwargs)

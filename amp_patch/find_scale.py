@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from amp_patch import regions
+from amp_patch.casts import regions
 from amp_patch.model import policy_of, undone
 from amp_patch.support import distributed
 

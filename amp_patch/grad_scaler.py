@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.utils.weak import TensorWeakRef
 
-from amp_patch import multi_tensor, regions
+from amp_patch import multi_tensor
 from amp_patch import optimizer as optimizer_side
+from amp_patch.casts import state as casts_state
 from amp_patch.masters import FoundInf, gather
 from amp_patch.model import refuse_sharded_since
 from amp_patch.policy import scale_number
@@ -182,7 +183,7 @@ class GradScaler(torch.amp.GradScaler):
             return stepped if result is None else result
         stepped = not any(found.item() for found in state["found_inf_per_device"].values())
         result = optimizer.step(*args, **kwargs) if stepped else None
-        regions.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
+        casts_state.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
         if not stepped and isinstance(optimizer, torch.optim.Optimizer):
             optimizer._opt_called = True  # type: ignore[attr-defined] # else the scheduler warns that it came before the first step
         state["stage"] = OptState.STEPPED

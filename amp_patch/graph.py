@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
-from amp_patch import regions
-from amp_patch.casts import autocast
+from amp_patch.casts import regions
+from amp_patch.casts.autocast import autocast
 from amp_patch.grad_scaler import GradScaler as AnyGradScaler
 from amp_patch.grad_scaler import OlderGradScaler
 from amp_patch.initialize import scale_loss

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import averages, casts, clip, compiling, copies, keep, links, regions, replicas, shards
+from amp_patch import averages, clip, copies, keep, links, replicas, shards
 from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
 from amp_patch.backward import ScaledBackward
-from amp_patch.cpu_fp16 import settle
+from amp_patch.casts import dynamo, install, regions
+from amp_patch.casts import state as casts_state
+from amp_patch.casts.cpu_fp16 import settle
 from amp_patch.explain import at_next_forward
 from amp_patch.optimizer import AmpOptimizer, Stash
 from amp_patch.override import overridden
@@ -419,7 +421,7 @@ def fp32_copy(model: nn.Module) -> nn.Module:
             master = links.master_of(param)
             if master is not None:
                 copied.copy_(master)
-    copies.note(plain, shielded=regions.default() is not None)
+    copies.note(plain, shielded=casts_state.default() is not None)
     return plain
 
 
@@ -436,8 +438,8 @@ def restore() -> None:
     attempt = Attempts()
     attempt(_leave_all, _trainings)
     _trainings.clear()
-    attempt(regions.set_default, None)
-    for room in (casts, clip, replicas, links, averages):
+    attempt(casts_state.set_default, None)
+    for room in (install, clip, replicas, links, averages):
         attempt(room.uninstall)
     attempt(model_side.allow_fast_path)
     attempt(copies.unshield)
@@ -447,7 +449,7 @@ def restore() -> None:
 @contextmanager
 def restored() -> Iterator[None]:
     """Undo every `initialize` of the body when that ends, and leave the trainings from before it as they are."""
-    before, default = [training for training in _trainings if training.alive()], regions.default()
+    before, default = [training for training in _trainings if training.alive()], casts_state.default()
     try:
         yield
     finally:
@@ -455,7 +457,7 @@ def restored() -> Iterator[None]:
         attempt(_leave_all, [made for made in _trainings if all(made is not known for known in before)])
         _trainings[:] = before
         if before:  # these need torch's namespace as it is
-            regions.set_default(default)
+            casts_state.set_default(default)
         else:
             attempt(restore)
         attempt.finish()
@@ -564,11 +566,11 @@ def _enter(
         replicas.follow(models, training.scalers)
     if policy.cast_model_type is not None:
         averages.install(fp32_copy)
-    compiling.hook()
+    dynamo.hook()
     if policy.patch_torch_functions or policy.emulates:
-        casts.install(policy.op_lists)
+        install.install(policy.op_lists)
     if policy.patch_torch_functions:
-        regions.set_default(policy)
+        casts_state.set_default(policy)
         copies.shield()
 
 

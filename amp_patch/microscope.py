@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_patch import links, optimizer, regions
+from amp_patch import links, optimizer
+from amp_patch.casts import regions
 from amp_patch.histogram import Histogram
 from amp_patch.inspection import Inspection, NotFinite
 from amp_patch.model import KeptModule

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from amp_patch import buffers, casts, copies, links, regions, shards, stalled
+from amp_patch import buffers, copies, links, shards, stalled
+from amp_patch.casts import install, regions
+from amp_patch.casts import state as casts_state
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
 from amp_patch.support import distributed, generated_class, tree
 from amp_patch.support.accumulation import set_data
@@ -95,7 +97,7 @@ class ModelState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, edits=links.Edits())
         if self.policy.patch_torch_functions or self.policy.emulates:
-            casts.install(self.policy.op_lists)  # this may be another process
+            install.install(self.policy.op_lists)  # this may be another process
         if self.fast_path_off:
             forbid_fast_path()
 
@@ -526,7 +528,7 @@ def refuse_sharded_since(models: Iterable[nn.Module | None], caller: str) -> Non
 
 
 def _drop_casts(*_: Any) -> None:
-    regions.drop_cache()
+    casts_state.drop_cache()
 
 
 def _is_under_fsdp(module: nn.Module) -> bool:

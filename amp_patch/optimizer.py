@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from amp_patch import clip, links, regions, replicas, stalled, zero
+from amp_patch import clip, links, replicas, stalled, zero
+from amp_patch.casts import regions, thread_state
+from amp_patch.casts import state as casts_state
 from amp_patch.masters import Earlier, Masters, gather
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.scaler import LossScaler, inverse_of
@@ -710,7 +712,7 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
             for master, _ in grads:
                 master.grad = None
     watched = None if closure is None else regions.as_now(closure)
-    if regions.current() is not None:  # what an optimizer computes is computed in the types of what it updates
+    if casts_state.current() is not None:  # what an optimizer computes is computed in the types of what it updates
         stash.quiet = regions.region(None)
         stash.quiet.call = stash.step_frame
         stash.quiet.__enter__()
@@ -735,7 +737,7 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             master.grad = grad
     elif not stash.told and _may_skip_on_device(optimizer, stash):
         _note_stepped(optimizer, stash)
-    regions.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
+    casts_state.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
     consume(optimizer, stash)
     if not skipped:  # of a step that the device skipped, the values that are there already
         links.publish(stash.masters.linked())
@@ -889,7 +891,7 @@ def recover(optimizer: Any, stash: Stash, running: bool | None = None) -> None:
     if stash.step_depth == 0 and stash.step_frame is None:
         return
     left = running is None
-    if regions.is_running(stash.step_frame) if running is None else running:
+    if thread_state.is_running(stash.step_frame) if running is None else running:
         return
     if stash.told:
         optimizer.grad_scale = optimizer.found_inf = None

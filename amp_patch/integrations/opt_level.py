@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import keep, links, regions
+from amp_patch import keep, links
+from amp_patch.casts import regions
+from amp_patch.casts import state as casts_state
 from amp_patch.initialize import initialize, leave, master_params, scale_loss
 from amp_patch.model import policy_of
 from amp_patch.optimizer import innermost
@@ -60,9 +62,9 @@ class OptLevel:
         return model, optimizers, lr_schedulers
 
     def _initialize(self, optimizers: list[Any]) -> None:
-        default = regions.default()
+        default = casts_state.default()
         initialize(self.models, optimizers, **self.options)
-        regions.set_default(default)
+        casts_state.set_default(default)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         policy = policy_of(self.models[0]) if self.models else None

@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import ADAM, ADAMW, LEVELS, SGD, convnet, same, train, weights
 
-from amp_patch import amp, links, oplists
+from amp_patch import amp, links
+from amp_patch.casts import oplists
 
 OPTIMIZERS = [pytest.param(SGD, id="sgd"), pytest.param(ADAM, id="adam"), pytest.param(ADAMW, id="adamw")]
 
