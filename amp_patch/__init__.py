@@ -34,9 +34,9 @@ from amp_patch.initialize import (
     state_dict,
 )
 from amp_patch.microscope import inspect
+from amp_patch.model.fsdp import fsdp_policy
 from amp_patch.report.notebook import compare
 from amp_patch.report.recorder import log, record
-from amp_patch.shards import fsdp_policy
 
 __version__ = "0.1.0"
 

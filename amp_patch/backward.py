@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from amp_patch import masters, shards
-from amp_patch import model as model_side
+from amp_patch import masters
+from amp_patch.model import forward as model_forward
+from amp_patch.model import fsdp
 from amp_patch.optimizer import Pending, Stash, distinct_pairs, recover, settle, sharing, unscale
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.scaler import LossScaler, inverse_of
@@ -153,7 +154,7 @@ class ScaledBackward(Block):
     def must_delay(self) -> bool:
         """Whether FSDP modules hold gradients back, so that only a later backward can bring them all."""
         modules = {id(m): m for stash in self.stashes for ref in stash.sharded if (m := ref()) is not None}
-        self.now.held_back = self.scaling and shards.hold_gradients_back(modules.values())
+        self.now.held_back = self.scaling and fsdp.hold_gradients_back(modules.values())
         return self.now.held_back
 
     def delay(self) -> None:
@@ -229,11 +230,11 @@ class ScaledBackward(Block):
     def _note_models(self, stash: Stash) -> None:
         for ref in stash.models:
             if (model := ref()) is not None:
-                self.models[id(model)] = model, model_side.times_cleared(model)
+                self.models[id(model)] = model, model_forward.times_cleared(model)
 
     def _forget_cleared(self) -> None:
         """The body may have called `model.zero_grad()`, which does not find what was taken away."""
-        cleared = (model for model, before in self.models.values() if model_side.times_cleared(model) != before)
+        cleared = (model for model, before in self.models.values() if model_forward.times_cleared(model) != before)
         gone = {id(param) for model in cleared for param in model.parameters()}
         if gone:
             for stash in self.stashes:

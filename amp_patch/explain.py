@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from amp_patch import buffers
 from amp_patch.casts import install
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.rules import RULES
-from amp_patch.model import KeptModule, policy_of, undone
+from amp_patch.diagnose.trial_forward import undone
+from amp_patch.model import buffers
+from amp_patch.model.forward import KeptModule, policy_of
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import distributed, tree
 from amp_patch.support.compiled import eagerly, uncompiled

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.casts import regions
-from amp_patch.model import policy_of, undone
+from amp_patch.diagnose.trial_forward import undone
+from amp_patch.model.forward import policy_of
 from amp_patch.support import distributed
 
 _LOWEST, _HIGHEST = -24, 120  # powers of two that are tried

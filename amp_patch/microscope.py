@@ -18,7 +18,7 @@ from amp_patch import links, optimizer
 from amp_patch.casts import regions
 from amp_patch.histogram import Histogram
 from amp_patch.inspection import Inspection, NotFinite
-from amp_patch.model import KeptModule
+from amp_patch.model.forward import KeptModule
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed, tree
 from amp_patch.support.compiled import eagerly

@@ -13,12 +13,12 @@ from conftest import WRAPPERS
 from torch import Tensor, nn
 
 from amp_patch import amp
-from amp_patch import model as model_side
 from amp_patch.apex.amp import _forks
 from amp_patch.apex.amp.opt import OptimWrapper
 from amp_patch.backward import ScaledBackward
 from amp_patch.casts import install, regions, thread_state
 from amp_patch.casts import state as casts_state
+from amp_patch.model import state as model_state
 
 INPUTS = {
     "first": torch.tensor([[1.0, 2.0, 0.0], [3.0, -1.0, 1.0]]),
@@ -99,7 +99,7 @@ def surroundings() -> dict[str, Any]:
         "regions": [entry.region for entry in thread_state.this_thread.stack],
         "firm regions": len(thread_state.this_thread.firm),
         "overrides": len(casts_state.overrides),
-        "running model": model_side._running.policy,
+        "running model": model_state.running.policy,
         "casts": casts_state.current(),
     }
 
@@ -338,7 +338,7 @@ def _force() -> None:
     thread_state.this_thread.firm = []
     casts_state.overrides.clear()
     casts_state.state().leave()
-    model_side._running.policy = None
+    model_state.running.policy = None
 
 
 ERRORS = (KeyboardInterrupt, ValueError)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
 from amp_patch.apex.amp import _forks
 from amp_patch.apex.amp._amp_state import _amp_state
@@ -22,6 +21,7 @@ from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_fp16 import settle
 from amp_patch.initialize import Dialect, Training, begin_training
 from amp_patch.initialize import scale_loss as scale_loss_of
+from amp_patch.model import forward as model_forward
 from amp_patch.override import LEVEL, overridden
 from amp_patch.policy import OPT_LEVELS, Policy, resolve
 
@@ -126,8 +126,8 @@ class AmpHandle:
             return
         self._training.policy = after
         for model_ref in self._training.models:
-            if (model := model_ref()) is not None and model_side.policy_of(model) is before:
-                model_side.set_policy(model, after)
+            if (model := model_ref()) is not None and model_forward.policy_of(model) is before:
+                model_forward.set_policy(model, after)
         for ref in self._training.optimizers:
             stash = None if (optimizer := ref()) is None else getattr(optimizer, "_amp_stash", None)
             if stash is not None and stash.policy is before:  # it may have begun another training since

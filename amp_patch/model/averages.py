@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from amp_patch import buffers, links
-from amp_patch.model import AmpModel
+from amp_patch import links
+from amp_patch.model import buffers
+from amp_patch.model.forward import AmpModel
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.patches import Patches
 
