@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from amp_patch import masters
+from amp_patch.masters import gradients
 from amp_patch.model import forward as model_forward
 from amp_patch.model import fsdp
 from amp_patch.optimizer import Pending, Stash, distinct_pairs, recover, settle, sharing, unscale
@@ -23,7 +23,7 @@ class _Bystander(NamedTuple):
     """A parameter of the training that belongs to no optimizer of this call."""
 
     param: Tensor
-    earlier: masters.Earlier | None
+    earlier: gradients.Earlier | None
     stash: Stash | None  # of the optimizer that it belongs to, if any
     bodies: int  # how many bodies that one had begun
     cleared: int  # how often that one had cleared its gradients
@@ -114,11 +114,11 @@ class ScaledBackward(Block):
                 continue
             stash.forget_cleared(pairs)
             if not stash.pending.has_scale_of(self.scaler):
-                masters.rescale(new, (self.scale.double() / stash.pending.scale.double()).float())
+                gradients.rescale(new, (self.scale.double() / stash.pending.scale.double()).float())
                 stash.pending = self.now
         for stash, new in accumulating:  # when all have looked: they may share parameters
             for param, master in new:
-                if param is master and (earlier := masters.take(param)) is not None:
+                if param is master and (earlier := gradients.take(param)) is not None:
                     stash.earlier[id(param)] = earlier
         self.had_grad = {id(param) for param, _ in distinct_pairs(self.optimizers) if param.grad is not None}
 
@@ -161,7 +161,7 @@ class ScaledBackward(Block):
         """The gradients stay where they are, scaled, and are known to be so; with them what was taken in `begin`."""
         self._forget_cleared()
         for stash, param, earlier in self._taken():
-            stash.earlier[id(param)] = masters.put_back_scaled(param, earlier, self.scale)
+            stash.earlier[id(param)] = gradients.put_back_scaled(param, earlier, self.scale)
         for stash in self.stashes:
             stash.pending = self.now
         self.done = True
@@ -218,7 +218,7 @@ class ScaledBackward(Block):
         own = owner is not None and owner.bodies != bodies  # a body of its own, inside this one, has unscaled them
         inverse = None if own else inverse_of(self.scale)
         try:
-            found = masters.gather([(param, param) for param in params], inverse, earlier=kept)
+            found = gradients.gather([(param, param) for param in params], inverse, earlier=kept)
             if added and owner is not None and not own:
                 for found_inf in distributed.agree(found, added).values():
                     owner.note_found(self.scaler, found_inf.to(self.scale.device))
@@ -241,7 +241,7 @@ class ScaledBackward(Block):
                 stash.earlier = {key: earlier for key, earlier in stash.earlier.items() if key not in gone}
             self.bystanders = [b._replace(earlier=None) if id(b.param) in gone else b for b in self.bystanders]
 
-    def _taken(self) -> list[tuple[Stash, Tensor, masters.Earlier]]:
+    def _taken(self) -> list[tuple[Stash, Tensor, gradients.Earlier]]:
         """What `begin` took away and nothing has brought back."""
         if not any(stash.earlier for stash in self.stashes):
             return []
@@ -254,7 +254,7 @@ class ScaledBackward(Block):
 
     def _put_back(self) -> None:
         for stash, param, earlier in self._taken():
-            masters.put_back(param, earlier)
+            gradients.put_back(param, earlier)
             del stash.earlier[id(param)]
 
     def _parts(self) -> Iterator[tuple[Stash, list[Pair], list[Pair]]]:
@@ -302,4 +302,4 @@ class ScaledBackward(Block):
 
     def _set_aside(self, param: Tensor, stash: Stash | None) -> None:
         before = (0, 0) if stash is None else (stash.bodies, stash.cleared)
-        self.bystanders.append(_Bystander(param, masters.take(param), stash, *before))
+        self.bystanders.append(_Bystander(param, gradients.take(param), stash, *before))

@@ -14,7 +14,7 @@ from torch.utils.weak import TensorWeakRef
 from amp_patch import multi_tensor
 from amp_patch import optimizer as optimizer_side
 from amp_patch.casts import state as casts_state
-from amp_patch.masters import FoundInf, gather
+from amp_patch.masters.gradients import FoundInf, gather
 from amp_patch.model.state import refuse_sharded_since
 from amp_patch.policy import scale_number
 from amp_patch.support import distributed

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import clip, links, replicas
 from amp_patch import optimizer as optimizer_side
+from amp_patch import replicas
 from amp_patch.backward import ScaledBackward
 from amp_patch.casts import dynamo, install, regions
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_fp16 import settle
 from amp_patch.explain import at_next_forward
+from amp_patch.masters import clipping, masters
+from amp_patch.masters.masters import linked, master_of, reconcile
 from amp_patch.model import averages, fast_path, fsdp, shielded_copies
 from amp_patch.model import forward as model_forward
 from amp_patch.model import state as model_state
@@ -417,12 +419,12 @@ def fp32_copy(model: nn.Module) -> nn.Module:
     Pickles are of the plain classes always. What the caller enters around the copy, `amp.autocast` or a model's
     forward, acts in it as in any module.
     """
-    links.reconcile(links.linked(set(model.parameters())))
+    reconcile(linked(set(model.parameters())))
     plain = copy.deepcopy(model)
     model_forward.to_plain_fp32(plain)
     with torch.no_grad():
         for copied, param in zip(plain.parameters(), model.parameters(), strict=True):
-            master = links.master_of(param)
+            master = master_of(param)
             if master is not None:
                 copied.copy_(master)
     shielded_copies.note(plain, shielded=casts_state.default() is not None)
@@ -443,7 +445,7 @@ def restore() -> None:
     attempt(_leave_all, _trainings)
     _trainings.clear()
     attempt(casts_state.set_default, None)
-    for room in (install, clip, replicas, links, averages):
+    for room in (install, clipping, replicas, masters, averages):
         attempt(room.uninstall)
     attempt(fast_path.allow_fast_path)
     attempt(shielded_copies.unshield)
@@ -565,7 +567,7 @@ def _enter(
         optimizer_side.state_follows_params(target)
         optimizer_side.warn_of_small_eps(target)
     if policy.master_weights and targets:
-        clip.install()
+        clipping.install()
     if targets and (policy.master_weights or policy.scales_loss):
         replicas.follow(models, training.scalers)
     if policy.cast_model_type is not None:

@@ -19,10 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from amp_patch import clip, links, replicas, stalled, zero
+from amp_patch import replicas, zero
 from amp_patch.casts import regions, thread_state
 from amp_patch.casts import state as casts_state
-from amp_patch.masters import Earlier, Masters, gather
+from amp_patch.masters import clipping, stalled_averages
+from amp_patch.masters.gradients import Earlier, gather
+from amp_patch.masters.masters import Master, disconnect, publish, publish_written, reconcile
+from amp_patch.masters.of_optimizer import Masters
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.scaler import LossScaler, inverse_of
 from amp_patch.support import distributed, generated_class
@@ -229,7 +232,7 @@ class Stash:
             beside={},
         )
         if self.policy.master_weights:
-            clip.install()  # this may be another process
+            clipping.install()  # this may be another process
             replicas.install()
 
     def forget_cleared(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -395,7 +398,7 @@ class AmpWrapper(Generated):
             settle(innermost(self))
             result = base.first_step(self, *args, **kwargs)  # type: ignore[attr-defined]
             # The forward would do so, but not a compiled one, nor that of a part of the model.
-            links.publish_written(innermost(self)._amp_stash.masters.linked())
+            publish_written(innermost(self)._amp_stash.masters.linked())
             return result
 
         def second_step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -492,7 +495,7 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     del optimizer._amp_stash
     if recast_state:
         for param, _ in linked:
-            links.disconnect(param)
+            disconnect(param)
         attempt(state_follows_params, optimizer)
     attempt.finish()
 
@@ -689,9 +692,9 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
             "the check for overflow; under loss scaling call the closure's body first, then step() without it"
         )
     drop_spent(stash)
-    stalled.compare(stash.models)
+    stalled_averages.compare(stash.models)
     settle(optimizer)
-    links.reconcile(stash.masters.linked())
+    reconcile(stash.masters.linked())
     _warn_of_ungathered(optimizer, stash)
     _drop_removed(optimizer, stash)
     stash.hear()
@@ -740,8 +743,8 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     casts_state.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
     consume(optimizer, stash)
     if not skipped:  # of a step that the device skipped, the values that are there already
-        links.publish(stash.masters.linked())
-    stalled.remember(stash.models)
+        publish(stash.masters.linked())
+    stalled_averages.remember(stash.models)
     # Last, and publish behind consume: `recover` asks after an exception whether these were done.
     recover(optimizer, stash, running=False)
 
@@ -853,7 +856,7 @@ def skips_on_device(optimizer: Any, stash: Stash) -> bool:
         return False
     state, stepped = optimizer.state, stash.stepped
     return all(
-        type(master) in (Tensor, nn.Parameter, links.Master) and stepped.get(id(master)) == len(state.get(master, ()))
+        type(master) in (Tensor, nn.Parameter, Master) and stepped.get(id(master)) == len(state.get(master, ()))
         for _, master in stash.masters.pairs(optimizer.param_groups)
         if master.grad is not None
     )
@@ -901,7 +904,7 @@ def recover(optimizer: Any, stash: Stash, running: bool | None = None) -> None:
         stash.quiet.__exit__(None, None, None)
         stash.quiet = None
     _put_back(optimizer, stash)
-    if left and links.publish_written(stash.masters.linked()) and stash.prepared:
+    if left and publish_written(stash.masters.linked()) and stash.prepared:
         consume(optimizer, stash)
     stash.step_depth, stash.step_frame, stash.prepared = 0, None, False
 

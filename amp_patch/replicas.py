@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import distributed as torch_ddp
 
-from amp_patch import links
+from amp_patch.masters.masters import linked, publish
 from amp_patch.policy import Policy
 from amp_patch.scaler import LossScaler
 from amp_patch.support import distributed
@@ -88,13 +88,13 @@ def install() -> None:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         ignored = given["params_and_buffers_to_ignore"]
         synced = [param for name, param in given["module"].named_parameters() if name not in ignored]
-        linked = links.linked(synced)
-        if linked:
-            masters = [link.master.detach() for _, link in linked]
+        pairs = linked(synced)
+        if pairs:
+            masters = [link.master.detach() for _, link in pairs]
             torch.distributed._broadcast_coalesced(
                 given["process_group"], masters, given["broadcast_bucket_size"], given["src"]
             )
-            links.publish(linked)
+            publish(pairs)
         _broadcast_scales(given["module"], given["process_group"], given["broadcast_bucket_size"], given["src"])
         return result
 

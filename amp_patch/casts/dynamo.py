@@ -58,7 +58,7 @@ _USED = tuple(
 
 # What these do to optimizers and gradients is Python's: Dynamo would find nothing there to compile, and try.
 _BOOKKEEPING = (
-    *("backward", "clip", "initialize", "links", "masters", "memory", "multi_tensor", "optimizer"),
+    *("backward", "initialize", "masters", "multi_tensor", "optimizer"),
     *("replicas", "report.recorder", "scaler"),
 )
 

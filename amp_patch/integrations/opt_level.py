@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import links
 from amp_patch.casts import regions
 from amp_patch.casts import state as casts_state
 from amp_patch.initialize import initialize, leave, master_params, scale_loss
+from amp_patch.masters.masters import linked
 from amp_patch.model import keep_fp32
 from amp_patch.model.forward import policy_of
 from amp_patch.optimizer import innermost
@@ -87,7 +87,7 @@ class OptLevel:
 
     def teardown(self) -> None:
         """The module is FP32 again. Lightning has moved it to the CPU by now, and the masters follow."""
-        for param, link in links.linked({p for module in self.models for p in module.parameters()}):
+        for param, link in linked({p for module in self.models for p in module.parameters()}):
             link.master.data = link.master.data.to(param.device)
         leave(self.models, self.optimizers)
         self.models = []

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from amp_patch import links, stalled
 from amp_patch.casts import regions
 from amp_patch.casts import state as casts_state
+from amp_patch.masters import stalled_averages
+from amp_patch.masters.masters import Linked, connect, link_of, linked, master_of, publish, reconcile
 from amp_patch.model import buffers, fsdp, shielded_copies
 from amp_patch.model.fast_path import forbid_fast_path
 from amp_patch.model.state import ModelState, followed_policy, running
@@ -43,7 +44,7 @@ class AmpModel(Generated):
         own: ModelState | None = vars(self).get("_amp")
         source = None if own is None or own.source is None else own.source()
         if source is not None and source.policy.cast_model_type is not None:
-            source.copies.append(stalled.Watch(self))  # type: ignore[arg-type]
+            source.copies.append(stalled_averages.Watch(self))  # type: ignore[arg-type]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """torch's, with low-precision weights given as the FP32 values of their masters (without one: upcast).
@@ -64,14 +65,14 @@ class AmpModel(Generated):
         if own.on_demand and policy.master_weights:
             with torch.inference_mode(False), torch.no_grad():
                 for param in params.values():
-                    if param.dtype in LOW_PRECISION and links.link_of(param) is None:
-                        links.connect(param, nn.Parameter(param.detach().float(), requires_grad=param.requires_grad))
-        links.reconcile(links.linked(set(params.values())))
+                    if param.dtype in LOW_PRECISION and link_of(param) is None:
+                        connect(param, nn.Parameter(param.detach().float(), requires_grad=param.requires_grad))
+        reconcile(linked(set(params.values())))
         exact = buffers.exact_values(module, prefix)
         for name, value in state.items():
             if not (name.startswith(prefix) and isinstance(value, Tensor) and value.dtype in LOW_PRECISION):
                 continue
-            master = links.master_of(params[name]) if name in params else None
+            master = master_of(params[name]) if name in params else None
             if master is None:
                 state[name] = exact[name] if name in exact else value.float()
             else:
@@ -92,14 +93,14 @@ class AmpModel(Generated):
         if policy is not None:
             vars(self)["_amp"].loads += 1
         module: nn.Module = self  # type: ignore[assignment]
-        loaded: dict[int, links.Linked] = {}  # by id(param): a shared weight has several names
+        loaded: dict[int, Linked] = {}  # by id(param): a shared weight has several names
         for name, param in module.named_parameters(remove_duplicate=False):
-            value, link = state_dict.get(prefix + name), links.link_of(param)
+            value, link = state_dict.get(prefix + name), link_of(param)
             if link is not None and isinstance(value, Tensor) and value.shape == param.shape:
                 with torch.no_grad():
                     link.master.copy_(value)
                 loaded[id(param)] = (param, link)
-        links.publish(list(loaded.values()))
+        publish(list(loaded.values()))
         if cast:
             buffers.load(module, state_dict, prefix, vars(self)["_amp"].low_buffers)
 
@@ -116,7 +117,7 @@ class AmpModel(Generated):
         module: nn.Module = self  # type: ignore[assignment]
         if (own := vars(module).get("_amp")) is not None:
             own.cleared += 1
-        for _, link in links.linked(module.parameters()):
+        for _, link in linked(module.parameters()):
             master = link.master
             if set_to_none or master.grad is None:
                 master.grad = None
@@ -204,9 +205,9 @@ def restore(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Generated):
             attempt(_take, module)
-    pairs = links.linked(set(model.parameters()))
+    pairs = linked(set(model.parameters()))
     attempt(refuse_changed, model)
-    attempt(links.reconcile, [(param, link) for param, link in pairs if not was_changed(param, link.master)])
+    attempt(reconcile, [(param, link) for param, link in pairs if not was_changed(param, link.master)])
     for param in model.parameters():
         attempt(uncast, param)
     attempt(functools.partial(buffers.uncast, model, but=state.low_buffers))

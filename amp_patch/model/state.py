@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from amp_patch import links, stalled
 from amp_patch.casts import install
+from amp_patch.masters import stalled_averages
+from amp_patch.masters.masters import Edits
 from amp_patch.model import buffers, fsdp
 from amp_patch.model.fast_path import forbid_fast_path
 from amp_patch.policy import Policy
@@ -52,7 +53,7 @@ class ModelState:
     policy: Policy
     low_buffers: frozenset[str] = frozenset()
     on_demand: bool = False
-    edits: links.Edits = field(default_factory=links.Edits)
+    edits: Edits = field(default_factory=Edits)
     fast_path_off: bool = False
     sharded: bool = False
     handles: list[Any] = field(default_factory=list)
@@ -61,7 +62,7 @@ class ModelState:
     watch: buffers.Watch | None = None
     cleared: int = 0
     loads: int = 0
-    copies: list[stalled.Watch] = field(default_factory=list)
+    copies: list[stalled_averages.Watch] = field(default_factory=list)
     source: weakref.ref[ModelState] | None = None
 
     def __deepcopy__(self, memo: Any) -> ModelState:
@@ -79,7 +80,7 @@ class ModelState:
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, edits=links.Edits())
+        vars(self).update(state, edits=Edits())
         if self.policy.patch_torch_functions or self.policy.emulates:
             install.install(self.policy.op_lists)  # this may be another process
         if self.fast_path_off:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import links
+from amp_patch.masters.masters import disconnect, master_of
 from amp_patch.model import buffers, fsdp
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import distributed
@@ -158,11 +158,11 @@ def reflatten(model: nn.Module) -> None:
 
 def uncast(param: nn.Parameter) -> None:
     """Give `param` its master's value, or its own, in FP32; in FP64 where it was made that."""
-    master = links.master_of(param)
+    master = master_of(param)
     if master is not None:
         param.grad = None
         set_data(param, master.data.to(param.device, torch.promote_types(param.dtype, torch.float32)))
-        links.disconnect(param)
+        disconnect(param)
     elif param.dtype in LOW_PRECISION:
         cast([param], torch.float32)
 
@@ -175,7 +175,7 @@ def was_changed(param: Tensor, master: Tensor) -> bool:
 
 def refuse_changed(model: nn.Module) -> None:
     for name, param in model.named_parameters():
-        master = links.master_of(param)
+        master = master_of(param)
         if master is not None and was_changed(param, master):
             raise RuntimeError(
                 f"restore: parameter {name!r} of this {type(model).__name__} became {param.dtype} of shape "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import multi_tensor
-from amp_patch.memory import Recycled
+from amp_patch.masters.recycled_memory import Recycled
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.patches import Patches
 
