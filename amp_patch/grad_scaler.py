@@ -12,13 +12,16 @@ from torch.amp.grad_scaler import OptState
 from torch.utils.weak import TensorWeakRef
 
 from amp_patch import multi_tensor
-from amp_patch import optimizer as optimizer_side
 from amp_patch.casts import state as casts_state
 from amp_patch.masters.gradients import FoundInf, gather
 from amp_patch.model.state import refuse_sharded_since
 from amp_patch.policy import scale_number
 from amp_patch.support import distributed
 from amp_patch.support.compiled import eager_only
+from amp_patch.training import step as optimizer_step
+from amp_patch.training.innermost import innermost
+from amp_patch.training.stash import distinct_pairs, drop_spent
+from amp_patch.training.unscale import drop, first_gradient
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -189,7 +192,7 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.STEPPED
         if not stepped and (stash := _stash(optimizer)) is not None:
             stash.step_skipped = True
-            optimizer_side.consume(optimizer_side.innermost(optimizer), stash)  # as after a step that it skips itself
+            optimizer_step.consume(innermost(optimizer), stash)  # as after a step that it skips itself
         return stepped if result is None else result
 
     @eager_only
@@ -262,12 +265,12 @@ class GradScaler(torch.amp.GradScaler):
         return self._init_hysteresis_tracker if tracker is None else int(tracker.item())
 
     def _note_gradients(self, optimizer: Any) -> None:
-        grad = optimizer_side.first_gradient(optimizer)
+        grad = first_gradient(optimizer)
         self._per_optimizer_states[id(optimizer)]["grad"] = None if grad is None else TensorWeakRef(grad)
 
     def _refuse_mixtures(self, optimizer: Any, method: str) -> None:
         """Raise where the optimizer's gradients are surely not what this scaler's scale alone was multiplied into."""
-        grad = optimizer_side.first_gradient(optimizer)
+        grad = first_gradient(optimizer)
         if grad is None or self._scale is None:
             return
         advice = "call scale(), unscale_(), step() and update() of one scaler for the gradients of one optimizer"
@@ -310,15 +313,15 @@ class GradScaler(torch.amp.GradScaler):
             params = [p for group in optimizer.param_groups for p in group["params"]]
             found = distributed.agree(gather([(p, p) for p in params], inv_scale), params)
             return self._everywhere(found, inv_scale.device)
-        target = optimizer_side.innermost(optimizer)
+        target = innermost(optimizer)
         refuse_sharded_since((ref() for ref in stash.models), "GradScaler.unscale_")
-        optimizer_side.recover(target, stash)
-        optimizer_side.drop_spent(stash)
-        pairs = optimizer_side.distinct_pairs([target])
+        optimizer_step.recover(target, stash)
+        drop_spent(stash)
+        pairs = distinct_pairs([target])
         try:
             found = distributed.agree(gather(pairs, inv_scale), [param for param, _ in pairs])
         except BaseException:  # some may be unscaled by now
-            optimizer_side.drop(pairs)
+            drop(pairs)
             raise
         stash.gathered = True
         return self._everywhere(found, inv_scale.device)
@@ -377,7 +380,7 @@ class OlderGradScaler(GradScaler):
 
 def _stash(optimizer: Any) -> Any:
     """What amp_patch knows of an optimizer, if it went through `initialize`."""
-    stash = getattr(optimizer_side.innermost(optimizer), "_amp_stash", None)
+    stash = getattr(innermost(optimizer), "_amp_stash", None)
     return stash if stash is not None and stash.enabled else None
 
 

@@ -12,16 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from amp_patch import optimizer as optimizer_side
 from amp_patch.casts import regions
 from amp_patch.casts.autocast import autocast
 from amp_patch.grad_scaler import GradScaler as AnyGradScaler
 from amp_patch.grad_scaler import OlderGradScaler
-from amp_patch.initialize import scale_loss
 from amp_patch.model import tensors as model_tensors
 from amp_patch.policy import LOW_PRECISION, scale_number
 from amp_patch.support import tree
 from amp_patch.support.distributed import is_first_rank
+from amp_patch.training.innermost import innermost
+from amp_patch.training.scale_loss import scale_loss
+from amp_patch.training.stash import Stash
 
 __all__ = ["GradScaler", "Graph", "GraphConfig", "StaticGradScaler"]
 
@@ -260,7 +261,7 @@ class Graph:
                 raise ValueError(
                     "add_optimizer: ReduceLROnPlateau steps by a metric, which a graph does not have; step it yourself"
                 )
-            if getattr(lr_sch, "optimizer", optim) not in (optim, optimizer_side.innermost(optim)):
+            if getattr(lr_sch, "optimizer", optim) not in (optim, innermost(optim)):
                 raise ValueError(f"add_optimizer: this {name} was made for another optimizer than the {kind} given")
         self._optimizers.append((optim, lr_sch))
         self.config.training = True
@@ -410,9 +411,9 @@ class Graph:
     def _modules(self) -> dict[str, nn.Module]:
         return {name: value for name, value in vars(self).items() if isinstance(value, nn.Module)}
 
-    def _stashes(self) -> list[optimizer_side.Stash]:
+    def _stashes(self) -> list[Stash]:
         """What amp_patch knows of those optimizers that went through `initialize`."""
-        found = [getattr(optimizer_side.innermost(optim), "_amp_stash", None) for optim, _ in self._optimizers]
+        found = [getattr(innermost(optim), "_amp_stash", None) for optim, _ in self._optimizers]
         return [stash for stash in found if stash is not None and stash.enabled]
 
     def _parts(self) -> dict[str, Any]:

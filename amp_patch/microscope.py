@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_patch import optimizer
 from amp_patch.casts import regions
 from amp_patch.histogram import Histogram
 from amp_patch.inspection import Inspection, NotFinite
@@ -23,6 +22,7 @@ from amp_patch.model.forward import KeptModule
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed, tree
 from amp_patch.support.compiled import eagerly
+from amp_patch.training.innermost import innermost
 
 _TENSOR: Any = Tensor
 _GRAD = _TENSOR.grad.__get__
@@ -61,7 +61,7 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
     while [name for name, _ in model.named_children()] == ["module"] and not model._parameters:
         model = model.get_submodule("module")
     one_or_many = optimizers if isinstance(optimizers, list | tuple) else [] if optimizers is None else [optimizers]
-    targets = [optimizer.innermost(each) for each in one_or_many]
+    targets = [innermost(each) for each in one_or_many]
     seen = Inspection()
     with ExitStack() as stack:
         stack.enter_context(eagerly())  # compiled code would hold what looks, or not be seen

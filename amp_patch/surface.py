@@ -43,7 +43,7 @@ ROWS = (
     Row(
         "apex.amp.initialize()",
         "dynamic_init_scale scale_growth_factor scale_backoff_factor scale_window",
-        "amp_patch.scaler.LossScaler",
+        "amp_patch.training.loss_scaler.LossScaler",
         "Huawei's; by name only; the start too lies between min_loss_scale and max_loss_scale",
     ),
     Row(
@@ -117,15 +117,20 @@ ROWS = (
         "the newest initialize, read and written",
         "of opt_properties only `enabled` acts when it is written",
     ),
-    Row("apex.amp.scaler", "LossScaler", "amp_patch.scaler.LossScaler", "min_loss_scale is 2**-24 unless given"),
+    Row(
+        "apex.amp.scaler",
+        "LossScaler",
+        "amp_patch.training.loss_scaler.LossScaler",
+        "min_loss_scale is 2**-24 unless given",
+    ),
     Row(
         "apex.amp._amp_state.loss_scalers[]",
         "loss_scale update_scale clear_overflow_state unscale unscale_with_stashed "
         "_loss_scale _unskipped _scale_seq_len _has_overflow _overflow_buf _min_loss_scale _max_loss_scale",
-        "amp_patch.scaler.LossScaler, read and written",
+        "amp_patch.training.loss_scaler.LossScaler, read and written",
         "reading one waits for the device; scale_loss does not call unscale(), so overriding it has no effect",
     ),
-    Row("apex.amp._process_optimizer", "AmpOptimizerState", "amp_patch.optimizer.Stash"),
+    Row("apex.amp._process_optimizer", "AmpOptimizerState", "amp_patch.training.stash.Stash"),
     Row(
         OPTIMIZER,
         "_amp_stash _amp_lazy_init _lazy_init_maybe_master_weights _master_params_to_model_params "
@@ -135,14 +140,14 @@ ROWS = (
     Row(
         f"{OPTIMIZER}._amp_stash",
         "lazy_init_called already_patched params_have_scaled_gradients",
-        "amp_patch.optimizer.Stash",
+        "amp_patch.training.stash.Stash",
         "lazy_init_called is True from the start",
     ),
     Row(
         f"{OPTIMIZER}._amp_stash",
         "all_fp16_params all_fp32_params all_fp32_from_fp16_params all_fp32_from_fp32_params "
         "fp16_groups fp32_from_fp16_groups fp32_from_fp32_groups",
-        "amp_patch.optimizer.Stash",
+        "amp_patch.training.stash.Stash",
         "made anew when read: edit the tensors, not the lists",
     ),
     Row(

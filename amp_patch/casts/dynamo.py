@@ -57,10 +57,7 @@ _USED = tuple(
 
 
 # What these do to optimizers and gradients is Python's: Dynamo would find nothing there to compile, and try.
-_BOOKKEEPING = (
-    *("backward", "initialize", "masters", "multi_tensor", "optimizer"),
-    *("replicas", "report.recorder", "scaler"),
-)
+_BOOKKEEPING = ("frontend", "masters", "multi_tensor", "report.recorder", "training")
 
 
 class Wrapped:

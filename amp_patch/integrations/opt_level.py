@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from amp_patch.casts import regions
 from amp_patch.casts import state as casts_state
-from amp_patch.initialize import initialize, leave, master_params, scale_loss
+from amp_patch.frontend import initialize, master_params
 from amp_patch.masters.masters import linked
 from amp_patch.model import keep_fp32
 from amp_patch.model.forward import policy_of
-from amp_patch.optimizer import innermost
 from amp_patch.policy import resolve
+from amp_patch.training.innermost import innermost
+from amp_patch.training.scale_loss import scale_loss
+from amp_patch.training.training import leave
 
 
 class OptLevel:

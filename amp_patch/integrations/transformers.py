@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from amp_patch.initialize import initialize, scale_loss
+from amp_patch.frontend import initialize
 from amp_patch.model.forward import policy_of
-from amp_patch.optimizer import innermost
+from amp_patch.training.innermost import innermost
+from amp_patch.training.scale_loss import scale_loss
 
 
 class OptLevelTrainer(Trainer):

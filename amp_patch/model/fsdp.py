@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_patch.override import overridden
-from amp_patch.policy import LOW_PRECISION, Policy, resolve
+from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support.distributed import is_dtensor
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -50,39 +49,6 @@ def hold_gradients_back(modules: Iterable[Any]) -> bool:
     )
 
 
-def fsdp_policy(
-    opt_level: str = "O1", *, dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None
-) -> Any:
-    """torch's `MixedPrecisionPolicy` of an opt level, for `fully_shard(module, mp_policy=...)`::
-
-        fully_shard(model, mp_policy=amp.fsdp_policy(level))
-        optimizer = torch.optim.AdamW(model.parameters())
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level)
-
-    At O2 and O5 the modules compute in the level's type while their shards stay FP32: these are the masters, and no
-    others are made. At O0, O1 and O4 it is FP32; so is the one of a module that stays FP32 inside a cast model (a batch
-    norm, `keep_fp32`), which is sharded for itself, before the modules around it.
-
-    Args:
-        opt_level, dtype: as in `initialize`, from the environment too (save where O0 is asked for).
-        reduce_dtype: the type in which gradients are summed over the processes. None: FP32.
-
-    Raises:
-        ValueError: O3, which keeps no FP32 weights; a level or dtype that cannot be.
-    """
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    options: dict[str, Any] = {"dtype": dtype}
-    if opt_level != "O0":  # which is the word for modules that stay FP32 at any level
-        opt_level, options = overridden(opt_level, options)
-    policy = resolve(opt_level, **options)
-    if policy.cast_model_type is not None and not policy.master_weights:
-        raise ValueError(f"fsdp_policy: {_no_masters(policy)}")
-    if policy.cast_model_type is not None and reduce_dtype is None:
-        reduce_dtype = torch.float32
-    return MixedPrecisionPolicy(param_dtype=policy.cast_model_type, reduce_dtype=reduce_dtype)
-
-
 def check(models: list[nn.Module], policy: Policy, kept: list[nn.Module]) -> None:
     """Raise unless each sharded parameter of the models is gathered in the type that `policy` gives it.
 
@@ -99,7 +65,7 @@ def check(models: list[nn.Module], policy: Policy, kept: list[nn.Module]) -> Non
 def _check_one(name: str, policy: Policy, stays: bool, fsdp: Any) -> None:
     low, level = policy.cast_model_type, policy.opt_level
     if low is not None and not policy.master_weights:
-        raise ValueError(f"initialize: parameter {name!r} is sharded; {_no_masters(policy)}")
+        raise ValueError(f"initialize: parameter {name!r} is sharded; {no_masters(policy)}")
     if fsdp is None:
         if low is not None and not stays:
             raise ValueError(
@@ -125,7 +91,7 @@ def _check_one(name: str, policy: Policy, stays: bool, fsdp: Any) -> None:
     )
 
 
-def _no_masters(policy: Policy) -> str:
+def no_masters(policy: Policy) -> str:
     return (
         f"opt_level {policy.opt_level!r} without master weights would keep no FP32 weights, but fully_shard's shards "
         "are FP32 and serve as masters at no further cost: choose opt_level='O2'"

@@ -18,7 +18,7 @@ from amp_patch.optimizers.common import (
     wide,
 )
 from amp_patch.optimizers.lamb import FusedLAMB, global_norm, lamb
-from amp_patch.scaler import inverse_of
+from amp_patch.training.loss_scaler import inverse_of
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from amp_patch.casts import regions
 from amp_patch.report.runs import Event
+from amp_patch.support.device_numbers import DeviceNumbers
 
 
 class Entry:
@@ -31,25 +31,17 @@ class Batch:
             for value in entry.values:
                 if isinstance(value, Tensor) and value.is_cuda:
                     on_device.setdefault(value.device, []).append(value)
-        self.arriving: dict[torch.device, tuple[Tensor, Any]] = {}
+        self.arriving: dict[torch.device, DeviceNumbers] = {}
         for device, tensors in on_device.items():
             with regions.region(None):
-                stacked = torch.stack([tensor.reshape(()).double() for tensor in tensors])
-            landing = torch.empty(stacked.shape, dtype=stacked.dtype, device="cpu", pin_memory=True)
-            landing.copy_(stacked, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record(torch.cuda.current_stream(device))
-            self.arriving[device] = landing, arrived
+                self.arriving[device] = DeviceNumbers(torch.stack([tensor.reshape(()).double() for tensor in tensors]))
 
     def here(self) -> bool:
-        return all(arrived.query() for _, arrived in self.arriving.values())
+        return all(numbers.here() for numbers in self.arriving.values())
 
     def read(self) -> Iterator[Event]:
         """The events; waits for the devices if it must."""
-        landed: dict[torch.device, Iterator[float]] = {}
-        for device, (landing, arrived) in self.arriving.items():
-            arrived.synchronize()
-            landed[device] = iter(landing.tolist())
+        landed = {device: iter(numbers.read()) for device, numbers in self.arriving.items()}
         for entry in self.entries:
             yield entry.make([_read(value, landed) for value in entry.values])
 

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.casts import install
-from amp_patch.initialize import initialize, restored, scale_loss
+from amp_patch.frontend import initialize, restored
 from amp_patch.report.recorder import Enough, Recorder, log
 from amp_patch.report.runs import Run
 from amp_patch.report.trials import LEVELS, Plan, failure, seeded, settle, words
 from amp_patch.report.verdict import Comparison, machine
 from amp_patch.support.patches import Patches
+from amp_patch.training.scale_loss import scale_loss
 
 _EVALUATION = "evaluation"
 

@@ -1,7 +1,7 @@
 """Record what happens in `initialize`, `scale_loss` and the optimizers' steps: losses, times, scales, skips, sizes.
 
-While somebody records, and only then, one class and three functions of amp_patch are replaced, torch's hooks of all
-optimizers' steps are set, and the models have a hook before their forward, those that torch.compile has made too.
+While somebody records, and only then, the trainings have an observer, and the models a hook before their forward,
+those that torch.compile has made too.
 Nothing that is recorded makes a step wait for a device: numbers on a device are copied when the device gets there, and
 read later.
 """
@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,22 +24,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from amp_patch import optimizer as optimizer_side
-from amp_patch import zero
-from amp_patch.backward import ScaledBackward
-from amp_patch.initialize import Dialect, Training, begin_training
-from amp_patch.optimizer import Stash
 from amp_patch.peak import PeakMemory
 from amp_patch.report.arrivals import Batch, Entry
 from amp_patch.report.looking import Looking
 from amp_patch.report.runs import PARTS, Event, Run
 from amp_patch.report.sinks import Sink, sinks_for
 from amp_patch.support import distributed, tree
-from amp_patch.support.compiled import eager_only, not_traced
+from amp_patch.support.compiled import eager_only
 from amp_patch.support.forward_hook import CompiledForward, ForwardHook, before_compiled
 from amp_patch.support.patches import Patches
+from amp_patch.training import observers, zero
+from amp_patch.training import training as training_module
+from amp_patch.training.observers import Observer
+from amp_patch.training.scale_loss import ScaledBackward
+from amp_patch.training.stash import Stash
+from amp_patch.training.training import Training
 
 # A recording is handed on this often, whichever comes first: by steps, by seconds.
 _FLUSH_STEPS, _FLUSH_SECONDS = 50, 0.5
@@ -50,8 +50,8 @@ _clock = time.perf_counter
 
 _lock = threading.Lock()
 _recorders: list[Recorder] = []
-_patches = Patches()  # in force while there are recorders
-_watched: list[Any] = []  # Dynamo's module that is patched too, as soon as there is one
+_patches = Patches()  # of compiled models; in force while there are recorders
+_watched: list[Any] = []  # Dynamo's module that is patched, as soon as there is one
 
 
 class Enough(SystemExit):
@@ -106,10 +106,12 @@ def log(**scalars: Any) -> None:
         if not (number or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex())):
             what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
             raise TypeError(f"log: {name} is {what}; wanted a number or a tensor of one element")
-    _tell("_log", scalars)
+    for recorder in tuple(_recorders):
+        if _is_recording(recorder):
+            recorder._log(scalars)
 
 
-class Recorder:
+class Recorder(Observer):
     """Records the trainings of this process while its block runs, as events (see `Run.add`) to the sinks.
 
     A step ends when the first optimizer that ever stepped has stepped again; what others do until then (a GAN's) is in
@@ -150,6 +152,7 @@ class Recorder:
         self._lead: weakref.ref[Any] | None = None
         self._device = ""
         self._cuda: torch.device | None = None  # on which the training is timed
+        self._losses: dict[int, Tensor] = {}  # id of a body that runs -> a copy of its loss
         self._queue: list[Entry] = []
         self._travelling: list[Batch] = []
         self._flushed = time.monotonic()
@@ -165,12 +168,12 @@ class Recorder:
         for training in _trainings():
             self._hook(training)
         with _lock:
-            if not _recorders:
-                _install()
             _recorders.append(self)
+        observers.add(self)
         return self
 
     def __exit__(self, *_: Any) -> None:
+        observers.remove(self)
         with _lock:
             _recorders.remove(self)
             if not _recorders:
@@ -191,8 +194,9 @@ class Recorder:
 
     # What happens in the training.
 
-    def _initialized(self, training: Training | None) -> None:
-        """`initialize` was called; None: with enabled=False."""
+    def training_begun(self, training: Training | None) -> None:
+        if not _is_recording(self):
+            return
         self.trainings += 1
         if training is not None:
             self._lead = None  # the earlier training may be over, and its optimizer still there
@@ -270,8 +274,10 @@ class Recorder:
             return  # in the one of another model, or recomputed in backward
         self._step.came = _samples(args, kwargs)  # of the newest forward: no body has followed an earlier one
 
-    def _body_begins(self, stashes: list[Stash]) -> None:
-        for stash in stashes:
+    def body_begins(self, body: ScaledBackward) -> None:
+        if not _is_recording(self):
+            return
+        for stash in body.stashes:
             self._know(stash)
         self._open_bodies += 1
         if self._open_bodies > 1:
@@ -280,40 +286,57 @@ class Recorder:
         self._mark("optimizer" if self._stepping and self._phase is _IDLE else "forward" if seen else "data")
         self._phase = "backward"
 
-    def _body_ends(self, body: _RecordedBackward) -> None:
+    def loss_scaled(self, body: ScaledBackward, loss: Tensor) -> None:
+        if _is_recording(self):
+            value = distributed.local(loss.detach())
+            self._losses[id(body)] = value.clone() if value.numel() == 1 else value.double().mean()
+
+    def body_ends(self, body: ScaledBackward) -> None:
+        loss = self._losses.pop(id(body), None)
+        if not _is_recording(self):
+            return
         self._open_bodies = max(0, self._open_bodies - 1)
         if self._open_bodies == 0:
             self._mark("backward")
             self._phase = _IDLE
-        if body.loss is not None:
+        if loss is not None and not body.failed:
             self.losses += 1
-            self._step.bodies.append(_body(body, self._step.came))
+            self._step.bodies.append(_body(body, loss, self._step.came))
             self._step.came = 0
             if self.steps < 2:
                 self._measure_gradients()
 
-    def _step_begins(self, stash: Stash) -> None:
+    def step_begins(self, optimizer: Any) -> None:
+        stash = _recorded(optimizer)
+        if stash is None or not _is_recording(self):
+            return
         self._know(stash)
         if not self._stepping:  # else a subclass's step calls its parent's
             self._mark("between" if self._phase is _IDLE else self._phase)
             self._stepping = True
 
-    def _step_ends(self, optimizer: Any, stash: Stash) -> bool:
-        """Whether that were enough steps."""
+    def step_ends(self, optimizer: Any) -> None:
+        stash = _recorded(optimizer)
+        if stash is None or stash.step_depth or not _is_recording(self):  # a subclass's step has called its parent's
+            return
+        self._end_step(optimizer, stash)
+        if self._has_enough():
+            raise Enough
+
+    def _end_step(self, optimizer: Any, stash: Stash) -> None:
         self._mark("optimizer")
         self._stepping = False
         self._phase = "backward" if self._open_bodies else _IDLE
         if self._has_enough():  # the script has caught it
             self._step = _Step()
-            return True
+            return
         if self._lead is None or self._lead() is None or self._step.others >= _OTHERS:
             self._lead = weakref.ref(optimizer)
         if self._lead() is not optimizer:
             self._step.others += 1
-            return False
+            return
         self._finish_step(optimizer, stash)
         self._last = self._now()
-        return self._has_enough()
 
     def _has_enough(self) -> bool:
         return self._stop_after is not None and self.steps >= self._stop_after
@@ -496,11 +519,10 @@ def _logged(event: Event, values: list[float]) -> Event:
     return {**event, "value": values[0]}
 
 
-def _body(body: _RecordedBackward, samples: int) -> _Body:
-    assert body.loss is not None
+def _body(body: ScaledBackward, loss: Tensor, samples: int) -> _Body:
     optimizers = tuple(map(id, body.optimizers))
     key = (id(body.scaler), *sorted(optimizers))
-    return _Body(body.loss, body.scale, body.scaler.loss_id, key, optimizers, samples)
+    return _Body(loss, body.scale, body.scaler.loss_id, key, optimizers, samples)
 
 
 def _step_entry(step: _Step, optimizer: Any, skipped: Tensor | float, inspected: bool) -> Entry:
@@ -542,88 +564,6 @@ def _seconds(start: Any, end: Any) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-class _RecordedBackward(ScaledBackward):
-    """What stands in for `ScaledBackward` while somebody records: it tells the recorders."""
-
-    loss: Tensor | None = None  # copied; None again if the body failed
-
-    def begin(self) -> None:
-        _tell("_body_begins", self.stashes)
-        super().begin()
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        value = distributed.local(loss.detach())
-        self.loss = value.clone() if value.numel() == 1 else value.double().mean()
-        return super().scaled(loss)
-
-    def abandon(self) -> None:
-        self.loss = None
-        super().abandon()
-
-    def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            _tell("_body_ends", self)
-
-
-@not_traced
-def _step_begins(optimizer: Any, *_: Any) -> None:
-    if (stash := _recorded(optimizer)) is not None:
-        _tell("_step_begins", stash)
-
-
-@not_traced
-def _step_ends(optimizer: Any, *_: Any) -> None:
-    stash = _recorded(optimizer)
-    if stash is not None and stash.step_depth == 0:  # else a subclass's step has called its parent's
-        enough = _tell("_step_ends", optimizer, stash)
-        if any(enough):
-            raise Enough
-
-
-def _guarded_step(original: Callable[..., Any], base: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    _step_begins(optimizer)
-    result = original(base, optimizer, args, kwargs)
-    _step_ends(optimizer)
-    return result
-
-
-def _enter(original: Callable[..., Any], training: Training, *args: Any) -> None:
-    original(training, *args)
-    _tell("_initialized", training)
-
-
-def _leave_alone(original: Callable[..., Any], dialect: Dialect, targets: list[Any]) -> None:
-    original(dialect, targets)
-    _tell("_initialized", None)
-
-
-def _install() -> None:
-    # `amp_patch.initialize` is the function; these are names of its module.
-    composer = sys.modules[begin_training.__module__]
-    try:
-        _patches.set(composer, "ScaledBackward", _RecordedBackward)
-        for owner, name, ours in (
-            (composer, "_enter", _enter),
-            (composer, "_leave_alone", _leave_alone),
-            (optimizer_side, "guarded_step", _guarded_step),
-        ):
-            _patches.set(owner, name, partial(ours, getattr(owner, name)))
-        # Torch runs these before and after an optimizer's own, amp's among them.
-        handles: list[Any] = []
-        _patches.apply(
-            lambda: handles.append(register_optimizer_step_pre_hook(_step_begins)), lambda: handles.pop().remove()
-        )
-        after: list[Any] = []
-        _patches.apply(
-            lambda: after.append(register_optimizer_step_post_hook(_step_ends)), lambda: after.pop().remove()
-        )
-    except BaseException:
-        _patches.remove()
-        raise
-
-
 def _install_for_compiled() -> None:
     """Have compiled models tell too. Whoever has made an optimizer has imported what is needed of Dynamo."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
@@ -660,15 +600,13 @@ def _tell_of_compiled(model: nn.Module) -> None:
 
 
 def _compiled_begins(model: nn.Module, args: Any, kwargs: Any) -> None:
-    _tell("_compiled_begins", model, args, kwargs)
-
-
-def _tell(what: str, *args: Any) -> list[Any]:
-    """Call a method of all who record this process: a fork inherits its parent's recorders too."""
-    return [getattr(recorder, what)(*args) for recorder in _recorders if _is_recording(recorder)]
+    for recorder in tuple(_recorders):
+        if _is_recording(recorder):
+            recorder._compiled_begins(model, args, kwargs)
 
 
 def _is_recording(recorder: Recorder) -> bool:
+    """Whether this is the process that records: a fork inherits its parent's recorders too."""
     capturing = recorder._cuda is not None and torch.cuda.is_current_stream_capturing()
     return recorder.process == os.getpid() and not capturing
 
@@ -682,7 +620,7 @@ def _recorded(optimizer: Any) -> Stash | None:
 
 
 def _trainings() -> list[Training]:
-    return sys.modules[begin_training.__module__]._trainings
+    return training_module.trainings
 
 
 def _alive(refs: Any) -> list[Any]:

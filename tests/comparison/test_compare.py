@@ -22,13 +22,13 @@ from training import ADAM, ConvNet, convnet, images, train
 from amp_patch import amp
 from amp_patch.__main__ import main
 from amp_patch.casts import install
-from amp_patch.initialize import newest_training
 from amp_patch.report import experiment
 from amp_patch.report.experiment import _take
 from amp_patch.report.progress import Progress
 from amp_patch.report.recorder import Enough, Recorder
 from amp_patch.report.runs import PARTS, Run, dumps, loads, read_lines
 from amp_patch.report.trials import Plan, failure, seeded
+from amp_patch.training.training import newest_training
 
 # Draws from every kind of generator that a script has, and prints what it drew and its losses, to the bit.
 SCRIPT = """

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from training import LEVELS, SGD, backward, convnet, linear
 
 from amp_patch import amp
-from amp_patch.initialize import restored
+from amp_patch.frontend import restored
 
 CAST = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 

@@ -11,7 +11,8 @@ from conftest import DEVICES
 from syncs import count
 
 from amp_patch import amp, optimizers
-from amp_patch import optimizer as optimizer_side
+from amp_patch.training import overflow
+from amp_patch.training.stash import DeviceSkip
 
 MAKERS = {
     "torch's fused Adam": lambda params: torch.optim.Adam(params, lr=1e-2, eps=1e-4, fused=True),
@@ -35,9 +36,9 @@ class Wait:
 def late(monkeypatch):
     """Treat a CPU as a device that has to be waited for; while `late.on`, what it found has not arrived."""
     wait = Wait()
-    monkeypatch.setattr(optimizer_side, "waits", lambda device: True)
-    here = optimizer_side.Verdict.here
-    monkeypatch.setattr(optimizer_side.Verdict, "here", lambda self: not wait.on and here(self))
+    monkeypatch.setattr(overflow, "waits", lambda device: True)
+    here = DeviceSkip.here
+    monkeypatch.setattr(DeviceSkip, "here", lambda self: not wait.on and here(self))
     return wait
 
 
@@ -70,7 +71,7 @@ def test_the_device_skips_what_the_host_would(maker, level, device, late, monkey
     for on_device in (False, True):
         with monkeypatch.context() as patch:
             if not on_device:
-                patch.setattr(optimizer_side, "waits", lambda device: False)
+                patch.setattr(overflow, "waits", lambda device: False)
             model, optimizer = start(maker, level, device)
             skips = []
             for index in range(10):

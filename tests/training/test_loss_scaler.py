@@ -9,7 +9,7 @@ import torch
 from conftest import DEVICES
 
 from amp_patch.policy import Policy
-from amp_patch.scaler import LossScaler, inverse_of
+from amp_patch.training.loss_scaler import LossScaler, inverse_of
 
 
 def scaler(loss_scale="dynamic", *, minimum=2.0**-24, maximum=2.0**24, **kwargs):

@@ -16,7 +16,8 @@ import training
 from torch import nn
 from training import LEVELS, backward, convnet, images, linear
 
-from amp_patch import amp, optimizer
+from amp_patch import amp
+from amp_patch.training.innermost import innermost
 
 CAST = ("O2", "O5")
 SCALED = ("O1", "O2")
@@ -325,7 +326,7 @@ def test_a_wrapper_that_keeps_a_class_is_none():
         base_optimizer = torch.optim.SGD
 
     own = Remembers(linear([[1.0]]).parameters(), lr=1.0)
-    assert optimizer.innermost(own) is own
+    assert innermost(own) is own
 
 
 @pytest.mark.slow

@@ -234,7 +234,7 @@ def test_gradients_that_another_loss_left_are_no_part_of_the_next_backward():
 
 
 def test_a_stale_scaled_gradient_planted_as_known_is_caught_by_the_gan_test():
-    from amp_patch.optimizer import Pending
+    from amp_patch.training.stash import Pending
 
     def plant(optimizer):
         scaler = optimizer._amp_stash.scalers[0]  # as if the optimizer's own delayed exit had left the gradients

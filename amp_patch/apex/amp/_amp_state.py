@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from amp_patch.initialize import master_params, newest_training
+from amp_patch.frontend import master_params
+from amp_patch.training.training import newest_training
 
 __all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_err"]
 

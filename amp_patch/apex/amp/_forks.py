@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from amp_patch import optimizer as optimizer_side
 from amp_patch.apex.amp._amp_state import maybe_print
 from amp_patch.apex.parallel.distributed import flat_dist_call
-from amp_patch.initialize import master_params
+from amp_patch.frontend import master_params
 from amp_patch.masters.masters import master_of, publish
 from amp_patch.policy import LOW_PRECISION, boolean, scale_number
 from amp_patch.support.blocks import block
+from amp_patch.training.innermost import innermost
 
 _DTYPES: dict[str, torch.dtype | None] = {
     "float16": torch.float16,
@@ -129,7 +129,7 @@ def broadcast(models: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
     own = [p for key, p in params.items() if key not in masters and master_of(p) is None]
     flat_dist_call([*masters.values(), *own], distributed.broadcast, (0,))
     for optimizer in optimizers:
-        publish(optimizer_side.innermost(optimizer)._amp_stash.masters.linked())
+        publish(innermost(optimizer)._amp_stash.masters.linked())
 
 
 def averages(optimizers: Any) -> bool:
@@ -174,4 +174,4 @@ def _all_reduce(flat: Tensor) -> None:
 
 def _innermost(optimizers: Any) -> list[Any]:
     many = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-    return [optimizer_side.innermost(optimizer) for optimizer in many if optimizer is not None]
+    return [innermost(optimizer) for optimizer in many if optimizer is not None]

@@ -8,10 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from amp_patch import optimizer as core
+from amp_patch import policy
 from amp_patch.masters.gradients import take
 from amp_patch.masters.masters import publish
-from amp_patch.scaler import LossScaler, inverse_of
+from amp_patch.training import optimizer as optimizer_side
+from amp_patch.training import step as optimizer_step
+from amp_patch.training.loss_scaler import LossScaler, inverse_of
+from amp_patch.training.stash import Pending, Stash
+from amp_patch.training.unscale import unscale
 
 __all__ = ["AmpOptimizerState"]
 
@@ -19,7 +23,7 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 
 @dataclass
-class AmpOptimizerState(core.Stash):
+class AmpOptimizerState(Stash):
     """`optimizer._amp_stash`. Lists are made anew whenever they are read, in the order of the optimizer's groups.
 
     Attributes:
@@ -53,7 +57,7 @@ class AmpOptimizerState(core.Stash):
         if not value:
             self.pending = None
         elif self.pending is None:
-            self.pending = core.Pending(self.scalers[0])
+            self.pending = Pending(self.scalers[0])
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
@@ -74,14 +78,14 @@ class AmpOptimizerState(core.Stash):
     @property
     def all_fp16_params(self) -> list[Tensor]:
         """The low-precision parameters, with masters and without."""
-        return [param for pairs in self._groups() for param, _ in pairs if param.dtype in core.LOW_PRECISION]
+        return [param for pairs in self._groups() for param, _ in pairs if param.dtype in policy.LOW_PRECISION]
 
     @property
     def all_fp32_params(self) -> list[Tensor]:
         """The FP32 parameters; absent with masters."""
         if self.policy.master_weights:
             raise AttributeError("'AmpOptimizerState' object has no attribute 'all_fp32_params': it has masters")
-        return [param for pairs in self._groups() for param, _ in pairs if param.dtype not in core.LOW_PRECISION]
+        return [param for pairs in self._groups() for param, _ in pairs if param.dtype not in policy.LOW_PRECISION]
 
     @property
     def all_fp32_from_fp16_params(self) -> list[Tensor]:
@@ -104,7 +108,7 @@ class AmpOptimizerState(core.Stash):
         return [[pair for pair in pairs if pair[0] is not pair[1]] for pairs in self._groups()]
 
 
-class AmpOptimizer(core.AmpOptimizer):
+class AmpOptimizer(optimizer_side.AmpOptimizer):
     """Apex's private methods of an optimizer, on our masters."""
 
     _amp_stash: AmpOptimizerState
@@ -118,7 +122,7 @@ class AmpOptimizer(core.AmpOptimizer):
 
     def _lazy_init_maybe_master_weights(self) -> None:
         """Cast the optimizer's state to the types of what it updates."""
-        core.state_follows_params(self)
+        optimizer_side.state_follows_params(self)
 
     def _master_params_to_model_params(self) -> None:
         """Round every master into its parameter."""
@@ -128,7 +132,7 @@ class AmpOptimizer(core.AmpOptimizer):
         """Leave no gradient on the model that a backward pass could add to; `_post_amp_backward` adds them."""
         self._amp_lazy_init()
         stash = self._amp_stash
-        core.recover(self, stash)
+        optimizer_step.recover(self, stash)
         stash.earlier.clear()
         for param, master in stash.masters.pairs(self.param_groups):
             if param is master and (earlier := take(param)) is not None:
@@ -138,4 +142,4 @@ class AmpOptimizer(core.AmpOptimizer):
     def _post_amp_backward(self, loss_scaler: LossScaler) -> None:
         """Unscale the model's gradients into the masters' ones by the scale of `loss_scaler`, which notes overflows."""
         self._amp_lazy_init()
-        core.unscale([self], loss_scaler, inverse_of(loss_scaler.scale_tensor) if loss_scaler.scales else None)
+        unscale([self], loss_scaler, inverse_of(loss_scaler.scale_tensor) if loss_scaler.scales else None)

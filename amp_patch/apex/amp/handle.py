@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch import optimizer as optimizer_side
 from amp_patch.apex.amp import _forks
 from amp_patch.apex.amp._amp_state import _amp_state
 from amp_patch.apex.amp._process_optimizer import AmpOptimizer, AmpOptimizerState
@@ -19,11 +18,13 @@ from amp_patch.apex.amp.scaler import LossScaler
 from amp_patch.casts import install, regions
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_fp16 import settle
-from amp_patch.initialize import Dialect, Training, begin_training
-from amp_patch.initialize import scale_loss as scale_loss_of
 from amp_patch.model import forward as model_forward
 from amp_patch.override import LEVEL, overridden
 from amp_patch.policy import OPT_LEVELS, Policy, resolve
+from amp_patch.training import optimizer as optimizer_side
+from amp_patch.training.innermost import innermost
+from amp_patch.training.scale_loss import scale_loss as scale_loss_of
+from amp_patch.training.training import Dialect, Training, begin_training
 
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
 
@@ -149,12 +150,12 @@ class AmpHandle:
         """As `amp.scale_loss`, for an optimizer that nothing has prepared, too."""
         if not self._active:
             return nullcontext(loss)
-        if getattr(optimizer_side.innermost(optimizer), "_amp_stash", None) is None:
+        if getattr(innermost(optimizer), "_amp_stash", None) is None:
             self._adopt(optimizer, 1)
         return scale_loss_of(loss, optimizer)
 
     def _adopt(self, optimizer: Any, num_loss: int) -> None:
-        target = optimizer_side.innermost(optimizer)
+        target = innermost(optimizer)
         policy = self._policy if self._training is None else self._training.policy
         assert policy is not None
         optimizer_side.check(target, policy)
@@ -206,7 +207,7 @@ class NoOpHandle:
 def _enabled(optimizers: Any) -> bool:
     """False where `opt_properties.enabled` of the optimizers' training is; of the newest one where they have none."""
     many = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-    stashes = [getattr(optimizer_side.innermost(o), "_amp_stash", None) for o in many if o is not None]
+    stashes = [getattr(innermost(o), "_amp_stash", None) for o in many if o is not None]
     stashes = [stash for stash in stashes if stash is not None]
     newest = [getattr(_amp_state, "opt_properties", None)] if not stashes else []
     properties = [getattr(stash, "properties", None) for stash in stashes] + newest

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
-from amp_patch import scaler as core
 from amp_patch.policy import Policy, parse_loss_scale, scale_number
+from amp_patch.training import loss_scaler as core
 
 __all__ = ["LossScaler"]
 

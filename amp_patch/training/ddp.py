@@ -21,9 +21,9 @@ from torch.nn.parallel import distributed as torch_ddp
 
 from amp_patch.masters.masters import linked, publish
 from amp_patch.policy import Policy
-from amp_patch.scaler import LossScaler
 from amp_patch.support import distributed
 from amp_patch.support.patches import Patches
+from amp_patch.training.loss_scaler import LossScaler
 
 _DDP = torch_ddp.DistributedDataParallel
 _FUNCTION = "_sync_module_states"  # by which torch's DDP broadcasts the weights

@@ -1,20 +1,134 @@
-"""One scaled backward pass: what `scale_loss` does to the gradients of its optimizers, and of the others, around it."""
+"""`scale_loss`: one scaled backward pass, and what it does to the gradients of all optimizers around it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from amp_patch.casts import regions
 from amp_patch.masters import gradients
 from amp_patch.model import forward as model_forward
 from amp_patch.model import fsdp
-from amp_patch.optimizer import Pending, Stash, distinct_pairs, recover, settle, sharing, unscale
+from amp_patch.model import state as model_state
 from amp_patch.policy import LOW_PRECISION
-from amp_patch.scaler import LossScaler, inverse_of
-from amp_patch.support import distributed
+from amp_patch.support import blocks, compiled, distributed
 from amp_patch.support.blocks import Block, when_left
+from amp_patch.training import observers
+from amp_patch.training.innermost import as_list, innermost
+from amp_patch.training.loss_scaler import LossScaler, inverse_of
+from amp_patch.training.stash import Pending, Stash, distinct_pairs, sharing
+from amp_patch.training.step import recover
+from amp_patch.training.unscale import settle, unscale
+from amp_patch.training.wrappers import enter_wrappers
+
+
+@compiled.eager_only
+@blocks.block
+def scale_loss(
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: nn.Module | None = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Generator[Tensor, None, None]:
+    """Scale the loss for backward, and leave unscaled FP32 gradients for the optimizers.
+
+    ::
+
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    Inside the body the model's gradients are the raw scaled ones of this backward, and of delayed ones before it. On
+    exit the masters' gradients are unscaled (FP32; added to what earlier exits left, which was away meanwhile and is
+    not checked again), the model's low-precision ones become None, and what overflowed is recorded on the device;
+    nothing here waits for the device. `optimizer.step()` then skips on overflow, which costs one sync; or
+    none with an optimizer that skips on the device itself: torch's `fused=True`, FusedSGD, FusedAdam(capturable=True).
+
+    Args:
+        loss: a floating tensor, any shape.
+        optimizers: the optimizer, or a list of those, whose gradients this backward makes.
+        loss_id: which scale, below `initialize(num_losses=...)`.
+        model: unused; Apex has it.
+        delay_unscale: leave the gradients scaled where they are, for the next micro-batch to add to. The last
+            micro-batch of an iteration has it False. (A step with gradients still scaled unscales them itself.)
+            Implied for a model that is cast, or whose loss is scaled, where its forward ran under
+            DistributedDataParallel's `no_sync()`: DDP reduces the model's gradients, so their sum stays there until the
+            backward that does so, and all processes see an overflow at once. And where fully_shard holds gradients
+            back (`set_requires_gradient_sync(False)`).
+        delay_overflow_check: unscale, but leave moving the scale to a later exit of this `loss_id`. The optimizer
+            skips all the same if it overflowed.
+
+    Yields:
+        The loss times the scale, FP32 (FP64 for an FP64 loss); `loss` itself where the level does not scale.
+
+    Raises:
+        RuntimeError: an optimizer that `initialize` never saw; or, from `optimizer.step()` in the body, that it belongs
+            after it. (At O0 and O4 an optimizer may step there, in a hook of backward too.)
+        TypeError, ValueError: a loss or loss_id that cannot be. Gradients are untouched then.
+
+    An exception in the body leaves no scaled gradient behind, and the scale and earlier gradients as they were. To
+    clear gradients inside the body call `zero_grad()` of the optimizer or of the model given to `initialize`.
+    """
+    targets = targets_of(optimizers)
+    stashes = [target._amp_stash for target in targets]
+    targets = [target for target in targets if target._amp_stash.enabled]
+    if not targets:
+        yield loss
+        return
+    if not isinstance(loss, Tensor) or not loss.is_floating_point():
+        came = f"a tensor of {loss.dtype}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise TypeError(f"scale_loss: loss is {came}; wanted a floating-point tensor")
+    stash = next(stash for stash in stashes if stash.enabled)
+    model_state.refuse_sharded_since((ref() for stash in stashes for ref in stash.models), "scale_loss")
+    scaler = scaler_of(stash, loss_id).to(loss.device)
+
+    with ScaledBackward(targets, scaler, scaler.scales) as backward:
+        with regions.everywhere(stash.policy):
+            yield backward.scaled(loss)
+        backward.now.local = any(map(_gradients_stay_local, targets))
+        delay_unscale = backward.must_delay() or delay_unscale or backward.now.local
+        if delay_unscale:
+            backward.delay()
+        else:
+            backward.finish()
+    if not (delay_unscale or delay_overflow_check):
+        scaler.update()
+
+
+def targets_of(optimizers: Any, caller: str = "scale_loss") -> list[Any]:
+    """The innermost optimizers, each once."""
+    targets = {id(t): t for t in map(innermost, as_list(optimizers))}
+    if not targets:
+        raise TypeError(f"{caller}: optimizers is empty; wanted the optimizer, or a list of those, of this loss")
+    for target in targets.values():
+        if getattr(target, "_amp_stash", None) is None:
+            raise RuntimeError(
+                f"{caller}: this {type(target).__name__} never went through initialize(); call "
+                "`model, optimizer = amp.initialize(model, optimizer, opt_level=...)` first"
+            )
+    for optimizer in as_list(optimizers):
+        if id(optimizer) not in targets:  # `initialize` may have been given the one inside
+            enter_wrappers(optimizer)
+    return list(targets.values())
+
+
+def _gradients_stay_local(optimizer: Any) -> bool:
+    """Whether the gradients of the last backward wait for a later one to be reduced: `no_sync()`."""
+    models = [model for ref in optimizer._amp_stash.models if (model := ref()) is not None]
+    return any(map(model_forward.gradients_stay_local, models))
+
+
+def scaler_of(stash: Stash, loss_id: int, caller: str = "scale_loss") -> LossScaler:
+    count = len(stash.scalers)
+    if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < count:
+        raise ValueError(
+            f"{caller}: loss_id is {loss_id!r}; initialize(num_losses={count}) made 0 to {count - 1}, so raise it"
+        )
+    return stash.scalers[loss_id]
+
 
 Pair = tuple[Tensor, Tensor]  # (param, master)
 
@@ -53,6 +167,8 @@ class ScaledBackward(Block):
         self.models: dict[int, tuple[nn.Module, int]] = {}  # with how often each had cleared its gradients
         self.had_grad: set[int] | None = None  # when all is ready for the body: who had a gradient
         self.begun = self.done = False
+        self.failed = False  # whether an exception has ended the body
+        self._announced = False  # whether observers wait for its end
         self._left: Any = None
 
     def __enter__(self) -> ScaledBackward:
@@ -71,6 +187,8 @@ class ScaledBackward(Block):
         parameters that are their own master, are taken away, so that what backward adds is checked by itself; `finish`
         adds the two. What a delayed exit left stays: a DDP must reduce the sum.
         """
+        self._announced = True
+        observers.tell("body_begins", self)
         if any(stash.open for stash in self.stashes):
             raise RuntimeError(
                 "scale_loss: an optimizer of this call is in the body of another scale_loss already; end that one "
@@ -147,6 +265,7 @@ class ScaledBackward(Block):
 
     def scaled(self, loss: Tensor) -> Tensor:
         """What the body runs backward on: the loss times the scale, FP32 (FP64 for an FP64 loss)."""
+        observers.tell("loss_scaled", self, loss)
         if self.scaling:
             return self.scaler.scale(loss)
         return loss.float() if loss.dtype in LOW_PRECISION else loss
@@ -178,6 +297,7 @@ class ScaledBackward(Block):
         Gradients that an earlier exit unscaled are what they were, bit for bit. Those that wait, scaled, for the rest
         of a delayed iteration stay, with whatever backward added before it failed; all others are dropped.
         """
+        self.failed = True
         self._forget_cleared()
         for _, _, new in self._parts():
             for param, _ in new:
@@ -190,6 +310,14 @@ class ScaledBackward(Block):
 
         What is not done is abandoned. After an exception in here the next call does the rest.
         """
+        try:
+            self._close()
+        finally:
+            if self._announced:
+                self._announced = self.begun
+                observers.tell("body_ends", self)
+
+    def _close(self) -> None:
         if not self.begun:
             return
         if not self.done:

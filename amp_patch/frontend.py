@@ -1,0 +1,353 @@
+"""The public calls: initialize, master_params, state_dict, restore. This file composes the others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch.casts import install
+from amp_patch.casts import state as casts_state
+from amp_patch.casts.cpu_fp16 import settle
+from amp_patch.explain import at_next_forward
+from amp_patch.masters import clipping, masters
+from amp_patch.model import averages, fast_path, fsdp, shielded_copies
+from amp_patch.model import tensors as model_tensors
+from amp_patch.model.fsdp import no_masters
+from amp_patch.override import overridden
+from amp_patch.policy import Policy, resolve, scale_number
+from amp_patch.support import compiled
+from amp_patch.support.distributed import is_first_rank
+from amp_patch.support.patches import Attempts
+from amp_patch.training import ddp
+from amp_patch.training.innermost import as_list, innermost
+from amp_patch.training.scale_loss import scaler_of, targets_of
+from amp_patch.training.training import (
+    Dialect,
+    begin_training,
+    check,
+    leave_all,
+    leave_alone,
+    leave_earlier,
+    newest_training,
+    scalers_of,
+    trainings,
+)
+from amp_patch.training.wrappers import enter_wrappers
+
+logger = logging.getLogger("amp_patch")
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | None = None,
+    patch_torch_functions: bool | str | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | str | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    *,
+    dtype: torch.dtype | None = None,
+    keep_fp32: Any = (),
+    allow_banned: bool = False,
+    cpu_fp16: str = "auto",
+    process_group: Any = None,
+    methods: tuple[str, ...] = (),
+) -> Any:
+    """Prepare models and optimizers for mixed-precision training at an opt level, in place.
+
+    Call it after the model is on its device and before it is wrapped (DataParallel, DDP). It may be called any number
+    of times: each call makes a training with its own policy and loss scalers. A model given again keeps the values of
+    its masters; at another level it is cast anew, and its earlier optimizers must be given again too.
+
+    A model for torch's `fully_shard` (FSDP2) is sharded first, with `mp_policy=amp.fsdp_policy(opt_level)`, then its
+    optimizer is made, then this is called. At O2 its FP32 shards are the masters; O3 is refused.
+
+    The environment has the last word, so that a script can be tried at another level without an edit:
+    ``AMP_PATCH_OPT_LEVEL`` ("O0" to "O5") takes the place of `opt_level`, ``AMP_PATCH_DTYPE`` ("float16", "bfloat16")
+    that of `dtype` at O1, O2 and O3. By it O0 is the plain FP32 script, whatever else is passed here; at another level
+    the options that contradict it are dropped, and the log says which. Both are read at each call; `enabled=False`
+    stays off.
+
+    Args:
+        models: a module, or a list or tuple of them (a module and its child may both be in it). FP32.
+        optimizers: an optimizer, a list or tuple, or None (inference: no masters). Objects with `param_groups` and
+            `step` are accepted, and wrappers with an `.optim`, `.optimizer` or `.base_optimizer` (SAM) inside.
+            Parameters that belong to none of the models are left as they are, and get masters at O2 if they are float16
+            or bfloat16.
+        enabled: False makes this call and every `scale_loss` of these optimizers a no-op.
+        opt_level: "O0" FP32; "O1" casts around torch's functions; "O2" low-precision model, FP32 masters; "O3"
+            low-precision model alone; "O4", "O5": O1, O2 in bfloat16.
+        cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale: override what the
+            level sets; None keeps it. Strings ("True", "dynamic", "128.0") are understood.
+        cast_model_outputs: dtype of the models' floating outputs. None: FP32 for a cast model, else untouched.
+        num_losses: how many losses have a scale of their own; `scale_loss(loss_id=...)` chooses.
+        verbosity: 0 silences the messages about overflow (logger "amp_patch"; only rank 0 speaks). 2: the next forward
+            of each model prints what ran in which type, and why, to stdout (`explain`).
+        min_loss_scale, max_loss_scale: range of a dynamic scale. Defaults 2**-24 and 2**24.
+        dtype: torch.float16 (default; bfloat16 at O4 and O5) or torch.bfloat16, whose loss scale is 1 unless given.
+        keep_fp32: modules that stay FP32 at any level, with their children: qualified names, classes, or a predicate
+            over (name, module); one or several. Such a module is given FP32; in a cast model (O2, O3) it returns the
+            dtype that came in. So does, by itself, each module in a cast model that has FP32 buffers and no parameters.
+        allow_banned: run functions without a safe low-precision form (binary_cross_entropy) in FP32 under O1's casts
+            instead of refusing them.
+        cpu_fp16: how FP16 tensors on a CPU are multiplied. "emulate": GEMMs, convolutions, attention and recurrent
+            networks compute in FP32 and round their results to FP16 once, forward and backward, inside the models'
+            forward and the body of `scale_loss`: what a tensor core does, at FP32's speed. "native": torch's half
+            kernels, much slower where the CPU has no FP16 arithmetic. "auto": "emulate" there, else "native"
+            (`python -m amp_patch info` tells). Without effect for bfloat16, and for models with nothing on a CPU.
+        process_group: reduce the overflow flag over this torch.distributed group, for gradients that DDP does not.
+        methods: names of methods, beside `forward`, that users call on the models directly ("encode", "generate").
+
+    Returns:
+        The same objects, in Apex's form: the model, or (model, optimizer) if optimizers were given; lists for lists.
+
+    Raises:
+        ValueError, TypeError: an argument that cannot be honoured; nothing was changed then.
+    """
+    if not isinstance(enabled, bool | int):
+        raise TypeError(
+            f"initialize: enabled is {enabled!r}; the third positional argument is `enabled`, so name the level: "
+            "opt_level='O1'"
+        )
+    policy = None
+    if enabled:
+        opt_level, options = overridden(
+            opt_level,
+            {
+                "dtype": dtype,
+                "cast_model_type": cast_model_type,
+                "patch_torch_functions": patch_torch_functions,
+                "keep_batchnorm_fp32": keep_batchnorm_fp32,
+                "master_weights": master_weights,
+                "loss_scale": loss_scale,
+                "cast_model_outputs": cast_model_outputs,
+                "min_loss_scale": min_loss_scale,
+                "max_loss_scale": max_loss_scale,
+                "allow_banned": allow_banned,
+                "cpu_fp16": cpu_fp16,
+            },
+        )
+        policy = resolve(opt_level, **options)
+    result = initialize_as(
+        Dialect(), models, optimizers, policy, num_losses, verbosity, keep_fp32, process_group, methods
+    )
+    if (training := newest_training()) is not None and enabled and is_first_rank():
+        logger.info("amp_patch: %s", training.policy)
+    return result
+
+
+def initialize_as(
+    dialect: Dialect,
+    models: Any,
+    optimizers: Any,
+    policy: Policy | None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    keep_fp32: Any = (),
+    process_group: Any = None,
+    methods: tuple[str, ...] = (),
+) -> Any:
+    """`initialize` in a dialect, at a resolved policy; None is `enabled=False`."""
+    model_list, optimizer_list = [compiled.uncompiled(model) for model in as_list(models)], as_list(optimizers)
+    for module in fsdp.fsdp_modules(m for m in model_list if isinstance(m, nn.Module)):
+        module.reshard()  # after a forward its parameters may be the gathered ones, which no optimizer holds
+    targets = [innermost(optimizer) for optimizer in optimizer_list]
+    if policy is None:
+        leave_alone(dialect, targets)
+        return _apex_form(models, optimizers, optimizer_list)
+    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
+        raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
+    kept = check(model_list, targets, policy, keep_fp32, methods, dialect, process_group)
+    policy = settle(policy, on_cpu=model_tensors.use_cpu(model_list))
+
+    leave_earlier(model_list, targets, kept, policy)
+    begin_training(
+        dialect,
+        policy,
+        model_list,
+        targets,
+        num_losses,
+        verbosity=int(verbosity),
+        kept=kept,
+        methods=tuple(methods),
+        process_group=process_group,
+    )
+    for optimizer in optimizer_list:
+        enter_wrappers(optimizer)
+    if int(verbosity) > 1:
+        for model in model_list:
+            at_next_forward(model)
+    return _apex_form(models, optimizers, optimizer_list)
+
+
+def master_params(optimizer: Any) -> Iterator[Tensor]:
+    """The tensors that the optimizer updates: masters where it has them, else the model's own parameters."""
+    for group in innermost(optimizer).param_groups:
+        yield from group["params"]
+
+
+def loss_scale(optimizers: Any, loss_id: int = 0) -> Tensor:
+    """What `scale_loss(loss, optimizers, loss_id)` multiplies by now, for gradients of `torch.autograd.grad`::
+
+        scale = amp.loss_scale(optimizer)
+        scaled = torch.autograd.grad(loss * scale, inputs, create_graph=True)
+        grads = [grad.float() / scale for grad in scaled]
+
+    `scale_loss` unscales `.grad` alone. Without the scale small FP16 gradients vanish on their way; gradients that
+    overflowed stay infinite, and a loss made of them skips its step as ever.
+
+    Args:
+        optimizers: the optimizer, or a list of those, of the loss.
+        loss_id: which scale, below `initialize(num_losses=...)`.
+
+    Returns:
+        FP32, shape [], on the device of the newest loss (the CPU before the first); a copy, which does not move with
+        the scale. 1 where the level does not scale. Does not sync.
+
+    Raises:
+        RuntimeError: an optimizer that `initialize` never saw. ValueError: a loss_id that cannot be.
+    """
+    stashes = [target._amp_stash for target in targets_of(optimizers, "loss_scale")]
+    stash = next((stash for stash in stashes if stash.enabled), None)
+    return torch.ones(()) if stash is None else scaler_of(stash, loss_id, "loss_scale").scale_tensor.clone()
+
+
+def state_dict(optimizers: Any = None, *, destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The loss scales of the training that these optimizers belong to, in Apex's form. Syncs with the device.
+
+    `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`; written into `destination` if given.
+
+    Args:
+        optimizers: the optimizer, or a list of those, of one `initialize` call. None: of the newest call, as in Apex.
+            A dict is Apex's `destination`.
+
+    Raises:
+        RuntimeError: an optimizer that `initialize` never saw. ValueError: optimizers of several trainings.
+    """
+    if isinstance(optimizers, dict):
+        optimizers, destination = None, optimizers
+    state = {} if destination is None else destination
+    for index, scaler in enumerate(scalers_of(optimizers, "state_dict")):
+        state[f"loss_scaler{index}"] = scaler.state_dict()
+    return state
+
+
+def load_state_dict(state_dict: dict[str, Any], optimizers: Any = None) -> None:
+    """Load what `state_dict` gave, into the loss scalers of the training that these optimizers belong to.
+
+    Another number of scalers is accepted, as in Apex: those that both have are loaded.
+
+    Args:
+        state_dict: the state.
+        optimizers: as for `state_dict`. None: the newest `initialize`, as in Apex.
+
+    Raises:
+        RuntimeError: a key that is no loss scaler's, an optimizer that `initialize` never saw; ValueError: a scale that
+            cannot be, optimizers of several trainings. Nothing is loaded then.
+    """
+    unexpected = [key for key in state_dict if not (key.startswith("loss_scaler") and key[11:].isdigit())]
+    if unexpected:
+        raise RuntimeError(
+            f"load_state_dict: unexpected keys {', '.join(map(repr, unexpected))}; wanted what amp.state_dict() gave: "
+            "'loss_scaler0', 'loss_scaler1', ..."
+        )
+    scalers = scalers_of(optimizers, "load_state_dict")
+    if len(scalers) != len(state_dict):
+        logger.warning("load_state_dict: %d loss scalers in the state, %d here", len(state_dict), len(scalers))
+    chosen = [(s, state_dict[f"loss_scaler{i}"]) for i, s in enumerate(scalers) if f"loss_scaler{i}" in state_dict]
+    for _, entry in chosen:
+        if not {"loss_scale", "unskipped"} <= set(entry):
+            raise RuntimeError(f"load_state_dict: a loss scaler has {sorted(entry)}; wanted loss_scale and unskipped")
+        scale_number("load_state_dict: loss_scale", entry["loss_scale"])
+    for scaler, entry in chosen:
+        scaler.load_state_dict(entry)
+
+
+def restore() -> None:
+    """Undo every `initialize`: torch's namespace, the models' and optimizers' classes, hooks and parameters.
+
+    Weights are FP32 again and equal the masters; optimizers hold the models' parameters, with their state. Gradients
+    that were still scaled (`delay_unscale`) are unscaled.
+
+    Raises:
+        RuntimeError: a model or optimizer that was changed meanwhile so that it cannot be restored whole, by name. All
+            others are, torch is, and no training is left: a second call does nothing.
+    """
+    attempt = Attempts()
+    attempt(leave_all, trainings)
+    trainings.clear()
+    attempt(casts_state.set_default, None)
+    for room in (install, clipping, ddp, masters, averages):
+        attempt(room.uninstall)
+    attempt(fast_path.allow_fast_path)
+    attempt(shielded_copies.unshield)
+    attempt.finish()
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Undo every `initialize` of the body when that ends, and leave the trainings from before it as they are."""
+    before, default = [training for training in trainings if training.alive()], casts_state.default()
+    try:
+        yield
+    finally:
+        attempt = Attempts()
+        attempt(leave_all, [made for made in trainings if all(made is not known for known in before)])
+        trainings[:] = before
+        if before:  # these need torch's namespace as it is
+            casts_state.set_default(default)
+        else:
+            attempt(restore)
+        attempt.finish()
+
+
+def _apex_form(models: Any, optimizers: Any, optimizer_list: list[Any]) -> Any:
+    model = list(models) if isinstance(models, list | tuple) else models
+    if optimizers is None:
+        return model
+    return model, optimizer_list if isinstance(optimizers, list | tuple) else optimizers
+
+
+def fsdp_policy(
+    opt_level: str = "O1", *, dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None
+) -> Any:
+    """torch's `MixedPrecisionPolicy` of an opt level, for `fully_shard(module, mp_policy=...)`::
+
+        fully_shard(model, mp_policy=amp.fsdp_policy(level))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+
+    At O2 and O5 the modules compute in the level's type while their shards stay FP32: these are the masters, and no
+    others are made. At O0, O1 and O4 it is FP32; so is the one of a module that stays FP32 inside a cast model (a batch
+    norm, `keep_fp32`), which is sharded for itself, before the modules around it.
+
+    Args:
+        opt_level, dtype: as in `initialize`, from the environment too (save where O0 is asked for).
+        reduce_dtype: the type in which gradients are summed over the processes. None: FP32.
+
+    Raises:
+        ValueError: O3, which keeps no FP32 weights; a level or dtype that cannot be.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    options: dict[str, Any] = {"dtype": dtype}
+    if opt_level != "O0":  # which is the word for modules that stay FP32 at any level
+        opt_level, options = overridden(opt_level, options)
+    policy = resolve(opt_level, **options)
+    if policy.cast_model_type is not None and not policy.master_weights:
+        raise ValueError(f"fsdp_policy: {no_masters(policy)}")
+    if policy.cast_model_type is not None and reduce_dtype is None:
+        reduce_dtype = torch.float32
+    return MixedPrecisionPolicy(param_dtype=policy.cast_model_type, reduce_dtype=reduce_dtype)

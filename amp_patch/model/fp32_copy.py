@@ -1,0 +1,37 @@
+"""FP32 copies of models, for EMA, export or evaluation."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from amp_patch.casts import state as casts_state
+from amp_patch.masters.masters import linked, master_of, reconcile
+from amp_patch.model import forward as model_forward
+from amp_patch.model import shielded_copies
+
+
+def fp32_copy(model: nn.Module) -> nn.Module:
+    """An FP32 deep copy of `model`, without any trace of amp_patch, for EMA, export or evaluation.
+
+    Weights are the masters' exact values where there are masters, else the low-precision ones upcast; buffers those
+    from before the cast, where nothing wrote them since.
+
+    The casts of an O1 or O4 training, which hold for all that is called outside of models, do not reach the copy: it
+    and its parts (torch's own layers inside it aside, called by themselves) run, trace and export in FP32. As long as
+    such a training lives they have generated classes for that, as trained models have; copies by `deepcopy` too.
+    Pickles are of the plain classes always. What the caller enters around the copy, `amp.autocast` or a model's
+    forward, acts in it as in any module.
+    """
+    reconcile(linked(set(model.parameters())))
+    plain = copy.deepcopy(model)
+    model_forward.to_plain_fp32(plain)
+    with torch.no_grad():
+        for copied, param in zip(plain.parameters(), model.parameters(), strict=True):
+            master = master_of(param)
+            if master is not None:
+                copied.copy_(master)
+    shielded_copies.note(plain, shielded=casts_state.default() is not None)
+    return plain

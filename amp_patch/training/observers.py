@@ -1,0 +1,86 @@
+"""Who is told what happens in trainings: recordings listen here, so that nothing of a training has to be patched."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from amp_patch.support.compiled import not_traced
+
+
+class Observer:
+    """What can be heard of trainings. A subclass overrides the methods that it wants to be called.
+
+    They are called where it happens, on the thread of the training, and must not wait for a device. All observers are
+    told; what the first of them raises is raised afterwards.
+    """
+
+    def training_begun(self, training: Any) -> None:
+        """`initialize` has made `training`; None: it was called with `enabled=False`."""
+
+    def body_begins(self, body: Any) -> None:
+        """The body of a `scale_loss` begins: `body` is its `ScaledBackward`, which has changed nothing yet."""
+
+    def loss_scaled(self, body: Any, loss: Any) -> None:
+        """`loss` is about to be multiplied for `body`."""
+
+    def body_ends(self, body: Any) -> None:
+        """The body is over; `body.failed` says whether an exception has ended it."""
+
+    def step_begins(self, optimizer: Any) -> None:
+        """`optimizer.step()` was called, of any optimizer. A step that calls its parent tells twice."""
+
+    def step_ends(self, optimizer: Any) -> None:
+        """Such a step is over."""
+
+
+_lock = threading.Lock()
+_observers: list[Observer] = []
+_hooks: list[Any] = []  # torch's, of the steps of all optimizers, while somebody listens
+
+
+def add(observer: Observer) -> None:
+    """Tell `observer` from now on."""
+    with _lock:
+        if not _observers:
+            # Torch calls these around an optimizer's own hooks, those of the training among them.
+            _hooks.append(register_optimizer_step_pre_hook(_step_begins))
+            _hooks.append(register_optimizer_step_post_hook(_step_ends))
+        _observers.append(observer)
+
+
+def remove(observer: Observer) -> None:
+    """Tell `observer` no more."""
+    with _lock:
+        _observers.remove(observer)
+        while _hooks and not _observers:
+            _hooks.pop().remove()
+
+
+def listening() -> int:
+    """How many observers there are."""
+    return len(_observers)
+
+
+def tell(what: str, *args: Any) -> None:
+    """Call the method `what` of all observers."""
+    failure: BaseException | None = None
+    for observer in tuple(_observers):
+        try:
+            getattr(observer, what)(*args)
+        except BaseException as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+@not_traced
+def _step_begins(optimizer: Any, *_: Any) -> None:
+    tell("step_begins", optimizer)
+
+
+@not_traced
+def _step_ends(optimizer: Any, *_: Any) -> None:
+    tell("step_ends", optimizer)

@@ -1,0 +1,219 @@
+"""An optimizer enters a training: its class, its hooks, the masters in its groups; and leaves it again.
+
+`step` is reached through torch's own hooks, because a scheduler built before `initialize` has captured the method; the
+other methods are overridden in a generated subclass.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch.masters.masters import disconnect
+from amp_patch.policy import LOW_PRECISION, Policy
+from amp_patch.support import generated_class
+from amp_patch.support.generated_class import Generated, base_class
+from amp_patch.support.patches import Attempts
+from amp_patch.training import zero
+from amp_patch.training.stash import Stash, note_sharing, stash_of
+from amp_patch.training.step import after_step, before_step, guarded_step, recover
+from amp_patch.training.unscale import settle
+
+
+class AmpOptimizer(Generated):
+    """Overrides of an optimizer that went through `initialize`."""
+
+    @classmethod
+    def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
+        # torch's optimizers, and ours, do nothing at all where there is no gradient.
+        if issubclass(base, torch.optim.Optimizer) and base.__module__.partition(".")[0] in ("torch", "amp_patch"):
+            return {}
+
+        @functools.wraps(base.step)  # type: ignore[attr-defined]
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return guarded_step(base, self, args, kwargs)
+
+        step.hooked = True  # type: ignore[attr-defined]  # or torch calls the hooks around it, as it does around base's
+        return {"step": step}
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """torch's, and the low-precision gradients of the model's parameters with it."""
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+        stash = stash_of(self)
+        if stash is not None:
+            recover(self, stash)
+            for param, _ in stash.masters.linked():
+                param.grad = None
+            stash.pending = stash.brought = None
+            stash.cleared += 1
+            stash.earlier.clear()
+            stash.spent = []
+            stash.clear_found()
+            stash.left.clear()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """torch's; float16 and bfloat16 parameters of the group get masters where the policy has them."""
+        stash = stash_of(self)
+        if stash is not None and stash.enabled:
+            _refuse_known(self, stash, param_group)
+            if stash.policy.master_weights:
+                zero.check_new_group(self)
+        super().add_param_group(param_group)  # type: ignore[misc]
+        if stash is None or not stash.enabled:
+            return
+        group = self.param_groups[-1]  # type: ignore[attr-defined]
+        if stash.scales_loss:
+            for param in group["params"]:
+                param.grad = None  # scaled, by whichever backward passes reached it before it had an optimizer
+        if stash.policy.master_weights:
+            stash.masters.attach(self, group)
+            zero.repartition(self)
+        note_sharing([other for ref in stash.siblings if (other := ref()) is not None])
+
+    def __getstate__(self) -> dict[str, Any]:
+        parent = getattr(super(), "__getstate__", None)  # object has one since Python 3.11
+        state = dict(vars(self)) if parent is None else parent()
+        stash = stash_of(self)
+        return state if stash is None else {**state, "_amp_stash": stash}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        parent = getattr(super(), "__setstate__", None)
+        if parent is None:
+            vars(self).update(state)
+        else:
+            parent(state)
+        stash = stash_of(self)
+        if stash is not None:
+            stash.stepped.clear()  # the state is another one now
+            if not stash.handles:
+                register_hooks(self, stash)
+
+
+def check(optimizer: Any, policy: Policy) -> None:
+    """Raise unless `initialize` can take this (innermost) optimizer."""
+    name = type(optimizer).__name__
+    if not (callable(getattr(optimizer, "step", None)) and isinstance(getattr(optimizer, "param_groups", None), list)):
+        raise TypeError(
+            f"initialize: optimizers holds a {name}; wanted a torch.optim.Optimizer, or an object with a list "
+            "`param_groups` and a method `step`"
+        )
+    if not hasattr(optimizer, "__dict__"):
+        raise TypeError(
+            f"initialize: optimizers holds a {name}, whose __slots__ leave its instances no __dict__ for masters and "
+            "loss scale; add '__dict__' and '__weakref__' to its __slots__, or leave these out"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS) and (policy.scales_loss or policy.master_weights):
+        raise ValueError(
+            f"initialize: LBFGS evaluates the loss inside step(), which opt_level {policy.opt_level!r} cannot scale or "
+            "gather; use it at O0, or at O4 (bfloat16 casts, no loss scaling)"
+        )
+    zero.check(optimizer, policy)
+
+
+def enter_training(
+    optimizer: Any, stash: Stash, about_to_be_cast: Collection[int], mixin: type[AmpOptimizer] = AmpOptimizer
+) -> None:
+    """Give `optimizer` its class (the subclass for `mixin`), stash, hooks, and the masters of its parameters."""
+    if stash.policy.master_weights:
+        for group in optimizer.param_groups:
+            stash.masters.attach(optimizer, group, about_to_be_cast)
+        zero.repartition(optimizer)
+    optimizer._amp_stash = stash
+    generated_class.give(optimizer, mixin)
+    _lead_scheduler(optimizer)
+    register_hooks(optimizer, stash)
+
+
+def _lead_scheduler(optimizer: Any) -> None:
+    """Have the step that a scheduler captured, and put into the instance, call that of the class of now."""
+    captured = vars(optimizer).get("step")
+    if getattr(captured, "_wrapped_by_lr_sched", False) and "func" in captured.__code__.co_freevars:
+        captured.__closure__[captured.__code__.co_freevars.index("func")].cell_contents = type(optimizer).step
+
+
+def register_hooks(optimizer: Any, stash: Stash) -> None:
+    """Be called around every `step`."""
+    stash.owner = weakref.ref(optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        stash.handles = [
+            optimizer.register_step_pre_hook(before_step),
+            optimizer.register_step_post_hook(after_step),
+        ]
+
+
+def restore(optimizer: Any, *, recast_state: bool = True) -> None:
+    """Undo `enter_training`. With `recast_state` the state takes the type that the parameters have now."""
+    stash = stash_of(optimizer)
+    if stash is None:
+        return
+    attempt = Attempts()
+    attempt(recover, optimizer, stash)
+    attempt(settle, optimizer)
+    for handle in stash.handles:
+        attempt(handle.remove)
+    wrappers = [wrapper for ref in stash.wrappers if isinstance(wrapper := ref(), Generated)]
+    for wrapper in wrappers:
+        attempt(generated_class.take, wrapper)
+        attempt(stash.masters.unfollow, wrapper)
+    linked = stash.masters.linked()
+    attempt(stash.masters.detach, optimizer)
+    attempt(zero.repartition, optimizer)
+    if isinstance(optimizer, Generated):
+        attempt(generated_class.take, optimizer)
+        attempt(_lead_scheduler, optimizer)
+    del optimizer._amp_stash
+    if recast_state:
+        for param, _ in linked:
+            disconnect(param)
+        attempt(state_follows_params, optimizer)
+    attempt.finish()
+
+
+def state_follows_params(optimizer: Any) -> None:
+    """Cast the optimizer's state to its parameters' dtypes, by torch's own rules for loading a state."""
+    optimizer = zero.stateful(optimizer)
+    if getattr(optimizer, "state", None) and any(
+        isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0 and value.dtype is not param.dtype
+        for param, state in optimizer.state.items()
+        if isinstance(param, Tensor) and isinstance(state, dict)
+        for value in state.values()
+    ):
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def warn_of_small_eps(optimizer: Any) -> None:
+    """Warn where a group's `eps` is 0 in the dtype of its low-precision parameters: Adam then divides by 0.
+
+    Not of an optimizer that says of itself that it `computes_in_fp32`.
+    """
+    if getattr(optimizer, "computes_in_fp32", False):
+        return
+    for index, group in enumerate(optimizer.param_groups):
+        eps = group.get("eps")
+        dtypes = {p.dtype for p in group["params"] if p.dtype in LOW_PRECISION}
+        for dtype in dtypes:
+            if isinstance(eps, float) and eps > 0 and torch.tensor(eps, dtype=dtype).item() == 0:
+                warnings.warn(
+                    f"initialize: eps={eps:g} of {base_class(optimizer).__name__}'s group {index} is 0 in "
+                    f"{dtype}, the type that its parameters have without masters: a first step can give NaN. Use "
+                    "eps=1e-4, or opt_level='O2'",
+                    stacklevel=4,
+                )
+
+
+def _refuse_known(optimizer: Any, stash: Stash, param_group: Any) -> None:
+    params = param_group.get("params") if isinstance(param_group, dict) else None
+    if params is None:
+        return  # torch's own error says what is wrong
+    params = [params] if isinstance(params, Tensor) else params
+    if not isinstance(params, list | tuple):
+        return
+    known = {id(param) for param, _ in stash.masters.pairs(optimizer.param_groups)}
+    if any(isinstance(p, Tensor) and id(p) in known for p in params):
+        raise ValueError("add_param_group: some parameters appear in more than one parameter group")

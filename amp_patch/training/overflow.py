@@ -1,0 +1,85 @@
+"""What a step does about an overflow: it is skipped on the host or on the device, and the culprits are named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch.masters.masters import Master
+from amp_patch.support import distributed
+from amp_patch.training.loss_scaler import LossScaler
+from amp_patch.training.stash import Stash, overflowed
+
+
+def culprits(optimizer: Any) -> str:
+    """The parameters whose gradients are not finite, by name. Syncs with the device."""
+    stash: Stash = optimizer._amp_stash
+    lines = []
+    sharded = False
+    for index, group in enumerate(optimizer.param_groups):
+        for position, master in enumerate(group["params"]):
+            if master.grad is None:
+                continue
+            sharded = sharded or distributed.is_dtensor(master.grad)
+            # Of a sharded one this process's part: it may be the only process to ask.
+            grad = master.grad._values() if master.grad.is_sparse else distributed.local(master.grad)
+            if bool(torch.isfinite(grad).all()):
+                continue
+            param = next(p for p, m in stash.masters.pairs([{"params": [master]}]))
+            name = stash.names.get(id(param), f"group {index}, parameter {position}")
+            lines.append(f"{name} ({'NaN' if bool(torch.isnan(grad).any()) else 'Inf'})")
+    shown = ", ".join(lines[:8]) or f"no gradient {'in the shards of this process' if sharded else 'any more'}"
+    return shown + (f" and {len(lines) - 8} more" if len(lines) > 8 else "")
+
+
+def read_found(stash: Stash) -> list[LossScaler]:
+    if not stash.found:
+        return []
+    flags = torch.stack([found_inf.to(stash.found[0][1].device) for _, found_inf in stash.found])
+    return overflowed([scaler for scaler, _ in stash.found], flags.tolist())
+
+
+def waits(device: torch.device) -> bool:
+    """Whether reading a value of `device` makes the host wait for all that was asked of it before."""
+    return device.type != "cpu"
+
+
+def skips_on_device(optimizer: Any, stash: Stash) -> bool:
+    """Whether the coming step can be given its overflow flag on the device, as torch.amp.GradScaler gives it.
+
+    Then nothing waits: the host learns later what happened. The first step of a parameter is not one of these, because
+    torch's fused SGD fills its momentum by host knowledge that it was the first; nor is the one after a skip, so that
+    messages about several skips in a row can name the parameters.
+    """
+    if not may_skip_on_device(optimizer, stash) or stash.last_skipped:
+        return False
+    state, stepped = optimizer.state, stash.stepped
+    return all(
+        type(master) in (Tensor, nn.Parameter, Master) and stepped.get(id(master)) == len(state.get(master, ()))
+        for _, master in stash.masters.pairs(optimizer.param_groups)
+        if master.grad is not None
+    )
+
+
+def may_skip_on_device(optimizer: Any, stash: Stash) -> bool:
+    able = getattr(optimizer, "skips_on_device", getattr(optimizer, "_step_supports_amp_scaling", False))
+    devices = {found_inf.device for _, found_inf in stash.found} if able else set()
+    return len(devices) == 1 and waits(devices.pop())
+
+
+def note_stepped(optimizer: Any, stash: Stash) -> None:
+    for _, master in stash.masters.pairs(optimizer.param_groups):
+        if master.grad is not None:
+            stash.stepped[id(master)] = len(optimizer.state.get(master, ()))
+
+
+def put_back(optimizer: Any, stash: Stash) -> None:
+    if stash.set_aside is None:
+        return
+    for group, values in zip(optimizer.param_groups, stash.set_aside.group_values, strict=False):
+        for added in group.keys() - values.keys() - {"params"}:
+            del group[added]
+        group.update(values)
+    stash.set_aside = None

@@ -1,0 +1,243 @@
+"""Around one step of an optimizer: settled before it, skipped on overflow, published after it."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+from amp_patch.casts import regions, thread_state
+from amp_patch.casts import state as casts_state
+from amp_patch.masters import stalled_averages
+from amp_patch.masters.masters import publish, publish_written, reconcile
+from amp_patch.support.compiled import not_traced
+from amp_patch.support.generated_class import base_class
+from amp_patch.training import observers
+from amp_patch.training.overflow import (
+    culprits,
+    may_skip_on_device,
+    note_stepped,
+    put_back,
+    read_found,
+    skips_on_device,
+)
+from amp_patch.training.stash import DeviceSkip, SkippedStep, Stash, drop_spent, stash_of
+from amp_patch.training.unscale import settle
+
+
+@not_traced
+def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Pre-hook of `step`; `args` begins with the optimizer. Returns other arguments, or None to keep these.
+
+    Where the loss is scaled, one sync with the device: did a gradient overflow? None if the optimizer skips there.
+    """
+    stash = stash_of(optimizer)
+    if stash is None or not stash.enabled:
+        return None
+    recover(optimizer, stash)
+    if stash.open or stash.beside:
+        _refuse_in_body(optimizer, stash)
+    stash.step_depth += 1
+    if stash.step_depth > 1:  # a subclass's step that calls super().step() fires the hooks twice
+        return None
+    stash.step_frame = sys._getframe(1)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is not None and stash.scales_loss:
+        recover(optimizer, stash, running=False)
+        raise RuntimeError(
+            f"{base_class(optimizer).__name__}.step: a closure computes new gradients inside step(), after "
+            "the check for overflow; under loss scaling call the closure's body first, then step() without it"
+        )
+    drop_spent(stash)
+    stalled_averages.compare(stash.models)
+    settle(optimizer)
+    reconcile(stash.masters.linked())
+    _warn_of_ungathered(optimizer, stash)
+    _drop_removed(optimizer, stash)
+    stash.hear()
+    if skips_on_device(optimizer, stash):
+        stash.verdicts.append(DeviceSkip(stash.found))
+        optimizer.grad_scale, optimizer.found_inf = None, stash.verdicts[-1].overflow
+        stash.told = True
+    else:
+        overflowed = read_found(stash)
+        stash.step_skipped = bool(overflowed)
+        for scaler in overflowed:
+            scaler.skipped(lambda: culprits(optimizer))
+        if overflowed:
+            # An optimizer does nothing where there is no gradient; what some count per group is put back afterwards.
+            grads = [(m, m.grad) for _, m in stash.masters.pairs(optimizer.param_groups) if m.grad is not None]
+            values = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            stash.set_aside = SkippedStep(grads, values)
+            for master, _ in grads:
+                master.grad = None
+    watched = None if closure is None else regions.as_now(closure)
+    if casts_state.current() is not None:  # what an optimizer computes is computed in the types of what it updates
+        stash.quiet = regions.region(None)
+        stash.quiet.call = stash.step_frame
+        stash.quiet.__enter__()
+    stash.prepared = True
+    if watched is None:
+        return None
+    return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
+
+
+@not_traced
+def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Post-hook of `step`: publish the masters, or put back what a skipped step must not have changed."""
+    stash = stash_of(optimizer)
+    if stash is None or not stash.enabled or stash.step_depth == 0:
+        return
+    stash.step_depth -= 1
+    if stash.step_depth > 0:
+        return
+    skipped = stash.set_aside is not None
+    if stash.set_aside is not None:
+        for master, grad in stash.set_aside.grads:
+            master.grad = grad
+    elif not stash.told and may_skip_on_device(optimizer, stash):
+        note_stepped(optimizer, stash)
+    casts_state.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
+    consume(optimizer, stash)
+    if not skipped:  # of a step that the device skipped, the values that are there already
+        publish(stash.masters.linked())
+    stalled_averages.remember(stash.models)
+    # Last, and publish behind consume: `recover` asks after an exception whether these were done.
+    recover(optimizer, stash, running=False)
+
+
+def guarded_step(base: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """The step of an optimizer whose class `base` is not torch's, with the two calls that hooks make for torch's.
+
+    It may have no hooks; it may divide by the number of gradients, or count its steps wherever it likes: skipped means
+    not called. Observers are told, as torch's hooks of all optimizers tell them of the others.
+    """
+    observers.tell("step_begins", optimizer)
+    result = _guarded_step(base, optimizer, args, kwargs)
+    observers.tell("step_ends", optimizer)
+    return result
+
+
+def _guarded_step(base: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    stash = stash_of(optimizer)
+    if stash is not None:
+        recover(optimizer, stash)
+    if stash is None or not stash.enabled or stash.step_depth > 0:
+        return base.step(optimizer, *args, **kwargs)
+    called, kwargs = before_step(optimizer, (optimizer, *args), kwargs) or ((optimizer, *args), kwargs)
+    skipped = stash.set_aside is not None
+    result = None if skipped else base.step(*called, **kwargs)
+    after_step(optimizer, called, kwargs)
+    return result
+
+
+def consume(optimizer: Any, stash: Stash) -> None:
+    """Forget the gradients that a step, taken or skipped, was for: the masters' that nobody waits for."""
+    stash.gathered, stash.brought = False, None
+    stash.left.clear()
+    stash.found.clear()
+    awaited = _awaited_by_others(optimizer, stash)
+    masters = [link.master for _, link in stash.masters.linked() if id(link.master) not in awaited]
+    if stash.wrapped:  # Lookahead moves what has a gradient, after the step
+        stash.spent = [(master, master.grad) for master in masters if master.grad is not None]
+        return
+    for master in masters:
+        master.grad = None  # consumed: scripts that clear only the model's gradients never see it
+
+
+def _awaited_by_others(optimizer: Any, stash: Stash) -> set[int]:
+    """The masters (ids) that another optimizer of the training holds too and has yet to step with."""
+    awaited: set[int] = set()
+    for ref in stash.siblings:
+        other = ref()
+        other_stash = None if other is None or other is optimizer else stash_of(other)
+        if other_stash is not None and other_stash.gathered:
+            awaited.update(id(link.master) for _, link in other_stash.masters.linked())
+    return awaited
+
+
+def recover(optimizer: Any, stash: Stash, running: bool | None = None) -> None:
+    """After an exception in `step`, which kept the post-hook from running: put back what the pre-hook changed.
+
+    Nothing while the step is running: a closure is, or a subclass's step that calls its parent's. `running` says so, if
+    the caller knows. Gradients that overflowed stay away: they may have been cleared since. What the step has written
+    into masters is published. After an exception in here the next call does the rest.
+    """
+    if stash.step_depth == 0 and stash.step_frame is None:
+        return
+    left = running is None
+    if thread_state.is_running(stash.step_frame) if running is None else running:
+        return
+    if stash.told:
+        optimizer.grad_scale = optimizer.found_inf = None
+        del optimizer.grad_scale, optimizer.found_inf
+        stash.told = False
+    if stash.quiet is not None:
+        stash.quiet.__exit__(None, None, None)
+        stash.quiet = None
+    put_back(optimizer, stash)
+    if left and publish_written(stash.masters.linked()) and stash.prepared:
+        consume(optimizer, stash)
+    stash.step_depth, stash.step_frame, stash.prepared = 0, None, False
+
+
+def _drop_removed(optimizer: Any, stash: Stash) -> None:
+    """Where a script has set some gradients of the model to None since they were gathered, drop their masters' too.
+
+    It wants those parameters left alone (frozen for a while), as happens where they are the optimizer's own. All of
+    them None is a script that has done with the model's gradients: the masters' are there to step with.
+    """
+    if not stash.left:
+        return
+    kept = [pair for pair in stash.masters.pairs(optimizer.param_groups) if id(pair[0]) in stash.left]
+    removed = [master for param, master in kept if param.grad is None]
+    if len(removed) < len(kept):
+        for master in removed:
+            master.grad = None
+
+
+def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
+    """Raise if the running body of a `scale_loss` has the gradients of this step, or has them to unscale yet."""
+    pairs = stash.masters.pairs(optimizer.param_groups)
+    own = any(param is master for param, master in pairs)
+    if stash.open and stash.scaling:
+        where = "where its gradients are scaled and unchecked"
+    elif any(stash.beside.values()) and (own or stash.pending is not None):
+        where = "whose scaled backward may reach its parameters: its own gradients are away until that ends"
+    elif any(p is not master and (stash.open or (p.grad is not None and master.grad is None)) for p, master in pairs):
+        where = "where its gradients are on the low-precision parameters, not on their masters"
+    else:
+        return
+    raise RuntimeError(
+        f"{base_class(optimizer).__name__}.step: called in the body of scale_loss, {where}; give scale_loss "
+        "all optimizers of the loss, and call their step() after the `with` block. A step in a hook of backward "
+        "(register_post_accumulate_grad_hook) is possible at O0 and O4"
+    )
+
+
+def _warn_of_ungathered(optimizer: Any, stash: Stash) -> None:
+    """Warn of gradients of cast parameters that no exit of `scale_loss` has brought to their masters.
+
+    Other optimizers' bodies may leave such gradients on the model, and rightly so (a GAN's generator loss fills the
+    discriminator's): after one of those only an optimizer none of whose masters has a gradient is warned about.
+    """
+    linked = stash.masters.linked()
+    strays = {id(link.master): param for param, link in linked if param.grad is not None}
+    if not strays or (stash.keeps_scaled_gradients and stash.bodies > 0):  # those may have been gathered
+        return
+    others = bool(stash.beside) or stash.ended != Stash.turns  # whether another body is running, or was since
+    if others and any(link.master.grad is not None for _, link in linked):
+        return
+    named = [
+        stash.names.get(id(strays[id(master)]), f"group {index}, parameter {position}")
+        for index, group in enumerate(optimizer.param_groups)
+        for position, master in enumerate(group["params"])
+        if id(master) in strays
+    ]
+    if named:
+        warnings.warn(
+            f"{base_class(optimizer).__name__}.step: {named[0]} has a gradient on the model that was never "
+            f"gathered for this optimizer{f', and so have {len(named) - 1} more' if len(named) > 1 else ''}: the step "
+            "does without; call backward() inside `with amp.scale_loss(loss, optimizer)`",
+            stacklevel=4,
+        )

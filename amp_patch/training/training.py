@@ -1,0 +1,255 @@
+"""What one call of `initialize` makes of models and optimizers, and its undo."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from amp_patch.casts import dynamo, install
+from amp_patch.casts import state as casts_state
+from amp_patch.masters import clipping
+from amp_patch.model import averages, fsdp, shielded_copies
+from amp_patch.model import forward as model_forward
+from amp_patch.model import tensors as model_tensors
+from amp_patch.model.fp32_copy import fp32_copy
+from amp_patch.model.keep_fp32 import kept_modules
+from amp_patch.policy import OPT_LEVELS, Policy
+from amp_patch.support.generated_class import base_class
+from amp_patch.support.patches import Attempts
+from amp_patch.training import ddp, observers
+from amp_patch.training import optimizer as optimizer_side
+from amp_patch.training.loss_scaler import LossScaler
+from amp_patch.training.optimizer import AmpOptimizer
+from amp_patch.training.scale_loss import targets_of
+from amp_patch.training.stash import Stash, name_parameters, note_sharing
+from amp_patch.training.unscale import settle
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """Whose names the objects of a training answer to, beside ours; the drop-in for Apex has subclasses of its own.
+
+    Attributes:
+        scaler: made once per loss, by its `of`.
+        stash: `optimizer._amp_stash`.
+        optimizer: what `initialize` adds to an optimizer's class.
+        models_may_be_low_precision: take models whose parameters are float16 or bfloat16 already.
+    """
+
+    scaler: type[LossScaler] = LossScaler
+    stash: type[Stash] = Stash
+    optimizer: type[AmpOptimizer] = AmpOptimizer
+    models_may_be_low_precision: bool = False
+
+
+@dataclass
+class Training:
+    """What one call of `initialize` made. Models and optimizers are held weakly: a training keeps nothing alive."""
+
+    policy: Policy
+    scalers: list[LossScaler]
+    dialect: Dialect
+    models: list[weakref.ref[nn.Module]]
+    optimizers: list[weakref.ref[Any]]
+
+    def alive(self) -> bool:
+        return any(ref() is not None for ref in (*self.models, *self.optimizers))
+
+
+# Oldest first. `restore` undoes all; `state_dict` without arguments speaks of the last.
+trainings: list[Training] = []
+
+
+def begin_training(
+    dialect: Dialect,
+    policy: Policy,
+    models: list[nn.Module],
+    targets: list[Any],
+    num_losses: int,
+    *,
+    verbosity: int,
+    kept: list[nn.Module] | None = None,
+    methods: tuple[str, ...] = (),
+    process_group: Any = None,
+) -> Training:
+    """Make a training of checked models and innermost optimizers, none of which is in another one."""
+    scalers = [dialect.scaler.of(policy, loss_id=loss_id, verbosity=verbosity) for loss_id in range(num_losses)]
+    trainings[:] = [training for training in trainings if training.alive()]
+    training = Training(policy, scalers, dialect, [weakref.ref(m) for m in models], [weakref.ref(t) for t in targets])
+    trainings.append(training)
+    try:
+        enter(training, models, targets, kept or [], methods, process_group)
+        observers.tell("training_begun", training)
+    except BaseException:
+        Attempts()(leave, models, targets)  # the error to tell of is the one that came first
+        trainings.remove(training)
+        raise
+    return training
+
+
+def leave_all(trainings: list[Training]) -> None:
+    """`leave` what is alive of these, last first."""
+    attempt = Attempts()
+    for training in reversed(trainings):
+        models = [model for ref in training.models if (model := ref()) is not None]
+        optimizers = [optimizer for ref in training.optimizers if (optimizer := ref()) is not None]
+        attempt(leave, models, optimizers)
+    attempt.finish()
+
+
+def check(
+    models: list[nn.Module],
+    targets: list[Any],
+    policy: Policy,
+    keep_fp32: Any,
+    methods: tuple[str, ...],
+    dialect: Dialect,
+    process_group: Any,
+) -> list[nn.Module]:
+    """Validate everything that can be wrong with models and optimizers; returns the modules that stay FP32."""
+    if not models:
+        raise ValueError("initialize: models is empty; wanted a torch.nn.Module or a list of them")
+    for model in models:
+        model_tensors.check(model, methods)
+    for target in targets:
+        optimizer_side.check(target, policy)
+    if len({id(target) for target in targets}) < len(targets):
+        raise ValueError("initialize: an optimizer is in optimizers twice; give each once")
+    model_tensors.check_methods(models, methods)
+    kept = kept_modules(models, policy, keep_fp32)
+    for model in models:
+        if model_forward.policy_of(model) is None and not dialect.models_may_be_low_precision:
+            model_tensors.check_fp32(model, policy, kept)
+        model_tensors.check_steps(model, policy)
+    fsdp.check(models, policy, kept)
+    retyped = {id(p) for model in models for p in model_tensors.not_cast_to(model, kept, policy.cast_model_type)}
+    ddp.check(models, retyped, policy, process_group)
+    return kept
+
+
+def leave_earlier(models: list[nn.Module], targets: list[Any], kept: list[nn.Module], policy: Policy) -> None:
+    """Undo what earlier calls did to these objects, as far as this one wants it otherwise."""
+    again = [model for model in models if model_forward.policy_of(model) is not None]
+    recast = [model for model in again if model_tensors.not_cast_to(model, kept, policy.cast_model_type)]
+    if recast:
+        params = {id(p) for model in recast for p in model.parameters()}
+        earlier = [o for t in trainings for ref in t.optimizers if (o := ref()) is not None]
+        initialized = (o for o in earlier if getattr(o, "_amp_stash", None) is not None)
+        holders = [o for o in initialized if any(id(p) in params for p, _ in o._amp_stash.masters.linked())]
+        leave(recast, list({id(o): o for o in holders}.values()))
+    for target in targets:
+        if getattr(target, "_amp_stash", None) is not None:
+            optimizer_side.restore(target, recast_state=False)
+
+
+def enter(
+    training: Training,
+    models: list[nn.Module],
+    targets: list[Any],
+    kept: list[nn.Module],
+    methods: tuple[str, ...],
+    process_group: Any,
+) -> None:
+    policy = training.policy
+    params, buffers = model_tensors.to_cast(models, kept) if policy.cast_model_type is not None else ([], [])
+    about_to_be_cast = {id(p) for p in params}
+    owned = {id(p) for target in targets for group in target.param_groups for p in group["params"]}
+    everything = {id(p): p for model in models for p in model.parameters()}
+    unowned: list[Tensor] = [p for key, p in everything.items() if key not in owned and p.requires_grad]
+    sharded = [(module, {id(p) for p in module.parameters()}) for module in fsdp.fsdp_modules(models)]
+    for target in targets:
+        held = {id(p) for group in target.param_groups for p in group["params"]}
+        stash = training.dialect.stash(
+            policy,
+            training.scalers,
+            siblings=training.optimizers,
+            unowned=unowned,
+            process_group=process_group,
+            # With those of no optimizer yet, whose parameters may be added to this one.
+            sharded=[weakref.ref(module) for module, inside in sharded if held & inside or not owned & inside],
+        )
+        name_parameters(stash, models)
+        stash.models = [weakref.ref(m) for m in models if any(id(p) in held for p in m.parameters())]
+        optimizer_side.enter_training(target, stash, about_to_be_cast, training.dialect.optimizer)
+    if len(targets) > 1:
+        note_sharing(targets)
+    model_forward.enter_training(models, kept, policy, methods, on_demand=not targets)
+    if policy.cast_model_type is not None:
+        model_tensors.cast(params, policy.cast_model_type)
+        model_forward.cast_buffers(models, buffers, policy.cast_model_type)
+    for model in models:
+        model_tensors.reflatten(model)
+    for target in targets:
+        optimizer_side.state_follows_params(target)
+        optimizer_side.warn_of_small_eps(target)
+    if policy.master_weights and targets:
+        clipping.install()
+    if targets and (policy.master_weights or policy.scales_loss):
+        ddp.follow(models, training.scalers)
+    if policy.cast_model_type is not None:
+        averages.install(fp32_copy)
+    dynamo.hook()
+    if policy.patch_torch_functions or policy.emulates:
+        install.install(policy.op_lists)
+    if policy.patch_torch_functions:
+        casts_state.set_default(policy)
+        shielded_copies.shield()
+
+
+def leave_alone(dialect: Dialect, targets: list[Any]) -> None:
+    """Let `scale_loss` know these optimizers as ones that it does nothing for."""
+    for target in targets:
+        if getattr(target, "_amp_stash", None) is None:
+            target._amp_stash = dialect.stash(OPT_LEVELS["O0"], [], enabled=False)
+    observers.tell("training_begun", None)
+
+
+def leave(models: list[nn.Module], targets: list[Any]) -> None:
+    """Undo `initialize` for these models and innermost optimizers; what went through none is passed over.
+
+    Raises:
+        RuntimeError: one that cannot be restored, by name, when all others are.
+    """
+    attempt = Attempts()
+    steps = ((settle, targets), (model_forward.restore, models), (optimizer_side.restore, targets))
+    for undo, subjects in steps:
+        for subject in subjects:
+            attempt(_by_name, undo, subject)
+    attempt.finish()
+
+
+def _by_name(undo: Callable[[Any], None], subject: Any) -> None:
+    """`undo(subject)`, whose errors all say what could not be restored."""
+    name = base_class(subject).__name__
+    try:
+        undo(subject)
+    except Exception as error:
+        if str(error).startswith("restore: "):
+            raise
+        raise RuntimeError(
+            f"restore: this {name} could not be restored whole ({type(error).__name__}: {error}), everything else is; "
+            "it was changed after initialize() in a way from which none is known back: call restore() first"
+        ) from error
+
+
+def newest_training() -> Training | None:
+    """What the latest `initialize` made."""
+    return trainings[-1] if trainings else None
+
+
+def scalers_of(optimizers: Any, caller: str) -> list[LossScaler]:
+    """The loss scalers of the optimizers' training; of the newest one without any."""
+    if optimizers is None:
+        return [] if (training := newest_training()) is None else training.scalers
+    stashes = [stash for target in targets_of(optimizers, caller) if (stash := target._amp_stash).enabled]
+    found = {id(stash.scalers): stash.scalers for stash in stashes}
+    if len(found) > 1:
+        raise ValueError(
+            f"{caller}: these optimizers belong to {len(found)} trainings, whose loss scales are saved and loaded "
+            f"apart; call {caller} for the optimizers of one initialize() call at a time"
+        )
+    return next(iter(found.values()), [])

@@ -1,0 +1,124 @@
+"""Scaled gradients of the model become unscaled ones of the masters; overflow is recorded on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from amp_patch.masters.gradients import Earlier, gather
+from amp_patch.support import distributed
+from amp_patch.training.innermost import innermost
+from amp_patch.training.loss_scaler import LossScaler, inverse_of
+from amp_patch.training.stash import Stash, distinct_pairs, drop_spent, sharing, stash_of
+
+
+def first_gradient(optimizer: Any) -> Tensor | None:
+    """A gradient that the optimizer would step with; of the model's where its masters have none yet."""
+    stash = stash_of(innermost(optimizer))
+    for group in innermost(optimizer).param_groups:
+        pairs = [(p, p) for p in group["params"]] if stash is None else stash.masters.pairs([group])
+        for param, master in pairs:
+            grad = param.grad if master.grad is None else master.grad
+            if grad is not None:
+                return grad
+    return None
+
+
+def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | None) -> None:
+    """Turn scaled gradients of the model into unscaled ones of the masters; record overflow on the device; no sync.
+
+    `inverse` is of the scale that the loss was multiplied by; None where it was not, and nothing is checked. After an
+    exception there are no gradients: none that is half unscaled, and none whose overflow nobody has noted.
+    """
+    pairs = distinct_pairs(optimizers)
+    try:
+        _unscale(optimizers, pairs, scaler, inverse)
+    except BaseException:
+        drop(pairs)
+        for optimizer in optimizers:
+            optimizer._amp_stash.pending, optimizer._amp_stash.earlier = None, {}
+        raise
+
+
+def drop(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Drop the gradients of parameters and masters."""
+    for param, master in pairs:
+        param.grad = master.grad = None
+
+
+def _unscale(
+    optimizers: Sequence[Any], pairs: list[tuple[Tensor, Tensor]], scaler: LossScaler, inverse: Tensor | None
+) -> None:
+    stashes: list[Stash] = [optimizer._amp_stash for optimizer in optimizers]
+    for stash in stashes:
+        drop_spent(stash)
+    earlier: dict[int, Earlier] = {}
+    for stash in stashes:
+        if stash.pending is not None:
+            stash.forget_cleared(pairs)
+        earlier.update(stash.earlier)
+    found = gather(pairs, inverse, keep=any(stash.keeps_scaled_gradients for stash in stashes), earlier=earlier)
+    for optimizer, stash in zip(optimizers, stashes, strict=True):
+        stash.pending = None
+        stash.earlier.clear()
+        stash.gathered = True
+        first = first_gradient(optimizer)
+        stash.brought = None if first is None else TensorWeakRef(first)
+        if stash.keeps_scaled_gradients:
+            own = stash.masters.pairs(optimizer.param_groups)
+            stash.left = {id(param) for param, master in own if param is not master and param.grad is not None}
+    if inverse is None:
+        return
+    found = distributed.agree(found, [param for param, _ in pairs])
+    overall = torch.zeros_like(scaler.scale_tensor)
+    for found_inf in found.values():
+        overall = torch.maximum(overall, found_inf.to(overall.device))
+    for group in {id(s.process_group): s.process_group for s in stashes if s.process_group is not None}.values():
+        torch.distributed.all_reduce(overall, torch.distributed.ReduceOp.MAX, group=group)
+    # One overflow skips the step, whatever follows: only a loss's first before a step moves its scale.
+    known = [f.to(overall.device) for stash in stashes for s, f in stash.found if s is scaler]
+    for optimizer, stash in zip(optimizers, stashes, strict=True):
+        stash.note_found(scaler, overall)
+        if stash.two_passes:
+            _move_nothing(optimizer, stash)
+    here = set(map(id, stashes))
+    others = {id(other): other for stash in stashes for _, other in sharing(stash) if id(other) not in here}
+    for other in others.values():  # what overflowed may be in gradients that they would step with
+        other.note_found(scaler, overall)
+    scaler.record(overall * (1 - torch.stack(known).amax()) if known else overall)
+
+
+@torch.no_grad()
+def _move_nothing(optimizer: Any, stash: Stash) -> None:
+    """Make the gradients 0 where one overflowed: weights moved by them would be NaN in the second pass; no sync.
+
+    Running statistics of batch norms would never recover from that. The step will be skipped.
+    """
+    overflow = torch.stack([found_inf.to(stash.found[0][1].device) for _, found_inf in stash.found]).amax() > 0
+    for _, master in stash.masters.pairs(optimizer.param_groups):
+        if master.grad is not None:
+            grad = master.grad._values() if master.grad.is_sparse else distributed.local(master.grad)
+            grad.masked_fill_(overflow.to(grad.device), 0)
+
+
+def settle(optimizer: Any) -> None:
+    """Unscale gradients that a delayed exit of `scale_loss` left scaled; no sync.
+
+    Those of all optimizers of that exit: they may share parameters, and one that overflowed holds the others up. And
+    those that were left for others that share parameters with this one.
+    """
+    stash = stash_of(optimizer)
+    if stash is None:
+        return
+    for holder, known in ((optimizer, stash), *sharing(stash)):
+        if (pending := known.pending) is None:
+            continue
+        others = [other for ref in known.siblings if (other := ref()) is not None and other is not holder]
+        left = [o for o in others if (its := stash_of(o)) is not None and its.pending is pending]
+        unscale([holder, *left], pending.scaler, inverse_of(pending.scale) if pending.scaling else None)
+        if pending.updates == pending.scaler.updates:  # else this loss moved its scale since, with another optimizer
+            pending.scaler.update()

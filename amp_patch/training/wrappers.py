@@ -1,0 +1,75 @@
+"""Wrappers that move the weights between two backward passes, as SAM does."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from amp_patch.masters.masters import publish_written
+from amp_patch.support import generated_class
+from amp_patch.support.generated_class import Generated, base_class
+from amp_patch.training.innermost import innermost, layers, makes_two_passes
+from amp_patch.training.stash import stash_of
+from amp_patch.training.unscale import settle
+
+
+class AmpWrapper(Generated):
+    """Overrides of a wrapper that makes two passes around an optimizer that went through `initialize`."""
+
+    @classmethod
+    def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            refuse_closure(self, (self, *args), kwargs)
+            return base.step(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+        def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+            base.zero_grad(self, *args, **kwargs)  # type: ignore[attr-defined]
+            innermost(self).zero_grad(*args, **kwargs)  # which knows of the model's gradients too
+
+        def first_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            settle(innermost(self))
+            result = base.first_step(self, *args, **kwargs)  # type: ignore[attr-defined]
+            # The forward would do so, but not a compiled one, nor that of a part of the model.
+            publish_written(innermost(self)._amp_stash.masters.linked())
+            return result
+
+        def second_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            settle(innermost(self))  # what has no gradient is not moved back
+            return base.second_step(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+        hooked = issubclass(base, torch.optim.Optimizer)  # a scheduler may have captured its step
+        made = [zero_grad, first_step, second_step] if hooked else [step, zero_grad, first_step, second_step]
+        return {method.__name__: method for method in made if hasattr(base, method.__name__)}
+
+
+def enter_wrappers(optimizer: Any) -> None:
+    """Let the optimizer inside of `optimizer`, which may be any, know what is around it; idempotent."""
+    *wrappers, target = layers(optimizer)
+    stash = stash_of(target)
+    if stash is None or not stash.enabled:
+        return
+    stash.wrapped = stash.wrapped or bool(wrappers)
+    for wrapper in filter(makes_two_passes, wrappers):
+        stash.two_passes = True
+        if isinstance(wrapper, AmpWrapper):
+            continue
+        stash.masters.follow(wrapper)
+        generated_class.give(wrapper, AmpWrapper)
+        stash.wrappers.append(weakref.ref(wrapper))
+        if isinstance(wrapper, torch.optim.Optimizer):
+            stash.handles.append(wrapper.register_step_pre_hook(refuse_closure))
+
+
+def refuse_closure(wrapper: Any, args: Any, kwargs: Any) -> None:
+    """Pre-hook of a wrapper's `step`: its closure would run backward without the scale."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    stash = stash_of(innermost(wrapper))
+    if closure is not None and stash is not None and stash.scales_loss:
+        name = base_class(wrapper).__name__
+        raise RuntimeError(
+            f"{name}.step: a closure computes the gradients of the second pass inside step(); under loss scaling make "
+            f"the two passes yourself, each with its own scale_loss: backward, {name}.first_step(zero_grad=True), "
+            f"backward again, {name}.second_step(zero_grad=True) (examples/recipes/sam.py)"
+        )
