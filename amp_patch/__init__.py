@@ -10,10 +10,9 @@ import sys
 from torch.amp import is_autocast_available
 
 from amp_patch import cpu, cuda, graph, multi_tensor
-from amp_patch.autograd import custom_bwd, custom_fwd
-from amp_patch.casts import (
-    autocast,
-    disable_casts,
+from amp_patch.casts.autocast import autocast, disable_casts
+from amp_patch.casts.custom_functions import custom_bwd, custom_fwd
+from amp_patch.casts.functions import (
     float_function,
     half_function,
     promote_function,
@@ -35,9 +34,9 @@ from amp_patch.initialize import (
     state_dict,
 )
 from amp_patch.microscope import inspect
+from amp_patch.model.fsdp import fsdp_policy
 from amp_patch.report.notebook import compare
 from amp_patch.report.recorder import log, record
-from amp_patch.shards import fsdp_policy
 
 __version__ = "0.1.0"
 

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from amp_patch import __version__, casts, check, multi_tensor, run
-from amp_patch.cpu_fp16 import has_fp16_arithmetic
+from amp_patch import __version__, check, multi_tensor, run
+from amp_patch.casts import wrappers as cast_wrappers
+from amp_patch.casts.cpu_fp16 import has_fp16_arithmetic
 from amp_patch.report import experiment
 
 
@@ -26,7 +27,7 @@ def info(_: argparse.Namespace) -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "kernels": f"{multi_tensor.backend()}: {multi_tensor.backend_reason()}",
-        "casts": {"cpp": "cpp: C callables", "python": "python: Python wrappers"}[casts.backend()],
+        "casts": {"cpp": "cpp: C callables", "python": "python: Python wrappers"}[cast_wrappers.backend()],
         "devices": ", ".join(devices),
         "cpu_fp16": f"auto is {auto}: this CPU has {'' if has_fp16_arithmetic() else 'no '}FP16 arithmetic",
     }

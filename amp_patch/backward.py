@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from amp_patch import masters, shards
-from amp_patch import model as model_side
-from amp_patch.blocks import Block, when_left
+from amp_patch.masters import gradients
+from amp_patch.model import forward as model_forward
+from amp_patch.model import fsdp
 from amp_patch.optimizer import Pending, Stash, distinct_pairs, recover, settle, sharing, unscale
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.scaler import LossScaler, inverse_of
+from amp_patch.support import distributed
+from amp_patch.support.blocks import Block, when_left
 
 Pair = tuple[Tensor, Tensor]  # (param, master)
 
@@ -21,7 +23,7 @@ class _Bystander(NamedTuple):
     """A parameter of the training that belongs to no optimizer of this call."""
 
     param: Tensor
-    earlier: masters.Earlier | None
+    earlier: gradients.Earlier | None
     stash: Stash | None  # of the optimizer that it belongs to, if any
     bodies: int  # how many bodies that one had begun
     cleared: int  # how often that one had cleared its gradients
@@ -112,11 +114,11 @@ class ScaledBackward(Block):
                 continue
             stash.forget_cleared(pairs)
             if not stash.pending.has_scale_of(self.scaler):
-                masters.rescale(new, (self.scale.double() / stash.pending.scale.double()).float())
+                gradients.rescale(new, (self.scale.double() / stash.pending.scale.double()).float())
                 stash.pending = self.now
         for stash, new in accumulating:  # when all have looked: they may share parameters
             for param, master in new:
-                if param is master and (earlier := masters.take(param)) is not None:
+                if param is master and (earlier := gradients.take(param)) is not None:
                     stash.earlier[id(param)] = earlier
         self.had_grad = {id(param) for param, _ in distinct_pairs(self.optimizers) if param.grad is not None}
 
@@ -152,14 +154,14 @@ class ScaledBackward(Block):
     def must_delay(self) -> bool:
         """Whether FSDP modules hold gradients back, so that only a later backward can bring them all."""
         modules = {id(m): m for stash in self.stashes for ref in stash.sharded if (m := ref()) is not None}
-        self.now.held_back = self.scaling and shards.hold_gradients_back(modules.values())
+        self.now.held_back = self.scaling and fsdp.hold_gradients_back(modules.values())
         return self.now.held_back
 
     def delay(self) -> None:
         """The gradients stay where they are, scaled, and are known to be so; with them what was taken in `begin`."""
         self._forget_cleared()
         for stash, param, earlier in self._taken():
-            stash.earlier[id(param)] = masters.put_back_scaled(param, earlier, self.scale)
+            stash.earlier[id(param)] = gradients.put_back_scaled(param, earlier, self.scale)
         for stash in self.stashes:
             stash.pending = self.now
         self.done = True
@@ -216,9 +218,9 @@ class ScaledBackward(Block):
         own = owner is not None and owner.bodies != bodies  # a body of its own, inside this one, has unscaled them
         inverse = None if own else inverse_of(self.scale)
         try:
-            found = masters.gather([(param, param) for param in params], inverse, earlier=kept)
+            found = gradients.gather([(param, param) for param in params], inverse, earlier=kept)
             if added and owner is not None and not own:
-                for found_inf in shards.agree(found, added).values():
+                for found_inf in distributed.agree(found, added).values():
                     owner.note_found(self.scaler, found_inf.to(self.scale.device))
         except BaseException:  # rather none than one that may be scaled, or have overflowed unnoticed
             for param in params:
@@ -228,18 +230,18 @@ class ScaledBackward(Block):
     def _note_models(self, stash: Stash) -> None:
         for ref in stash.models:
             if (model := ref()) is not None:
-                self.models[id(model)] = model, model_side.times_cleared(model)
+                self.models[id(model)] = model, model_forward.times_cleared(model)
 
     def _forget_cleared(self) -> None:
         """The body may have called `model.zero_grad()`, which does not find what was taken away."""
-        cleared = (model for model, before in self.models.values() if model_side.times_cleared(model) != before)
+        cleared = (model for model, before in self.models.values() if model_forward.times_cleared(model) != before)
         gone = {id(param) for model in cleared for param in model.parameters()}
         if gone:
             for stash in self.stashes:
                 stash.earlier = {key: earlier for key, earlier in stash.earlier.items() if key not in gone}
             self.bystanders = [b._replace(earlier=None) if id(b.param) in gone else b for b in self.bystanders]
 
-    def _taken(self) -> list[tuple[Stash, Tensor, masters.Earlier]]:
+    def _taken(self) -> list[tuple[Stash, Tensor, gradients.Earlier]]:
         """What `begin` took away and nothing has brought back."""
         if not any(stash.earlier for stash in self.stashes):
             return []
@@ -252,7 +254,7 @@ class ScaledBackward(Block):
 
     def _put_back(self) -> None:
         for stash, param, earlier in self._taken():
-            masters.put_back(param, earlier)
+            gradients.put_back(param, earlier)
             del stash.earlier[id(param)]
 
     def _parts(self) -> Iterator[tuple[Stash, list[Pair], list[Pair]]]:
@@ -300,4 +302,4 @@ class ScaledBackward(Block):
 
     def _set_aside(self, param: Tensor, stash: Stash | None) -> None:
         before = (0, 0) if stash is None else (stash.bodies, stash.cleared)
-        self.bystanders.append(_Bystander(param, masters.take(param), stash, *before))
+        self.bystanders.append(_Bystander(param, gradients.take(param), stash, *before))

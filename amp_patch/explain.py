@@ -15,13 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from amp_patch import buffers, casts, shards, tree
-from amp_patch.compiling import eagerly
-from amp_patch.model import KeptModule, policy_of, uncompiled, undone
-from amp_patch.patch import Patches
+from amp_patch.casts import install
+from amp_patch.casts import state as casts_state
+from amp_patch.casts.rules import RULES
+from amp_patch.diagnose.trial_forward import undone
+from amp_patch.model import buffers
+from amp_patch.model.forward import KeptModule, policy_of
 from amp_patch.policy import LOW_PRECISION, Policy
-from amp_patch.rules import RULES
-from amp_patch.scaler import is_first_rank
+from amp_patch.support import distributed, tree
+from amp_patch.support.compiled import eagerly, uncompiled
+from amp_patch.support.distributed import is_first_rank
+from amp_patch.support.patches import Patches
 
 UNDECIDED = "none: torch's own promotion"
 EMULATED = "emulated FP16"
@@ -122,7 +126,7 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation | None
     Raises:
         ValueError: the model is sharded. RuntimeError: called within a forward that is being explained.
     """
-    shards.refuse(model, "explain")
+    distributed.refuse(model, "explain")
     model = uncompiled(model)
     if not inputs and not kwargs:
         at_next_forward(model)
@@ -239,7 +243,7 @@ class _Watch(TorchFunctionMode):
         patches.set(tree, "cast_floats", self._casting(tree.cast_floats))
         # torch's fused encoder layers keep away from modes; this one changes nothing.
         patches.set(torch.overrides, "has_torch_function", _has_subclass)
-        for place in casts.places():
+        for place in install.places():
             patches.set(place.owner, place.name, self._frame(place))
         stack.enter_context(self)
         stack.callback(setattr, _here, "busy", False)
@@ -270,7 +274,7 @@ class _Watch(TorchFunctionMode):
         self._end(index, args[0] if func is Tensor.__setitem__ else result)
         return result
 
-    def _frame(self, place: casts.Place) -> Any:
+    def _frame(self, place: install.Place) -> Any:
         """What stands in place of a wrapper meanwhile; it binds as the wrapper does."""
         wrapper, original = place.wrapper, place.wrapped.original
         call = wrapper.__func__ if isinstance(wrapper, (staticmethod, classmethod)) else wrapper
@@ -280,7 +284,7 @@ class _Watch(TorchFunctionMode):
         def frame(*args: Any, **kwargs: Any) -> Any:
             if self.inside or not _here.busy or kwargs.get("out") is not None:
                 return call(*args, **kwargs)
-            policy = casts.current()
+            policy = casts_state.current()
             rule = place.wrapped.rule_of(policy)
             if policy is None or rule is None:
                 return call(*args, **kwargs)
@@ -294,7 +298,7 @@ class _Watch(TorchFunctionMode):
             return classmethod(frame)
         return staticmethod(frame) if isinstance(wrapper, staticmethod) else frame
 
-    def _follow(self, place: casts.Place, rule: str, policy: Policy, function: Any, args: Any, kwargs: Any) -> Any:
+    def _follow(self, place: install.Place, rule: str, policy: Policy, function: Any, args: Any, kwargs: Any) -> Any:
         """Do what the wrapper does: call `function` by its rule. See rules.py."""
         index = self._begin(_address_at(place), (args, kwargs))
         inner: Types = ()  # what the function itself gave
@@ -395,13 +399,13 @@ def _rounded(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype in (torch.float32, torch.bfloat16) else dtype
 
 
-def _decided(place: casts.Place, rule: str) -> str:
+def _decided(place: install.Place, rule: str) -> str:
     if place.registered:
         return f"your {_REGISTERED.get(rule, 'register_half_function')}"
     return _LISTS.get(rule, rule)
 
 
-def _address_at(place: casts.Place) -> str:
+def _address_at(place: install.Place) -> str:
     owner = place.owner
     return (
         f"{owner.__module__}.{owner.__qualname__}.{place.name}"

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from amp_patch import regions, shards
-from amp_patch.model import policy_of, undone
+from amp_patch.casts import regions
+from amp_patch.diagnose.trial_forward import undone
+from amp_patch.model.forward import policy_of
+from amp_patch.support import distributed
 
 _LOWEST, _HIGHEST = -24, 120  # powers of two that are tried
 
@@ -55,7 +57,7 @@ def find_loss_scale(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"find_loss_scale: model is a {type(model).__name__}; wanted a torch.nn.Module")
-    shards.refuse(model, "find_loss_scale")
+    distributed.refuse(model, "find_loss_scale")
     if not isinstance(batch, list | tuple) or len(batch) < 2:
         raise TypeError(f"find_loss_scale: batch is a {type(batch).__name__}; wanted a tuple (inputs, ..., targets)")
     params = [param for param in model.parameters() if param.requires_grad]

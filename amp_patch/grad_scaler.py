@@ -11,12 +11,14 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.utils.weak import TensorWeakRef
 
-from amp_patch import multi_tensor, regions, shards
+from amp_patch import multi_tensor
 from amp_patch import optimizer as optimizer_side
-from amp_patch.compiling import eager_only
-from amp_patch.masters import FoundInf, gather
-from amp_patch.model import refuse_sharded_since
+from amp_patch.casts import state as casts_state
+from amp_patch.masters.gradients import FoundInf, gather
+from amp_patch.model.state import refuse_sharded_since
 from amp_patch.policy import scale_number
+from amp_patch.support import distributed
+from amp_patch.support.compiled import eager_only
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -166,7 +168,7 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError(
                 "GradScaler.step: this optimizer has stepped since the last update(); call update() first"
             )
-        sharded = any(shards.is_dtensor(p) for group in optimizer.param_groups for p in group["params"])
+        sharded = any(distributed.is_dtensor(p) for group in optimizer.param_groups for p in group["params"])
         # The flag on the device would have to be a DTensor too.
         on_device = getattr(optimizer, "_step_supports_amp_scaling", False) and not sharded
         if state["stage"] is OptState.READY and (_stash(optimizer) is not None or not on_device):
@@ -181,7 +183,7 @@ class GradScaler(torch.amp.GradScaler):
             return stepped if result is None else result
         stepped = not any(found.item() for found in state["found_inf_per_device"].values())
         result = optimizer.step(*args, **kwargs) if stepped else None
-        regions.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
+        casts_state.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
         if not stepped and isinstance(optimizer, torch.optim.Optimizer):
             optimizer._opt_called = True  # type: ignore[attr-defined] # else the scheduler warns that it came before the first step
         state["stage"] = OptState.STEPPED
@@ -306,7 +308,7 @@ class GradScaler(torch.amp.GradScaler):
         stash = _stash(optimizer)
         if stash is None:
             params = [p for group in optimizer.param_groups for p in group["params"]]
-            found = shards.agree(gather([(p, p) for p in params], inv_scale), params)
+            found = distributed.agree(gather([(p, p) for p in params], inv_scale), params)
             return self._everywhere(found, inv_scale.device)
         target = optimizer_side.innermost(optimizer)
         refuse_sharded_since((ref() for ref in stash.models), "GradScaler.unscale_")
@@ -314,7 +316,7 @@ class GradScaler(torch.amp.GradScaler):
         optimizer_side.drop_spent(stash)
         pairs = optimizer_side.distinct_pairs([target])
         try:
-            found = shards.agree(gather(pairs, inv_scale), [param for param, _ in pairs])
+            found = distributed.agree(gather(pairs, inv_scale), [param for param, _ in pairs])
         except BaseException:  # some may be unscaled by now
             optimizer_side.drop(pairs)
             raise

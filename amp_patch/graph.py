@@ -12,15 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
-from amp_patch import regions, tree
-from amp_patch.casts import autocast
+from amp_patch.casts import regions
+from amp_patch.casts.autocast import autocast
 from amp_patch.grad_scaler import GradScaler as AnyGradScaler
 from amp_patch.grad_scaler import OlderGradScaler
 from amp_patch.initialize import scale_loss
+from amp_patch.model import tensors as model_tensors
 from amp_patch.policy import LOW_PRECISION, scale_number
-from amp_patch.scaler import is_first_rank
+from amp_patch.support import tree
+from amp_patch.support.distributed import is_first_rank
 
 __all__ = ["GradScaler", "Graph", "GraphConfig", "StaticGradScaler"]
 
@@ -394,7 +395,7 @@ class Graph:
                 stacklevel=3,
             )
         modules = self._modules().values()
-        on_cpu = model_side.use_cpu(modules)
+        on_cpu = model_tensors.use_cpu(modules)
         if config.amp_dtype is not None:
             self._casts = autocast("cpu" if on_cpu else "cuda", config.amp_dtype)
         elif stashes:

@@ -13,17 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import averages, blocks, casts, clip, compiling, copies, keep, links, regions, replicas, shards, subclass
-from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
+from amp_patch import replicas
 from amp_patch.backward import ScaledBackward
-from amp_patch.cpu_fp16 import settle
+from amp_patch.casts import dynamo, install, regions
+from amp_patch.casts import state as casts_state
+from amp_patch.casts.cpu_fp16 import settle
 from amp_patch.explain import at_next_forward
+from amp_patch.masters import clipping, masters
+from amp_patch.masters.masters import linked, master_of, reconcile
+from amp_patch.model import averages, fast_path, fsdp, shielded_copies
+from amp_patch.model import forward as model_forward
+from amp_patch.model import state as model_state
+from amp_patch.model import tensors as model_tensors
+from amp_patch.model.keep_fp32 import kept_modules
 from amp_patch.optimizer import AmpOptimizer, Stash
 from amp_patch.override import overridden
-from amp_patch.patch import Attempts
 from amp_patch.policy import OPT_LEVELS, Policy, resolve, scale_number
-from amp_patch.scaler import LossScaler, is_first_rank
+from amp_patch.scaler import LossScaler
+from amp_patch.support import blocks, compiled
+from amp_patch.support.distributed import is_first_rank
+from amp_patch.support.generated_class import base_class
+from amp_patch.support.patches import Attempts
 
 logger = logging.getLogger("amp_patch")
 
@@ -181,8 +192,8 @@ def initialize_as(
     methods: tuple[str, ...] = (),
 ) -> Any:
     """`initialize` in a dialect, at a resolved policy; None is `enabled=False`."""
-    model_list, optimizer_list = [model_side.uncompiled(model) for model in _as_list(models)], _as_list(optimizers)
-    for module in shards.fsdp_modules(m for m in model_list if isinstance(m, nn.Module)):
+    model_list, optimizer_list = [compiled.uncompiled(model) for model in _as_list(models)], _as_list(optimizers)
+    for module in fsdp.fsdp_modules(m for m in model_list if isinstance(m, nn.Module)):
         module.reshard()  # after a forward its parameters may be the gathered ones, which no optimizer holds
     targets = [optimizer_side.innermost(optimizer) for optimizer in optimizer_list]
     if policy is None:
@@ -191,7 +202,7 @@ def initialize_as(
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
     kept = _check(model_list, targets, policy, keep_fp32, methods, dialect, process_group)
-    policy = settle(policy, on_cpu=model_side.use_cpu(model_list))
+    policy = settle(policy, on_cpu=model_tensors.use_cpu(model_list))
 
     _leave_earlier_trainings(model_list, targets, kept, policy)
     begin_training(
@@ -239,7 +250,7 @@ def begin_training(
     return training
 
 
-@compiling.eager_only
+@compiled.eager_only
 @blocks.block
 def scale_loss(
     loss: Tensor,
@@ -297,7 +308,7 @@ def scale_loss(
         came = f"a tensor of {loss.dtype}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise TypeError(f"scale_loss: loss is {came}; wanted a floating-point tensor")
     stash = next(stash for stash in stashes if stash.enabled)
-    model_side.refuse_sharded_since((ref() for stash in stashes for ref in stash.models), "scale_loss")
+    model_state.refuse_sharded_since((ref() for stash in stashes for ref in stash.models), "scale_loss")
     scaler = _scaler(stash, loss_id).to(loss.device)
 
     with ScaledBackward(targets, scaler, scaler.scales) as backward:
@@ -408,15 +419,15 @@ def fp32_copy(model: nn.Module) -> nn.Module:
     Pickles are of the plain classes always. What the caller enters around the copy, `amp.autocast` or a model's
     forward, acts in it as in any module.
     """
-    links.reconcile(links.linked(set(model.parameters())))
+    reconcile(linked(set(model.parameters())))
     plain = copy.deepcopy(model)
-    model_side.to_plain_fp32(plain)
+    model_forward.to_plain_fp32(plain)
     with torch.no_grad():
         for copied, param in zip(plain.parameters(), model.parameters(), strict=True):
-            master = links.master_of(param)
+            master = master_of(param)
             if master is not None:
                 copied.copy_(master)
-    copies.note(plain, shielded=regions.default() is not None)
+    shielded_copies.note(plain, shielded=casts_state.default() is not None)
     return plain
 
 
@@ -433,18 +444,18 @@ def restore() -> None:
     attempt = Attempts()
     attempt(_leave_all, _trainings)
     _trainings.clear()
-    attempt(regions.set_default, None)
-    for room in (casts, clip, replicas, links, averages):
+    attempt(casts_state.set_default, None)
+    for room in (install, clipping, replicas, masters, averages):
         attempt(room.uninstall)
-    attempt(model_side.allow_fast_path)
-    attempt(copies.unshield)
+    attempt(fast_path.allow_fast_path)
+    attempt(shielded_copies.unshield)
     attempt.finish()
 
 
 @contextmanager
 def restored() -> Iterator[None]:
     """Undo every `initialize` of the body when that ends, and leave the trainings from before it as they are."""
-    before, default = [training for training in _trainings if training.alive()], regions.default()
+    before, default = [training for training in _trainings if training.alive()], casts_state.default()
     try:
         yield
     finally:
@@ -452,7 +463,7 @@ def restored() -> Iterator[None]:
         attempt(_leave_all, [made for made in _trainings if all(made is not known for known in before)])
         _trainings[:] = before
         if before:  # these need torch's namespace as it is
-            regions.set_default(default)
+            casts_state.set_default(default)
         else:
             attempt(restore)
         attempt.finish()
@@ -481,19 +492,19 @@ def _check(
     if not models:
         raise ValueError("initialize: models is empty; wanted a torch.nn.Module or a list of them")
     for model in models:
-        model_side.check(model, methods)
+        model_tensors.check(model, methods)
     for target in targets:
         optimizer_side.check(target, policy)
     if len({id(target) for target in targets}) < len(targets):
         raise ValueError("initialize: an optimizer is in optimizers twice; give each once")
-    model_side.check_methods(models, methods)
-    kept = keep.kept_modules(models, policy, keep_fp32)
+    model_tensors.check_methods(models, methods)
+    kept = kept_modules(models, policy, keep_fp32)
     for model in models:
-        if model_side.policy_of(model) is None and not dialect.models_may_be_low_precision:
-            model_side.check_fp32(model, policy, kept)
-        model_side.check_steps(model, policy)
-    shards.check(models, policy, kept)
-    retyped = {id(p) for model in models for p in model_side.not_cast_to(model, kept, policy.cast_model_type)}
+        if model_forward.policy_of(model) is None and not dialect.models_may_be_low_precision:
+            model_tensors.check_fp32(model, policy, kept)
+        model_tensors.check_steps(model, policy)
+    fsdp.check(models, policy, kept)
+    retyped = {id(p) for model in models for p in model_tensors.not_cast_to(model, kept, policy.cast_model_type)}
     replicas.check(models, retyped, policy, process_group)
     return kept
 
@@ -502,8 +513,8 @@ def _leave_earlier_trainings(
     models: list[nn.Module], targets: list[Any], kept: list[nn.Module], policy: Policy
 ) -> None:
     """Undo what earlier calls did to these objects, as far as this one wants it otherwise."""
-    again = [model for model in models if model_side.policy_of(model) is not None]
-    recast = [model for model in again if model_side.not_cast_to(model, kept, policy.cast_model_type)]
+    again = [model for model in models if model_forward.policy_of(model) is not None]
+    recast = [model for model in again if model_tensors.not_cast_to(model, kept, policy.cast_model_type)]
     if recast:
         params = {id(p) for model in recast for p in model.parameters()}
         earlier = [o for t in _trainings for ref in t.optimizers if (o := ref()) is not None]
@@ -524,12 +535,12 @@ def _enter(
     process_group: Any,
 ) -> None:
     policy = training.policy
-    params, buffers = model_side.to_cast(models, kept) if policy.cast_model_type is not None else ([], [])
+    params, buffers = model_tensors.to_cast(models, kept) if policy.cast_model_type is not None else ([], [])
     about_to_be_cast = {id(p) for p in params}
     owned = {id(p) for target in targets for group in target.param_groups for p in group["params"]}
     everything = {id(p): p for model in models for p in model.parameters()}
     unowned: list[Tensor] = [p for key, p in everything.items() if key not in owned and p.requires_grad]
-    fsdp = [(module, {id(p) for p in module.parameters()}) for module in shards.fsdp_modules(models)]
+    sharded = [(module, {id(p) for p in module.parameters()}) for module in fsdp.fsdp_modules(models)]
     for target in targets:
         held = {id(p) for group in target.param_groups for p in group["params"]}
         stash = training.dialect.stash(
@@ -539,34 +550,34 @@ def _enter(
             unowned=unowned,
             process_group=process_group,
             # With those of no optimizer yet, whose parameters may be added to this one.
-            sharded=[weakref.ref(module) for module, inside in fsdp if held & inside or not owned & inside],
+            sharded=[weakref.ref(module) for module, inside in sharded if held & inside or not owned & inside],
         )
         optimizer_side.name_parameters(stash, models)
         stash.models = [weakref.ref(m) for m in models if any(id(p) in held for p in m.parameters())]
         optimizer_side.enter_training(target, stash, about_to_be_cast, training.dialect.optimizer)
     if len(targets) > 1:
         optimizer_side.note_sharing(targets)
-    model_side.enter_training(models, kept, policy, methods, on_demand=not targets)
+    model_forward.enter_training(models, kept, policy, methods, on_demand=not targets)
     if policy.cast_model_type is not None:
-        model_side.cast(params, policy.cast_model_type)
-        model_side.cast_buffers(models, buffers, policy.cast_model_type)
+        model_tensors.cast(params, policy.cast_model_type)
+        model_forward.cast_buffers(models, buffers, policy.cast_model_type)
     for model in models:
-        model_side.reflatten(model)
+        model_tensors.reflatten(model)
     for target in targets:
         optimizer_side.state_follows_params(target)
         optimizer_side.warn_of_small_eps(target)
     if policy.master_weights and targets:
-        clip.install()
+        clipping.install()
     if targets and (policy.master_weights or policy.scales_loss):
         replicas.follow(models, training.scalers)
     if policy.cast_model_type is not None:
         averages.install(fp32_copy)
-    compiling.hook()
+    dynamo.hook()
     if policy.patch_torch_functions or policy.emulates:
-        casts.install(policy.op_lists)
+        install.install(policy.op_lists)
     if policy.patch_torch_functions:
-        regions.set_default(policy)
-        copies.shield()
+        casts_state.set_default(policy)
+        shielded_copies.shield()
 
 
 def _leave_alone(dialect: Dialect, targets: list[Any]) -> None:
@@ -583,7 +594,7 @@ def leave(models: list[nn.Module], targets: list[Any]) -> None:
         RuntimeError: one that cannot be restored, by name, when all others are.
     """
     attempt = Attempts()
-    steps = ((optimizer_side.settle, targets), (model_side.restore, models), (optimizer_side.restore, targets))
+    steps = ((optimizer_side.settle, targets), (model_forward.restore, models), (optimizer_side.restore, targets))
     for undo, subjects in steps:
         for subject in subjects:
             attempt(_by_name, undo, subject)
@@ -592,7 +603,7 @@ def leave(models: list[nn.Module], targets: list[Any]) -> None:
 
 def _by_name(undo: Callable[[Any], None], subject: Any) -> None:
     """`undo(subject)`, whose errors all say what could not be restored."""
-    name = subclass.base_class(subject).__name__
+    name = base_class(subject).__name__
     try:
         undo(subject)
     except Exception as error:
@@ -624,7 +635,7 @@ def _targets(optimizers: Any, caller: str = "scale_loss") -> list[Any]:
 def _gradients_stay_local(optimizer: Any) -> bool:
     """Whether the gradients of the last backward wait for a later one to be reduced: `no_sync()`."""
     models = [model for ref in optimizer._amp_stash.models if (model := ref()) is not None]
-    return any(map(model_side.gradients_stay_local, models))
+    return any(map(model_forward.gradients_stay_local, models))
 
 
 def _scaler(stash: Stash, loss_id: int, caller: str = "scale_loss") -> LossScaler:

@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_patch import links, optimizer, regions, shards, tree
-from amp_patch.compiling import eagerly
+from amp_patch import optimizer
+from amp_patch.casts import regions
 from amp_patch.histogram import Histogram
 from amp_patch.inspection import Inspection, NotFinite
-from amp_patch.model import KeptModule
+from amp_patch.masters.masters import master_of
+from amp_patch.model.forward import KeptModule
 from amp_patch.policy import LOW_PRECISION
+from amp_patch.support import distributed, tree
+from amp_patch.support.compiled import eagerly
 
 _TENSOR: Any = Tensor
 _GRAD = _TENSOR.grad.__get__
@@ -54,7 +57,7 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"inspect: model is a {type(model).__name__}; wanted a torch.nn.Module")
-    shards.refuse(model, "inspect")
+    distributed.refuse(model, "inspect")
     while [name for name, _ in model.named_children()] == ["module"] and not model._parameters:
         model = model.get_submodule("module")
     one_or_many = optimizers if isinstance(optimizers, list | tuple) else [] if optimizers is None else [optimizers]
@@ -516,7 +519,7 @@ def _error(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tensor]) -> 
     """
     tensors: dict[str, Tensor] = {}
     for name, param in _Forward(module).named_parameters():
-        master = links.master_of(param)
+        master = master_of(param)
         tensors[name] = (param if master is None else master).detach()
     tensors.update((name, buffer.clone()) for name, buffer in _Forward(module).named_buffers())
     tensors = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}

@@ -37,12 +37,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch import casts, regions
-from amp_patch.casts import _register_with_jit
-from amp_patch.cpu_fp16 import settle
-from amp_patch.patch import Patches
+from amp_patch.casts import autocast as casts_autocast
+from amp_patch.casts import state as casts_state
+from amp_patch.casts.cpu_fp16 import settle
+from amp_patch.casts.wrappers import register_with_jit
 from amp_patch.peak import PeakMemory
 from amp_patch.policy import Policy
+from amp_patch.support.patches import Patches
 
 CAPABILITY = (7, 0)  # the first with FP16 tensor cores, and the oldest that the kernels here serve
 
@@ -103,7 +104,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
                 kwargs["pin_memory"] = False
         return function(*args, **kwargs)
 
-    _register_with_jit(call, function)
+    register_with_jit(call, function)
     return call
 
 
@@ -469,14 +470,14 @@ def _autocast(patches: Patches) -> None:
     for function, asked_for in ((is_enabled, "is_autocast_enabled"), (dtype_of, "get_autocast_dtype")):
         vars(function)["_dynamo_marked_constant"] = True  # see regions.traced
         patches.set(torch, asked_for, function)
-    policy_of = casts._autocast_policy
+    policy_of = casts_autocast._autocast_policy
 
     def of_cpu(device_type: Any, dtype: Any, enabled: bool) -> Policy | None:
         if device_type is None or (isinstance(device_type, str) and _is_cuda(device_type)):
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
         return policy_of(device_type, dtype, enabled)
 
-    patches.set(casts, "_autocast_policy", of_cpu)
+    patches.set(casts_autocast, "_autocast_policy", of_cpu)
 
 
 # Torch's FP16 kernels are ten to a hundred times slower than FP32's on a CPU without FP16 arithmetic (cpu_fp16.py), and
@@ -487,14 +488,14 @@ class _Torchs(threading.local):
     """The torch.autocasts of a thread: what was entered in their place, innermost last."""
 
     def __init__(self) -> None:
-        self.areas: list[casts.autocast] = []
+        self.areas: list[casts_autocast.autocast] = []
         self.compiled = False  # whether compiled code makes one, whose functions nobody casts but torch's own
 
 
 _torchs = _Torchs()
 
 
-def _instead(autocast: Any) -> casts.autocast | None:
+def _instead(autocast: Any) -> casts_autocast.autocast | None:
     """What to enter in place of a torch.autocast; None where FP16 is not emulated, or is not the type."""
     fp16 = Policy("O1", dtype=torch.float16, patch_torch_functions=True)
     if (
@@ -503,7 +504,7 @@ def _instead(autocast: Any) -> casts.autocast | None:
         or not settle(fp16, on_cpu=True).emulates
     ):
         return None
-    return casts.autocast("cpu", torch.float16, autocast._enabled, autocast._cache_enabled)
+    return casts_autocast.autocast("cpu", torch.float16, autocast._enabled, autocast._cache_enabled)
 
 
 def _enter_instead(patches: Patches, autocast: type) -> None:
@@ -545,7 +546,7 @@ def _enter_instead(patches: Patches, autocast: type) -> None:
 def _emulates() -> bool:
     """Whether a torch.autocast acts here that was entered as one of amp_patch."""
     areas = _torchs.areas
-    return bool(areas) and areas[-1].acting is not None and regions.current() is areas[-1].acting
+    return bool(areas) and areas[-1].acting is not None and casts_state.current() is areas[-1].acting
 
 
 def _cuda_type_is_cpu(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,12 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from amp_patch import clip, links, regions, replicas, shards, stalled, subclass, zero
-from amp_patch.compiling import not_traced
-from amp_patch.masters import Earlier, Masters, gather
-from amp_patch.patch import Attempts
+from amp_patch import replicas, zero
+from amp_patch.casts import regions, thread_state
+from amp_patch.casts import state as casts_state
+from amp_patch.masters import clipping, stalled_averages
+from amp_patch.masters.gradients import Earlier, gather
+from amp_patch.masters.masters import Master, disconnect, publish, publish_written, reconcile
+from amp_patch.masters.of_optimizer import Masters
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.scaler import LossScaler, inverse_of
+from amp_patch.support import distributed, generated_class
+from amp_patch.support.compiled import not_traced
+from amp_patch.support.generated_class import Generated, base_class
+from amp_patch.support.patches import Attempts
 
 _TRANSIENT = (
     "brought",
@@ -225,7 +232,7 @@ class Stash:
             beside={},
         )
         if self.policy.master_weights:
-            clip.install()  # this may be another process
+            clipping.install()  # this may be another process
             replicas.install()
 
     def forget_cleared(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -248,7 +255,7 @@ class Stash:
         self.found.append((scaler, found_inf))
 
 
-class AmpOptimizer(subclass.Generated):
+class AmpOptimizer(Generated):
     """Overrides of an optimizer that went through `initialize`."""
 
     @classmethod
@@ -374,7 +381,7 @@ def makes_two_passes(wrapper: Any) -> bool:
     return callable(getattr(base, "step", None)) and not isinstance(base, type)
 
 
-class AmpWrapper(subclass.Generated):
+class AmpWrapper(Generated):
     """Overrides of a wrapper that makes two passes around an optimizer that went through `initialize`."""
 
     @classmethod
@@ -391,7 +398,7 @@ class AmpWrapper(subclass.Generated):
             settle(innermost(self))
             result = base.first_step(self, *args, **kwargs)  # type: ignore[attr-defined]
             # The forward would do so, but not a compiled one, nor that of a part of the model.
-            links.publish_written(innermost(self)._amp_stash.masters.linked())
+            publish_written(innermost(self)._amp_stash.masters.linked())
             return result
 
         def second_step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -415,7 +422,7 @@ def enter_wrappers(optimizer: Any) -> None:
         if isinstance(wrapper, AmpWrapper):
             continue
         stash.masters.follow(wrapper)
-        subclass.give(wrapper, AmpWrapper)
+        generated_class.give(wrapper, AmpWrapper)
         stash.wrappers.append(weakref.ref(wrapper))
         if isinstance(wrapper, torch.optim.Optimizer):
             stash.handles.append(wrapper.register_step_pre_hook(refuse_closure))
@@ -426,7 +433,7 @@ def refuse_closure(wrapper: Any, args: Any, kwargs: Any) -> None:
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     stash = _stash(innermost(wrapper))
     if closure is not None and stash is not None and stash.scales_loss:
-        name = subclass.base_class(wrapper).__name__
+        name = base_class(wrapper).__name__
         raise RuntimeError(
             f"{name}.step: a closure computes the gradients of the second pass inside step(); under loss scaling make "
             f"the two passes yourself, each with its own scale_loss: backward, {name}.first_step(zero_grad=True), "
@@ -443,7 +450,7 @@ def enter_training(
             stash.masters.attach(optimizer, group, about_to_be_cast)
         zero.repartition(optimizer)
     optimizer._amp_stash = stash
-    subclass.give(optimizer, mixin)
+    generated_class.give(optimizer, mixin)
     _lead_scheduler(optimizer)
     register_hooks(optimizer, stash)
 
@@ -475,20 +482,20 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     attempt(settle, optimizer)
     for handle in stash.handles:
         attempt(handle.remove)
-    wrappers = [wrapper for ref in stash.wrappers if isinstance(wrapper := ref(), subclass.Generated)]
+    wrappers = [wrapper for ref in stash.wrappers if isinstance(wrapper := ref(), Generated)]
     for wrapper in wrappers:
-        attempt(subclass.take, wrapper)
+        attempt(generated_class.take, wrapper)
         attempt(stash.masters.unfollow, wrapper)
     linked = stash.masters.linked()
     attempt(stash.masters.detach, optimizer)
     attempt(zero.repartition, optimizer)
-    if isinstance(optimizer, subclass.Generated):
-        attempt(subclass.take, optimizer)
+    if isinstance(optimizer, Generated):
+        attempt(generated_class.take, optimizer)
         attempt(_lead_scheduler, optimizer)
     del optimizer._amp_stash
     if recast_state:
         for param, _ in linked:
-            links.disconnect(param)
+            disconnect(param)
         attempt(state_follows_params, optimizer)
     attempt.finish()
 
@@ -518,7 +525,7 @@ def warn_of_small_eps(optimizer: Any) -> None:
         for dtype in dtypes:
             if isinstance(eps, float) and eps > 0 and torch.tensor(eps, dtype=dtype).item() == 0:
                 warnings.warn(
-                    f"initialize: eps={eps:g} of {subclass.base_class(optimizer).__name__}'s group {index} is 0 in "
+                    f"initialize: eps={eps:g} of {base_class(optimizer).__name__}'s group {index} is 0 in "
                     f"{dtype}, the type that its parameters have without masters: a first step can give NaN. Use "
                     "eps=1e-4, or opt_level='O2'",
                     stacklevel=4,
@@ -610,7 +617,7 @@ def _unscale(
             stash.left = {id(param) for param, master in own if param is not master and param.grad is not None}
     if inverse is None:
         return
-    found = shards.agree(found, [param for param, _ in pairs])
+    found = distributed.agree(found, [param for param, _ in pairs])
     overall = torch.zeros_like(scaler.scale_tensor)
     for found_inf in found.values():
         overall = torch.maximum(overall, found_inf.to(overall.device))
@@ -638,7 +645,7 @@ def _move_nothing(optimizer: Any, stash: Stash) -> None:
     overflow = torch.stack([found_inf.to(stash.found[0][1].device) for _, found_inf in stash.found]).amax() > 0
     for _, master in stash.masters.pairs(optimizer.param_groups):
         if master.grad is not None:
-            grad = master.grad._values() if master.grad.is_sparse else shards.local(master.grad)
+            grad = master.grad._values() if master.grad.is_sparse else distributed.local(master.grad)
             grad.masked_fill_(overflow.to(grad.device), 0)
 
 
@@ -681,13 +688,13 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     if closure is not None and stash.scales_loss:
         recover(optimizer, stash, running=False)
         raise RuntimeError(
-            f"{subclass.base_class(optimizer).__name__}.step: a closure computes new gradients inside step(), after "
+            f"{base_class(optimizer).__name__}.step: a closure computes new gradients inside step(), after "
             "the check for overflow; under loss scaling call the closure's body first, then step() without it"
         )
     drop_spent(stash)
-    stalled.compare(stash.models)
+    stalled_averages.compare(stash.models)
     settle(optimizer)
-    links.reconcile(stash.masters.linked())
+    reconcile(stash.masters.linked())
     _warn_of_ungathered(optimizer, stash)
     _drop_removed(optimizer, stash)
     stash.hear()
@@ -708,7 +715,7 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
             for master, _ in grads:
                 master.grad = None
     watched = None if closure is None else regions.as_now(closure)
-    if regions.current() is not None:  # what an optimizer computes is computed in the types of what it updates
+    if casts_state.current() is not None:  # what an optimizer computes is computed in the types of what it updates
         stash.quiet = regions.region(None)
         stash.quiet.call = stash.step_frame
         stash.quiet.__enter__()
@@ -733,11 +740,11 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             master.grad = grad
     elif not stash.told and _may_skip_on_device(optimizer, stash):
         _note_stepped(optimizer, stash)
-    regions.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
+    casts_state.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
     consume(optimizer, stash)
     if not skipped:  # of a step that the device skipped, the values that are there already
-        links.publish(stash.masters.linked())
-    stalled.remember(stash.models)
+        publish(stash.masters.linked())
+    stalled_averages.remember(stash.models)
     # Last, and publish behind consume: `recover` asks after an exception whether these were done.
     recover(optimizer, stash, running=False)
 
@@ -795,9 +802,9 @@ def culprits(optimizer: Any) -> str:
         for position, master in enumerate(group["params"]):
             if master.grad is None:
                 continue
-            sharded = sharded or shards.is_dtensor(master.grad)
+            sharded = sharded or distributed.is_dtensor(master.grad)
             # Of a sharded one this process's part: it may be the only process to ask.
-            grad = master.grad._values() if master.grad.is_sparse else shards.local(master.grad)
+            grad = master.grad._values() if master.grad.is_sparse else distributed.local(master.grad)
             if bool(torch.isfinite(grad).all()):
                 continue
             param = next(p for p, m in stash.masters.pairs([{"params": [master]}]))
@@ -849,7 +856,7 @@ def skips_on_device(optimizer: Any, stash: Stash) -> bool:
         return False
     state, stepped = optimizer.state, stash.stepped
     return all(
-        type(master) in (Tensor, nn.Parameter, links.Master) and stepped.get(id(master)) == len(state.get(master, ()))
+        type(master) in (Tensor, nn.Parameter, Master) and stepped.get(id(master)) == len(state.get(master, ()))
         for _, master in stash.masters.pairs(optimizer.param_groups)
         if master.grad is not None
     )
@@ -887,7 +894,7 @@ def recover(optimizer: Any, stash: Stash, running: bool | None = None) -> None:
     if stash.step_depth == 0 and stash.step_frame is None:
         return
     left = running is None
-    if regions.is_running(stash.step_frame) if running is None else running:
+    if thread_state.is_running(stash.step_frame) if running is None else running:
         return
     if stash.told:
         optimizer.grad_scale = optimizer.found_inf = None
@@ -897,7 +904,7 @@ def recover(optimizer: Any, stash: Stash, running: bool | None = None) -> None:
         stash.quiet.__exit__(None, None, None)
         stash.quiet = None
     _put_back(optimizer, stash)
-    if left and links.publish_written(stash.masters.linked()) and stash.prepared:
+    if left and publish_written(stash.masters.linked()) and stash.prepared:
         consume(optimizer, stash)
     stash.step_depth, stash.step_frame, stash.prepared = 0, None, False
 
@@ -930,7 +937,7 @@ def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
     else:
         return
     raise RuntimeError(
-        f"{subclass.base_class(optimizer).__name__}.step: called in the body of scale_loss, {where}; give scale_loss "
+        f"{base_class(optimizer).__name__}.step: called in the body of scale_loss, {where}; give scale_loss "
         "all optimizers of the loss, and call their step() after the `with` block. A step in a hook of backward "
         "(register_post_accumulate_grad_hook) is possible at O0 and O4"
     )
@@ -957,7 +964,7 @@ def _warn_of_ungathered(optimizer: Any, stash: Stash) -> None:
     ]
     if named:
         warnings.warn(
-            f"{subclass.base_class(optimizer).__name__}.step: {named[0]} has a gradient on the model that was never "
+            f"{base_class(optimizer).__name__}.step: {named[0]} has a gradient on the model that was never "
             f"gathered for this optimizer{f', and so have {len(named) - 1} more' if len(named) > 1 else ''}: the step "
             "does without; call backward() inside `with amp.scale_loss(loss, optimizer)`",
             stacklevel=4,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, resolve
-from amp_patch.scaler import is_first_rank
+from amp_patch.support.distributed import is_first_rank
 
 logger = logging.getLogger("amp_patch")
 

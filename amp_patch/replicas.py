@@ -17,14 +17,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.parallel import distributed
+from torch.nn.parallel import distributed as torch_ddp
 
-from amp_patch import links, shards
-from amp_patch.patch import Patches
+from amp_patch.masters.masters import linked, publish
 from amp_patch.policy import Policy
 from amp_patch.scaler import LossScaler
+from amp_patch.support import distributed
+from amp_patch.support.patches import Patches
 
-_DDP = distributed.DistributedDataParallel
+_DDP = torch_ddp.DistributedDataParallel
 _FUNCTION = "_sync_module_states"  # by which torch's DDP broadcasts the weights
 _patches = Patches()
 _installed = False
@@ -48,7 +49,7 @@ def check(models: Iterable[nn.Module], retyped: Collection[int], policy: Policy,
                     "drift apart; call initialize() first, then wrap the model or its part, or keep that part in FP32 "
                     "(keep_fp32)"
                 )
-            if not inside or not policy.scales_loss or process_group is not None or shards.is_dtensor(param):
+            if not inside or not policy.scales_loss or process_group is not None or distributed.is_dtensor(param):
                 continue
             if param.requires_grad and id(param) not in inside:
                 raise ValueError(
@@ -77,7 +78,7 @@ def follow(models: Iterable[nn.Module], scalers: list[LossScaler]) -> None:
 def install() -> None:
     """Let torch's DistributedDataParallel broadcast masters and scales, and tell of `no_sync`; idempotent."""
     global _installed
-    original = getattr(distributed, _FUNCTION, None)
+    original = getattr(torch_ddp, _FUNCTION, None)
     if _installed or original is None:
         return
 
@@ -87,17 +88,17 @@ def install() -> None:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         ignored = given["params_and_buffers_to_ignore"]
         synced = [param for name, param in given["module"].named_parameters() if name not in ignored]
-        linked = links.linked(synced)
-        if linked:
-            masters = [link.master.detach() for _, link in linked]
+        pairs = linked(synced)
+        if pairs:
+            masters = [link.master.detach() for _, link in pairs]
             torch.distributed._broadcast_coalesced(
                 given["process_group"], masters, given["broadcast_bucket_size"], given["src"]
             )
-            links.publish(linked)
+            publish(pairs)
         _broadcast_scales(given["module"], given["process_group"], given["broadcast_bucket_size"], given["src"])
         return result
 
-    _patches.set(distributed, _FUNCTION, with_masters)
+    _patches.set(torch_ddp, _FUNCTION, with_masters)
     _patches.set(_DDP, "no_sync", _telling(_DDP.no_sync))
     _patches.set(nn.DataParallel, "replicate", _of_edited_masters(nn.DataParallel.replicate))
     _installed = True

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from amp_patch import multi_tensor
 from amp_patch.policy import Policy
+from amp_patch.support.distributed import is_first_rank
 
 logger = logging.getLogger("amp_patch")
 
@@ -165,8 +166,3 @@ class LossScaler:
 def inverse_of(scale: Tensor) -> Tensor:
     """1 / `scale` (FP32, shape []) on its device, inverted in FP64 and rounded once; no sync."""
     return scale.double().reciprocal().float()
-
-
-def is_first_rank() -> bool:
-    distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0

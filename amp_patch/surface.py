@@ -93,7 +93,7 @@ ROWS = (
     Row(
         "apex.amp.lists.functional_overrides",
         "MODULE FP16_FUNCS BFLOAT16_FUNCS FP32_FUNCS BANNED_FUNCS",
-        "amp_patch.oplists",
+        "amp_patch.casts.oplists",
         "hold torch's newer functions as well; edits act from the next initialize on, those of FP16_FUNCS in bfloat16 "
         "too",
     ),

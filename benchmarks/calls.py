@@ -18,7 +18,8 @@ from typing import Any
 import timing
 import torch
 
-from amp_patch import casts
+from amp_patch.casts import install, regions
+from amp_patch.casts import wrappers as cast_wrappers
 from amp_patch.policy import Policy
 
 LOW = torch.bfloat16
@@ -70,12 +71,12 @@ CAST = {  # the call -> (the same on operands that need no cast, the call that a
 
 @contextmanager
 def patched(inside: bool) -> Any:
-    casts.install()
+    install.install()
     try:
-        with casts.region(POLICY) if inside else nullcontext():
+        with regions.region(POLICY) if inside else nullcontext():
             yield
     finally:
-        casts.uninstall()
+        install.uninstall()
 
 
 VARIANTS: dict[str, Callable[[], AbstractContextManager]] = {
@@ -106,7 +107,7 @@ def main() -> None:
     parser = timing.parser(__doc__, repeats=41)
     parser.set_defaults(threads=1)
     parser.add_argument("--calls", type=int, default=1000, help="in a turn")
-    parser.add_argument("--wrappers", choices=casts.BACKENDS, default=casts.backend())
+    parser.add_argument("--wrappers", choices=cast_wrappers.BACKENDS, default=cast_wrappers.backend())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows: list[dict[str, Any]] = []
@@ -119,7 +120,7 @@ def main() -> None:
         print(timing.line([value if value is not None else "-" for value in row.values()], widths), flush=True)
         rows.append(row)
 
-    with casts.use_backend(options.wrappers):
+    with install.use_backend(options.wrappers):
         print(f"{timing.heading(options)}; {options.wrappers} wrappers; ns a call")
         widths = {"nothing is cast: added by": -27, "plain": 10, "autocast": 10, "outside": 10, "inside": 10}
         print("\n" + timing.line(list(widths), widths))

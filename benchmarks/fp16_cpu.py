@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from amp_patch import amp
-from amp_patch.cpu_fp16 import has_fp16_arithmetic
+from amp_patch.casts.cpu_fp16 import has_fp16_arithmetic
 
 
 class Transformer(nn.Module):

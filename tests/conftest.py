@@ -10,7 +10,10 @@ import pytest
 import torch
 from ranks import Ranks
 
-from amp_patch import amp, casts
+from amp_patch import amp
+from amp_patch.casts import install
+from amp_patch.casts import state as casts_state
+from amp_patch.casts import wrappers as cast_wrappers
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -19,7 +22,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 collect_ignore = [] if torch.cuda.is_available() else ["multi_tensor/test_cuda.py"]
 
 # Where the extension is there, what speaks of the casts runs on the wrappers in C and on those in Python.
-WRAPPERS = ["python"] if casts.backend() == "python" else ["cpp", "python"]
+WRAPPERS = ["python"] if cast_wrappers.backend() == "python" else ["cpp", "python"]
 
 # Where the tests run in a shell's background, this signal is ignored, and the processes that they start inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -54,7 +57,7 @@ def ranks() -> Iterator[Ranks]:
 @pytest.fixture(params=WRAPPERS)
 def wrappers(request: pytest.FixtureRequest) -> Iterator[str]:
     """The casts on one kind of wrapper: its name."""
-    with casts.use_backend(request.param):
+    with install.use_backend(request.param):
         yield request.param
 
 
@@ -64,10 +67,10 @@ def clean_casts(wrappers: str) -> Iterator[None]:
     try:
         yield
     finally:
-        casts.uninstall()
-        casts.set_default(None)
-        casts.drop_cache()
-    assert casts.current() is None and casts.entered() is None, "a test left a region behind"
+        install.uninstall()
+        casts_state.set_default(None)
+        casts_state.drop_cache()
+    assert casts_state.current() is None and casts_state.entered() is None, "a test left a region behind"
 
 
 def original(wrapper: Any) -> Any:

@@ -19,7 +19,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from amp_patch.patch import Patches
+from amp_patch.support.patches import Patches
 
 # Modules of Apex that stand beside the package `apex`: its compiled extensions.
 TOP_LEVEL = ("amp_C", "apex_C")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from amp_patch import casts, grad_scaler
+from amp_patch import grad_scaler
+from amp_patch.casts import autocast as casts_autocast
 
 __all__ = ["GradScaler", "autocast"]
 
 
-class autocast(casts.autocast):
+class autocast(casts_autocast.autocast):
     """`amp_patch.autocast` for the CPU: `autocast(False)` casts nothing.
 
     Args:

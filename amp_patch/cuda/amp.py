@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
-from amp_patch import autograd, casts, grad_scaler
+from amp_patch import grad_scaler
+from amp_patch.casts import autocast as casts_autocast
+from amp_patch.casts import custom_functions
 
 __all__ = ["GradScaler", "autocast", "custom_bwd", "custom_fwd"]
 
 
-class autocast(casts.autocast):
+class autocast(casts_autocast.autocast):
     """`amp_patch.autocast` for CUDA: `autocast(False)` casts nothing. Without CUDA it warns and casts nothing.
 
     Args:
@@ -46,9 +48,9 @@ class GradScaler(grad_scaler.OlderGradScaler):
 
 def custom_fwd(forward: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | None = None) -> Any:
     """`amp_patch.custom_fwd`; of torch.autocast CUDA's counts. Source: torch.cuda.amp.custom_fwd."""
-    return autograd.custom_fwd(forward, device_type="cuda", cast_inputs=cast_inputs)
+    return custom_functions.custom_fwd(forward, device_type="cuda", cast_inputs=cast_inputs)
 
 
 def custom_bwd(backward: Callable[..., Any]) -> Any:
     """`amp_patch.custom_bwd`. Source: torch.cuda.amp.custom_bwd."""
-    return autograd.custom_bwd(backward, device_type="cuda")
+    return custom_functions.custom_bwd(backward, device_type="cuda")

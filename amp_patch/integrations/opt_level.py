@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import keep, links, regions
+from amp_patch.casts import regions
+from amp_patch.casts import state as casts_state
 from amp_patch.initialize import initialize, leave, master_params, scale_loss
-from amp_patch.model import policy_of
+from amp_patch.masters.masters import linked
+from amp_patch.model import keep_fp32
+from amp_patch.model.forward import policy_of
 from amp_patch.optimizer import innermost
 from amp_patch.policy import resolve
 
@@ -42,7 +45,7 @@ class OptLevel:
     def convert_module(self, module: Any) -> nn.Module:
         """Cast the module, and make its masters: before DDP wraps it, and before its optimizers exist."""
         module.to(module.trainer.strategy.root_device)
-        called = [m for child in module.children() for m in keep.with_forward(child)]
+        called = [m for child in module.children() for m in keep_fp32.with_forward(child)]
         self.models = [module, *(m for m in called if any(True for _ in m.parameters()))]
         params = list(module.parameters())
         self._initialize([torch.optim.SGD(params, lr=0.0)] if params else [])
@@ -60,9 +63,9 @@ class OptLevel:
         return model, optimizers, lr_schedulers
 
     def _initialize(self, optimizers: list[Any]) -> None:
-        default = regions.default()
+        default = casts_state.default()
         initialize(self.models, optimizers, **self.options)
-        regions.set_default(default)
+        casts_state.set_default(default)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         policy = policy_of(self.models[0]) if self.models else None
@@ -84,7 +87,7 @@ class OptLevel:
 
     def teardown(self) -> None:
         """The module is FP32 again. Lightning has moved it to the CPU by now, and the masters follow."""
-        for param, link in links.linked({p for module in self.models for p in module.parameters()}):
+        for param, link in linked({p for module in self.models for p in module.parameters()}):
             link.master.data = link.master.data.to(param.device)
         leave(self.models, self.optimizers)
         self.models = []

@@ -21,7 +21,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from amp_patch.initialize import initialize, scale_loss
-from amp_patch.model import policy_of
+from amp_patch.model.forward import policy_of
 from amp_patch.optimizer import innermost
 
 

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch import multi_tensor, shards
+from amp_patch import multi_tensor
+from amp_patch.multi_tensor import checks
 from amp_patch.policy import LOW_PRECISION
+from amp_patch.support import distributed
 
 Tensors = Sequence[Tensor]
 Group = dict[str, Any]
@@ -40,7 +42,7 @@ def computable(written: Sequence[Tensors], read: Sequence[Tensors]) -> Iterator[
     Yields:
         The lists of `written`, and those of `read`.
     """
-    written, read = ([[shards.local(t) for t in ts] for ts in lists] for lists in (written, read))
+    written, read = ([[distributed.local(t) for t in ts] for ts in lists] for lists in (written, read))
     taken: list[tuple[Tensor, Tensor]] = []  # (original, stand-in)
 
     def stand_in(t: Tensor, like: Tensor | None) -> Tensor:
@@ -185,13 +187,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"{type(self).__name__} does not support sparse gradients, use torch.optim.SparseAdam for such "
                     "parameters, or a module that gives dense ones (nn.Embedding(sparse=False))"
                 )
-            if self.norms_of_tensors and shards.is_dtensor(param):
+            if self.norms_of_tensors and distributed.is_dtensor(param):
                 raise TypeError(
                     f"{which} is sharded, and {type(self).__name__} takes norms of whole tensors, of which this "
                     "process holds a part: use FusedAdam, FusedSGD or FusedAdagrad, or torch.optim.AdamW"
                 )
-            if param.dtype not in multi_tensor.DTYPES:
-                wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in multi_tensor.DTYPES)
+            if param.dtype not in checks.DTYPES:
+                wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in checks.DTYPES)
                 raise TypeError(f"{which} is {param.dtype}, one of {wanted} is wanted: give it another optimizer")
             batches.setdefault((param.device, wide(param.dtype)), []).append(param)
         return list(batches.values())

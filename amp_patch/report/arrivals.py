@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch import regions
+from amp_patch.casts import regions
 from amp_patch.report.runs import Event
 
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import casts
+from amp_patch.casts import install
 from amp_patch.initialize import initialize, restored, scale_loss
-from amp_patch.patch import Patches
 from amp_patch.report.recorder import Enough, Recorder, log
 from amp_patch.report.runs import Run
 from amp_patch.report.trials import LEVELS, Plan, failure, seeded, settle, words
 from amp_patch.report.verdict import Comparison, machine
+from amp_patch.support.patches import Patches
 
 _EVALUATION = "evaluation"
 
@@ -169,7 +169,7 @@ def _train(
     evaluate: Callable[[nn.Module], Any] | None,
 ) -> None:
     model, optimizer = initialize(model, optimizer)  # the environment has the level
-    loss_fn = casts.in_force(loss_fn)  # build_fn had torch's function, before there were casts
+    loss_fn = install.in_force(loss_fn)  # build_fn had torch's function, before there were casts
     with suppress(Enough):
         if not _epoch(model, optimizer, loss_fn, batches):
             words = "nothing; an iterator is used up by one run: make a new one at each call"

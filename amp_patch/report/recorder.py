@@ -27,18 +27,19 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from amp_patch import optimizer as optimizer_side
-from amp_patch import shards, tree, zero
+from amp_patch import zero
 from amp_patch.backward import ScaledBackward
-from amp_patch.compiling import eager_only, not_traced
-from amp_patch.forward_hook import CompiledForward, ForwardHook, before_compiled
 from amp_patch.initialize import Dialect, Training, begin_training
 from amp_patch.optimizer import Stash
-from amp_patch.patch import Patches
 from amp_patch.peak import PeakMemory
 from amp_patch.report.arrivals import Batch, Entry
 from amp_patch.report.looking import Looking
 from amp_patch.report.runs import PARTS, Event, Run
 from amp_patch.report.sinks import Sink, sinks_for
+from amp_patch.support import distributed, tree
+from amp_patch.support.compiled import eager_only, not_traced
+from amp_patch.support.forward_hook import CompiledForward, ForwardHook, before_compiled
+from amp_patch.support.patches import Patches
 
 # A recording is handed on this often, whichever comes first: by steps, by seconds.
 _FLUSH_STEPS, _FLUSH_SECONDS = 50, 0.5
@@ -362,7 +363,7 @@ class Recorder:
     @eager_only
     def _log(self, scalars: dict[str, Any]) -> None:
         for name, value in scalars.items():
-            number = shards.local(value.detach()).clone() if isinstance(value, Tensor) else float(value)
+            number = distributed.local(value.detach()).clone() if isinstance(value, Tensor) else float(value)
             event = {"event": "log", "step": self.steps, "name": name}
             self._queue.append(Entry([number], partial(_logged, event)))
 
@@ -551,7 +552,7 @@ class _RecordedBackward(ScaledBackward):
         super().begin()
 
     def scaled(self, loss: Tensor) -> Tensor:
-        value = shards.local(loss.detach())
+        value = distributed.local(loss.detach())
         self.loss = value.clone() if value.numel() == 1 else value.double().mean()
         return super().scaled(loss)
 
@@ -701,7 +702,7 @@ def _bytes(tensors: Any) -> int:
     """What the tensors take, each once; of a sharded one this process's part."""
     total = 0
     for tensor in {id(t): t for t in tensors}.values():
-        local = shards.local(tensor)
+        local = distributed.local(tensor)
         parts = (local._values(), local._indices()) if local.is_sparse else (local,)
         total += sum(part.numel() * part.element_size() for part in parts)
     return total

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from amp_patch.report.runs import Event, dumps
-from amp_patch.scaler import is_first_rank
+from amp_patch.support.distributed import is_first_rank
 
 
 class Sink(Protocol):

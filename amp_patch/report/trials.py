@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from amp_patch.patch import Patches
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
 from amp_patch.report.recorder import Recorder
 from amp_patch.report.runs import Run
+from amp_patch.support.patches import Patches
 
 # The levels that one would train with, in both types; O3, which keeps no FP32 weights, shows what that costs.
 LEVELS = ("O0", "O1", "O2", "O4", "O5")

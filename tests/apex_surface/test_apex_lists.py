@@ -19,9 +19,11 @@ from other_thread import run_in_thread
 from torch import Tensor, nn
 from torch_names import differences, namespaces
 
-from amp_patch import amp, casts, regions
+from amp_patch import amp
 from amp_patch.apex.amp import lists
-from amp_patch.oplists import APEX, OPTIONAL, rules_by_name
+from amp_patch.casts import install, regions
+from amp_patch.casts import state as casts_state
+from amp_patch.casts.oplists import APEX, OPTIONAL, rules_by_name
 from amp_patch.policy import Policy
 
 HALF, BF16, FULL, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -32,14 +34,14 @@ APEXS = replace(NATIVE, op_lists="apex")
 
 @pytest.fixture(autouse=True)
 def installed(clean_casts: None) -> Iterator[None]:
-    registered = dict(casts._registered)
-    casts.install("apex")
+    registered = dict(install._registered)
+    install.install("apex")
     yield
-    casts._registered.clear()
-    casts._registered.update(registered)
+    install._registered.clear()
+    install._registered.update(registered)
 
 
-inside = casts.region(APEXS)
+inside = regions.region(APEXS)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The table: kind -> the result's type for arguments of FP16, of FP32, and of both.
@@ -183,7 +185,7 @@ def test_a_tensor_without_dimensions_widens_as_any_other(low: torch.dtype, devic
     for function in calls:
         with inside:
             assert function(x, scale).dtype is FULL
-        with casts.region(NATIVE):
+        with regions.region(NATIVE):
             assert function(x, scale).dtype is low
         assert function(x, scale).dtype is low
     with inside:
@@ -209,7 +211,7 @@ def test_low_precision_with_fp64_is_refused_and_fp32_with_fp64_is_not(owner: str
             args, kwargs = arguments(owner, name, given, "cpu")
             with inside, pytest.raises(NotImplementedError, match=f"got tensors of {low} and torch.float64"):
                 run(owner, name, args, kwargs)
-            with casts.region(NATIVE):
+            with regions.region(NATIVE):
                 run(owner, name, args, kwargs)
     for given in ([DOUBLE], [DOUBLE, FULL]):
         args, kwargs = arguments(owner, name, given, "cpu")
@@ -222,7 +224,7 @@ def test_promote_function_refuses_fp64_as_well() -> None:
     promote = amp.promote_function(lambda xs: torch.sub(*xs))
     with inside, pytest.raises(NotImplementedError, match=r"float16 and torch\.float64"):
         promote([half, double])
-    with casts.region(NATIVE):
+    with regions.region(NATIVE):
         assert promote([half, double]).dtype is DOUBLE
 
 
@@ -272,7 +274,7 @@ def test_what_gives_fp32_is_refused_in_place_on_low_precision(owner: str, name: 
     for policy in (NATIVE, Policy("O2", cast_model_type=HALF, op_lists="apex"), None):
         args, kwargs = sample(owner, name, [HALF], "cpu")
         if name != "erfinv_" or torch.device(device).type != "cpu":
-            with casts.region(policy):
+            with regions.region(policy):
                 assert run(owner, name, list(args), kwargs).dtype is HALF
 
 
@@ -281,7 +283,7 @@ def test_outside_of_the_variant_nothing_is_refused(device: str) -> None:
     x = torch.ones(2, dtype=HALF, device=device)
     with inside, amp.disable_casts():
         assert x.exp_() is x and (x * x.double()).dtype is DOUBLE
-    with inside, casts.region(None):
+    with inside, regions.region(None):
         assert (x**2).dtype is HALF
 
 
@@ -290,7 +292,7 @@ def test_banned() -> None:
     for loss in (F.binary_cross_entropy, nn.BCELoss()):
         with inside, pytest.raises(NotImplementedError, match="binary_cross_entropy_with_logits"):
             loss(probabilities.half(), target)
-        with casts.region(replace(APEXS, allow_banned=True)):
+        with regions.region(replace(APEXS, allow_banned=True)):
             assert loss(probabilities.half(), target).dtype is FULL
         with inside:
             assert loss(probabilities, target).dtype is FULL
@@ -416,14 +418,14 @@ def test_a_weight_is_cast_once_in_training_and_not_for_it_in_evaluation() -> Non
     with inside:
         with torch.no_grad():
             F.linear(x, weight)
-        first = regions.state().cached()
+        first = casts_state.state().cached()
         y = F.linear(F.linear(x, weight), weight)
-        assert regions.state().cached() == first + 1, "one cast, with a graph of its own"
+        assert casts_state.state().cached() == first + 1, "one cast, with a graph of its own"
         y.sum().backward()
         F.linear(x, weight.detach().clone())
-        assert regions.state().cached() == first + 1, "what is no parameter is not kept"
+        assert casts_state.state().cached() == first + 1, "what is no parameter is not kept"
     assert weight.grad is not None and weight.grad.dtype is FULL and weight.grad.abs().sum() > 0
-    assert regions.state().cached() == 0
+    assert casts_state.state().cached() == 0
     with inside:
         weight.data.fill_(2.0)
         assert F.linear(torch.ones(1, 3), weight).tolist() == [[6.0, 6.0, 6.0]]
@@ -434,17 +436,17 @@ def test_a_weight_is_cast_once_in_training_and_not_for_it_in_evaluation() -> Non
 
 
 def test_native_trainings_neither_change_nor_carry_what_only_apex_listed() -> None:
-    casts.uninstall()
+    install.uninstall()
     before = namespaces()
-    casts.install()
+    install.install()
     native = namespaces()
     only = {f"{owner}.{name}" for owner, name in rules_by_name("apex").keys() - rules_by_name("torch").keys()}
     touched = {change.replace("<class '", "").replace("'>", "") for change in differences(before, native)}
     assert not touched & only and "__add__" not in vars(torch.Tensor)
-    casts.install("apex")
-    casts.install("apex")
+    install.install("apex")
+    install.install("apex")
     assert original(torch.add) is before[repr(torch)]["add"] and "__add__" in vars(torch.Tensor)
-    casts.uninstall()
+    install.uninstall()
     assert differences(before, namespaces()) == []
     assert "__add__" not in vars(torch.Tensor)
 
@@ -464,25 +466,25 @@ def test_policies_of_both_kinds_take_turns(owner: str, name: str) -> None:
     apexs = FULL if name in ("einsum", "chain_matmul") else HALF
     given = FULL if native is HALF else HALF
     for policy, expected in [(NATIVE, native), (APEXS, apexs)] * 2:
-        with casts.region(policy):
+        with regions.region(policy):
             assert result_types(call(owner, name, [given], "cpu")) == {expected}
-            with casts.region(None):
+            with regions.region(None):
                 assert result_types(call(owner, name, [given], "cpu")) == {given}
 
 
 def test_threads_have_each_their_own() -> None:
     x = torch.rand(3, dtype=HALF)
     with inside:
-        regions.set_default(NATIVE)
+        casts_state.set_default(NATIVE)
         assert x.softmax(0).dtype is HALF
         assert run_in_thread(lambda: x.softmax(0).dtype) is FULL
-        regions.set_default(APEXS)
+        casts_state.set_default(APEXS)
         assert run_in_thread(lambda: x.softmax(0).dtype) is HALF
 
 
 def test_o4_follows_the_same_lists() -> None:
     x = torch.rand(2, 3)
-    with casts.region(replace(APEXS, dtype=BF16)):
+    with regions.region(replace(APEXS, dtype=BF16)):
         assert (x @ x.T).dtype is BF16 and torch.cat([x.bfloat16(), x]).dtype is FULL
         assert (x.bfloat16() * torch.tensor(1.0)).dtype is FULL and x.bfloat16().softmax(0).dtype is BF16
 
@@ -496,14 +498,14 @@ def test_fp16_on_a_cpu_is_emulated_here_too(policy: Policy, name: str) -> None:
     args, kwargs = sample("torch", name, [HALF], "cpu")
     wide = [arg.float() if isinstance(arg, Tensor) and arg.dtype is HALF else arg for arg in args]
     expected = run("torch", name, wide, kwargs).half()
-    with casts.region(policy):
+    with regions.region(policy):
         assert torch.equal(run("torch", name, list(args), kwargs), expected)
 
 
 @pytest.mark.parametrize("given", [HALF, FULL])
 def test_einsum_of_one_operand_is_a_view_under_emulation(given: torch.dtype) -> None:
     matrix = torch.ones(3, 3, dtype=given)
-    with casts.region(EMULATING):
+    with regions.region(EMULATING):
         torch.einsum("ii->i", matrix).zero_()
     assert matrix.sum() == 6
 
@@ -517,7 +519,7 @@ def test_types_are_the_same_under_emulation(owner: str, name: str) -> None:
         types = []
         for policy in (APEXS, EMULATING):
             args, kwargs = arguments(owner, name, given, "cpu")
-            with casts.region(policy):
+            with regions.region(policy):
                 types.append(result_types(run(owner, name, args, kwargs)))
         assert types[0] == types[1]
 
@@ -552,7 +554,7 @@ def test_edits_act(monkeypatch: pytest.MonkeyPatch) -> None:
     functional, tensor = lists.functional_overrides, lists.tensor_overrides
     x, half = torch.rand(3, 3), torch.rand(3, 3).half()
     lists.register_edits(torch.float16)
-    assert not casts._registered, "no edit, nothing to register"
+    assert not install._registered, "no edit, nothing to register"
 
     monkeypatch.setattr(functional, "FP16_FUNCS", [*functional.FP16_FUNCS, "relu", "function_of_tomorrow"])
     monkeypatch.setattr(functional, "FP32_FUNCS", [*functional.FP32_FUNCS, "gelu", "linear"])
@@ -565,8 +567,8 @@ def test_edits_act(monkeypatch: pytest.MonkeyPatch) -> None:
         assert F.relu(x).dtype is HALF and F.gelu(half).dtype is FULL and F.linear(half, x).dtype is FULL
         assert F.binary_cross_entropy(half, half).dtype is HALF and F.softmin(half, dim=0).dtype is HALF
         assert x.sub(half).dtype is FULL
-    casts.uninstall()
-    casts.install("apex")  # as the next initialize does
+    install.uninstall()
+    install.install("apex")  # as the next initialize does
     with inside:
         assert F.relu(x).dtype is HALF and F.softmin(half, dim=0).dtype is HALF
 

@@ -27,8 +27,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_names import differences, namespaces
 
-from amp_patch import casts, regions, rules
-from amp_patch.oplists import OPLISTS
+from amp_patch.casts import autocast as casts_autocast
+from amp_patch.casts import functions, install, regions, rules, thread_state
+from amp_patch.casts import state as casts_state
+from amp_patch.casts import wrappers as cast_wrappers
+from amp_patch.casts.oplists import OPLISTS
 from amp_patch.policy import Policy
 
 LOW = [dtype for dtype in DTYPES if dtype in (torch.float16, torch.bfloat16)]
@@ -44,15 +47,15 @@ OFF = Policy("O2", cast_model_type=HALF)
 
 @pytest.fixture(autouse=True)
 def _clean(clean_casts: None) -> Iterator[None]:
-    registered = dict(casts._registered)
+    registered = dict(install._registered)
     yield
-    casts._registered.clear()
-    casts._registered.update(registered)
+    install._registered.clear()
+    install._registered.update(registered)
 
 
 @pytest.fixture
 def installed() -> Iterator[None]:
-    casts.install()
+    install.install()
     yield
 
 
@@ -66,10 +69,10 @@ needs_install = pytest.mark.usefixtures("installed")
 def test_importing_patches_nothing_and_touches_no_cuda() -> None:
     code = (
         "import torch; before = torch.exp, torch.Tensor.__pow__, dict(vars(torch.nn.functional))\n"
-        "from amp_patch import casts\n"
+        "from amp_patch.casts import autocast, install\n"
         "assert before == (torch.exp, torch.Tensor.__pow__, dict(vars(torch.nn.functional)))\n"
-        "assert not casts.installed() and not torch.cuda.is_initialized()\n"
-        "casts.install(); casts.autocast().__enter__()\n"
+        "assert not install.installed() and not torch.cuda.is_initialized()\n"
+        "install.install(); autocast.autocast().__enter__()\n"
         "assert not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
@@ -79,17 +82,17 @@ def test_undo_is_exact() -> None:
     before = namespaces()
     x = torch.ones(2, 2)
     for _ in range(2):
-        casts.install()
-        assert casts.installed() and differences(before, namespaces())
-        casts.install()  # idempotent: no second layer
+        install.install()
+        assert install.installed() and differences(before, namespaces())
+        install.install()  # idempotent: no second layer
         assert original(torch.exp) is before[repr(torch)]["exp"]
-        with casts.region(o1()):
+        with regions.region(o1()):
             assert (x @ x).dtype is HALF
-        casts.uninstall()
-        casts.uninstall()
-        assert not casts.installed()
+        install.uninstall()
+        install.uninstall()
+        assert not install.installed()
         assert differences(before, namespaces()) == []
-    with casts.region(o1()):
+    with regions.region(o1()):
         assert (x @ x).dtype is FULL
 
 
@@ -97,21 +100,21 @@ def test_a_failing_install_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     before = namespaces()
     monkeypatch.setitem(OPLISTS, "torch.nothing_of_this_name", {"lower": ("mm",)})
     with pytest.raises(AttributeError, match="nothing_of_this_name"):
-        casts.install()
-    assert not casts.installed() and differences(before, namespaces()) == []
+        install.install()
+    assert not install.installed() and differences(before, namespaces()) == []
 
 
 def test_a_name_that_this_torch_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPLISTS, "torch.fft", {"fp32": ("fft", "fft_of_tomorrow")})
-    casts.install()
+    install.install()
     assert original(torch.fft.fft) is not torch.fft.fft and not hasattr(torch.fft, "fft_of_tomorrow")
 
 
 def test_wrappers_are_made_once() -> None:
-    casts.install()
+    install.install()
     first = torch.exp, torch.Tensor.exp, F.softmax
-    casts.uninstall()
-    casts.install()
+    install.uninstall()
+    install.install()
     assert (torch.exp, torch.Tensor.exp, F.softmax) == first
     assert torch.conv2d is F.conv2d and torch.einsum is torch.functional.einsum, "one original, one wrapper"
 
@@ -120,10 +123,10 @@ def test_wrappers_are_made_once() -> None:
 def test_wrappers_look_like_their_originals(path: str) -> None:
     def find() -> Any:
         owner, _, name = path.rpartition(".")
-        return getattr(casts._resolve(f"torch.{owner}" if owner else "torch"), name)
+        return getattr(install.resolve_address(f"torch.{owner}" if owner else "torch"), name)
 
     found = find()
-    casts.install()
+    install.install()
     wrapper = find()
     assert wrapper is not found and original(wrapper) is found
     assert (wrapper.__name__, wrapper.__doc__) == (found.__name__, found.__doc__)
@@ -140,7 +143,7 @@ def test_wrapped_builtins_do_not_bind_as_methods() -> None:
         method = torch.Tensor.exp
 
     x = torch.ones(2, 2, dtype=HALF)
-    with casts.region(o1()):
+    with regions.region(o1()):
         assert Module().act(x).dtype is FULL and Module.act(x).dtype is FULL
         assert Module().project(x, x).dtype is HALF
         assert Module.act is Module().act is torch.exp
@@ -154,7 +157,7 @@ def test_binding_is_the_originals(installed: None) -> None:
 
     module = Module()
     module.half = types.MethodType(torch.Tensor.exp, torch.ones(2, dtype=HALF))  # type: ignore[method-assign]
-    with casts.region(o1()):
+    with regions.region(o1()):
         assert module.half().dtype is FULL
 
 
@@ -169,20 +172,20 @@ def test_copies_and_pickles(path: str) -> None:
     module, _, name = path.partition(":")
 
     def find() -> Any:
-        found = casts._resolve(module)
+        found = install.resolve_address(module)
         for part in name.split("."):
             found = getattr(found, part)
         return found
 
     found = find()
-    casts.install()
+    install.install()
     wrapper = find()
     assert copy.deepcopy(wrapper) is wrapper and copy.copy(wrapper) is wrapper
     assert copy.deepcopy({"f": wrapper})["f"] is wrapper
     data = pickle.dumps(wrapper)
     assert b"amp_patch" not in data, "the pickle would need amp_patch where it is loaded"
     assert pickle.loads(data) is wrapper
-    casts.uninstall()
+    install.uninstall()
     assert pickle.loads(data) is found or pickle.loads(data) == found
 
 
@@ -190,32 +193,32 @@ def test_copies_and_pickles(path: str) -> None:
 def test_module_holding_a_wrapper_is_picklable_after_uninstall() -> None:
     module = nn.Linear(2, 2)
     module.act = torch.exp
-    casts.uninstall()
+    install.uninstall()
     assert pickle.loads(pickle.dumps(module)).act is torch.exp
     assert copy.deepcopy(module).act(torch.zeros(1)).item() == 1.0
 
 
 def test_backends_are_named_and_checked(wrappers: str) -> None:
-    assert casts.backend() == wrappers
-    with pytest.raises(ValueError, match="use_backend: 'torch' is none of cpp, python"), casts.use_backend("torch"):
+    assert cast_wrappers.backend() == wrappers
+    with pytest.raises(ValueError, match="use_backend: 'torch' is none of cpp, python"), install.use_backend("torch"):
         pass
-    casts.install()
+    install.install()
     with pytest.raises(RuntimeError, match=f"use_backend: the {wrappers} wrappers are installed"):
-        casts.use_backend("python").__enter__()
-    casts.uninstall()
-    casts.set_default(policy := o1())
-    with casts.use_backend("python"):
-        assert casts.backend() == "python" and casts.current() is policy
-        casts.install()
-        assert type(torch.exp) is casts._Function
-    assert casts.backend() == wrappers and not casts.installed() and casts.current() is policy
+        install.use_backend("python").__enter__()
+    install.uninstall()
+    casts_state.set_default(policy := o1())
+    with install.use_backend("python"):
+        assert cast_wrappers.backend() == "python" and casts_state.current() is policy
+        install.install()
+        assert type(torch.exp) is cast_wrappers.CastFunction
+    assert cast_wrappers.backend() == wrappers and not install.installed() and casts_state.current() is policy
 
 
 def test_who_never_compiles_does_not_import_the_compiler() -> None:
     code = (
         "import sys, torch; before = 'torch._dynamo' in sys.modules\n"
-        "from amp_patch import casts\n"
-        "with casts.autocast('cpu'): torch.exp(torch.ones(2, 2) @ torch.ones(2, 2))\n"
+        "from amp_patch import amp\n"
+        "with amp.autocast('cpu'): torch.exp(torch.ones(2, 2) @ torch.ones(2, 2))\n"
         "assert ('torch._dynamo' in sys.modules) == before"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
@@ -224,7 +227,7 @@ def test_who_never_compiles_does_not_import_the_compiler() -> None:
 COMPILED = """
 import torch, torch.nn.functional as F
 from torch import nn
-from amp_patch import casts
+from amp_patch.casts import install, regions
 from amp_patch.policy import Policy
 
 class Model(nn.Module):
@@ -238,11 +241,11 @@ class Model(nn.Module):
 
 torch.manual_seed(0)
 model, x = Model(), torch.randn(4, 2, 4, 4)
-with casts.use_backend(BACKEND):
-    casts.install()
+with install.use_backend(BACKEND):
+    install.install()
     compiled = torch.compile(model, backend="eager")
     for dtype in (torch.float16, torch.bfloat16) * 2:
-        with casts.region(Policy("O1", dtype=dtype, patch_torch_functions=True)):
+        with regions.region(Policy("O1", dtype=dtype, patch_torch_functions=True)):
             torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
         torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
 """
@@ -278,7 +281,7 @@ def _exponential(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", LOW)
 def test_what_is_never_cast(dtype: torch.dtype) -> None:
     wide, whole = torch.ones(2, 2, dtype=torch.float64), torch.ones(2, 2, dtype=torch.int64)
-    with casts.region(o1(dtype)):
+    with regions.region(o1(dtype)):
         assert torch.mm(wide, wide).dtype is torch.float64 and (wide**2).dtype is torch.float64
         assert torch.mm(whole, whole).dtype is torch.int64 and (whole**2).dtype is torch.int64
         assert torch.sum(whole).dtype is torch.int64
@@ -310,7 +313,7 @@ def test_arguments_that_need_no_cast_arrive_as_they_are() -> None:
 @pytest.mark.parametrize("dtype", LOW)
 def test_arguments_in_sequences_and_keywords(dtype: torch.dtype) -> None:
     a = torch.ones(2, 2)
-    with casts.region(o1(dtype)):
+    with regions.region(o1(dtype)):
         assert torch.linalg.multi_dot([a, a, a]).dtype is dtype
         assert torch.einsum("ij,jk->ik", [a, a]).dtype is dtype
         assert F.linear(input=a, weight=a, bias=None).dtype is dtype
@@ -320,7 +323,7 @@ def test_arguments_in_sequences_and_keywords(dtype: torch.dtype) -> None:
 @needs_install
 def test_keywords_that_are_none_ask_for_nothing() -> None:
     full, low = torch.ones(2, 2), torch.ones(2, 2, dtype=HALF)
-    with casts.region(o1()):
+    with regions.region(o1()):
         assert torch.mm(full, full, out=None).dtype is HALF
         assert torch.sum(low, dtype=None).dtype is F.softmax(low, dim=0, dtype=None).dtype is FULL
         assert F.group_norm(low, 1, weight=None).dtype is FULL
@@ -338,7 +341,7 @@ def test_sequences_keep_their_kind(kind: type) -> None:
             return func(*args, **(kwargs or {}))
 
     low = torch.ones(2, dtype=HALF)
-    with casts.region(o1()), Recording():
+    with regions.region(o1()), Recording():
         torch.sum(low, dtype=HALF)
         assert seen == [], "an explicit type asks for no cast before the call"
         torch.linalg.multi_dot(kind([torch.ones(2, 2), torch.ones(2, 2, dtype=HALF)]))
@@ -349,7 +352,7 @@ def test_sequences_keep_their_kind(kind: type) -> None:
 @needs_install
 def test_tensors_without_dimensions_do_not_widen() -> None:
     x, scalar = torch.ones(3, dtype=HALF), torch.tensor(2.0)
-    with casts.region(o1()):
+    with regions.region(o1()):
         assert torch.addcmul(x, x, scalar).dtype is HALF
         assert torch.lerp(x, x, scalar).dtype is HALF
         assert torch.isclose(scalar, scalar.half())
@@ -390,7 +393,7 @@ def test_batch_and_instance_norms_are_torch_autocast_s(name: str, dims: int, dty
             nn.init.uniform_(weight)
         for x in formats:
             ours, theirs = (copy.deepcopy(made) for _ in range(2))
-            found = run(ours, x, casts.region(o1(dtype)))
+            found = run(ours, x, regions.region(o1(dtype)))
             assert found[0].dtype is dtype and {weight.dtype for weight in ours.parameters()} <= {FULL}
             assert {value.dtype for value in ours.buffers()} <= {FULL, torch.int64}
             wanted = run(theirs, x, torch.autocast(x.device.type, dtype))
@@ -414,7 +417,7 @@ def test_norms_that_are_called_by_name(dtype: torch.dtype, device: str) -> None:
         [torch.ones(3, device=device)] * 2,
         [torch.zeros(3, device=device), torch.ones(3, device=device)],
     )
-    with casts.region(o1(dtype)):
+    with regions.region(o1(dtype)):
         for given in (x.to(dtype), x, x.double()):  # whatever comes in comes out
             named = [
                 torch.batch_norm(input=given, **none, training=True, cudnn_enabled=False, **options),
@@ -436,7 +439,7 @@ def test_errors_are_the_originals() -> None:
     x, y = torch.ones(2, 3), torch.ones(2, 3)
     itself: list[Any] = []
     itself.append(itself)
-    with casts.region(o1()):
+    with regions.region(o1()):
         for call in (lambda: x @ y, lambda: torch.mm(x, y), lambda: F.linear(x, y.T), lambda: torch.bmm(x, y)):
             with pytest.raises(RuntimeError):
                 call()
@@ -470,10 +473,10 @@ def test_functions_of_others_are_called_as_they_are(monkeypatch: pytest.MonkeyPa
         return linear(*args)
 
     monkeypatch.setattr(F, "linear", counted)
-    casts.install()
-    with casts.region(o1()):
+    install.install()
+    with regions.region(o1()):
         assert nn.Linear(2, 2, bias=False)(torch.ones(1, 2)).dtype is HALF
-    casts.uninstall()  # before monkeypatch puts its original back
+    install.uninstall()  # before monkeypatch puts its original back
     assert seen == [HALF, HALF]
 
 
@@ -486,7 +489,7 @@ def test_products_and_their_gradients(bias: bool) -> None:
     low = [t.detach().half().requires_grad_() for t in (x, weight)]
     expected = F.linear(*low, offset.half() if bias else None)
     expected.sum().backward()
-    with casts.region(o1()):
+    with regions.region(o1()):
         for result in (F.linear(x, weight, *extra), F.linear(x, weight=weight, bias=extra[0])):
             x.grad = weight.grad = None
             torch.testing.assert_close(result, expected, rtol=0, atol=0)
@@ -503,7 +506,7 @@ def test_no_references_are_lost_or_kept() -> None:
     counted = (x, y, weight, low, items, index, policy, original(torch.exp), original(torch.Tensor.exp), F.softmax)
 
     def round_of_calls() -> None:
-        with casts.region(policy):
+        with regions.region(policy):
             for _ in range(50):
                 x @ weight, torch.mm(x, x), F.linear(x, weight), F.linear(x, weight, None), torch.exp(low), low.exp()
                 torch.linalg.multi_dot(items), torch.dot(x[0], other := low[0]), F.softmax(low, dim=0), low**2
@@ -541,7 +544,7 @@ def test_subclasses_and_torch_function_objects() -> None:
             return func
 
     x = torch.ones(2, 2).as_subclass(Logged)
-    with casts.region(o1()):
+    with regions.region(o1()):
         result = torch.mm(x, x)
         assert torch.exp(Duck()) is original(torch.exp)
     assert type(result) is Logged and result.dtype is HALF
@@ -555,46 +558,48 @@ def test_subclasses_and_torch_function_objects() -> None:
 @needs_install
 def test_regions_and_the_default() -> None:
     outer, inner = o1(HALF), o1(torch.bfloat16)
-    assert casts.current() is None and casts.entered() is None
-    casts.set_default(outer)
-    assert casts.current() is outer and casts.entered() is None
-    with casts.region(inner):
-        assert casts.current() is inner and casts.entered() is inner
-        with casts.region(OFF):
-            assert casts.current() is None and casts.entered() is OFF
+    assert casts_state.current() is None and casts_state.entered() is None
+    casts_state.set_default(outer)
+    assert casts_state.current() is outer and casts_state.entered() is None
+    with regions.region(inner):
+        assert casts_state.current() is inner and casts_state.entered() is inner
+        with regions.region(OFF):
+            assert casts_state.current() is None and casts_state.entered() is OFF
             assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype is FULL
-        with casts.disable_casts():
-            assert casts.current() is None and casts.entered() is inner, "disable_casts is transparent"
-        assert casts.current() is inner
-    assert casts.current() is outer
-    casts.set_default(OFF)
-    assert casts.current() is None
+        with casts_autocast.disable_casts():
+            assert casts_state.current() is None and casts_state.entered() is inner, "disable_casts is transparent"
+        assert casts_state.current() is inner
+    assert casts_state.current() is outer
+    casts_state.set_default(OFF)
+    assert casts_state.current() is None
 
 
-@pytest.mark.parametrize("make", [lambda: casts.region(o1()), casts.disable_casts, lambda: casts.everywhere(o1())])
+@pytest.mark.parametrize(
+    "make", [lambda: regions.region(o1()), casts_autocast.disable_casts, lambda: regions.everywhere(o1())]
+)
 def test_an_exception_restores(make: Callable[[], Any]) -> None:
     outer = o1(torch.bfloat16)
-    casts.set_default(outer)
+    casts_state.set_default(outer)
     with pytest.raises(KeyError), make():
         raise KeyError
-    assert casts.current() is outer and run_in_thread(casts.current) is outer
+    assert casts_state.current() is outer and run_in_thread(casts_state.current) is outer
 
 
 def test_one_object_nested_and_in_threads() -> None:
-    shared = casts.region(o1())
+    shared = regions.region(o1())
     with shared, shared:
-        assert casts.current() is shared.policy
-    assert casts.current() is None
+        assert casts_state.current() is shared.policy
+    assert casts_state.current() is None
     with shared:
-        assert run_in_thread(casts.current) is None, "regions are the thread's"
+        assert run_in_thread(casts_state.current) is None, "regions are the thread's"
         barrier = threading.Barrier(4)
 
         def work() -> bool:
             for _ in range(200):
                 with shared:
-                    if casts.current() is not shared.policy:
+                    if casts_state.current() is not shared.policy:
                         return False
-                if casts.current() is not None:
+                if casts_state.current() is not None:
                     return False
             barrier.wait()
             return True
@@ -606,22 +611,22 @@ def test_one_object_nested_and_in_threads() -> None:
         for thread in threads:
             thread.join()
         assert results == [True] * 4
-        assert casts.current() is shared.policy
+        assert casts_state.current() is shared.policy
 
 
 def test_regions_that_end_out_of_order() -> None:
     first, second = o1(HALF), o1(torch.bfloat16)
 
     def generator() -> Iterator[None]:
-        with casts.region(first):
+        with regions.region(first):
             yield
 
     suspended = generator()
     next(suspended)
-    with casts.region(second):
+    with regions.region(second):
         suspended.close()
-        assert casts.current() is second
-    assert casts.current() is None
+        assert casts_state.current() is second
+    assert casts_state.current() is None
 
 
 def suspended_in(block: regions.region) -> Iterator[None]:
@@ -654,9 +659,9 @@ def test_a_region_that_ends_while_another_one_is_left_takes_itself_away(kind: st
     other = suspended_in(REGIONS[kind]())
     with EndsAnother(None):
         pass
-    assert regions.outside()
-    assert not regions._thread.firm
-    assert not regions._overrides
+    assert casts_state.outside()
+    assert not thread_state.this_thread.firm
+    assert not casts_state.overrides
 
 
 def test_regions_end_wherever_the_garbage_collector_finds_their_generators() -> None:
@@ -673,45 +678,45 @@ def test_regions_end_wherever_the_garbage_collector_finds_their_generators() -> 
                 gc.set_threshold(allocations)
             gc.set_threshold(*thresholds)
             gc.collect()
-            assert regions.outside(), allocations
-            assert not regions._thread.firm, allocations
-            assert not regions._overrides, allocations
+            assert casts_state.outside(), allocations
+            assert not thread_state.this_thread.firm, allocations
+            assert not casts_state.overrides, allocations
     finally:
         gc.set_threshold(*thresholds)
 
 
 def test_a_generator_that_ends_on_another_thread_takes_its_region_away() -> None:
     suspended = suspended_in(regions.everywhere(o1(torch.bfloat16)))
-    assert casts.current() is not None
+    assert casts_state.current() is not None
     run_in_thread(suspended.close)
-    assert not regions._overrides, "the process default is as before, at once"
+    assert not casts_state.overrides, "the process default is as before, at once"
     with regions.region(None):
         pass
-    assert regions.outside(), "the thread's own share went with its next region"
-    assert casts.current() is None
+    assert casts_state.outside(), "the thread's own share went with its next region"
+    assert casts_state.current() is None
 
 
 def test_everywhere_is_the_default_of_other_threads() -> None:
     policy, base = o1(), o1(torch.bfloat16)
-    with casts.everywhere(policy):
-        assert casts.current() is policy and casts.entered() is policy
-        assert run_in_thread(casts.current) is policy
-        with casts.everywhere(OFF):
-            assert run_in_thread(casts.current) is None and casts.entered() is OFF
-        assert run_in_thread(casts.current) is policy
-        casts.set_default(base)  # initialize() in the body: holds from the end of it on
-        assert run_in_thread(casts.current) is policy
-    assert casts.current() is base and run_in_thread(casts.current) is base
+    with regions.everywhere(policy):
+        assert casts_state.current() is policy and casts_state.entered() is policy
+        assert run_in_thread(casts_state.current) is policy
+        with regions.everywhere(OFF):
+            assert run_in_thread(casts_state.current) is None and casts_state.entered() is OFF
+        assert run_in_thread(casts_state.current) is policy
+        casts_state.set_default(base)  # initialize() in the body: holds from the end of it on
+        assert run_in_thread(casts_state.current) is policy
+    assert casts_state.current() is base and run_in_thread(casts_state.current) is base
 
 
 def test_everywhere_may_end_in_any_order() -> None:
-    first, second = casts.everywhere(o1(HALF)), casts.everywhere(o1(torch.bfloat16))
+    first, second = regions.everywhere(o1(HALF)), regions.everywhere(o1(torch.bfloat16))
     run_in_thread(first.__enter__)
     run_in_thread(second.__enter__)
     first.__exit__(None, None, None)
-    assert casts.current() is second.policy
+    assert casts_state.current() is second.policy
     second.__exit__(None, None, None)
-    assert casts.current() is None
+    assert casts_state.current() is None
 
 
 @needs_install
@@ -719,11 +724,11 @@ def test_region_as_decorator() -> None:
     a = torch.ones(2, 2)
 
     class Model:
-        @casts.autocast(dtype=torch.bfloat16)
+        @casts_autocast.autocast(dtype=torch.bfloat16)
         def forward(self, x: Tensor) -> Tensor:
             return x @ x
 
-        @casts.autocast(dtype=torch.bfloat16)
+        @casts_autocast.autocast(dtype=torch.bfloat16)
         def steps(self, x: Tensor) -> Iterator[Any]:
             try:
                 received = yield x @ x
@@ -735,7 +740,7 @@ def test_region_as_decorator() -> None:
     assert Model.forward.__name__ == "forward"
     steps = Model().steps(a)
     assert next(steps).dtype is torch.bfloat16
-    assert casts.current() is None, "the region leaked out of the suspended generator"
+    assert casts_state.current() is None, "the region leaked out of the suspended generator"
     assert steps.send("sent") == ("sent", torch.bfloat16)
     steps = Model().steps(a)
     next(steps)
@@ -745,32 +750,32 @@ def test_region_as_decorator() -> None:
     async def coroutine() -> None: ...
 
     with pytest.raises(TypeError, match=r"autocast: .*coroutine is async"):
-        casts.autocast()(coroutine)
+        casts_autocast.autocast()(coroutine)
 
 
 def test_autocast_arguments() -> None:
-    assert casts.autocast("cpu").policy.dtype is torch.get_autocast_dtype("cpu")
+    assert casts_autocast.autocast("cpu").policy.dtype is torch.get_autocast_dtype("cpu")
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    assert casts.autocast().policy.dtype is torch.get_autocast_dtype(default)
-    assert casts.autocast("cpu", HALF, True, False).policy.dtype is HALF
+    assert casts_autocast.autocast().policy.dtype is torch.get_autocast_dtype(default)
+    assert casts_autocast.autocast("cpu", HALF, True, False).policy.dtype is HALF
     with pytest.raises(ValueError, match="autocast: device_type is 'gpu'"):
-        casts.autocast("gpu")
+        casts_autocast.autocast("gpu")
     with pytest.raises(TypeError, match="autocast: device_type is 3"):
-        casts.autocast(3)  # type: ignore[arg-type]
+        casts_autocast.autocast(3)  # type: ignore[arg-type]
     for wrong in (FULL, torch.int8, "half"):
         with pytest.raises(ValueError, match=r"autocast: dtype is .*; wanted torch.float16 or torch.bfloat16"):
-            casts.autocast(dtype=wrong)  # type: ignore[arg-type]
+            casts_autocast.autocast(dtype=wrong)  # type: ignore[arg-type]
 
 
 def test_autocast_installs_and_nests() -> None:
     a = torch.ones(2, 2)
-    with casts.autocast(enabled=False):
-        assert not casts.installed()
-    with casts.autocast(dtype=HALF):
-        assert casts.installed() and (a @ a).dtype is HALF
-        with casts.autocast(enabled=False):
+    with casts_autocast.autocast(enabled=False):
+        assert not install.installed()
+    with casts_autocast.autocast(dtype=HALF):
+        assert install.installed() and (a @ a).dtype is HALF
+        with casts_autocast.autocast(enabled=False):
             assert (a @ a).dtype is FULL
-            with casts.autocast(dtype=torch.bfloat16):
+            with casts_autocast.autocast(dtype=torch.bfloat16):
                 assert (a @ a).dtype is torch.bfloat16
         assert (a @ a).dtype is HALF
     assert (a @ a).dtype is FULL
@@ -781,7 +786,7 @@ def test_autocast_installs_and_nests() -> None:
 
 
 def cached() -> int:
-    return regions.state().cached()
+    return casts_state.state().cached()
 
 
 @needs_install
@@ -790,35 +795,37 @@ def test_a_weight_is_cast_once_a_region(dtype: torch.dtype) -> None:
     weight = nn.Parameter(torch.ones(2, 2))
     frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
     plain, activation = torch.ones(2, 2), weight * 1
-    with casts.region(o1(dtype)):
-        assert regions.cast_weight(weight, dtype) is regions.cast_weight(weight, dtype)
-        assert regions.cast_weight(frozen, dtype) is regions.cast_weight(frozen, dtype)
-        assert regions.cast_weight(plain, dtype) is not regions.cast_weight(plain, dtype), "activations are not kept"
-        assert regions.cast_weight(activation, dtype) is not regions.cast_weight(activation, dtype)
-        with casts.region(OFF), casts.region(o1(dtype)):
+    with regions.region(o1(dtype)):
+        assert casts_state.cast_weight(weight, dtype) is casts_state.cast_weight(weight, dtype)
+        assert casts_state.cast_weight(frozen, dtype) is casts_state.cast_weight(frozen, dtype)
+        assert casts_state.cast_weight(plain, dtype) is not casts_state.cast_weight(plain, dtype), (
+            "activations are not kept"
+        )
+        assert casts_state.cast_weight(activation, dtype) is not casts_state.cast_weight(activation, dtype)
+        with regions.region(OFF), regions.region(o1(dtype)):
             pass
         assert cached() == 2, "an inner region's end dropped the outer one's casts"
-        casts.drop_cache()
+        casts_state.drop_cache()
         assert cached() == 0
-        regions.cast_weight(weight, dtype)
+        casts_state.cast_weight(weight, dtype)
     assert cached() == 0, "the outermost region's end keeps casts"
-    regions.cast_weight(weight, dtype)
+    casts_state.cast_weight(weight, dtype)
     assert cached() == 0, "outside regions nothing says when to forget"
-    with casts.region(o1(dtype)):
-        regions.cast_weight(weight, dtype)
-        with casts.everywhere(o1(dtype)):
+    with regions.region(o1(dtype)):
+        casts_state.cast_weight(weight, dtype)
+        with regions.everywhere(o1(dtype)):
             pass
         assert cached() == 0
-    with casts.autocast(dtype=dtype, cache_enabled=False):
-        assert regions.cast_weight(weight, dtype) is not regions.cast_weight(weight, dtype)
+    with casts_autocast.autocast(dtype=dtype, cache_enabled=False):
+        assert casts_state.cast_weight(weight, dtype) is not casts_state.cast_weight(weight, dtype)
 
 
 @needs_install
 def test_a_weight_is_remembered_in_each_type() -> None:
     weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
-    with casts.region(o1(HALF)):
+    with regions.region(o1(HALF)):
         assert F.linear(x, weight).dtype is HALF
-        with casts.region(o1(torch.bfloat16)):
+        with regions.region(o1(torch.bfloat16)):
             assert F.linear(x, weight).dtype is torch.bfloat16
         assert F.linear(x, weight).dtype is HALF and cached() == 2
 
@@ -831,7 +838,7 @@ def test_gradients_exist_after_a_forward_without(guard: Any, dtype: torch.dtype,
     """pytorch#65766."""
     layer = nn.Linear(3, 3, device=device)
     x = torch.ones(2, 3, device=device)
-    with casts.region(o1(dtype)):
+    with regions.region(o1(dtype)):
         with guard():
             layer(x)
         loss = layer(x).sum()
@@ -848,7 +855,7 @@ def test_casts_made_in_inference_mode_stay_there() -> None:
     x = torch.ones(1, 2, requires_grad=True)
     with torch.inference_mode():
         born_there = nn.Linear(2, 2)
-    with casts.region(o1()):
+    with regions.region(o1()):
         with torch.inference_mode():
             frozen(x)
             assert born_there(x).dtype is HALF  # its weights count no versions
@@ -860,7 +867,7 @@ def test_casts_made_in_inference_mode_stay_there() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_casts_made_in_a_trace_are_not_kept() -> None:
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
-    with casts.region(o1()):
+    with regions.region(o1()):
         layer(x)
         traced = torch.jit.trace(layer, x, check_trace=False)
         with torch.no_grad():
@@ -873,7 +880,7 @@ def test_casts_made_in_a_trace_are_not_kept() -> None:
 def test_thawed_and_frozen_weights() -> None:
     layer = nn.Linear(2, 2)
     x = torch.ones(1, 2)
-    with casts.region(o1()):
+    with regions.region(o1()):
         layer.requires_grad_(False)
         assert not layer(x).requires_grad
         layer.requires_grad_(True)
@@ -886,7 +893,7 @@ def test_thawed_and_frozen_weights() -> None:
 def test_edited_weights_are_cast_again() -> None:
     weight = nn.Parameter(torch.ones(1, 1))
     x = torch.ones(1, 1)
-    with casts.region(o1()):
+    with regions.region(o1()):
         assert (x @ weight).item() == 1.0
         with torch.no_grad():
             weight.fill_(2.0)
@@ -914,7 +921,7 @@ class During(TorchFunctionMode):
 @needs_install
 def test_a_weight_edited_while_it_is_cast_is_cast_again() -> None:
     weight, x = nn.Parameter(torch.ones(1, 1), requires_grad=False), torch.ones(1, 1, dtype=HALF)
-    with casts.region(o1()):
+    with regions.region(o1()):
         with During(lambda: weight.add_(1)):
             assert (x @ weight).item() == 1.0
         assert (x @ weight).item() == 2.0
@@ -922,7 +929,7 @@ def test_a_weight_edited_while_it_is_cast_is_cast_again() -> None:
 
 @needs_install
 def test_a_region_left_while_a_weight_is_cast_leaves_nothing() -> None:
-    weight, region = nn.Parameter(torch.ones(1, 1)), casts.region(o1())
+    weight, region = nn.Parameter(torch.ones(1, 1)), regions.region(o1())
     region.__enter__()
     with During(lambda: region.__exit__(None, None, None)):
         torch.ones(1, 1, dtype=HALF) @ weight
@@ -931,9 +938,9 @@ def test_a_region_left_while_a_weight_is_cast_leaves_nothing() -> None:
 
 @needs_install
 def test_entries_die_with_their_tensors() -> None:
-    with casts.region(o1()), torch.no_grad():
+    with regions.region(o1()), torch.no_grad():
         weight = nn.Parameter(torch.ones(2, 2))
-        cast = weakref.ref(regions.cast_weight(weight, HALF))
+        cast = weakref.ref(casts_state.cast_weight(weight, HALF))
         assert cached() == 1 and cast() is not None
         del weight
         gc.collect()
@@ -947,21 +954,21 @@ def test_a_weight_may_die_anywhere() -> None:
     held: list[Any] = []
 
     def cast(weight: Tensor) -> None:
-        regions.cast_weight(weight, HALF)
+        casts_state.cast_weight(weight, HALF)
         held.extend(weakref.getweakrefs(weight))
 
-    with casts.region(o1()):
+    with regions.region(o1()):
         cast(weights[0])
         run_in_thread(lambda: weights.__delitem__(0))
         assert cached() == 0
         cast(weights[0])
-        casts.drop_cache()
+        casts_state.drop_cache()
         del weights[0]
         cast(weights[0])
     del weights[0]
 
     def leave_a_region_open() -> None:
-        casts.region(o1()).__enter__()
+        regions.region(o1()).__enter__()
         cast(weights[0])
 
     run_in_thread(leave_a_region_open)
@@ -974,7 +981,7 @@ def test_a_weight_may_die_anywhere() -> None:
 def test_nothing_grows_over_evaluations() -> None:
     layer = nn.Linear(4, 4)
     x = torch.ones(2, 4)
-    with casts.region(o1()), torch.no_grad():
+    with regions.region(o1()), torch.no_grad():
         layer(x)
         before = cached()
         for _ in range(100):
@@ -988,7 +995,7 @@ def test_nothing_grows_over_evaluations() -> None:
 def test_stand_ins_are_not_kept() -> None:
     weight = nn.Parameter(torch.ones(2, 2))
     x = torch.ones(2, 2)
-    with casts.region(o1()):
+    with regions.region(o1()):
         torch.func.grad(lambda y: (y @ weight).sum().float())(x)
         torch.func.vmap(lambda y: y @ weight)(x)
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -1006,7 +1013,7 @@ def test_stand_ins_are_not_kept() -> None:
 
 def reference_and_casts(module: nn.Module, dtype: torch.dtype, *inputs: Any) -> tuple[Any, Any]:
     expected = module(*inputs)
-    with casts.region(o1(dtype)):
+    with regions.region(o1(dtype)):
         return expected, module(*inputs)
 
 
@@ -1025,7 +1032,7 @@ def test_recurrent_networks(kind: Any, given: str, dtype: torch.dtype, device: s
     network = kind(4, 5, num_layers=2, bidirectional=True).to(device)
     x = torch.randn(6, 3, 4, device=device)
     expected = network(x)[0]
-    with casts.region(o1(dtype)):
+    with regions.region(o1(dtype)):
         if given == "packed":
             packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([6, 6, 6]))
             result = nn.utils.rnn.pad_packed_sequence(network(packed)[0])[0]
@@ -1062,7 +1069,7 @@ def test_attention(training: bool, dtype: torch.dtype, device: str) -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, device=device)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
     expected = attention(x, x, x)[0], encoder(x)
-    with torch.set_grad_enabled(training), casts.region(o1(dtype)), Products() as products:
+    with torch.set_grad_enabled(training), regions.region(o1(dtype)), Products() as products:
         result = attention(x, x, x)[0], encoder(x)
     close(result[0], expected[0], dtype)
     close(result[1], expected[1], dtype)
@@ -1099,7 +1106,7 @@ def test_double_backward(dtype: torch.dtype) -> None:
         return model[0].weight.grad.clone()
 
     expected = penalty()
-    with casts.region(o1(dtype)):
+    with regions.region(o1(dtype)):
         result = penalty()
     assert result.dtype is FULL and result.abs().sum() > 0
     torch.testing.assert_close(result, expected, rtol=0.2, atol=0.05 * float(expected.abs().max()))
@@ -1113,7 +1120,7 @@ def test_threads_have_their_own_policies_and_caches() -> None:
 
     def work(dtype: torch.dtype) -> None:
         for _ in range(50):
-            with casts.region(o1(dtype)):
+            with regions.region(o1(dtype)):
                 if layer(x).dtype is not dtype or layer(x).dtype is not dtype:
                     failures.append(f"not {dtype}")
                 if cached() != 2:
@@ -1139,7 +1146,7 @@ def test_threads_that_share_weights_under_stress() -> None:
     def work(dtype: torch.dtype) -> None:
         barrier.wait()
         for step in range(150):
-            with casts.region(o1(dtype)), torch.set_grad_enabled(step % 3 > 0):
+            with regions.region(o1(dtype)), torch.set_grad_enabled(step % 3 > 0):
                 result = model(x)
                 frozen = nn.Parameter(torch.ones(4, 4), requires_grad=False)
                 shared[0] = frozen  # the one before dies in this thread
@@ -1147,7 +1154,7 @@ def test_threads_that_share_weights_under_stress() -> None:
                 if types != [dtype, dtype, FULL, dtype]:
                     failures.append(types)
                 if step % 10 == 0:
-                    casts.drop_cache()
+                    casts_state.drop_cache()
             if model(x).dtype is not FULL or cached():
                 failures.append("casts outside")
 
@@ -1181,7 +1188,7 @@ class Examples(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> list[str]:
         x, weight = torch.ones(2, 2), nn.Parameter(torch.ones(2, 2))
         types = [(x @ weight).dtype]
-        with casts.autocast("cpu", dtype=HALF):
+        with casts_autocast.autocast("cpu", dtype=HALF):
             types += [(x @ weight).dtype, run_in_thread(lambda: (x @ weight).dtype)]
         return [str(dtype) for dtype in (*types, (x @ weight).dtype)]
 
@@ -1194,8 +1201,8 @@ def test_workers_of_a_data_loader(start: str) -> None:
     outside, inside = str(FULL), str(HALF)
     # A worker that is forked inside a region is inside it, as threads' state is copied; one that is spawned is not.
     within = str(torch.bfloat16) if start == "fork" else outside
-    with casts.region(o1(torch.bfloat16)):
-        regions.cast_weight(weight, torch.bfloat16)
+    with regions.region(o1(torch.bfloat16)):
+        casts_state.cast_weight(weight, torch.bfloat16)
         loader = torch.utils.data.DataLoader(
             Examples(), batch_size=None, num_workers=1, multiprocessing_context=start, collate_fn=list
         )
@@ -1207,7 +1214,7 @@ def test_workers_of_a_data_loader(start: str) -> None:
 def test_data_parallel_threads() -> None:
     """What DataParallel's threads do: the same module, each thread in the region of its own forward."""
     model = nn.Linear(4, 4)
-    forward = casts.region(o1())(model.forward)
+    forward = regions.region(o1())(model.forward)
     results: list[torch.dtype] = []
     threads = [threading.Thread(target=lambda: results.append(forward(torch.ones(2, 4)).dtype)) for _ in range(8)]
     for thread in threads:
@@ -1225,9 +1232,9 @@ def test_checkpoint_recomputes_the_same(reentrant: bool) -> None:
 
     def gradient(use: bool) -> Tensor:
         layer.zero_grad()
-        with casts.region(o1()):
+        with regions.region(o1()):
             out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant) if use else layer(x)
-        with casts.everywhere(o1()):
+        with regions.everywhere(o1()):
             out.float().sum().backward()
         return layer.weight.grad.clone()
 
@@ -1242,17 +1249,17 @@ def test_checkpoint_recomputes_under_the_casts_of_the_first_time(reentrant: bool
     x, seen = torch.ones(2, 4, requires_grad=True), []
 
     def block(x: Tensor) -> Tensor:
-        seen.append((casts.current(), (x @ x.T).dtype))
+        seen.append((casts_state.current(), (x @ x.T).dtype))
         return (x @ x.T).float()
 
     inside, policies = o1(cpu_fp16=cpu_fp16), (o1(cpu_fp16=cpu_fp16), o1(torch.bfloat16), OFF, None)
     for policy in policies:
-        with casts.region(inside), casts.region(policy):
+        with regions.region(inside), regions.region(policy):
             out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
         out.sum().backward()
-        with casts.region(inside), casts.region(policy):
+        with regions.region(inside), regions.region(policy):
             out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
-        with casts.everywhere(o1(torch.bfloat16)):
+        with regions.everywhere(o1(torch.bfloat16)):
             out.sum().backward()
         assert seen == [seen[0]] * 4, "twice forward and recomputation"
         seen.clear()
@@ -1262,9 +1269,9 @@ def test_checkpoint_recomputes_under_the_casts_of_the_first_time(reentrant: bool
 # Decorators and registration
 
 DECORATORS = [
-    (casts.half_function, HALF),
-    (casts.float_function, FULL),
-    (casts.promote_function, FULL),
+    (functions.half_function, HALF),
+    (functions.float_function, FULL),
+    (functions.promote_function, FULL),
 ]
 
 
@@ -1277,30 +1284,30 @@ def test_decorators_act_while_casts_are_on(decorator: Any, expected: torch.dtype
     function = decorator(types_of)
     args = torch.ones(1), torch.ones(1, dtype=HALF), torch.ones(1, dtype=torch.int64)
     assert function(*args) == types_of(*args)
-    with casts.region(o1()):
+    with regions.region(o1()):
         assert function(*args) == [expected, expected, torch.int64]
-        with casts.disable_casts():
+        with casts_autocast.disable_casts():
             assert function(*args) == types_of(*args)
     assert function.__name__ == "types_of" and function.__wrapped__ is types_of
     assert inspect.signature(function) == inspect.signature(types_of)
 
 
 class Callables:
-    @casts.half_function
+    @functions.half_function
     def method(self, x: Tensor) -> Tensor:
         return x
 
     @staticmethod
-    @casts.half_function
+    @functions.half_function
     def static(x: Tensor) -> Tensor:
         return x
 
-    @casts.half_function
+    @functions.half_function
     @staticmethod
     def static_inside(x: Tensor) -> Tensor:
         return x
 
-    @casts.half_function
+    @functions.half_function
     @classmethod
     def of_class(cls, x: Tensor) -> Tensor:
         assert cls is Callables
@@ -1315,7 +1322,7 @@ class Callables:
 
 class Doubled(torch.autograd.Function):
     @staticmethod
-    @casts.half_function
+    @functions.half_function
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.seen = x.dtype
         return x * 2
@@ -1344,18 +1351,18 @@ class Plain(torch.autograd.Function):
         Callables.static_inside,
         Callables().static_inside,
         Callables.of_class,
-        casts.half_function(Callables().plain),
-        casts.half_function(Callables()),
-        casts.half_function(Plain.apply),
-        casts.half_function(torch._C._nn.gelu),
-        casts.half_function(torch.Tensor.relu),
-        casts.half_function(casts.half_function(torch.relu)),
+        functions.half_function(Callables().plain),
+        functions.half_function(Callables()),
+        functions.half_function(Plain.apply),
+        functions.half_function(torch._C._nn.gelu),
+        functions.half_function(torch.Tensor.relu),
+        functions.half_function(functions.half_function(torch.relu)),
     ],
 )
 def test_kinds_of_callables(function: Callable[[Tensor], Tensor]) -> None:
     x = torch.ones(2, requires_grad=True)
     assert function(x).dtype is FULL
-    with casts.region(o1()):
+    with regions.region(o1()):
         result = function(x)
     assert result.dtype is HALF
     result.sum().backward()
@@ -1364,32 +1371,32 @@ def test_kinds_of_callables(function: Callable[[Tensor], Tensor]) -> None:
 
 def test_decorated_callables_keep_their_way_of_binding() -> None:
     class Module:
-        builtin = casts.float_function(torch._C._nn.gelu)
-        bound = casts.float_function(Callables().plain)
-        twice = casts.float_function(casts.half_function(torch._C._nn.gelu))
+        builtin = functions.float_function(torch._C._nn.gelu)
+        bound = functions.float_function(Callables().plain)
+        twice = functions.float_function(functions.half_function(torch._C._nn.gelu))
 
-        @casts.float_function
+        @functions.float_function
         def method(self, x: Tensor) -> Tensor:
             assert isinstance(self, Module)
             return x
 
     x = torch.ones(2, dtype=HALF)
-    with casts.region(o1()):
+    with regions.region(o1()):
         assert Module().builtin(x).dtype is Module().bound(x).dtype is Module().method(x).dtype is FULL
         assert Module().twice(x).dtype is HALF
 
 
 def test_decorated_builtins_copy_and_pickle() -> None:
-    gelu = casts.float_function(torch._C._nn.gelu)
+    gelu = functions.float_function(torch._C._nn.gelu)
     assert copy.deepcopy(gelu) is gelu
     loaded = pickle.loads(pickle.dumps(gelu))
-    with casts.region(o1()):
+    with regions.region(o1()):
         assert loaded(torch.ones(1, dtype=HALF)).dtype is FULL
 
 
 def test_autograd_function_gradients_arrive_in_the_types_of_the_inputs() -> None:
     x = torch.ones(2, requires_grad=True)
-    with casts.region(o1()):
+    with regions.region(o1()):
         y = Doubled.apply(x)
         assert y.dtype is HALF
         y.sum().backward()
@@ -1399,11 +1406,11 @@ def test_autograd_function_gradients_arrive_in_the_types_of_the_inputs() -> None
 def test_decorators_look_into_containers() -> None:
     seen: dict[str, Any] = {}
 
-    @casts.half_function
+    @functions.half_function
     def function(batch: dict[str, Any], *, extra: Any) -> None:
         seen.update(batch=batch, extra=extra)
 
-    with casts.region(o1()):
+    with regions.region(o1()):
         function({"x": (torch.ones(1), 3)}, extra=[torch.ones(1)])
     assert seen["batch"]["x"][0].dtype is HALF and seen["batch"]["x"][1] == 3 and seen["extra"][0].dtype is HALF
 
@@ -1426,17 +1433,17 @@ def test_registration_before_and_after_install(before: bool) -> None:
     x = torch.ones(1, dtype=HALF)
     with temporary_module() as module:
         if not before:
-            casts.install()
-        casts.register_float_function(module, "function")
+            install.install()
+        functions.register_float_function(module, "function")
         if before:
             assert module.function is types_of
-            casts.install()
-        with casts.region(o1()):
+            install.install()
+        with regions.region(o1()):
             assert module.function(x) == [FULL]
-        casts.uninstall()
+        install.uninstall()
         assert module.function is types_of
-        casts.install()
-        with casts.region(o1()):
+        install.install()
+        with regions.region(o1()):
             assert module.function(x) == [FULL], "registration ended with uninstall"
 
 
@@ -1444,20 +1451,20 @@ def test_registration_before_and_after_install(before: bool) -> None:
 def test_registration_overrides_the_lists(when: str) -> None:
     before = namespaces()
     if when == "after":
-        casts.install()
-    casts.register_float_function(torch, "einsum")
-    casts.register_half_function(torch, "sigmoid")
-    casts.register_promote_function(torch, "mm")
-    casts.register_half_function(torch, "mm")  # a later word holds
-    casts.register_promote_function(torch, "mm")
-    casts.install()
+        install.install()
+    functions.register_float_function(torch, "einsum")
+    functions.register_half_function(torch, "sigmoid")
+    functions.register_promote_function(torch, "mm")
+    functions.register_half_function(torch, "mm")  # a later word holds
+    functions.register_promote_function(torch, "mm")
+    install.install()
     a = torch.ones(2, 2)
-    with casts.region(o1()):
+    with regions.region(o1()):
         assert torch.einsum("ij,jk->ik", a.half(), a.half()).dtype is FULL
         assert torch.sigmoid(a).dtype is HALF
         assert torch.mm(a, a.half()).dtype is FULL
         assert (a @ a).dtype is HALF
-    casts.uninstall()
+    install.uninstall()
     assert differences(before, namespaces()) == []
 
 
@@ -1479,21 +1486,21 @@ def test_registration_on_classes() -> None:
         pass
 
     for name in ("method", "static", "of_class"):
-        casts.register_half_function(Derived, name)
-    casts.install()
-    with casts.region(o1()):
+        functions.register_half_function(Derived, name)
+    install.install()
+    with regions.region(o1()):
         x = torch.ones(1)
         assert {getattr(Derived(), name)(x).dtype for name in ("method", "static", "of_class")} == {HALF}
         assert Base().method(x).dtype is FULL
-    casts.uninstall()
+    install.uninstall()
     assert not {"method", "static", "of_class"} & set(vars(Derived))
 
 
 def test_registration_errors() -> None:
     register = {
-        "register_half_function": casts.register_half_function,
-        "register_float_function": casts.register_float_function,
-        "register_promote_function": casts.register_promote_function,
+        "register_half_function": functions.register_half_function,
+        "register_float_function": functions.register_float_function,
+        "register_promote_function": functions.register_promote_function,
     }
     for name, function in register.items():
         with pytest.raises(ValueError, match=f"{name}: torch has no function named 'nothing'"):

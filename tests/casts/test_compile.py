@@ -423,11 +423,12 @@ def test_a_process_group_that_begins_changes_nothing():
 LATE = """
 import sys, torch
 from torch import nn
-from amp_patch import amp, casts
+from amp_patch import amp
+from amp_patch.casts import wrappers
 assert "torch._dynamo" not in sys.modules
 model = amp.initialize(nn.Linear(6, 6), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
 assert "torch._dynamo" not in sys.modules, "who never compiles must not import the compiler"
-assert casts.backend() == BACKEND
+assert wrappers.backend() == BACKEND
 from compiled import operands, same_as_eager, zoo
 for backend in ("eager", "aot_eager"):
     same_as_eager(zoo, *operands(), backend=backend, rtol=2e-2, atol=2e-2)
@@ -506,15 +507,16 @@ def test_methods_are_known_though_wrappers_stood_there_first(wrappers):
 UNKNOWN = """
 import logging, torch
 from torch import nn
-from amp_patch import amp, compiling
+from amp_patch import amp
+from amp_patch.casts import dynamo
 said = []
 logging.getLogger("amp_patch").addFilter(lambda record: said.append(record.getMessage()))
 if WHEN == "importing":
-    compiling._USED += ("torch._dynamo.guards:no_such_name",)
+    dynamo._USED += ("torch._dynamo.guards:no_such_name",)
 else:
     def fail(tx):
         tx.no_such_name
-    compiling._guard = fail
+    dynamo._guard = fail
 late = nn.Linear(6, 6)
 model = amp.initialize(nn.Linear(6, 6), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
 import torch._dynamo

@@ -22,7 +22,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 from training import SGD
 
-from amp_patch import amp, casts, cpu_fp16
+from amp_patch import amp
+from amp_patch.casts import cpu_fp16, install, regions
 from amp_patch.policy import OPT_LEVELS, Policy, resolve
 
 FP16 = torch.float16
@@ -38,9 +39,9 @@ def double_differentiable():
 
 @pytest.fixture
 def installed():
-    casts.install()
+    install.install()
     yield
-    casts.uninstall()
+    install.uninstall()
 
 
 def half(*shape: int) -> Tensor:
@@ -125,7 +126,7 @@ def test_result_gradients_and_double_gradients_are_fp32_rounded_once(name, polic
     inputs = [half(*shape) for shape in shapes]
     expected = function(*[tensor.float() for tensor in inputs]).half()  # the oracle: FP32, rounded
     expected_gradients = gradients(expected, inputs)
-    with casts.region(policy):
+    with regions.region(policy):
         result = function(*inputs)
     assert result.dtype is FP16 and torch.equal(result, expected)
     found = gradients(result, inputs)  # autograd needs no region
@@ -156,7 +157,7 @@ def test_batch_and_instance_norms_between_emulated_functions_are_torch_s(norm, p
     expected = F.conv2d(x.float(), conv.weight.float(), conv.bias.float()).half()
     expected = norm(expected)
     norm.reset_running_stats()
-    with casts.region(policy):
+    with regions.region(policy):
         result = norm(conv(x))
     assert result.dtype is FP16 and torch.equal(result, expected)
     assert norm.running_var.dtype is torch.float32 and not torch.equal(norm.running_var, torch.ones(4))
@@ -168,7 +169,7 @@ def test_slow_half_functions_too_are_fp32_rounded_once_where_nothing_is_cast(nam
     torch.manual_seed(0)
     inputs = [half(*shape) for shape in shapes]
     expected = function(*[tensor.float() for tensor in inputs]).half()
-    with casts.region(ONLY_EMULATES):
+    with regions.region(ONLY_EMULATES):
         result = function(*inputs)
     assert result.dtype is FP16 and torch.equal(result, expected)
     directions = torch.randn_like(expected)
@@ -178,7 +179,7 @@ def test_slow_half_functions_too_are_fp32_rounded_once_where_nothing_is_cast(nam
 
 def test_a_type_that_the_user_names_is_kept(installed):
     x = torch.full((2, 4), 0.1).half()
-    with casts.region(ONLY_EMULATES):
+    with regions.region(ONLY_EMULATES):
         assert torch.norm(x, dtype=torch.float32).dtype is torch.float32
         assert x.norm(2, 0, False, torch.float32).dtype is torch.float32
         assert torch.linalg.vector_norm(x, dtype=torch.float64).dtype is torch.float64
@@ -187,7 +188,7 @@ def test_a_type_that_the_user_names_is_kept(installed):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_sums_of_products_are_rounded_once(policy, installed):
     """Numbers whose products, or whose partial sums, FP16 cannot hold, and whose results it can."""
-    with casts.region(policy):
+    with regions.region(policy):
         sums = torch.tensor([[2048.0, 1.0, 1.0]]).half() @ torch.ones(3, 1).half()
         products = F.linear(torch.tensor([[255.0, -1.0]]).half(), torch.tensor([[257.0, 65504.0]]).half())
         image = torch.tensor([[[2048.0, 1.0, 1.0]]]).half()
@@ -202,7 +203,7 @@ def test_gradients_are_rounded_once_for_each_product(policy, installed):
     """By hand: the weight is used twice, and each of its two gradients is rounded before they are added."""
     weight = torch.ones(1, 1).half().requires_grad_()
     rows = torch.tensor([[2048.0], [1.0]]).half()
-    with casts.region(policy):
+    with regions.region(policy):
         loss = F.linear(rows, weight).sum() + F.linear(torch.tensor([[1.0]]).half(), weight).sum()
     loss.backward()
     assert weight.grad.tolist() == [[2048.0]]  # 2049 is 2048 in FP16, and again with 1 more; one sum would give 2050
@@ -211,7 +212,7 @@ def test_gradients_are_rounded_once_for_each_product(policy, installed):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_exceeds_fp16_is_infinite(policy, installed):
     big = torch.full((1, 2), 256.0).half().requires_grad_()
-    with casts.region(policy):
+    with regions.region(policy):
         product = F.linear(big, torch.full((1, 2), 256.0).half())
     assert product.tolist() == [[float("inf")]]
     (gradient,) = torch.autograd.grad(product, big, torch.full((1, 1), 512.0).half())
@@ -251,7 +252,7 @@ def test_recurrent_networks_are_rounded_at_their_boundary(kind, packed, policy, 
         return [output.data if packed else output, *(state if isinstance(state, tuple) else (state,))]
 
     expected = [result.half() for result in run(wide, inputs.float())]
-    with casts.region(policy):
+    with regions.region(policy):
         found = run(low, inputs)
     assert training.same([t.detach() for t in found], [t.detach() for t in expected])
     sum(t.float().sum() for t in found).backward()
@@ -430,7 +431,7 @@ def test_nothing_is_emulated_without_fp16(options):
     model = amp.initialize(training.convnet(), **{"cpu_fp16": "emulate", **options})
     policy = model._amp.policy
     assert not policy.emulates
-    assert casts.installed() is policy.patch_torch_functions
+    assert install.installed() is policy.patch_torch_functions
     assert ("cpu_fp16" in str(policy)) is policy.uses_fp16
 
 
@@ -486,7 +487,7 @@ def test_a_listed_function_that_the_user_registers_as_half_is_emulated_still(nam
         assert half_kernels(lambda: found.append(model(torch.randn(3, 3)))) == []
         assert found[0].dtype is FP16
     finally:
-        casts._registered.clear()
+        install._registered.clear()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -501,7 +502,7 @@ def test_only_the_training_itself_is_emulated():
 
 
 def test_other_rules_do_not_act_where_nothing_is_cast(installed):
-    with casts.region(ONLY_EMULATES):
+    with regions.region(ONLY_EMULATES):
         assert torch.exp(torch.ones(2).half()).dtype is FP16
         assert F.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
         assert F.softmax(torch.ones(2, 2).half(), 0).dtype is FP16
@@ -531,7 +532,7 @@ MIXED = {
 def test_mixed_types_are_refused_in_torchs_words(name, other, installed):
     a, b = torch.ones(4, 4).half(), torch.ones(4, 4, dtype=other)
     expected = words(lambda: MIXED[name](a, b))
-    with casts.region(ONLY_EMULATES):
+    with regions.region(ONLY_EMULATES):
         assert words(lambda: MIXED[name](a, b)) == expected
 
 
@@ -541,13 +542,13 @@ def test_attention_takes_masks_of_any_type_that_torch_takes(installed):
     for mask in (torch.randn(4, 4), torch.randn(4, 4).half(), torch.rand(4, 4) > 0.2):
         wide = mask.float() if mask.is_floating_point() else mask
         expected = F.scaled_dot_product_attention(*[q.float()] * 3, wide).half()
-        with casts.region(ONLY_EMULATES):
+        with regions.region(ONLY_EMULATES):
             assert torch.equal(F.scaled_dot_product_attention(q, q, q, mask), expected)
             assert torch.equal(F.scaled_dot_product_attention(q, q, value=q, attn_mask=mask), expected)
 
 
 def test_integers_float64_and_other_devices_are_untouched(installed):
-    with casts.region(ONLY_EMULATES):
+    with regions.region(ONLY_EMULATES):
         assert (torch.ones(2, 2, dtype=torch.int64) @ torch.ones(2, 2, dtype=torch.int64)).dtype is torch.int64
         assert (torch.ones(2, 2).double() @ torch.ones(2, 2).double()).dtype is torch.float64
         there = torch.ones(2, 2, dtype=FP16, device="meta")
@@ -559,21 +560,21 @@ def test_integers_float64_and_other_devices_are_untouched(installed):
 
 def test_torchs_autocast_inside_chooses_the_type(installed):
     a = torch.ones(2, 2).half()
-    with casts.region(ONLY_EMULATES), torch.autocast("cpu", dtype=torch.bfloat16):
+    with regions.region(ONLY_EMULATES), torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.mm(a, a).dtype is torch.bfloat16
         assert F.avg_pool3d(torch.ones(1, 2, 2, 2).half(), 2).dtype is torch.float32  # of its FP32 list
 
 
 def test_a_call_with_out_is_torchs_own(installed):
     a, out = torch.ones(2, 2).half(), torch.empty(2, 2).half()
-    with casts.region(ONLY_EMULATES):
+    with regions.region(ONLY_EMULATES):
         assert torch.mm(a, a, out=out) is out
     assert out.tolist() == [[2.0, 2.0]] * 2
 
 
 def test_disable_casts_is_native(installed):
     a = torch.ones(2, 2).half()
-    with casts.region(ONLY_EMULATES):
+    with regions.region(ONLY_EMULATES):
         assert half_kernels(lambda: amp.disable_casts()(torch.mm)(a, a)) == ["aten::mm"]
 
 
@@ -581,7 +582,7 @@ def test_disable_casts_is_native(installed):
 def test_in_place_functions_return_the_tensor_that_they_write(policy, installed):
     own, a = torch.ones(2, 2).half(), torch.ones(2, 2).half()
     version = own._version
-    with casts.region(policy):
+    with regions.region(policy):
         assert own.addmm_(a, a) is own
         with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
             torch.ones(2, 2).half().requires_grad_().addmm_(a, a)
@@ -603,7 +604,7 @@ def test_subclasses_keep_their_class_and_see_the_call(installed):
     a = torch.randn(3, 3).half()
     Tagged.calls = []
     tagged = a.as_subclass(Tagged).requires_grad_()
-    with casts.region(ONLY_EMULATES):
+    with regions.region(ONLY_EMULATES):
         product = torch.mm(tagged, a)
     assert type(product) is Tagged and product.dtype is FP16 and "mm" in Tagged.calls
     assert torch.equal(product.as_subclass(Tensor), (a.float() @ a.float()).half())
@@ -624,7 +625,7 @@ def saved_by(run: Callable[[], Tensor]) -> int:
 def test_autograd_keeps_fp16_operands_not_their_fp32_copies(installed):
     x, w = half(64, 64), half(64, 64)
     copies = (x.numel() + w.numel()) * 4
-    with casts.region(ONLY_EMULATES):
+    with regions.region(ONLY_EMULATES):
         assert saved_by(lambda: F.linear(x, w)) == 0
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             assert saved_by(lambda: F.linear(x, w)) == copies  # the measure can fail
@@ -632,7 +633,7 @@ def test_autograd_keeps_fp16_operands_not_their_fp32_copies(installed):
 
 def test_an_operand_changed_before_backward_is_noticed(installed):
     x = half(2, 2)
-    with casts.region(ONLY_EMULATES):
+    with regions.region(ONLY_EMULATES):
         hidden = x * 2
         out = F.linear(hidden, half(2, 2))
     hidden.add_(1)
@@ -643,7 +644,7 @@ def test_an_operand_changed_before_backward_is_noticed(installed):
 def test_a_mask_changed_before_backward_is_noticed(installed):
     """It is FP32 already: autograd keeps the caller's own."""
     q, mask = half(1, 1, 64, 8), torch.zeros(64, 64)
-    with casts.region(ONLY_EMULATES):
+    with regions.region(ONLY_EMULATES):
         out = F.scaled_dot_product_attention(q, q, q, mask)
     mask.fill_(1)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*version 1; expected version 0"):
@@ -658,14 +659,14 @@ def test_hooks_of_the_user_see_all_that_is_saved(installed):
         return tensor
 
     x, w = half(2, 2), half(2, 2)
-    with casts.region(ONLY_EMULATES), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with regions.region(ONLY_EMULATES), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         F.linear(x, w)
     assert len(seen) == 2
 
 
 def test_where_hooks_are_forbidden_copies_are_saved(installed):
     x, w = half(2, 2), half(2, 2)
-    with casts.region(ONLY_EMULATES), torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
+    with regions.region(ONLY_EMULATES), torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
         out = F.linear(x, w)
     (found,) = torch.autograd.grad(out.sum(), w)
     assert torch.equal(found, torch.ones(2, 2).half().t() @ x.detach())
@@ -675,7 +676,7 @@ def test_inference_tensors_may_be_operands(installed):
     with torch.inference_mode():
         x = torch.ones(2, 2).half()
     w = half(2, 2)
-    with casts.region(ONLY_EMULATES):
+    with regions.region(ONLY_EMULATES):
         out = F.linear(x, w)
     assert torch.autograd.grad(out.sum(), w)[0].tolist() == [[2.0, 2.0]] * 2
 
@@ -686,7 +687,7 @@ def test_wrapper_subclasses_may_be_operands(installed, monkeypatch):
 
     monkeypatch.setattr(TwoTensor, "untyped_storage", no_storage, raising=False)
     x, w = TwoTensor(torch.ones(2, 2).half(), torch.ones(2, 2).half()), half(2, 2)
-    with casts.region(ONLY_EMULATES):
+    with regions.region(ONLY_EMULATES):
         out = F.linear(x, w)
     assert type(out) is TwoTensor and out.dtype is FP16
     (found,) = torch.autograd.grad(out.sum(), w)
@@ -695,7 +696,7 @@ def test_wrapper_subclasses_may_be_operands(installed, monkeypatch):
 
 def test_an_operand_that_is_changed_in_place_does_not_outlive_its_graph(installed):
     hidden, w = half(2, 2) * 2, half(2, 2)
-    with casts.region(ONLY_EMULATES):
+    with regions.region(ONLY_EMULATES):
         hidden.add_(F.linear(hidden, w))
     alive = weakref.ref(hidden)
     del hidden
@@ -710,7 +711,7 @@ def test_views_and_transposes_of_operands_come_back_right(installed):
     for view in views:
         other = half(3, view.shape[0])
         wide = torch.autograd.grad((other.float() @ view.float()).half().sum(), (other, base), retain_graph=True)
-        with casts.region(ONLY_EMULATES):
+        with regions.region(ONLY_EMULATES):
             product = other @ view
         assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(product.sum(), (other, base)), wide, strict=1))
 
@@ -724,7 +725,7 @@ def test_function_transforms(installed):
         return F.linear(inputs, weight).float().pow(2).sum()
 
     plain = w.clone().requires_grad_()
-    with casts.region(ONLY_EMULATES):
+    with regions.region(ONLY_EMULATES):
         loss(plain, x).backward()
         assert torch.equal(torch.func.grad(loss)(w, x), plain.grad)
         assert torch.equal(torch.vmap(F.linear, (0, None))(x, w), F.linear(x, w))

@@ -12,10 +12,10 @@ from conftest import DEVICES, DTYPES, original
 from op_calls import SAMPLES, call, flat, mask, resolve, result_types, sample, vectors
 from torch import Tensor, nn
 
-from amp_patch import casts
-from amp_patch.oplists import IN_PLACE_GEMMS, OPLISTS, OPTIONAL
+from amp_patch.casts import install, regions
+from amp_patch.casts.oplists import IN_PLACE_GEMMS, OPLISTS, OPTIONAL
+from amp_patch.casts.rules import RULES
 from amp_patch.policy import Policy
-from amp_patch.rules import RULES
 
 LOW = [dtype for dtype in DTYPES if dtype in (torch.float16, torch.bfloat16)]
 ALL = [(owner, rule, name) for owner, rules in OPLISTS.items() for rule, names in rules.items() for name in names]
@@ -26,11 +26,11 @@ NOT_FLOATING = {"matrix_rank", "isclose", "allclose"}
 
 @pytest.fixture(autouse=True)
 def installed(wrappers: str) -> Iterator[None]:
-    casts.install()
+    install.install()
     try:
         yield
     finally:
-        casts.uninstall()
+        install.uninstall()
 
 
 def walk(*rules: str) -> list[Any]:
@@ -41,8 +41,8 @@ def walk(*rules: str) -> list[Any]:
     ]
 
 
-def region(dtype: torch.dtype, **options: Any) -> casts.region:
-    return casts.region(Policy("O1", dtype=dtype, patch_torch_functions=True, **options))
+def region(dtype: torch.dtype, **options: Any) -> regions.region:
+    return regions.region(Policy("O1", dtype=dtype, patch_torch_functions=True, **options))
 
 
 @pytest.mark.parametrize(("owner", "rule", "name"), ALL)
@@ -145,7 +145,7 @@ def test_emulated(owner: str, name: str, policy: Policy) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = getattr(resolve(owner), name)(*widened(list(wide)), **wide_kwargs)
-        with casts.region(policy):
+        with regions.region(policy):
             found = getattr(resolve(owner), name)(*args, **kwargs)
     assert result_types(found) == {torch.float16}
     assert len(flat(found)) == len(flat(expected))

@@ -19,7 +19,9 @@ from other_thread import run_in_thread
 from torch import Tensor, nn
 from training import LEVELS, SGD, convnet, images
 
-from amp_patch import amp, casts, regions
+from amp_patch import amp
+from amp_patch.casts import install, regions
+from amp_patch.casts import state as casts_state
 
 pytestmark = pytest.mark.usefixtures("clean_casts")
 
@@ -351,7 +353,7 @@ def test_neither_cache_leaks_into_the_other(names: tuple[str, str], device: str)
                 weight.add_(0.0)
     with inner():
         assert (x @ weight).dtype is KINDS[names[1]][1]
-    assert regions.state().cached() == 0
+    assert casts_state.state().cached() == 0
 
 
 def test_cast_weights_die_with_the_region_inside_torch_s() -> None:
@@ -360,8 +362,8 @@ def test_cast_weights_die_with_the_region_inside_torch_s() -> None:
             weight = nn.Parameter(torch.ones(2, 2))
             with amp.autocast("cpu", HALF):
                 a @ weight
-                assert regions.state().cached() == 1
-            assert regions.state().cached() == 0
+                assert casts_state.state().cached() == 1
+            assert casts_state.state().cached() == 0
             del weight
         gc.collect()
 
@@ -388,7 +390,7 @@ def test_checkpoint_recomputes_under_the_mixture_of_the_first_time(names: tuple[
         seen.append((off, on, ours, out.dtype))
         return out.float() + x * x  # recomputation ends with the last tensor that is saved
 
-    casts.install()
+    install.install()
     for around in (nullcontext, *(make for make, _ in KINDS.values())):
         x = a.clone().requires_grad_()
         with outer(), inner():

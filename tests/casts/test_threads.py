@@ -21,12 +21,15 @@ import torch.nn.functional as F
 from conftest import DTYPES
 from torch import Tensor, nn
 
-from amp_patch import amp, casts, regions
+from amp_patch import amp
 from amp_patch import multi_tensor as mt
+from amp_patch.casts import install, regions
+from amp_patch.casts import state as casts_state
+from amp_patch.multi_tensor import backends
 from amp_patch.policy import Policy
 
 HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
-BACKENDS = [b for b in mt.BACKENDS if b == "torch" or mt.backend() == "cpp"]
+BACKENDS = [b for b in backends.BACKENDS if b == "torch" or mt.backend() == "cpp"]
 
 
 @pytest.fixture(autouse=True)
@@ -174,7 +177,7 @@ def test_casts_are_installed_and_removed_under_calls() -> None:
 
     def work(dtype: torch.dtype) -> None:
         while not done.is_set():
-            with casts.region(o1(dtype)):
+            with regions.region(o1(dtype)):
                 product = x @ model[0].weight
                 result = model(x)
                 loss = F.mse_loss(torch.exp(result), torch.cat([product, product]).float()[:2])
@@ -186,44 +189,44 @@ def test_casts_are_installed_and_removed_under_calls() -> None:
     def toggle() -> None:
         try:
             for _ in range(40):
-                casts.install()
-                casts.installed()
+                install.install()
+                install.installed()
                 torch.ones(1) @ torch.ones(1)
-                casts.uninstall()
+                install.uninstall()
         finally:
             done.set()
 
     run(toggle, *(lambda dtype=dtype: work(dtype) for dtype in (HALF, BF16, HALF)))
     assert seen <= {HALF, BF16, FULL}
-    assert not casts.installed()
+    assert not install.installed()
     assert before == (dict(vars(torch.Tensor)), dict(vars(F)), dict(vars(torch)))
 
 
 @needs_clean
 def test_the_default_changes_under_calls() -> None:
     """Threads outside regions follow the default of the moment; those in a region do not notice."""
-    casts.install()
+    install.install()
     x, weight, done = torch.ones(2, 2), nn.Parameter(torch.ones(2, 2)), threading.Event()
 
     def outside() -> None:
         while not done.is_set():
             assert (x @ weight).dtype in (HALF, BF16, FULL)
-            now = casts.current()  # asked once: it changes meanwhile
+            now = casts_state.current()  # asked once: it changes meanwhile
             assert now is None or now.opt_level == "O1"
-            assert regions._state.cached() == 0
+            assert casts_state._state.cached() == 0
 
     def inside() -> None:
-        with casts.region(o1(BF16)):
+        with regions.region(o1(BF16)):
             while not done.is_set():
                 assert (x @ weight).dtype is BF16
 
     def change() -> None:
         try:
             for step in range(300):
-                casts.set_default(o1((HALF, BF16)[step % 2]))  # the policy before dies
-                with casts.everywhere(o1(HALF)):
+                casts_state.set_default(o1((HALF, BF16)[step % 2]))  # the policy before dies
+                with regions.everywhere(o1(HALF)):
                     assert (x @ weight).dtype is HALF
-                casts.set_default(None)
+                casts_state.set_default(None)
                 assert (x @ weight).dtype is FULL
         finally:
             done.set()
@@ -234,24 +237,24 @@ def test_the_default_changes_under_calls() -> None:
 @needs_clean
 def test_threads_that_end_inside_regions() -> None:
     """What a dead thread remembered is gone, whether its weights die before it, after it or with it."""
-    casts.install()
+    install.install()
     x, shared = torch.ones(2, 2), [nn.Parameter(torch.ones(2, 2)) for _ in range(3)]
     left_over: list[weakref.ref[Tensor]] = []
 
     def work(dtype: torch.dtype) -> None:
         own = nn.Parameter(torch.ones(2, 2))
         for _ in range(3):
-            casts.region(o1(dtype)).__enter__()
+            regions.region(o1(dtype)).__enter__()
         for weight in (*shared, own):
             assert (x @ weight).dtype is dtype
-            left_over.append(weakref.ref(regions.cast_weight(weight, dtype)))
-        assert regions._state.cached() == 4
+            left_over.append(weakref.ref(casts_state.cast_weight(weight, dtype)))
+        assert casts_state._state.cached() == 4
         if dtype is HALF:
             shared[0] = nn.Parameter(torch.ones(2, 2))  # the one before dies here or with another thread
 
     for _ in range(10):
         run(*(lambda dtype=dtype: work(dtype) for dtype in (HALF, BF16) * 3))
-    assert regions._state.cached() == 0 and (x @ shared[0]).dtype is FULL
+    assert casts_state._state.cached() == 0 and (x @ shared[0]).dtype is FULL
     gc.collect()
     assert not any(cast() is not None for cast in left_over)
 
@@ -272,11 +275,11 @@ class EditedMeanwhile(nn.Parameter):
 
 @needs_clean
 def test_a_weight_that_changes_while_it_is_cast() -> None:
-    casts.install()
+    install.install()
     weight = EditedMeanwhile(torch.ones(2, 2), requires_grad=False)
-    with casts.region(o1(HALF)):
-        assert regions.cast_weight(weight, HALF)[0, 0] == 1.0
-        assert regions.cast_weight(weight, HALF)[0, 0] == 2.0  # not the cast of the value before
+    with regions.region(o1(HALF)):
+        assert casts_state.cast_weight(weight, HALF)[0, 0] == 1.0
+        assert casts_state.cast_weight(weight, HALF)[0, 0] == 2.0  # not the cast of the value before
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -361,7 +364,7 @@ def test_autocast_in_forward_acts_in_parallel_apply(kind: type[Tutorial], around
     assert model.seen == [BF16] * 8 and all(out.dtype is FULL for out in outputs)
     for one, other in zip(single, threaded, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-6)
-    assert casts.current() is None and not torch.is_autocast_enabled("cpu")
+    assert casts_state.current() is None and not torch.is_autocast_enabled("cpu")
 
 
 @needs_clean
@@ -417,7 +420,7 @@ def test_replicas_of_a_training_in_threads(level: str, accelerator: None) -> Non
 @needs_clean
 def test_ours_and_torchs_side_by_side_in_threads() -> None:
     """Each thread has its own mixture, and leaves nothing to the others."""
-    casts.install()
+    install.install()
     x, weight = torch.ones(2, 2), nn.Parameter(torch.ones(2, 2))
     kinds: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
         "ours": (lambda: amp.autocast("cpu", HALF), HALF),

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import amp_patch
-from amp_patch import casts, multi_tensor
+from amp_patch import multi_tensor
 from amp_patch.__main__ import main
+from amp_patch.casts import wrappers as cast_wrappers
 
 
 def rows(printed: str) -> dict[str, str]:
@@ -49,8 +50,8 @@ def test_info_tells_how_fp16_runs_on_this_cpu(arithmetic, expected, capsys, monk
 
 def test_info_tells_what_runs_the_casts(wrappers, capsys):
     main(["info"])
-    assert rows(capsys.readouterr().out)["casts"].startswith(f"{casts.backend()}: ")
-    assert casts.backend() == wrappers
+    assert rows(capsys.readouterr().out)["casts"].startswith(f"{cast_wrappers.backend()}: ")
+    assert cast_wrappers.backend() == wrappers
 
 
 @pytest.mark.parametrize("arguments", [[], ["inform"]], ids=["none", "unknown"])

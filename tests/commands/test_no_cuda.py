@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_patch import amp, casts, cpu_fp16, no_cuda, regions
+from amp_patch import amp, no_cuda
+from amp_patch.casts import cpu_fp16, install
+from amp_patch.casts import state as casts_state
 from amp_patch.peak import PeakMemory
 
 CUDA = [0, "cuda", "cuda:0", "cuda:3", torch.device("cuda"), torch.device("cuda", 1)]
@@ -322,7 +324,7 @@ def test_fp16_is_emulated_in_every_kind_of_region(cpu, arithmetic, area):
     assert make()(product)() == HALF, "as a decorator"
     with pytest.raises(ZeroDivisionError), make():
         1 / 0  # noqa: B018
-    assert product() == FP32 and not torch.is_autocast_enabled() and regions.entered() is None
+    assert product() == FP32 and not torch.is_autocast_enabled() and casts_state.entered() is None
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -431,7 +433,7 @@ def test_scripted_functions_keep_their_operators(cpu):
 def snapshot() -> dict[tuple[str, str], int]:
     owners = [torch, torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.nvtx, torch.amp, torch.fft, dist]
     owners += [torch.Tensor, torch.storage._StorageBase, torch.storage.TypedStorage, nn.DataParallel]
-    owners += [nn.parallel.DistributedDataParallel, torch.utils.data.DataLoader, torch.amp.autocast, casts]
+    owners += [nn.parallel.DistributedDataParallel, torch.utils.data.DataLoader, torch.amp.autocast, install]
     seen = {(repr(owner), name): id(value) for owner in owners for name, value in vars(owner).items()}
     return seen | {("registry", ""): hash(tuple(torch.serialization._package_registry))}
 

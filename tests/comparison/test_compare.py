@@ -19,8 +19,9 @@ from rich.console import Console
 from torch import nn
 from training import ADAM, ConvNet, convnet, images, train
 
-from amp_patch import amp, casts
+from amp_patch import amp
 from amp_patch.__main__ import main
+from amp_patch.casts import install
 from amp_patch.initialize import newest_training
 from amp_patch.report import experiment
 from amp_patch.report.experiment import _take
@@ -523,7 +524,7 @@ def test_compare_in_a_notebook_leaves_everything_as_it_was():
     assert alone + train(model, optimizer, range(2, 5)) == train(again, again_optimizer, 5)
     amp.restore()
     amp.compare(built, ["O0", "O1"])
-    assert not casts.installed() and newest_training() is None
+    assert not install.installed() and newest_training() is None
 
 
 def test_compare_in_a_notebook_takes_steps_types_and_an_evaluation(capsys):
@@ -582,7 +583,7 @@ def test_a_build_fn_that_cannot_be_is_refused():
         amp.compare(built, "O0,O2")
     with pytest.raises(ValueError, match="batches of build_fn gave nothing"):
         amp.compare(lambda: (*built()[:3], []), ["O0", "O2"])
-    assert not casts.installed() and newest_training() is None and type(same[0]) is ConvNet
+    assert not install.installed() and newest_training() is None and type(same[0]) is ConvNet
 
 
 def test_a_notebook_shows_the_report():

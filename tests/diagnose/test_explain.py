@@ -17,9 +17,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import amp_patch
-from amp_patch import casts, explain, initialize, tree
+from amp_patch import explain, initialize
+from amp_patch.casts import functions, install
+from amp_patch.casts.oplists import rules_by_name
 from amp_patch.explain import Explanation, OpCall
-from amp_patch.oplists import rules_by_name
+from amp_patch.support import tree
 
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -30,11 +32,11 @@ lib.scaled = lambda x, weight: x * weight  # type: ignore[attr-defined]
 @pytest.fixture(autouse=True)
 def registry():
     """What a test registers goes when it ends."""
-    before = dict(casts._registered)
+    before = dict(install._registered)
     yield
-    casts.uninstall()
-    casts._registered.clear()
-    casts._registered.update(before)
+    install.uninstall()
+    install._registered.clear()
+    install._registered.update(before)
 
 
 class Net(nn.Module):
@@ -129,7 +131,7 @@ def o2(emulated=NONE, norm="keep_batchnorm_fp32"):
     ],
 )
 def test_the_rows_that_are_written_by_hand(wrappers, options, expected):
-    casts.register_half_function(lib, "scaled")
+    functions.register_half_function(lib, "scaled")
     model = net(**options)
     found = explain(model, images())
     assert rows(found) == expected
@@ -147,7 +149,7 @@ def test_o0_decides_nothing():
 
 
 def test_addresses_are_where_users_find_the_functions(wrappers):
-    casts.register_half_function(lib, "scaled")
+    functions.register_half_function(lib, "scaled")
     ops = {call.op for call in explain(net(opt_level="O4"), images()).calls}
     assert {"torch.nn.functional.conv2d", "torch.Tensor.__matmul__", "lib.scaled", "torch.Tensor.add"} <= ops
 
@@ -225,7 +227,7 @@ def test_of_a_composite_function_the_parts_that_were_decided_are_shown(wrappers)
 
 def namespace():
     """What stands at every place that may be patched."""
-    owners = [(casts._resolve(address), name) for address, name in rules_by_name("apex")]
+    owners = [(install.resolve_address(address), name) for address, name in rules_by_name("apex")]
     owners += [(tree, "cast_floats"), (torch.overrides, "has_torch_function"), (lib, "scaled")]
     return [inspect.getattr_static(owner, name, None) for owner, name in owners] + [
         torch._C._len_torch_function_stack()

@@ -12,9 +12,9 @@ from apexed import apex_amp  # noqa: F401  the fixture `amp`: Apex's
 from torch import nn
 
 import amp_patch as native
-from amp_patch import shards
 from amp_patch.integrations.opt_level import OptLevel
-from amp_patch.model import policy_of
+from amp_patch.model import fsdp
+from amp_patch.model.forward import policy_of
 from amp_patch.policy import resolve
 
 HALF, BF16 = torch.float16, torch.bfloat16
@@ -145,10 +145,10 @@ def test_an_overridden_script_has_the_losses_of_its_new_level_to_the_bit(initial
 
 def test_fsdp_policy_goes_with_initialize(environment):
     environment("O2", "bfloat16")
-    assert shards.fsdp_policy("O1").param_dtype is BF16
-    assert shards.fsdp_policy("O0").param_dtype is None  # of modules that stay FP32
+    assert fsdp.fsdp_policy("O1").param_dtype is BF16
+    assert fsdp.fsdp_policy("O0").param_dtype is None  # of modules that stay FP32
     environment("O0")
-    assert shards.fsdp_policy("O2").param_dtype is None
+    assert fsdp.fsdp_policy("O2").param_dtype is None
 
 
 def test_the_handle_of_the_api_before_initialize(amp, environment):

@@ -216,12 +216,13 @@ def test_eps_is_not_warned_about_where_the_optimizer_computes_in_fp32():
 
 @pytest.mark.parametrize("stage", ["enter_training", "cast"])
 def test_a_failure_half_way_is_undone(monkeypatch, stage):
-    from amp_patch import initialize as module_or_function  # noqa: F401  the package exports the function
-    from amp_patch import model as model_side
+    from amp_patch.model import forward, tensors
+
+    owner = {"enter_training": forward, "cast": tensors}[stage]
 
     model, optimizer = pair()
     before = [(id(p), p.dtype) for p in model.parameters()]
-    monkeypatch.setattr(model_side, stage, lambda *a, **k: (_ for _ in ()).throw(MemoryError))
+    monkeypatch.setattr(owner, stage, lambda *a, **k: (_ for _ in ()).throw(MemoryError))
     with pytest.raises(MemoryError):
         amp.initialize(model, optimizer, opt_level="O2")
     assert [(id(p), p.dtype) for p in model.parameters()] == before

@@ -15,7 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import ADAM, ADAMW, LEVELS, SGD, convnet, same, train, weights
 
-from amp_patch import amp, links, oplists
+from amp_patch import amp
+from amp_patch.casts import oplists
+from amp_patch.masters.masters import master_of
 
 OPTIMIZERS = [pytest.param(SGD, id="sgd"), pytest.param(ADAM, id="adam"), pytest.param(ADAMW, id="adamw")]
 
@@ -443,7 +445,7 @@ def test_restore_works_on_a_model_whose_optimizer_is_gone():
     del optimizer
     amp.restore()
     assert same([p.detach() for p in model.parameters()], masters)
-    assert all(links.master_of(p) is None for p in model.parameters())
+    assert all(master_of(p) is None for p in model.parameters())
 
 
 def through_pickle(value):

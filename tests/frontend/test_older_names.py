@@ -11,7 +11,8 @@ from torch import nn
 from training import SGD, convnet, images, same, weights
 
 import amp_patch
-from amp_patch import amp, casts
+from amp_patch import amp
+from amp_patch.casts import state as casts_state
 
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -151,4 +152,4 @@ def test_a_script_trains_with_the_older_names_as_with_the_newer():
     older = amp_patch.cpu.amp
     expected = train(amp.autocast("cpu", HALF), amp.GradScaler("cpu", 2.0**10))
     assert same(train(older.autocast(True, HALF), older.GradScaler(2.0**10)), expected)
-    assert casts.entered() is None
+    assert casts_state.entered() is None

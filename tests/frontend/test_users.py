@@ -289,13 +289,13 @@ def test_retain_graph_and_gradient_penalty_work_with_batch_norm(level):  # 215, 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_inference_needs_no_optimizer_and_makes_no_masters(level):  # 199, 750, 809
-    from amp_patch import links
+    from amp_patch.masters.masters import master_of
 
     model = amp.initialize(convnet().eval(), opt_level=level)
     with torch.no_grad():
         out = model(training.images(0)[0])
     assert out.shape == (8, 5) and out.isfinite().all()
-    assert all(links.master_of(p) is None for p in model.parameters())
+    assert all(master_of(p) is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import amp_patch.apex as shim
-from amp_patch import casts
+from amp_patch.casts import install
 
 LEVELS = ("O0", "O1", "O2", "O3")
 
@@ -22,13 +22,13 @@ def apex_amp() -> Iterator[Any]:
     assert not before
     shim.install()
     module = importlib.import_module("apex.amp")
-    known, registered = dict(vars(module._amp_state)), dict(casts._registered)
+    known, registered = dict(vars(module._amp_state)), dict(install._registered)
     try:
         yield module
     finally:
         vars(module._amp_state).clear()
         vars(module._amp_state).update(known)
-        casts.uninstall()
-        casts._registered.clear()
-        casts._registered.update(registered)
+        install.uninstall()
+        install._registered.clear()
+        install._registered.update(registered)
         shim.uninstall()

@@ -28,7 +28,8 @@ from paths import EXAMPLES  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from training import LEVELS, same, weights  # noqa: E402
 
-from amp_patch import amp, regions  # noqa: E402
+from amp_patch import amp  # noqa: E402
+from amp_patch.casts import state as casts_state  # noqa: E402
 from amp_patch.integrations.lightning import OptLevelPrecision  # noqa: E402
 from amp_patch.integrations.pytorch_lightning import OptLevelPrecision as OtherPrecision  # noqa: E402
 
@@ -96,7 +97,7 @@ def test_lightning_gives_the_module_back(level):
     assert module.dtypes == {computed}
     assert type(module) is Classifier and type(module.net) is nn.Sequential
     assert {p.dtype for p in module.parameters()} == {torch.float32}
-    assert regions.default() is None and regions.current() is None, "no casts outside of the steps"
+    assert casts_state.default() is None and casts_state.current() is None, "no casts outside of the steps"
 
 
 @pytest.mark.parametrize("function", ["validate", "test", "predict"])

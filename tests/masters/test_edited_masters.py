@@ -17,7 +17,8 @@ from conftest import DEVICES
 from torch import nn
 from training import LEVELS, backward, convnet, images, linear
 
-from amp_patch import amp, links
+from amp_patch import amp
+from amp_patch.masters.masters import Master, Noted, Watch, _Noted, _Watch
 
 CAST = ("O2", "O5")
 MASTERED = [level for level in LEVELS if level != "O3"]
@@ -202,7 +203,7 @@ def test_torch_chooses_the_foreach_form_for_masters_as_for_parameters(monkeypatc
     before = module._foreach_supported_types
     _, optimizer = start()
     masters = list(amp.master_params(optimizer))
-    assert isinstance(masters[0], links.Master)
+    assert isinstance(masters[0], Master)
     assert module._default_to_fused_or_foreach(masters, False) == (False, True)
     amp.restore()
     assert module._foreach_supported_types is before
@@ -219,7 +220,7 @@ def test_a_torch_that_keeps_no_such_list_gets_plain_masters(monkeypatch):
     assert output(model) == 2.0
 
 
-@pytest.mark.parametrize("kinds", [(links.Noted, links.Watch), (links._Noted, links._Watch)], ids=["default", "python"])
+@pytest.mark.parametrize("kinds", [(Noted, Watch), (_Noted, _Watch)], ids=["default", "python"])
 def test_versions_tell_which_of_many_tensors_were_written(kinds):
     noted_kind, watch_kind = kinds
     tensors = [torch.zeros(2) for _ in range(5)]

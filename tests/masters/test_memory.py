@@ -13,8 +13,9 @@ from conftest import DEVICES
 from torch import nn
 from training import LEVELS, SGD, backward, convnet
 
-from amp_patch import amp, links
-from amp_patch.memory import Recycled
+from amp_patch import amp
+from amp_patch.masters.masters import Master, _links
+from amp_patch.masters.recycled_memory import Recycled
 
 
 def live_bytes():
@@ -25,7 +26,7 @@ def live_bytes():
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, nn.Parameter, links.Master) and not thing.is_sparse:
+        if type(thing) in (torch.Tensor, nn.Parameter, Master) and not thing.is_sparse:
             thing = thing.untyped_storage()
         if issubclass(type(thing), torch.UntypedStorage) and thing.device.type != "meta":
             storages[thing.data_ptr()] = thing.nbytes()
@@ -232,7 +233,7 @@ def test_nothing_grows_over_20_rounds_of_initialize_and_restore(level):
 
     first = rounds(2)
     assert rounds(20) == first
-    assert len(links._links) == 0
+    assert len(_links) == 0
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -248,4 +249,4 @@ def test_trainings_that_were_dropped_hold_nothing(level):
     first = trainings(2)
     assert trainings(10) <= first
     gc.collect()
-    assert len(links._links) == 0
+    assert len(_links) == 0

@@ -699,12 +699,13 @@ def steps_in_one_region() -> tuple[list[Tensor], list[Tensor]]:
 
 
 def casts_after_forward() -> int:
-    from amp_patch import regions
+    from amp_patch.casts import regions
+    from amp_patch.casts import state as casts_state
 
     model, _ = sharded_training("O1", torch.bfloat16, "SGD")
     with regions.region(amp.initialize(network(), opt_level="O4")._amp.policy), torch.no_grad():
         loss_of(model, 0, dist.get_rank())
-        return regions.state().cached()
+        return casts_state.state().cached()
 
 
 def test_no_cast_of_a_gathered_weight_outlives_it(ranks):

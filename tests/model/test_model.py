@@ -829,7 +829,7 @@ def test_an_initialize_that_fails_tells_why_though_what_it_began_cannot_be_undon
         other_class(model, None)
         raise KeyError("why")
 
-    monkeypatch.setattr("amp_patch.model.reflatten", fail)
+    monkeypatch.setattr("amp_patch.model.tensors.reflatten", fail)
     with pytest.raises(KeyError, match="why"):
         amp.initialize(model, SGD(model.parameters()), opt_level="O2")
     monkeypatch.undo()

@@ -18,6 +18,7 @@ import torch
 from conftest import DEVICES, DTYPES
 
 from amp_patch import multi_tensor as mt
+from amp_patch.multi_tensor import backends
 
 INF, NAN = math.inf, math.nan
 SIZES = [0, 1, 7, 8, 511, 512, 513, 16384, 16385, 0]  # around the blocks and chunks of cpu.cpp; an empty one last
@@ -25,20 +26,20 @@ ALL_DTYPES = [*DTYPES, torch.float64]
 
 
 # On "cpp" a test runs with the best of the CPU's instruction sets, one marked `on_every_set` with each of them.
-BACKENDS = [b for b in mt.BACKENDS if b == "torch" or mt.backend() == "cpp"]
-SETS = mt._C.instruction_sets() if "cpp" in BACKENDS else []
+BACKENDS = [b for b in backends.BACKENDS if b == "torch" or mt.backend() == "cpp"]
+SETS = backends._C.instruction_sets() if "cpp" in BACKENDS else []
 
 
 @pytest.fixture(params=BACKENDS, autouse=True)
 def backend(request):
     name, _, instructions = request.param.partition("-")
     with mt.use_backend(name):
-        before = mt._C.use_instruction_set(instructions or SETS[-1]) if name == "cpp" else None
+        before = backends._C.use_instruction_set(instructions or SETS[-1]) if name == "cpp" else None
         try:
             yield name
         finally:
             if before is not None:
-                mt._C.use_instruction_set(before)
+                backends._C.use_instruction_set(before)
 
 
 on_every_set = pytest.mark.parametrize(
@@ -785,7 +786,7 @@ def test_instruction_sets_give_the_same_bits():
     sizes = [*range(140), 511, 16384, 16385, 40000]
 
     def everything(name):
-        mt._C.use_instruction_set(name)
+        backends._C.use_instruction_set(name)
         results = []
         for low, target in itertools.product(DTYPES, DTYPES):
             x, y, out = draw(sizes, low, "cpu"), draw(sizes, torch.float32, "cpu", 1), draw(sizes, target, "cpu", 2)
@@ -1167,7 +1168,7 @@ def test_the_environment_forces_torch_and_the_import_touches_no_cuda():
 def test_why_the_extension_is_absent_is_remembered(monkeypatch):
     monkeypatch.setitem(sys.modules, "amp_patch._C", None)
     monkeypatch.setitem(sys.modules, "amp_patch._build", SimpleNamespace(REASON="its build failed: no compiler"))
-    assert mt._load() == (None, "amp_patch._C is absent: its build failed: no compiler")
+    assert backends._load() == (None, "amp_patch._C is absent: its build failed: no compiler")
     monkeypatch.setitem(sys.modules, "amp_patch._build", None)
-    extension, reason = mt._load()
+    extension, reason = backends._load()
     assert extension is None and reason.startswith("amp_patch._C cannot be imported: ")

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from amp_patch import multi_tensor as mt
+from amp_patch.multi_tensor import backends
 
 INF, NAN = math.inf, math.nan
 F64 = torch.float64
@@ -39,7 +40,7 @@ LARGE = [16383, 16384, 16385]  # around a chunk of cpu.cpp
 
 def everywhere() -> Iterator[str]:
     """Each backend in turn, in use while the caller's loop is at it; "cpp" once for each instruction set."""
-    names = [f"cpp-{name}" for name in mt._C.instruction_sets()] if mt.backend() == "cpp" else []
+    names = [f"cpp-{name}" for name in backends._C.instruction_sets()] if mt.backend() == "cpp" else []
     for name in [*names, "torch"]:
         with backend(name):
             yield name
@@ -49,12 +50,12 @@ def everywhere() -> Iterator[str]:
 def backend(name: str) -> Iterator[None]:
     kind, _, instructions = name.partition("-")
     with mt.use_backend(kind):
-        before = mt._C.use_instruction_set(instructions) if instructions else None
+        before = backends._C.use_instruction_set(instructions) if instructions else None
         try:
             yield
         finally:
             if before is not None:
-                mt._C.use_instruction_set(before)
+                backends._C.use_instruction_set(before)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch import nn
 from training import assert_unchanged, snapshot
 
 from amp_patch import amp, multi_tensor
+from amp_patch.multi_tensor import backends
 from amp_patch.optimizers import (
     FusedAdagrad,
     FusedAdam,
@@ -568,9 +569,7 @@ def test_a_checkpoint_of_torch_s_adamw_is_continued():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "backend", [b for b in multi_tensor.BACKENDS if b == "torch" or multi_tensor.backend() == "cpp"]
-)
+@pytest.mark.parametrize("backend", [b for b in backends.BACKENDS if b == "torch" or multi_tensor.backend() == "cpp"])
 @every
 def test_no_step_waits_for_the_device(make, backend, device):
     params = parameters(device=device) + parameters(torch.float16, device)
@@ -637,9 +636,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "backend", [b for b in multi_tensor.BACKENDS if b == "torch" or multi_tensor.backend() == "cpp"]
-)
+@pytest.mark.parametrize("backend", [b for b in backends.BACKENDS if b == "torch" or multi_tensor.backend() == "cpp"])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, amp.GradScaler])

@@ -765,7 +765,7 @@ def test_an_inspection_that_cannot_be_is_a_note(monkeypatch):
     def refuse(*_):
         raise ValueError("inspect: this model is sharded")
 
-    monkeypatch.setattr("amp_patch.shards.refuse", refuse)
+    monkeypatch.setattr("amp_patch.support.distributed.refuse", refuse)
     with amp.record(inspect=True) as run:
         model, optimizer = started()
         for _ in range(2):

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from amp_patch.patch import Patches
+from amp_patch.support.patches import Patches
 
 
 class Base:

@@ -12,7 +12,7 @@ from conftest import DEVICES, DTYPES
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from amp_patch.tree import cast_floats, map_tensors, tensors
+from amp_patch.support.tree import cast_floats, map_tensors, tensors
 
 LOW = [dtype for dtype in DTYPES if dtype in (torch.float16, torch.bfloat16)]
 Point = namedtuple("Point", "x y")

@@ -12,11 +12,13 @@ import torch
 from conftest import WRAPPERS
 from torch import Tensor, nn
 
-from amp_patch import amp, casts, regions
-from amp_patch import model as model_side
+from amp_patch import amp
 from amp_patch.apex.amp import _forks
 from amp_patch.apex.amp.opt import OptimWrapper
 from amp_patch.backward import ScaledBackward
+from amp_patch.casts import install, regions, thread_state
+from amp_patch.casts import state as casts_state
+from amp_patch.model import state as model_state
 
 INPUTS = {
     "first": torch.tensor([[1.0, 2.0, 0.0], [3.0, -1.0, 1.0]]),
@@ -89,16 +91,16 @@ def surroundings() -> dict[str, Any]:
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
         "torch.autocast": [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
-        "torch.autocast's depth": regions._native_depth(),
+        "torch.autocast's depth": thread_state.native_depth(),
         "saved-tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(False),
         "function modes": torch._C._len_torch_function_stack(),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "default type": torch.get_default_dtype(),
-        "regions": [entry.region for entry in regions._thread.stack],
-        "firm regions": len(regions._thread.firm),
-        "overrides": len(regions._overrides),
-        "running model": model_side._running.policy,
-        "casts": regions.current(),
+        "regions": [entry.region for entry in thread_state.this_thread.stack],
+        "firm regions": len(thread_state.this_thread.firm),
+        "overrides": len(casts_state.overrides),
+        "running model": model_state.running.policy,
+        "casts": casts_state.current(),
     }
 
 
@@ -305,7 +307,7 @@ def sweep(
 
         if raised.place[:2] in places and not torch.is_grad_enabled():
             torch.set_grad_enabled(True)
-        if regions._thread.stack and regions._thread.stack[-1].region.call is not None:
+        if thread_state.this_thread.stack and thread_state.this_thread.stack[-1].region.call is not None:
             with regions.region(None):  # nothing is cast after a step that was left, until the next region of ours
                 pass
         now = surroundings()
@@ -332,11 +334,11 @@ def _force() -> None:
     while torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
     torch.set_grad_enabled(True)
-    regions._thread.stack.clear()
-    regions._thread.firm = []
-    regions._overrides.clear()
-    regions.state().leave()
-    model_side._running.policy = None
+    thread_state.this_thread.stack.clear()
+    thread_state.this_thread.firm = []
+    casts_state.overrides.clear()
+    casts_state.state().leave()
+    model_state.running.policy = None
 
 
 ERRORS = (KeyboardInterrupt, ValueError)
@@ -355,7 +357,7 @@ def places() -> set[Any]:
 
 @pytest.mark.parametrize("case", [CASES[2], CASES[3], CASES[5]], ids=str)
 def test_an_interrupt_at_some_calls_of_an_iteration_leaves_everything_right(case, places):
-    with casts.use_backend(case.wrappers):
+    with install.use_backend(case.wrappers):
         assert sweep(case, STORIES["iteration"], places, KeyboardInterrupt, stride=23) == []
 
 
@@ -431,7 +433,7 @@ def test_ctrl_c_at_the_exit_of_a_region_of_the_user(wrappers, keeps_the_tracebac
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize(("case", "name"), SWEEPS, ids=str)
 def test_an_exception_at_any_call_of_an_iteration_leaves_everything_right(case, name, error, places):
-    with casts.use_backend(case.wrappers):
+    with install.use_backend(case.wrappers):
         assert sweep(case, STORIES[name], places, error) == []
 
 
@@ -439,5 +441,5 @@ def test_an_exception_at_any_call_of_an_iteration_leaves_everything_right(case, 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_an_interrupt_after_any_call_into_c_leaves_everything_right(case):
     places = left_without_grad_mode_by_torch("c_return")
-    with casts.use_backend(case.wrappers):
+    with install.use_backend(case.wrappers):
         assert sweep(case, STORIES["iteration"], places, KeyboardInterrupt, event="c_return") == []

@@ -9,6 +9,7 @@ from conftest import DEVICES
 from syncs import Syncs, count
 
 from amp_patch import amp, multi_tensor
+from amp_patch.multi_tensor import backends
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -52,9 +53,7 @@ def a_step(level, device, clip, **options):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "backend", [b for b in multi_tensor.BACKENDS if b == "torch" or multi_tensor.backend() == "cpp"]
-)
+@pytest.mark.parametrize("backend", [b for b in backends.BACKENDS if b == "torch" or multi_tensor.backend() == "cpp"])
 @pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_one_sync_a_step_and_that_in_step(level, clipped, backend, device):
@@ -74,9 +73,7 @@ def test_no_sync_where_nothing_is_scaled(level, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "backend", [b for b in multi_tensor.BACKENDS if b == "torch" or multi_tensor.backend() == "cpp"]
-)
+@pytest.mark.parametrize("backend", [b for b in backends.BACKENDS if b == "torch" or multi_tensor.backend() == "cpp"])
 def test_kernels_and_update_scale_never_sync(backend, device):
     low = [torch.randn(5, 7, device=device).half(), torch.randn(300, device=device).bfloat16()[1:]]
     wide = [t.float() for t in low]

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from amp_patch import links
 from amp_patch import optimizer as optimizer_side
 from amp_patch.apex.amp._amp_state import maybe_print
 from amp_patch.apex.parallel.distributed import flat_dist_call
-from amp_patch.blocks import block
 from amp_patch.initialize import master_params
+from amp_patch.masters.masters import master_of, publish
 from amp_patch.policy import LOW_PRECISION, boolean, scale_number
+from amp_patch.support.blocks import block
 
 _DTYPES: dict[str, torch.dtype | None] = {
     "float16": torch.float16,
@@ -126,10 +126,10 @@ def broadcast(models: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
     models, optimizers = list(models), list(optimizers)
     params = {id(p): p for model in models for p in model.parameters()}
     masters = {id(p): p for optimizer in optimizers for p in master_params(optimizer)}
-    own = [p for key, p in params.items() if key not in masters and links.master_of(p) is None]
+    own = [p for key, p in params.items() if key not in masters and master_of(p) is None]
     flat_dist_call([*masters.values(), *own], distributed.broadcast, (0,))
     for optimizer in optimizers:
-        links.publish(optimizer_side.innermost(optimizer)._amp_stash.masters.linked())
+        publish(optimizer_side.innermost(optimizer)._amp_stash.masters.linked())
 
 
 def averages(optimizers: Any) -> bool:

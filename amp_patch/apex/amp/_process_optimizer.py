@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from amp_patch import links
 from amp_patch import optimizer as core
-from amp_patch.masters import take
+from amp_patch.masters.gradients import take
+from amp_patch.masters.masters import publish
 from amp_patch.scaler import LossScaler, inverse_of
 
 __all__ = ["AmpOptimizerState"]
@@ -122,7 +122,7 @@ class AmpOptimizer(core.AmpOptimizer):
 
     def _master_params_to_model_params(self) -> None:
         """Round every master into its parameter."""
-        links.publish(self._amp_stash.masters.linked())
+        publish(self._amp_stash.masters.linked())
 
     def _prepare_amp_backward(self) -> None:
         """Leave no gradient on the model that a backward pass could add to; `_post_amp_backward` adds them."""

@@ -7,7 +7,7 @@ from typing import Any
 from amp_patch.apex.amp import _forks
 from amp_patch.apex.amp._amp_state import _amp_state
 from amp_patch.apex.amp.handle import AmpHandle, NoOpHandle
-from amp_patch.casts import (
+from amp_patch.casts.functions import (
     bfloat16_function,
     float_function,
     half_function,

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch import casts, regions
-from amp_patch import model as model_side
 from amp_patch import optimizer as optimizer_side
 from amp_patch.apex.amp import _forks
 from amp_patch.apex.amp._amp_state import _amp_state
@@ -18,9 +16,12 @@ from amp_patch.apex.amp._process_optimizer import AmpOptimizer, AmpOptimizerStat
 from amp_patch.apex.amp.lists import register_edits
 from amp_patch.apex.amp.opt import OptimWrapper
 from amp_patch.apex.amp.scaler import LossScaler
-from amp_patch.cpu_fp16 import settle
+from amp_patch.casts import install, regions
+from amp_patch.casts import state as casts_state
+from amp_patch.casts.cpu_fp16 import settle
 from amp_patch.initialize import Dialect, Training, begin_training
 from amp_patch.initialize import scale_loss as scale_loss_of
+from amp_patch.model import forward as model_forward
 from amp_patch.override import LEVEL, overridden
 from amp_patch.policy import OPT_LEVELS, Policy, resolve
 
@@ -93,8 +94,8 @@ class AmpHandle:
             self._policy = settle(replace(policy, op_lists="apex"), on_cpu=True)
             if policy.patch_torch_functions:
                 register_edits(self._policy.dtype)
-                casts.install("apex")
-            regions.set_default(self._policy)
+                install.install("apex")
+            casts_state.set_default(self._policy)
 
     def is_active(self) -> bool:
         """Whether the casts act."""
@@ -115,18 +116,18 @@ class AmpHandle:
         patches = self._active and OPT_LEVELS[before.opt_level].patch_torch_functions
         after = replace(before, patch_torch_functions=patches)
         if not self._active:
-            self._was_default = regions.default() is before
+            self._was_default = casts_state.default() is before
             if self._was_default:
-                regions.set_default(None)
-        elif self._was_default and regions.default() is None:
-            regions.set_default(after)
+                casts_state.set_default(None)
+        elif self._was_default and casts_state.default() is None:
+            casts_state.set_default(after)
         if self._training is None:
             self._policy = after
             return
         self._training.policy = after
         for model_ref in self._training.models:
-            if (model := model_ref()) is not None and model_side.policy_of(model) is before:
-                model_side.set_policy(model, after)
+            if (model := model_ref()) is not None and model_forward.policy_of(model) is before:
+                model_forward.set_policy(model, after)
         for ref in self._training.optimizers:
             stash = None if (optimizer := ref()) is None else getattr(optimizer, "_amp_stash", None)
             if stash is not None and stash.policy is before:  # it may have begun another training since
@@ -162,11 +163,11 @@ class AmpHandle:
 
     def _clear_cache(self) -> None:
         """Forget the weights that this thread has cast."""
-        regions.drop_cache()
+        casts_state.drop_cache()
 
     def remove_cache(self, param: Tensor) -> None:
         """Forget the cast of a weight, among all others."""
-        regions.drop_cache()
+        casts_state.drop_cache()
 
     @property
     def has_cache(self) -> bool:

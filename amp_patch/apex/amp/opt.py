@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from amp_patch.blocks import block
 from amp_patch.initialize import scale_loss
+from amp_patch.support.blocks import block
 
 __all__ = ["OptimWrapper"]
 

@@ -9,9 +9,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from amp_patch import links, masters, multi_tensor
+from amp_patch import multi_tensor
 from amp_patch.apex.fp16_utils.fp16util import clip_grad_norm
 from amp_patch.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
+from amp_patch.masters import of_optimizer
+from amp_patch.masters.masters import publish, reconcile
 from amp_patch.policy import LOW_PRECISION
 
 logger = logging.getLogger("amp_patch")
@@ -72,7 +74,7 @@ class FP16_Optimizer:
         self.overflow = False
         self.first_closure_call_this_step = True
         self.clip_grad_norm = clip_grad_norm
-        self._masters = masters.Masters()
+        self._masters = of_optimizer.Masters()
         self._own_unscaled = False  # whether the gradients of parameters without master were unscaled in place
         self._scale_of_grads = self.loss_scale  # which the low-precision gradients have
         for group in init_optimizer.param_groups:
@@ -204,7 +206,7 @@ class FP16_Optimizer:
                 logger.warning("Gradient overflow: skipped the step; loss scale is now %g", self.loss_scale)
             return None
         linked = self._masters.linked()
-        links.reconcile(linked)  # the user may have written into the model, or loaded a checkpoint
+        reconcile(linked)  # the user may have written into the model, or loaded a checkpoint
         if closure is None:
             result = self.optimizer.step()
         else:
@@ -212,7 +214,7 @@ class FP16_Optimizer:
                 result = self.optimizer.step(lambda: self._evaluate(closure))
             finally:
                 self.first_closure_call_this_step = True
-        links.publish(linked)
+        publish(linked)
         return result
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,11 +252,11 @@ class FP16_Optimizer:
         for group, saved_group in zip(self.fp32_from_fp16_groups, saved_groups, strict=True):
             for master, saved in zip(group, saved_group, strict=True):
                 master.copy_(saved)
-        links.publish(self._masters.linked())
+        publish(self._masters.linked())
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         if not self.first_closure_call_this_step:
-            links.publish(self._masters.linked())  # the optimizer has moved the masters since its first call
+            publish(self._masters.linked())  # the optimizer has moved the masters since its first call
         self.first_closure_call_this_step = False
         while True:
             before = self.loss_scale

@@ -11,17 +11,17 @@ from types import ModuleType
 
 import torch
 
-from amp_patch import casts
 from amp_patch.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from amp_patch.apex.amp.lists._from_oplists import KINDS, names
+from amp_patch.casts import functions
 
 __all__ = ["functional_overrides", "tensor_overrides", "torch_overrides"]
 
 _REGISTER = {
-    "FP16_FUNCS": casts.register_half_function,
-    "BFLOAT16_FUNCS": casts.register_half_function,
-    "FP32_FUNCS": casts.register_float_function,
-    "CASTS": casts.register_promote_function,
+    "FP16_FUNCS": functions.register_half_function,
+    "BFLOAT16_FUNCS": functions.register_half_function,
+    "FP32_FUNCS": functions.register_float_function,
+    "CASTS": functions.register_promote_function,
 }
 
 
@@ -51,7 +51,7 @@ def _register_edits(module: ModuleType, dtype: torch.dtype) -> None:
     # What only one of the two low-precision lists has lost is off both.
     for name in sorted(taken_off - put_on):
         if hasattr(module.MODULE, name):
-            casts.leave_alone(module.MODULE, name)
+            functions.leave_alone(module.MODULE, name)
 
 
 def _name(entry: str | tuple[str, str]) -> str:

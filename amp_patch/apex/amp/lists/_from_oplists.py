@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from amp_patch.oplists import rules_by_name
-from amp_patch.rules import INSTEAD_OF_BANNED
+from amp_patch.casts.oplists import rules_by_name
+from amp_patch.casts.rules import INSTEAD_OF_BANNED
 
 # What Apex called the names of which rules. The in-place names it derived from these. BFLOAT16_FUNCS is ROCm's.
 KINDS: dict[str, tuple[str, ...]] = {

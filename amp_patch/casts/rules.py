@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from amp_patch.cpu_fp16 import Upcast, rounded, takes
-from amp_patch.oplists import IN_PLACE_GEMMS, SLOW_HALF
-from amp_patch.regions import cast_weight
-from amp_patch.tree import map_tensors, tensors
+from amp_patch.casts.cpu_fp16 import Upcast, rounded, takes
+from amp_patch.casts.oplists import IN_PLACE_GEMMS, SLOW_HALF
+from amp_patch.casts.state import cast_weight
+from amp_patch.support.tree import map_tensors, tensors
 
 if TYPE_CHECKING:
     from amp_patch.policy import Policy

@@ -13,10 +13,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from amp_patch import buffers, links
-from amp_patch.model import AmpModel
-from amp_patch.patch import Patches
+from amp_patch.masters.masters import linked, master_of, reconcile
+from amp_patch.model import buffers
+from amp_patch.model.forward import AmpModel
 from amp_patch.policy import LOW_PRECISION
+from amp_patch.support.patches import Patches
 
 _patches = Patches()
 
@@ -50,11 +51,11 @@ class _Exact:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        links.reconcile(links.linked(dict.fromkeys(model.parameters())))
+        reconcile(linked(dict.fromkeys(model.parameters())))
 
     def parameters(self) -> Iterator[Tensor]:
         for param in self._model.parameters():
-            master = links.master_of(param)
+            master = master_of(param)
             yield _fp32(param) if master is None else master
 
     def buffers(self) -> Iterator[Tensor]:

@@ -19,18 +19,21 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.utils import parametrize
 
-from amp_patch import regions, subclass
+from amp_patch.casts import regions
+from amp_patch.casts import state as casts_state
+from amp_patch.support import generated_class
+from amp_patch.support.generated_class import Generated
 
 _NEWOBJ: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 _copies: WeakSet[nn.Module] = WeakSet()
 
 
-class FP32Copy(subclass.Generated):
+class FP32Copy(Generated):
     """The methods of a module in an FP32 copy: no casts, unless the caller is in a region of its own that casts."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
-        methods = {name: _without_casts(name, function) for name, function in subclass.own_methods(base)}
+        methods = {name: _without_casts(name, function) for name, function in generated_class.own_methods(base)}
         return {**methods, "forward": _without_casts("forward", base.forward)}  # type: ignore[attr-defined]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -81,7 +84,7 @@ def unshield() -> None:
     for plain in list(_copies):
         for module in plain.modules():
             if isinstance(module, FP32Copy) and "_amp_base" in vars(type(module)):
-                subclass.take(module)
+                generated_class.take(module)
 
 
 def _is_known_by_its_class(module: nn.Module) -> bool:
@@ -91,8 +94,8 @@ def _is_known_by_its_class(module: nn.Module) -> bool:
 
 
 def _give(module: Any) -> None:
-    if not isinstance(module, subclass.Generated):  # else it is in a training by now
-        subclass.give(module, FP32Copy)
+    if not isinstance(module, Generated):  # else it is in a training by now
+        generated_class.give(module, FP32Copy)
 
 
 def _without_casts(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,7 +107,7 @@ def _without_casts(name: str, function: Callable[..., Any]) -> Callable[..., Any
     @functools.wraps(function)
     def plain(self: Any, *args: Any, **kwargs: Any) -> Any:
         method = getattr(self._amp_base, name)
-        if is_dynamo_compiling() or regions.outside():
+        if is_dynamo_compiling() or casts_state.outside():
             with regions.region(None):
                 return method(self, *args, **kwargs)
         return method(self, *args, **kwargs)

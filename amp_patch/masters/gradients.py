@@ -1,105 +1,21 @@
-"""Masters: the FP32 weights that an optimizer updates in place of a model's low-precision ones.
-
-A parameter without a master is its own master. That one rule serves every level: O0, O1 and O3 have no other.
-"""
+"""The gradients of masters: gathered from low-precision ones, unscaled, added up and checked in few passes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from amp_patch import links, multi_tensor, shards
-from amp_patch.blocks import without_grad
-from amp_patch.patch import Attempts
-from amp_patch.policy import LOW_PRECISION
+from amp_patch import multi_tensor
+from amp_patch.masters.masters import link_of
+from amp_patch.support import distributed
+from amp_patch.support.blocks import without_grad
 
 Groups = list[dict[str, Any]]
 FoundInf = dict[torch.device, Tensor]
-
-
-class Masters:
-    """The parameters of one optimizer as pairs (param, master), and what moves between the two.
-
-    The optimizer's groups hold the masters, in the user's order; the only state here is the way back from a master to
-    the model's parameter. Methods are handed the groups, so that nothing has to be kept in step with them.
-    """
-
-    def __init__(self) -> None:
-        self._params: dict[int, links.Linked] = {}  # id(master) -> the parameter and its link to this master
-
-    def __getstate__(self) -> list[tuple[Tensor, Tensor]]:
-        return [(param, link.master) for param, link in self._params.values()]
-
-    def __setstate__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        self._params = {id(master): (param, links.connect(param, master)) for param, master in pairs}
-
-    def pairs(self, groups: Groups) -> list[tuple[Tensor, Tensor]]:
-        """(param, master) for every parameter in `groups`; the same tensor twice where it is its own master."""
-        params = self._params
-        return [
-            (params[id(master)][0] if id(master) in params else master, master)
-            for group in groups
-            for master in group["params"]
-        ]
-
-    def linked(self) -> list[links.Linked]:
-        """The parameters that have a master, with their links."""
-        return list(self._params.values())
-
-    def attach(self, optimizer: Any, group: dict[str, Any], about_to_be_cast: Collection[int] = ()) -> None:
-        """Put masters into one of the optimizer's groups, in place.
-
-        A parameter whose id is in `about_to_be_cast` gives its FP32 storage to its master: the caller gives the
-        parameter a low-precision one next. A parameter that is float16 or bfloat16 already gets the master that it
-        has, or an FP32 copy. The optimizer's state and an existing gradient move to the master.
-        """
-        params = group["params"]
-        for index, param in enumerate(params):
-            if id(param) not in about_to_be_cast and param.dtype not in LOW_PRECISION:
-                continue
-            master = links.master_of(param)  # another optimizer's, maybe
-            if master is None:
-                # `.data`, since a detached tensor would share the parameter's version counter too
-                master = nn.Parameter(param.data.float(), requires_grad=param.requires_grad)
-            self._params[id(master)] = (param, links.connect(param, master))
-            _replace(optimizer, params, index, master)
-            if param.grad is not None:
-                master.grad, param.grad = param.grad.to(master.dtype), None
-
-    def detach(self, optimizer: Any) -> None:
-        """The way back: the parameters in the groups, with their state, and their gradients if they are FP32 again."""
-        attempt = Attempts()
-        for group in optimizer.param_groups:
-            attempt(self._detach_group, optimizer, group)
-        self._params.clear()
-        attempt.finish()
-
-    def _detach_group(self, optimizer: Any, group: dict[str, Any]) -> None:
-        params = group["params"]
-        for index, master in enumerate(params):
-            param = self._param_of(master)
-            if param is not master:
-                _replace(optimizer, params, index, param)
-                if param.dtype is master.dtype:
-                    param.grad = master.grad
-
-    def follow(self, wrapper: Any) -> None:
-        """Move what `wrapper`, around an optimizer with these masters, keeps for the parameters to the masters."""
-        for param, link in self._params.values():
-            _rekey(wrapper, param, link.master)
-
-    def unfollow(self, wrapper: Any) -> None:
-        """Undo `follow`."""
-        for param, link in self._params.values():
-            _rekey(wrapper, link.master, param)
-
-    def _param_of(self, master: Tensor) -> Tensor:
-        known = self._params.get(id(master))
-        return master if known is None else known[0]
 
 
 class Earlier(NamedTuple):
@@ -278,7 +194,7 @@ def _fp32_like(param: Tensor, grad: Tensor, batch: _Batch) -> Tensor:
     if grad.is_sparse:
         grad = grad.coalesce()
     values = _values(param, grad)
-    link = None if grad.is_sparse else links.link_of(param)
+    link = None if grad.is_sparse else link_of(param)
     result = torch.empty_like(values, dtype=torch.float32) if link is None else link.gradients.empty_like(values)
     batch.fresh.append((values, result))
     if not grad.is_sparse:
@@ -296,8 +212,8 @@ def _values(param: Tensor, grad: Tensor) -> Tensor:
 
     Of a sharded one what this process holds.
     """
-    if shards.is_dtensor(grad):
-        grad = shards.local(grad)
+    if distributed.is_dtensor(grad):
+        grad = distributed.local(grad)
     elif grad.is_sparse:
         if not grad.is_coalesced():
             param.grad = grad = grad.coalesce()
@@ -312,14 +228,3 @@ def _values(param: Tensor, grad: Tensor) -> Tensor:
 def _sum(earlier: Tensor, new: Tensor) -> Tensor:
     """The sum of two gradients one of which is sparse; torch adds to a dense one only."""
     return new + earlier if earlier.is_sparse and not new.is_sparse else earlier + new
-
-
-def _replace(optimizer: Any, params: list[Tensor], index: int, new: Tensor) -> None:
-    old, params[index] = params[index], new
-    _rekey(optimizer, old, new)
-
-
-def _rekey(optimizer: Any, old: Tensor, new: Tensor) -> None:
-    state = getattr(optimizer, "state", None)
-    if state is not None and old in state:
-        state[new] = state.pop(old)

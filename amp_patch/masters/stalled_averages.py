@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch import links
+from amp_patch.masters.masters import link_of
 from amp_patch.policy import LOW_PRECISION
 
 _STEPS = 500  # for which a copy is watched
@@ -83,7 +83,7 @@ class Watch:
             (c, p) for first, second in self._pairs or () if (c := first()) is not None if (p := second()) is not None
         ]
         # One with a master is trained, or averaged through its state dict, which is FP32.
-        return [] if any(links.link_of(c) is not None or c.device != p.device for c, p in pairs) else pairs
+        return [] if any(link_of(c) is not None or c.device != p.device for c, p in pairs) else pairs
 
 
 def remember(models: Iterable[weakref.ref[nn.Module]]) -> None:

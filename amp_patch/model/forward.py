@@ -1,109 +1,42 @@
-"""The model's side of a training: its cast, its forward under the training's policy, its FP32 state dict."""
+"""The classes of models and kept modules: forward under the training's policy, an FP32 state dict, entry and undo."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import re
-import threading
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from amp_patch import buffers, casts, copies, links, regions, shards, stalled, subclass, tree
-from amp_patch.accumulation import set_data
-from amp_patch.forward_hook import NoHook
-from amp_patch.patch import Attempts, Patches
+from amp_patch.casts import regions
+from amp_patch.casts import state as casts_state
+from amp_patch.masters import stalled_averages
+from amp_patch.masters.masters import Linked, connect, link_of, linked, master_of, publish, reconcile
+from amp_patch.model import buffers, fsdp, shielded_copies
+from amp_patch.model.fast_path import forbid_fast_path
+from amp_patch.model.state import ModelState, followed_policy, running
+from amp_patch.model.tensors import cast, reflatten, refuse_changed, uncast, was_changed
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
+from amp_patch.support import generated_class, tree
+from amp_patch.support.forward_hook import NoHook
+from amp_patch.support.generated_class import Generated
+from amp_patch.support.patches import Attempts
 
-_fast_path = Patches()
 _NO_CASTS = OPT_LEVELS["O0"]
 _DTYPE_ERROR = re.compile(
     r"same dtype|scalar type|should be the same|dtype mismatch|mixed dtype|must have the same type", re.I
 )
 
 
-class _Running(threading.local):
-    """The policy of the model whose forward runs on this thread; None outside."""
-
-    def __init__(self) -> None:  # an attribute of the instance, for torch.compile's guards
-        self.policy: Policy | None = None
-
-
-_running = _Running()
-
-
-@dataclass
-class ModelState:
-    """What a model of a training knows of it: `module._amp`.
-
-    Attributes:
-        policy: of the training.
-        low_buffers: names of buffers that were low precision before `initialize`.
-        on_demand: whether a state dict makes the masters: for models that no optimizer trains, copies among them.
-        edits: what somebody wrote into the masters, and no forward has seen yet.
-        fast_path_off: whether torch's fused encoder layers would meet modules that were kept.
-        sharded: whether the model went through `fully_shard` before.
-        handles: of hooks on FSDP modules inside the model.
-        no_sync: whether DDP's `no_sync()` is entered (replicas.py says so).
-        local: whether the gradients of the last forward stay on this process: it ran under `no_sync()`.
-        watch: looks for cast buffers that training writes; None when it has seen enough.
-        cleared: how often `zero_grad` was called.
-        loads: how often a state dict was loaded.
-        copies: watches over copies of the model, which somebody may use for averages.
-        source: of a copy, the state of what it was made of.
-    """
-
-    policy: Policy
-    low_buffers: frozenset[str] = frozenset()
-    on_demand: bool = False
-    edits: links.Edits = field(default_factory=links.Edits)
-    fast_path_off: bool = False
-    sharded: bool = False
-    handles: list[Any] = field(default_factory=list)
-    no_sync: bool = False
-    local: bool = False
-    watch: buffers.Watch | None = None
-    cleared: int = 0
-    loads: int = 0
-    copies: list[stalled.Watch] = field(default_factory=list)
-    source: weakref.ref[ModelState] | None = None
-
-    def __deepcopy__(self, memo: Any) -> ModelState:
-        copied = object.__new__(ModelState)
-        copied.__setstate__(deepcopy(self.__getstate__(), memo))
-        copied.source = weakref.ref(self)
-        return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy has parameters of its own, and no masters.
-        fresh = {"on_demand": True, "handles": [], "no_sync": False, "local": False, "watch": None}
-        fresh |= {"copies": [], "source": None}
-        state = {**vars(self), **fresh}
-        del state["edits"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, edits=links.Edits())
-        if self.policy.patch_torch_functions or self.policy.emulates:
-            casts.install(self.policy.op_lists)  # this may be another process
-        if self.fast_path_off:
-            forbid_fast_path()
-
-
-class AmpModel(subclass.Generated):
+class AmpModel(Generated):
     """Overrides of a model that went through `initialize`. Without `_amp` an instance behaves like its base."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
-        overrides = {name: _advising(name, function) for name, function in subclass.own_methods(base)}
+        overrides = {name: _advising(name, function) for name, function in generated_class.own_methods(base)}
         return overrides | {name: _entering(base, name) for name in ("forward", *key)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -111,7 +44,7 @@ class AmpModel(subclass.Generated):
         own: ModelState | None = vars(self).get("_amp")
         source = None if own is None or own.source is None else own.source()
         if source is not None and source.policy.cast_model_type is not None:
-            source.copies.append(stalled.Watch(self))  # type: ignore[arg-type]
+            source.copies.append(stalled_averages.Watch(self))  # type: ignore[arg-type]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """torch's, with low-precision weights given as the FP32 values of their masters (without one: upcast).
@@ -123,7 +56,7 @@ class AmpModel(subclass.Generated):
         """
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
-        policy = _policy(self)
+        policy = followed_policy(self)
         if policy is None or policy.cast_model_type is None:
             return state
         module: nn.Module = self  # type: ignore[assignment]
@@ -132,14 +65,14 @@ class AmpModel(subclass.Generated):
         if own.on_demand and policy.master_weights:
             with torch.inference_mode(False), torch.no_grad():
                 for param in params.values():
-                    if param.dtype in LOW_PRECISION and links.link_of(param) is None:
-                        links.connect(param, nn.Parameter(param.detach().float(), requires_grad=param.requires_grad))
-        links.reconcile(links.linked(set(params.values())))
+                    if param.dtype in LOW_PRECISION and link_of(param) is None:
+                        connect(param, nn.Parameter(param.detach().float(), requires_grad=param.requires_grad))
+        reconcile(linked(set(params.values())))
         exact = buffers.exact_values(module, prefix)
         for name, value in state.items():
             if not (name.startswith(prefix) and isinstance(value, Tensor) and value.dtype in LOW_PRECISION):
                 continue
-            master = links.master_of(params[name]) if name in params else None
+            master = master_of(params[name]) if name in params else None
             if master is None:
                 state[name] = exact[name] if name in exact else value.float()
             else:
@@ -149,7 +82,7 @@ class AmpModel(subclass.Generated):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         # load_state_dict of this model or of a wrapper (DDP) arrives here first, then at the children, which copy the
         # same values, rounded, into the low-precision weights.
-        policy = _policy(self)
+        policy = followed_policy(self)
         cast = policy is not None and policy.cast_model_type is not None
         if cast and local_metadata.get("assign_to_params_buffers", False):
             raise ValueError(
@@ -160,20 +93,20 @@ class AmpModel(subclass.Generated):
         if policy is not None:
             vars(self)["_amp"].loads += 1
         module: nn.Module = self  # type: ignore[assignment]
-        loaded: dict[int, links.Linked] = {}  # by id(param): a shared weight has several names
+        loaded: dict[int, Linked] = {}  # by id(param): a shared weight has several names
         for name, param in module.named_parameters(remove_duplicate=False):
-            value, link = state_dict.get(prefix + name), links.link_of(param)
+            value, link = state_dict.get(prefix + name), link_of(param)
             if link is not None and isinstance(value, Tensor) and value.shape == param.shape:
                 with torch.no_grad():
                     link.master.copy_(value)
                 loaded[id(param)] = (param, link)
-        links.publish(list(loaded.values()))
+        publish(list(loaded.values()))
         if cast:
             buffers.load(module, state_dict, prefix, vars(self)["_amp"].low_buffers)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         # .to(device), .float(), .half(), those of a wrapper around this model too: all end here.
-        policy = _policy(self)
+        policy = followed_policy(self)
         if policy is not None and policy.cast_model_type is not None:
             _refuse_another_type(self, fn, policy)
         return super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
@@ -184,7 +117,7 @@ class AmpModel(subclass.Generated):
         module: nn.Module = self  # type: ignore[assignment]
         if (own := vars(module).get("_amp")) is not None:
             own.cleared += 1
-        for _, link in links.linked(module.parameters()):
+        for _, link in linked(module.parameters()):
             master = link.master
             if set_to_none or master.grad is None:
                 master.grad = None
@@ -192,19 +125,19 @@ class AmpModel(subclass.Generated):
                 master.grad = torch.zeros_like(master.grad)
 
 
-class KeptModule(subclass.Generated):
+class KeptModule(Generated):
     """Forward of a module that stays FP32: FP32 inside; in a cast model its outputs have the type that came in."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
         @functools.wraps(base.forward)  # type: ignore[attr-defined]
         def kept(self: Any, *args: Any, **kwargs: Any) -> Any:
-            forward, policy = self._amp_base.forward, _policy(self)
+            forward, policy = self._amp_base.forward, followed_policy(self)
             if policy is None:
                 return forward(self, *args, **kwargs)
             came = None
             if policy.cast_model_type is not None:  # the layers around take one type; O1's take any
-                inside = _running.policy is not None or _in_backward()
+                inside = running.policy is not None or _in_backward()
                 came = _low_precision_of((args, kwargs)) or (policy.cast_model_type if inside else None)
             args, kwargs = tree.cast_floats((args, kwargs), torch.float32, LOW_PRECISION)
             claims = policy.patch_torch_functions or policy.cast_model_type is not None  # O0 is the plain script
@@ -215,149 +148,12 @@ class KeptModule(subclass.Generated):
         return {"forward": kept}
 
 
-def uncompiled(model: Any) -> Any:
-    """The module inside of what `torch.compile` made of it; anything else as it is."""
-    return model._orig_mod if type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod") else model
-
-
-def check(model: Any, methods: Collection[str] = ()) -> None:
-    """Raise unless `initialize` can take `model`; the message says what to do instead."""
-    name = type(model).__name__
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"initialize: models holds a {name}; wanted a torch.nn.Module or a list of them")
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            f"initialize: the model is wrapped in {name}; pass the model itself and wrap what initialize() returns"
-        )
-    wrapped = next((key for key, module in model.named_modules() if shards.is_fsdp1(module)), None)
-    if wrapped is not None:
-        raise ValueError(
-            f"initialize: {repr(wrapped) + ' of ' if wrapped else ''}the model is wrapped in "
-            "FullyShardedDataParallel, whose flattened shards no overflow check of ours agrees on; "
-            "shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead, then call initialize()"
-        )
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError(
-            f"initialize: {name} is a ScriptModule, whose class and forward cannot be extended; pass the model that it "
-            "was made from (torch.jit.trace or script the trained FP32 copy: amp.fp32_copy)"
-        )
-    if "forward" in vars(model):
-        raise ValueError(
-            f"initialize: this {name} has a `forward` of its own in its __dict__, which hides the one of its class; "
-            "define forward on the class, or call initialize() before something replaces it"
-        )
-    cls: Any = subclass.base_class(model)
-    if cls.forward is nn.Module.forward and cls.__call__ is not nn.Module.__call__ and "__call__" not in methods:
-        raise ValueError(
-            f"initialize: {name} defines __call__ and no forward, which is where casts and hooks act; rename it "
-            "forward, or name it: initialize(..., methods=('__call__',))"
-        )
-
-
-def check_methods(models: list[nn.Module], methods: Collection[str]) -> None:
-    """Raise unless every name in `methods` is a method of at least one model."""
-    if isinstance(methods, str):
-        raise TypeError(
-            f"initialize: methods is the string {methods!r}; wanted a tuple of names: methods=({methods!r},)"
-        )
-    for name in methods:
-        if any(isinstance(inspect.getattr_static(model, name, None), (staticmethod, classmethod)) for model in models):
-            raise ValueError(f"initialize: methods names {name!r}, a static or class method, which has no model to run")
-        if not any(callable(getattr(model, name, None)) for model in models):
-            kinds = ", ".join(type(model).__name__ for model in models)
-            raise ValueError(f"initialize: methods names {name!r}, which {kinds} does not have")
-
-
-def check_fp32(model: nn.Module, policy: Policy, kept: list[nn.Module]) -> None:
-    """Raise unless the floating parameters of `model` are FP32 (FP64 too where they are not cast)."""
-    stays = {id(p) for module in kept for p in module.parameters()}
-    for name, param in model.named_parameters():
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            raise ValueError(
-                f"initialize: parameter {name!r} of {type(model).__name__} is lazy and has no values yet; run one "
-                "forward pass first"
-            )
-        if param.dtype in LOW_PRECISION:
-            raise ValueError(
-                f"initialize: parameter {name!r} of {type(model).__name__} is {param.dtype}; wanted a model in FP32, "
-                "which the opt level then casts: call model.float() first and leave out .half() and .bfloat16()"
-            )
-        if param.dtype is torch.float64 and policy.cast_model_type is not None and id(param) not in stays:
-            raise ValueError(
-                f"initialize: parameter {name!r} of {type(model).__name__} is torch.float64 and opt_level "
-                f"{policy.opt_level!r} casts FP32 models: call model.float() first, or name its module in keep_fp32"
-            )
-
-
-def check_steps(model: nn.Module, policy: Policy) -> None:
-    """Raise if optimizers step during backward, where `policy` has gradients scaled or weights cast."""
-    if not (policy.scales_loss or policy.cast_model_type is not None):
-        return
-    for name, param in model.named_parameters():
-        if getattr(param, "_in_backward_optimizers", None):
-            raise ValueError(
-                f"initialize: an optimizer steps parameter {name!r} of {type(model).__name__} during backward "
-                f"(_apply_optimizer_in_backward), with gradients that opt_level {policy.opt_level!r} could neither "
-                "unscale nor bring to masters; make an ordinary optimizer and step after `scale_loss`, or use O0 or O4"
-            )
-
-
-def to_cast(models: list[nn.Module], kept: list[nn.Module]) -> tuple[list[nn.Parameter], list[buffers.Owned]]:
-    """What a cast changes: the FP32 parameters outside of `kept`, each once, and the FP32 buffers (module, name).
-
-    Not sharded parameters: fully_shard gathers their FP32 shards in another type.
-    """
-    modules = {id(m): m for model in models for m in model.modules()}
-    for root in kept:
-        for module in root.modules():
-            modules.pop(id(module), None)
-    params = {
-        id(p): p
-        for m in modules.values()
-        for p in m._parameters.values()
-        if p is not None and p.dtype is torch.float32 and not shards.is_dtensor(p)
-    }
-    owned = [
-        (m, name)
-        for m in modules.values()
-        for name, buffer in m._buffers.items()
-        if buffer is not None and buffer.dtype is torch.float32
-    ]
-    return list(params.values()), owned
-
-
-def not_cast_to(model: nn.Module, kept: list[nn.Module], dtype: torch.dtype | None) -> list[nn.Parameter]:
-    """The parameters of `model` that do not have the type yet that a cast to `dtype` would give them."""
-    stays = {id(p) for module in kept for p in module.parameters()}
-    return [
-        p
-        for p in model.parameters()
-        if p.dtype is torch.float32 or p.dtype in LOW_PRECISION
-        if p.dtype is not (torch.float32 if dtype is None or id(p) in stays else dtype)
-    ]
-
-
-def cast(params: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
-    """Cast parameters and their gradients, in place: a parameter stays the same object."""
-    for param in params:
-        grad, param.grad = param.grad, None
-        set_data(param, param.data.to(dtype))
-        if grad is not None:
-            param.grad = grad.to(dtype)
-
-
 def cast_buffers(models: Iterable[nn.Module], owned: list[buffers.Owned], dtype: torch.dtype) -> None:
     """Cast the buffers of models of a training, and watch those that are FP32 no more."""
     buffers.cast(owned, dtype)
     for model in models:
         if isinstance(model, AmpModel) and (watch := buffers.Watch(model, owned)).owned:
             vars(model)["_amp"].watch = watch
-
-
-def use_cpu(models: Iterable[nn.Module]) -> bool:
-    """Whether any tensor of the models is on a CPU. Models without tensors may run anywhere."""
-    devices = {tensor.device.type for model in models for tensor in (*model.parameters(), *model.buffers())}
-    return not devices or "cpu" in devices
 
 
 def low_buffers_of(model: nn.Module) -> frozenset[str]:
@@ -390,74 +186,33 @@ def enter_training(
         if isinstance(model, KeptModule):
             continue  # given beside its parent, which wants it kept
         state = ModelState(policy, low_buffers_of(model), on_demand, fast_path_off=fused)
-        state.sharded = shards.is_fsdp(model)
+        state.sharded = fsdp.is_fsdp(model)
         if policy.patch_torch_functions:
             # A weight's cast must not outlive the gathered weight, or nothing is saved by giving that up.
-            state.handles = [m.register_forward_hook(_drop_casts) for m in shards.fsdp_modules([model])]
+            state.handles = [m.register_forward_hook(_drop_casts) for m in fsdp.fsdp_modules([model])]
         _give(model, AmpModel, state, tuple(name for name in methods if hasattr(model, name)))
-
-
-def forbid_fast_path() -> None:
-    """Keep encoder layers from their one fused call in eval mode: kept children would differ in type."""
-    _fast_path.set(torch.backends.mha, "_is_fastpath_enabled", False)
-
-
-def reflatten(model: nn.Module) -> None:
-    """Make the weights of RNNs one block of memory again, which cuDNN wants and a cast undoes."""
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase) and not any(map(shards.is_dtensor, module.parameters())):
-            module.flatten_parameters()
 
 
 def restore(model: nn.Module) -> None:
     """Undo `cast` and `enter_training`: FP32 weights (the masters' values), FP32 buffers, the model's own class."""
     if isinstance(model, KeptModule):
         _take(model)  # keep_fp32 names the whole model, or it was given beside its parent
-    if not isinstance(model, AmpModel) or _policy(model) is None:
+    if not isinstance(model, AmpModel) or followed_policy(model) is None:
         return
     state, attempt = vars(model)["_amp"], Attempts()
     for handle in state.handles:
         attempt(handle.remove)
     for module in model.modules():
-        if isinstance(module, subclass.Generated):
+        if isinstance(module, Generated):
             attempt(_take, module)
-    pairs = links.linked(set(model.parameters()))
-    attempt(_refuse_changed, model)
-    attempt(links.reconcile, [(param, link) for param, link in pairs if not _was_changed(param, link.master)])
+    pairs = linked(set(model.parameters()))
+    attempt(refuse_changed, model)
+    attempt(reconcile, [(param, link) for param, link in pairs if not was_changed(param, link.master)])
     for param in model.parameters():
-        attempt(_uncast, param)
+        attempt(uncast, param)
     attempt(functools.partial(buffers.uncast, model, but=state.low_buffers))
     attempt(reflatten, model)
     attempt.finish()
-
-
-def _uncast(param: nn.Parameter) -> None:
-    """Give `param` its master's value, or its own, in FP32; in FP64 where it was made that."""
-    master = links.master_of(param)
-    if master is not None:
-        param.grad = None
-        set_data(param, master.data.to(param.device, torch.promote_types(param.dtype, torch.float32)))
-        links.disconnect(param)
-    elif param.dtype in LOW_PRECISION:
-        cast([param], torch.float32)
-
-
-def _was_changed(param: Tensor, master: Tensor) -> bool:
-    """Whether somebody gave `param` another type or shape, so that its values are no longer its master's, rounded."""
-    known = param.dtype is torch.float32 or param.dtype in LOW_PRECISION
-    return not known or param.shape != master.shape or param.device != master.device
-
-
-def _refuse_changed(model: nn.Module) -> None:
-    for name, param in model.named_parameters():
-        master = links.master_of(param)
-        if master is not None and _was_changed(param, master):
-            raise RuntimeError(
-                f"restore: parameter {name!r} of this {type(model).__name__} became {param.dtype} of shape "
-                f"{list(param.shape)} on {param.device} after initialize(), and its master is {list(master.shape)} on "
-                f"{master.device}; it has the master's value again, and what was written into it meanwhile is lost: "
-                "call restore() first, then model.double() and the like"
-            )
 
 
 def to_plain_fp32(model: nn.Module) -> None:
@@ -468,20 +223,15 @@ def to_plain_fp32(model: nn.Module) -> None:
             module._forward_pre_hooks_with_kwargs.pop(key, None)
         if isinstance(module, AmpModel):
             restore(module)
-        elif isinstance(module, KeptModule | copies.FP32Copy):
+        elif isinstance(module, KeptModule | shielded_copies.FP32Copy):
             _take(module)
     cast([p for p in model.parameters() if p.dtype in LOW_PRECISION], torch.float32)
     buffers.uncast(model)
 
 
-def allow_fast_path() -> None:
-    """Undo `forbid_fast_path`."""
-    _fast_path.remove()
-
-
 def policy_of(model: nn.Module | None) -> Policy | None:
     """The policy that `initialize` gave to `model`; None for any other."""
-    return _policy(model) if isinstance(model, AmpModel) else None
+    return followed_policy(model) if isinstance(model, AmpModel) else None
 
 
 def gradients_stay_local(model: nn.Module) -> bool:
@@ -494,54 +244,26 @@ def times_cleared(model: nn.Module) -> int:
     return vars(model)["_amp"].cleared if isinstance(model, AmpModel) else 0
 
 
-@contextmanager
-def undone(model: nn.Module) -> Iterator[None]:
-    """Afterwards put back buffers (a batch norm counts its batches) and the state of the random generators."""
-    # A forward may write to a buffer, or put another tensor in its place.
-    held = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    try:
-        with torch.random.fork_rng(devices=sorted(d.index for d in devices)):
-            yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, before in held:
-                buffer.copy_(before)
-                module._buffers[name] = buffer
-
-
 def set_policy(model: nn.Module, policy: Policy) -> None:
     """Let `model`, which went through `initialize`, follow another policy that casts weights alike."""
-    if isinstance(model, AmpModel) and _policy(model) is not None:
+    if isinstance(model, AmpModel) and followed_policy(model) is not None:
         vars(model)["_amp"].policy = policy
 
 
-def refuse_sharded_since(models: Iterable[nn.Module | None], caller: str) -> None:
-    """Raise if `fully_shard` took one of a training's models after `initialize` did, which got its optimizer then."""
-    for model in models:
-        state = None if model is None else vars(model).get("_amp")
-        if state is not None and shards.is_fsdp(model) and not state.sharded:
-            raise RuntimeError(
-                f"{caller}: fully_shard was called on this {type(model).__name__} after initialize() and put other "
-                "parameters in place of those that the optimizer and its masters hold; call fully_shard first, with "
-                "mp_policy=amp.fsdp_policy(opt_level), then make the optimizer, then call initialize()"
-            )
-
-
 def _drop_casts(*_: Any) -> None:
-    regions.drop_cache()
+    casts_state.drop_cache()
 
 
 def _is_under_fsdp(module: nn.Module) -> bool:
     """Whether ours is not the outermost class of `module`, because `fully_shard` came later."""
-    return "_amp_base" not in vars(type(module)) and shards.is_fsdp(module)
+    return "_amp_base" not in vars(type(module)) and fsdp.is_fsdp(module)
 
 
-def _give(module: nn.Module, mixin: type[subclass.Generated], state: ModelState, key: tuple[str, ...] = ()) -> None:
-    if isinstance(module, subclass.Generated):
+def _give(module: nn.Module, mixin: type[Generated], state: ModelState, key: tuple[str, ...] = ()) -> None:
+    if isinstance(module, Generated):
         _take(module)
     if not isinstance(module, mixin):  # else it has the class beneath fully_shard's
-        subclass.give(module, mixin, key)
+        generated_class.give(module, mixin, key)
     elif module._amp_key != key:
         raise ValueError(
             f"initialize: methods {key} of a {type(module).__name__} that was given {module._amp_key} before "
@@ -553,12 +275,7 @@ def _give(module: nn.Module, mixin: type[subclass.Generated], state: ModelState,
 def _take(module: nn.Module) -> None:
     vars(module).pop("_amp", None)  # without which it behaves as the base, where its class must stay
     if not _is_under_fsdp(module):
-        subclass.take(module)
-
-
-def _policy(module: Any) -> Policy | None:
-    state = vars(module).get("_amp")
-    return None if state is None else state.policy
+        generated_class.take(module)
 
 
 def _entering(base: type, name: str) -> Callable[..., Any]:
@@ -566,8 +283,8 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
 
     @functools.wraps(getattr(base, name))
     def entering(self: Any, *args: Any, **kwargs: Any) -> Any:
-        method, policy = getattr(self._amp_base, name), _policy(self)
-        if policy is None or _running.policy is policy or _recomputed(policy, args, kwargs):
+        method, policy = getattr(self._amp_base, name), followed_policy(self)
+        if policy is None or running.policy is policy or _recomputed(policy, args, kwargs):
             return method(self, *args, **kwargs)
         own: ModelState = vars(self)["_amp"]
         # Compiled, what was written into the masters arrives with the next step. Replicas have the weights already.
@@ -577,7 +294,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
             own.local = own.no_sync
         watch = own.watch if not is_dynamo_compiling() and self.training and torch.is_grad_enabled() else None
         before = [] if watch is None else watch.before()
-        outer, _running.policy = _running.policy, policy
+        outer, running.policy = running.policy, policy
         given = args, kwargs
         try:
             with regions.region(policy):
@@ -591,7 +308,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
                 _explain_another_type(self, policy, error)
             raise
         finally:
-            _running.policy = outer
+            running.policy = outer
         if watch is not None and not watch.after(before):
             own.watch = None
         edits.give_back(lambda value: _cast_out(value, policy, outer))
@@ -659,7 +376,7 @@ def _refuse_another_type(model: Any, fn: Callable[[Tensor], Tensor], policy: Pol
 
 def _explain_another_type(model: nn.Module, policy: Policy, error: RuntimeError) -> None:
     """Raise `error` with the tensors that lost the type of the cast after `initialize`, if it is about types."""
-    if policy.cast_model_type is None or not _DTYPE_ERROR.search(str(error)) or shards.is_fsdp(model):
+    if policy.cast_model_type is None or not _DTYPE_ERROR.search(str(error)) or fsdp.is_fsdp(model):
         return
     kinds = (KeptModule, *[nn.modules.batchnorm._BatchNorm] * bool(policy.keep_batchnorm_fp32))
     kept = (module for module in model.modules() if isinstance(module, kinds))
@@ -690,8 +407,8 @@ def _advising(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(self, *args, **kwargs)
         except RuntimeError as error:
-            policy = _policy(self)
-            if policy is None or policy.cast_model_type is None or _running.policy is not None:
+            policy = followed_policy(self)
+            if policy is None or policy.cast_model_type is None or running.policy is not None:
                 raise
             if not _DTYPE_ERROR.search(str(error)):
                 raise

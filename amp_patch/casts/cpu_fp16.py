@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from amp_patch.blocks import saving_through
+from amp_patch.casts.state import is_plain_eager
 from amp_patch.policy import Policy
-from amp_patch.regions import is_plain_eager
+from amp_patch.support.blocks import saving_through
 
 _FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp"}  # Linux's names for FP16 arithmetic; amx_bf16 and f16c are not it
 

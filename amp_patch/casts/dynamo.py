@@ -20,14 +20,15 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from amp_patch import regions
+from amp_patch.casts import regions, traced_regions
+from amp_patch.casts import state as casts_state
+from amp_patch.casts.rules import EMULATED, RULES
 from amp_patch.policy import Policy
-from amp_patch.rules import EMULATED, RULES
 
 logger = logging.getLogger("amp_patch")
 
@@ -57,34 +58,9 @@ _USED = tuple(
 
 # What these do to optimizers and gradients is Python's: Dynamo would find nothing there to compile, and try.
 _BOOKKEEPING = (
-    *("backward", "clip", "initialize", "links", "masters", "memory", "multi_tensor", "optimizer"),
+    *("backward", "initialize", "masters", "multi_tensor", "optimizer"),
     *("replicas", "report.recorder", "scaler"),
 )
-
-
-def eagerly() -> AbstractContextManager[Any]:
-    """A region in which compiled code runs as plain Python; does not import the compiler."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-
-
-def eager_only(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, before and after which torch.compile ends its graphs, as of `torch.compiler.disable`."""
-    disabled: list[Callable[..., Any]] = []
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
-        if not disabled and disable is not None:
-            disabled.append(disable(function))
-        return (disabled[0] if disabled else function)(*args, **kwargs)
-
-    return not_traced(call)
-
-
-def not_traced(function: Any) -> Any:
-    """Mark a function of `_BOOKKEEPING` that compiled code calls."""
-    function._torchdynamo_disable = True
-    return function
 
 
 class Wrapped:
@@ -139,13 +115,13 @@ def forget_methods() -> None:
 
 def acting() -> Policy | None:
     """What the compiled code depends on: one object for all policies whose casts are the same."""
-    policy = regions.current()
+    policy = casts_state.current()
     return None if policy is None else _casts_of(policy)
 
 
 @functools.lru_cache(maxsize=256)
 def _casts_of(policy: Policy) -> Policy:
-    return regions.casts_policy(
+    return traced_regions.casts_policy(
         policy.dtype, policy.patch_torch_functions, policy.allow_banned, policy.cpu_fp16, policy.op_lists
     )
 
@@ -215,7 +191,7 @@ def _attach(module: Any) -> None:
         for name in _BOOKKEEPING:
             importlib.import_module("torch._dynamo.trace_rules").add(f"amp_patch.{name}")
         # Called between graphs by regions that begin and end there; in traced code regions never come to these.
-        for function in vars(regions.PythonState).values():
+        for function in vars(casts_state.PythonState).values():
             if isinstance(function, types.FunctionType):
                 importlib.import_module("torch._dynamo.eval_frame").skip_code(function.__code__)
     except Exception as error:
@@ -282,7 +258,7 @@ _inside = _Inside()
 def _start(tx: Any) -> None:
     """Dynamo is about to trace a frame. Whatever fails here must not keep it from compiling."""
     global _attached
-    regions.begin_trace(None, None)
+    traced_regions.begin_trace(None, None)
     _inside.names, _inside.emulated = [], False
     if not _attached:
         return
@@ -295,7 +271,7 @@ def _start(tx: Any) -> None:
         _attached = False
         _unknown(repr(error))
         return
-    regions.begin_trace(acting(), functools.partial(_without_autocast, tx))
+    traced_regions.begin_trace(acting(), functools.partial(_without_autocast, tx))
 
 
 def _guard(tx: Any) -> None:
@@ -365,13 +341,13 @@ def _give_kernels_back() -> None:
 
 
 def _rule_now(wrapped: Wrapped, name: str) -> str | None:
-    return None if name in _inside.names else wrapped.rule_of(regions.traced())
+    return None if name in _inside.names else wrapped.rule_of(traced_regions.traced())
 
 
 def _inline(tx: Any, rule: str, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Trace `rule(function, args, kwargs, policy)`."""
     variables = importlib.import_module("torch._dynamo.variables")
-    policy = regions.traced()
+    policy = traced_regions.traced()
     assert policy is not None
     call = _traceable(rule, function, policy)
     _inside.names.append(function.__name__)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from amp_patch import buffers
+from amp_patch.model import buffers
 from amp_patch.policy import Policy
 
 # A rule for modules that stay FP32: their qualified name, their class, or a predicate over (name, module).

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
-from amp_patch import links
-from amp_patch.patch import Patches
+from amp_patch.masters.masters import master_of
+from amp_patch.support.patches import Patches
 
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
 _patches = Patches()
@@ -62,7 +62,7 @@ def _redirected(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _holder(param: Tensor) -> Tensor:
     """Whichever of a parameter and its master holds the gradient to clip."""
-    master = links.master_of(param)
+    master = master_of(param)
     return param if master is None or master.grad is None else master
 
 

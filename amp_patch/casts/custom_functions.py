@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from amp_patch import regions, tree
+from amp_patch.casts import regions
+from amp_patch.casts import state as casts_state
 from amp_patch.policy import Policy
+from amp_patch.support import tree
 
 
 class _Casts(NamedTuple):
@@ -117,7 +119,7 @@ def custom_bwd(backward: Callable[..., Any] | None = None, *, device_type: str |
 def _now(device_type: str | None) -> _Casts:
     types = [device_type] if device_type is not None else _device_types()
     native = {kind: torch.get_autocast_dtype(kind) for kind in types if torch.is_autocast_enabled(kind)}
-    return _Casts(regions.current(), native)
+    return _Casts(casts_state.current(), native)
 
 
 def _device_types() -> list[str]:

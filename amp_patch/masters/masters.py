@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import multi_tensor
-from amp_patch.blocks import without_grad
-from amp_patch.memory import Recycled
-from amp_patch.patch import Patches
+from amp_patch.masters.recycled_memory import Recycled
+from amp_patch.support.blocks import without_grad
+from amp_patch.support.patches import Patches
 
 
 class Master(nn.Parameter):

@@ -1,0 +1,107 @@
+"""`amp.autocast` and `amp.disable_casts`: the casts of O1 as regions of the user's."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch.compiler import is_dynamo_compiling
+
+from amp_patch.casts import dynamo
+from amp_patch.casts.cpu_fp16 import settle
+from amp_patch.casts.install import install, installed
+from amp_patch.casts.regions import region
+from amp_patch.policy import LOW_PRECISION, Policy
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Regions of the user's.
+
+
+def disable_casts() -> region:
+    """A region of this thread without casts: a context manager, and a decorator. Source: Apex's `disable_casts`.
+
+    torch.autocast is off there too. FP16 on a CPU is multiplied natively.
+    """
+    return region(None, claims=True)
+
+
+def _install_in_trace() -> None:
+    if not installed():
+        install()
+        dynamo.start_late()
+
+
+_install_in_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see regions.traced
+
+
+class autocast(region):
+    """The casts of O1 as a region of this thread: a context manager, and a decorator of functions and methods.
+
+    The arguments are `torch.autocast`'s. `device_type` chooses no device: the casts act on tensors everywhere; it names
+    the device whose default `dtype` is taken where that is None (`torch.get_autocast_dtype`: FP16 for "cuda", BF16 for
+    "cpu"). None is "cuda" where there is one, else "cpu"; "cuda" by name where there is none warns and casts nothing,
+    as in torch. FP16 on a CPU is multiplied as `initialize(cpu_fp16="auto")`
+    says, unless `device_type` is another device. `enabled=False` is a region without casts; `cache_enabled=False` casts
+    a weight at every use (None: as torch does around it). The first entry installs the casts. Regions nest, and one
+    object may be entered again, also by other threads.
+
+    Beside `torch.autocast` the inner one has the word. Inside this region, enabled or not, torch's is off
+    (`torch.is_autocast_enabled()`, which speaks of torch's alone, is False), and back on afterwards; inside a
+    torch.autocast that is entered in here, enabled or not, these casts do not act.
+
+    Raises:
+        ValueError: a device type that torch does not know, or a dtype other than float16 and bfloat16.
+        TypeError: a device type that is not a string.
+    """
+
+    def __init__(
+        self,
+        device_type: str | None = None,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = True,
+    ) -> None:
+        super().__init__(_autocast_policy(device_type, dtype, enabled), claims=True)
+        self.caches = torch.is_autocast_cache_enabled() if cache_enabled is None else bool(cache_enabled)
+
+    def __enter__(self) -> autocast:
+        if self.acting is not None:
+            if is_dynamo_compiling():
+                _install_in_trace()
+            else:
+                install()
+        super().__enter__()
+        return self
+
+
+def _autocast_policy(device_type: Any, dtype: Any, enabled: bool) -> Policy | None:
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    default = _autocast_dtype(device_type)
+    if dtype is not None and dtype not in LOW_PRECISION:
+        raise ValueError(f"autocast: dtype is {dtype!r}; wanted {' or '.join(map(str, LOW_PRECISION))}, or None")
+    if enabled and device_type == "cuda" and not torch.cuda.is_available():
+        # A GradScaler of "cuda" is off here too: casts to FP16 would lose small gradients.
+        warnings.warn(
+            "autocast: device_type is 'cuda', but CUDA is not available, so nothing is cast; for tensors on the CPU "
+            "say 'cpu', or leave device_type out",
+            stacklevel=3,
+        )
+        return None
+    policy = Policy("O1", dtype=default if dtype is None else dtype, patch_torch_functions=True)
+    return settle(policy, on_cpu=device_type == "cpu") if enabled else None
+
+
+def _autocast_dtype(device_type: Any) -> torch.dtype:
+    if not isinstance(device_type, str):
+        older = f", or amp_patch.cuda.amp.autocast({device_type})" if isinstance(device_type, bool) else ""
+        raise TypeError(f"autocast: device_type is {device_type!r}; wanted a string such as 'cuda' or 'cpu'{older}")
+    try:
+        return torch.get_autocast_dtype(device_type)
+    except RuntimeError:
+        raise ValueError(
+            f"autocast: device_type is {device_type!r}, which torch does not know; wanted the type of a device, "
+            "such as 'cuda' or 'cpu'"
+        ) from None

@@ -1,0 +1,227 @@
+"""The casts of O1 installed: wrappers in the places of torch's functions, and out again."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.checkpoint
+
+from amp_patch import multi_tensor
+from amp_patch.casts import dynamo
+from amp_patch.casts.oplists import rules_by_name
+from amp_patch.casts.regions import as_default, as_now
+from amp_patch.casts.state import PythonState, state, use_state
+from amp_patch.casts.wrappers import BACKENDS, backend, wrapper_at
+from amp_patch.support.patches import Patches
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Take the wrappers ``"cpp"`` or ``"python"`` inside the block, in all threads. For tests and benchmarks.
+
+    Raises:
+        ValueError: a name that is none of these.
+        RuntimeError: there is no extension, or casts are installed (`uninstall` them first).
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"use_backend: {name!r} is none of {', '.join(BACKENDS)}")
+    extension = multi_tensor.extension()
+    if name == "cpp" and extension is None:
+        raise RuntimeError(f"use_backend: {multi_tensor.backend_reason()}")
+    if installed():
+        raise RuntimeError(f"use_backend: the {backend()} wrappers are installed; call uninstall() first")
+    before = state()
+    if name != backend():
+        use_state(PythonState() if extension is None or name == "python" else extension.casts)
+    try:
+        yield
+    finally:
+        uninstall()
+        if state() is not before:
+            use_state(before)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Installation. The one process-wide state besides the default policy, because torch's namespace is process-wide.
+
+_lock = threading.RLock()
+_patches: Patches | None = None
+_installed: set[str] = set()  # which op lists, while installed
+# (id of the owner, name) -> the owner, and what a wrapper replaced there, while installed
+_originals: dict[tuple[int, str], tuple[Any, Any]] = {}
+_wrappers: dict[tuple[int, str, str, str], tuple[Any, Any]] = {}  # (id of the original, rules, backend) -> both
+_registered: dict[tuple[int, str], tuple[Any, str, str]] = {}  # the user's: (owner, name, rule)
+
+
+def install(op_lists: str = "torch") -> None:
+    """Replace the functions on the op lists, and the user's registered ones, by their wrappers. Idempotent.
+
+    ``"apex"`` also replaces those that only Apex's lists have (arithmetic, comparisons): a policy with that `op_lists`
+    needs them, and a process without one does not pay for them. Without a policy (`region`, `set_default`) the wrappers
+    call straight through. If anything fails, nothing is replaced. A name that this torch does not have is left out.
+    """
+    global _patches
+    if op_lists in _installed:
+        dynamo.hook()
+        return
+    with _lock:
+        if op_lists in _installed:
+            return
+        patches = _patches or Patches()
+        torchs, apexs = rules_by_name("torch"), rules_by_name("apex")
+        try:
+            for address, name in rules_by_name(op_lists):
+                if _patches is not None and (address, name) in torchs:
+                    continue
+                owner = resolve_address(address)
+                # What the user registered takes the place of the lists.
+                if hasattr(owner, name) and (id(owner), name) not in _registered:
+                    key = address, name
+                    _replace(patches, owner, name, torchs.get(key, "none"), apexs[key])
+            if _patches is None:
+                _keep_regions_in_checkpoints(patches)
+                _keep_default_in_replicas(patches)
+                for owner, name, rule in _registered.values():
+                    _replace(patches, owner, name, rule, rule)
+        except BaseException:
+            patches.remove()
+            _forget_installation()
+            raise
+        dynamo.hook()
+        _patches = patches
+        _installed.update(("torch", op_lists))
+
+
+def uninstall() -> None:
+    """Put back every attribute that `install` replaced: the very objects, inherited ones inherited again."""
+    with _lock:
+        if _patches is not None:
+            try:
+                _patches.remove()
+            finally:
+                _forget_installation()
+
+
+def _forget_installation() -> None:
+    global _patches
+    _patches = None
+    dynamo.forget_methods()
+    _originals.clear()
+    _installed.clear()
+
+
+def installed() -> bool:
+    """Whether torch's functions are replaced by wrappers now."""
+    return _patches is not None
+
+
+def _keep_regions_in_checkpoints(patches: Patches) -> None:
+    """Let activation checkpointing compute again under the casts of the first time, as it does with torch.autocast.
+
+    Backward runs after the regions of the forward, or in the one of `scale_loss`: without `disable_casts` and modules
+    kept in FP32 inside. The two functions below are what `torch.utils.checkpoint.checkpoint`, which users import by
+    name, looks up when it is called: they take what is to be called again.
+    """
+
+    def wrap(original: Callable[..., Any], index: int) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return original(*args[:index], as_now(args[index]), *args[index + 1 :], **kwargs)
+
+        return call
+
+    owner = torch.utils.checkpoint
+    if (generator := getattr(owner, "_checkpoint_without_reentrant_generator", None)) is not None:
+        patches.set(owner, generator.__name__, wrap(generator, 0))
+    reentrant = owner.CheckpointFunction
+    patches.set(reentrant, "forward", staticmethod(wrap(reentrant.forward, 1)))
+
+
+def _keep_default_in_replicas(patches: Patches) -> None:
+    """Let the process default hold in DataParallel's threads.
+
+    Each of them enters torch.autocast to be as the caller's is. Where that is off, it is nobody's word.
+    """
+    parallel_apply = torch.nn.DataParallel.parallel_apply
+
+    @functools.wraps(parallel_apply)
+    def under_default(self: Any, replicas: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled():
+            replicas = [as_default(replica) for replica in replicas]
+        return parallel_apply(self, replicas, *args, **kwargs)
+
+    patches.set(torch.nn.DataParallel, "parallel_apply", under_default)
+
+
+def in_force(function: Any) -> Any:
+    """What the casts have put in the place of `function`, by whose own name torch has it now; else `function` itself.
+
+    For a function that was taken from torch's namespace before they were installed.
+    """
+    owner = sys.modules.get(getattr(function, "__module__", None) or "")
+    found = getattr(owner, getattr(function, "__name__", ""), None)
+    original = getattr(found, "__wrapped__", None) or getattr(getattr(found, "__self__", None), "__wrapped__", None)
+    return found if original is function else function
+
+
+def resolve_address(address: str) -> Any:
+    module, _, rest = address.partition(".")
+    owner: Any = importlib.import_module(module)
+    for name in rest.split(".") if rest else ():
+        owner = getattr(owner, name)
+    return owner
+
+
+def _at(owner: Any, name: str) -> Any:
+    return inspect.getattr_static(owner, name, None) if isinstance(owner, type) else getattr(owner, name)
+
+
+class Place(NamedTuple):
+    """Where a wrapper stands: `owner.name`; by `register_half_function` and its siblings if `registered`."""
+
+    owner: Any
+    name: str
+    wrapper: Any
+    wrapped: dynamo.Wrapped
+    registered: bool
+
+
+def places() -> list[Place]:
+    """Where wrappers stand now."""
+    found = [(owner, name, _at(owner, name)) for (_, name), (owner, _) in list(_originals.items())]
+    return [
+        Place(owner, name, wrapper, wrapped, (id(owner), name) in _registered)
+        for owner, name, wrapper in found
+        if (wrapped := dynamo.wrapped_by(wrapper)) is not None  # else somebody has put another thing there
+    ]
+
+
+def _replace(patches: Patches, owner: Any, name: str, rule: str, apex_rule: str) -> None:
+    found = _at(owner, name)
+    _, original = _originals.setdefault((id(owner), name), (owner, found))
+    key = (id(original), rule, apex_rule, backend())
+    if key not in _wrappers:
+        _wrappers[key] = (original, wrapper_at(owner, name, original, rule, apex_rule))
+    wrapper = _wrappers[key][1]
+    patches.set(owner, name, wrapper)
+    dynamo.know(owner, name, wrapper, original, rule, apex_rule)
+
+
+def register(module: Any, name: str, rule: str, caller: str) -> None:
+    where = getattr(module, "__name__", repr(module))
+    if not hasattr(module, name):
+        raise ValueError(f"{caller}: {where} has no function named {name!r}")
+    if not callable(getattr(module, name)):
+        raise TypeError(f"{caller}: {where}.{name} is not a function, it is {getattr(module, name)!r}")
+    with _lock:
+        if _patches is not None:
+            _replace(_patches, module, name, rule, rule)
+        _registered[id(module), name] = (module, name, rule)

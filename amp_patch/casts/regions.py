@@ -1,0 +1,256 @@
+"""Regions of a thread in which a policy holds; the innermost one says whose casts act."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Generator
+from types import FrameType
+from typing import Any
+
+from torch.compiler import is_dynamo_compiling
+
+from amp_patch.casts.state import (
+    acting_part,
+    current,
+    default_lock,
+    drop_cache,
+    effective_default,
+    overrides,
+    refresh_default,
+    state,
+)
+from amp_patch.casts.thread_state import Entry, is_running, stepped_aside, this_thread
+from amp_patch.casts.traced_regions import enter_trace_of, leave_traced
+from amp_patch.policy import Policy
+from amp_patch.support import blocks
+
+
+class region(blocks.Block):
+    """A region of this thread in which `policy` holds; its casts act there if it patches torch's functions.
+
+    A context manager and a decorator. Costs a few microseconds. One object may be entered again while it is
+    entered, and by several threads: what is restored on exit lives in the thread. Regions may end in any order (a
+    generator that is suspended inside one, say): each takes only itself away, exceptions or not. When the thread leaves
+    its outermost region it forgets the weights it has cast.
+
+    Args:
+        policy: None for a region in which no casts of ours act.
+        claims: torch.autocast is off inside, for all device types, and afterwards on again where it was. None: if the
+            policy patches torch's functions.
+
+    Attributes:
+        call: where a hook enters the region and another one leaves it, the call that they belong to. If an exception
+            ends it in between, the thread's next region takes this one away.
+    """
+
+    def __init__(self, policy: Policy | None, claims: bool | None = None) -> None:
+        self.policy = policy
+        self.acting = acting_part(policy)
+        # Traced code has no cached functions, and only `acting` counts there.
+        self.aside = None if is_dynamo_compiling() else stepped_aside(self.acting)
+        self.claims = policy is not None and policy.patch_torch_functions if claims is None else claims
+        self.caches = True
+        self.call: FrameType | None = None
+
+    def __enter__(self) -> Any:
+        if is_dynamo_compiling():
+            enter_trace_of(self.acting, self.claims)
+            return self
+        stack = this_thread.stack
+        while stack and _is_over(stack[-1]):
+            _leave(stack[-1])
+        entry = Entry(self)
+        entry.left = blocks.when_left(self, functools.partial(_leave, entry))
+        stack.append(entry)
+        self._begin(entry)
+        entry.depth, entry.task, entry.silenced = state().begin(self.claims)
+        _follow(entry)
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        if is_dynamo_compiling():
+            leave_traced()
+            return
+        for entry in reversed(this_thread.stack):
+            if entry.region is self:
+                _leave(entry)
+                return
+        self._end_elsewhere()
+
+    def _begin(self, entry: Entry) -> None:
+        """What a kind of region does on entry besides."""
+
+    def _end(self, entry: Entry) -> None:
+        """Undo `_begin`: done already, half or not at all."""
+
+    def _end_elsewhere(self) -> None:
+        """`__exit__` on a thread that is not in the region: undo of `_begin` what other threads share."""
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` with its body in the region; of a generator function, every step of the body."""
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"{type(self).__name__}: {function.__qualname__} is async: other tasks of its thread would run in the "
+                "region while it waits; enter the region around the code between two awaits"
+            )
+        if inspect.isgeneratorfunction(function):
+
+            @functools.wraps(function)
+            def steps(*args: Any, **kwargs: Any) -> Any:
+                return (yield from _inside(self, function(*args, **kwargs)))
+
+            return steps
+
+        @functools.wraps(function)
+        def body(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():  # which enters no context manager that was made outside of what it compiles
+                enter_trace_of(self.acting, self.claims)
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    leave_traced()
+            with self:
+                return function(*args, **kwargs)
+
+        return body
+
+
+class no_casts_within(region):
+    """A region of this thread without casts; regions inside of it, those of models included, do not bring them back.
+
+    Source: Apex's `disable_casts`. Ours, `casts.disable_casts`, ends where a model of another training begins.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(None, claims=True)
+
+    def _begin(self, entry: Entry) -> None:
+        this_thread.firm.append(entry)
+
+    def _end(self, entry: Entry) -> None:
+        if entry in this_thread.firm:
+            this_thread.firm.remove(entry)
+
+
+class everywhere(region):
+    """A region that is also the process default while it lasts.
+
+    Autograd's own threads recompute checkpointed activations on CUDA devices, and no region of ours is entered there.
+    Two of these that overlap in time on different threads share those autograd threads; there the later one holds. On
+    exit the thread forgets the weights that it has cast, nested or not.
+    """
+
+    def _begin(self, entry: Entry) -> None:
+        with default_lock:
+            overrides.append(entry)
+            refresh_default()
+
+    def _end(self, entry: Entry) -> None:
+        drop_cache()
+        with default_lock:
+            if entry in overrides:
+                overrides.remove(entry)
+            refresh_default()
+
+    def _end_elsewhere(self) -> None:
+        # An entry that has a `with` statement goes with that.
+        for entry in reversed(overrides):
+            if entry.region is self and entry.left is None:
+                self._end(entry)
+                return
+
+
+def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, to be called later, on any thread, with the casts that act on this thread now (or with none)."""
+    within = region(current())
+
+    def later(*args: Any, **kwargs: Any) -> Any:
+        with within:
+            return function(*args, **kwargs)
+
+    return later
+
+
+def as_default(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, to be called on a thread that has just begun: the process default holds, torch.autocast or not."""
+
+    def later(*args: Any, **kwargs: Any) -> Any:
+        with region(effective_default()):
+            return function(*args, **kwargs)
+
+    return later
+
+
+def _follow(entry: Entry) -> None:
+    inner = entry.region
+    acting, aside = (None, None) if this_thread.firm else (inner.acting, inner.aside)
+    state().follow(acting, aside, inner.caches, entry.depth, entry.task)
+
+
+def _is_over(entry: Entry) -> bool:
+    """Whether an entry that is still there should not be: its hook, or its generator on another thread, has ended."""
+    left, call = entry.left, entry.region.call
+    return (left is not None and left() is None) or (call is not None and not is_running(call))
+
+
+def _leave(entry: Entry, _: Any = None) -> None:
+    """Take `entry` away. After an exception in here the next call does the rest: what is looked for goes last.
+
+    Anything in here may run the garbage collector, and that may end another region of the thread.
+    """
+    stack = this_thread.stack
+    if entry not in stack:
+        entry.region._end(entry)  # its generator has ended on another thread: the process default is everyone's
+        return
+    if entry.silenced:
+        _unsilence(entry, stack)
+    entry.region._end(entry)
+    while True:
+        rest = _innermost_but(entry, stack)
+        if rest is None:
+            state().leave()
+        else:
+            _follow(rest)
+        if _innermost_but(entry, stack) is rest:
+            break
+    stack.remove(entry)
+    entry.left = None
+
+
+def _innermost_but(entry: Entry, stack: list[Entry]) -> Entry | None:
+    if stack[-1] is not entry:
+        return stack[-1]
+    return stack[-2] if len(stack) > 1 else None
+
+
+def _unsilence(ended: Entry, stack: list[Entry]) -> None:
+    """`ended` turns torch.autocast on again, or leaves that to a region that began later and wants it off."""
+    for entry in stack[stack.index(ended) + 1 :]:
+        if entry.region.claims and entry.depth == ended.depth:
+            entry.silenced |= ended.silenced
+            return
+    state().end(ended.silenced, ended.depth)
+
+
+def _inside(entered_region: region, steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """`steps`, each of them inside the region, and nothing of the consumer's between two of them."""
+    advance: Callable[[], Any] = functools.partial(next, steps)
+    try:
+        while True:
+            try:
+                with entered_region:
+                    item = advance()
+            except StopIteration as stop:
+                return stop.value
+            try:
+                sent = yield item
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                advance = functools.partial(steps.throw, error)
+            else:
+                advance = functools.partial(steps.send, sent)
+    finally:
+        with entered_region:
+            steps.close()

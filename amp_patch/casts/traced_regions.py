@@ -1,0 +1,79 @@
+"""Regions in code that torch.compile traces: Dynamo calls these functions while it traces."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from amp_patch.casts.thread_state import DEVICE_TYPES, Traced, is_enabled, native_depth, stepped_aside, this_thread
+from amp_patch.policy import Policy
+
+
+def begin_trace(acting: Policy | None, silence: Callable[[str], Callable[[], object]] | None) -> None:
+    """torch.compile begins to trace a frame on this thread, where `acting` acts.
+
+    Args:
+        silence: turns torch.autocast off in what is traced from here on, for a device type; returns how to undo that.
+    """
+    this_thread.traced, this_thread.silence = [Traced(acting, native_depth(), [])], silence
+
+
+def enter_trace_of(acting: Policy | None, claims: bool) -> None:
+    """As `follow`, in code that is being traced; `leave_traced` ends it."""
+    if acting is None:
+        enter_traced(None, claims)
+    else:
+        enter_traced(
+            (acting.dtype, acting.patch_torch_functions, acting.allow_banned, acting.cpu_fp16, acting.op_lists), claims
+        )
+
+
+# Dynamo calls these three while it traces, with constants, and nothing of them is left in what it compiles: that is
+# what `torch.compiler.assume_constant_result` asks for, without importing the compiler. It really enters torch.autocast
+# when it comes to one. Where nobody has begun the trace, nothing acts.
+
+
+def traced() -> Policy | None:
+    """What acts at the point that a trace has come to."""
+    if not this_thread.traced:
+        return None
+    inner = this_thread.traced[-1]
+    if inner.acting is None or (native_depth() <= inner.depth and not torch._C._is_any_autocast_enabled()):
+        return inner.acting
+    return stepped_aside(inner.acting)
+
+
+def enter_traced(casts: tuple[Any, ...] | None, claims: bool) -> None:
+    if this_thread.traced:
+        silence = this_thread.silence if claims else None
+        undo = [silence(kind) for kind in DEVICE_TYPES if is_enabled(kind)] if silence is not None else []
+        this_thread.traced.append(Traced(None if casts is None else casts_policy(*casts), native_depth(), undo))
+
+
+def leave_traced() -> None:
+    if this_thread.traced:
+        for undo in reversed(this_thread.traced.pop().undo):
+            undo()
+
+
+_constants: tuple[Any, ...] = (traced, enter_traced, leave_traced)
+for _function in _constants:
+    _function._dynamo_marked_constant = True
+
+
+@functools.cache
+def casts_policy(
+    dtype: torch.dtype, patch_torch_functions: bool, allow_banned: bool, cpu_fp16: str, op_lists: str
+) -> Policy:
+    """The one policy that stands for all that cast alike."""
+    return Policy(
+        "O1" if patch_torch_functions else "O2",
+        dtype=dtype,
+        patch_torch_functions=patch_torch_functions,
+        allow_banned=allow_banned,
+        cpu_fp16=cpu_fp16,
+        op_lists=op_lists,
+    )

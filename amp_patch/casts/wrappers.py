@@ -1,0 +1,122 @@
+"""What stands in front of a function while casts are installed: a wrapper in C, or in Python without the extension."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+import types
+from collections.abc import Callable
+from typing import Any
+
+from amp_patch.casts.rules import EMULATED, RULES
+from amp_patch.casts.state import PythonState, current, state
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Backends: in "cpp" a C callable stands in front of each Python wrapper of the op lists. It does the frequent rules by
+# itself, in a tenth of the time, and has the Python wrapper do all others.
+
+BACKENDS = ("cpp", "python")
+
+
+def backend() -> str:
+    """``"cpp"`` or ``"python"``: the wrappers that `install` takes; the first where the extension is there.
+
+    ``AMP_PATCH_BACKEND=torch`` in the environment turns to Python here as it turns to plain torch in `multi_tensor`.
+    """
+    return "python" if isinstance(state(), PythonState) else "cpp"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Wrappers.
+
+
+class CastFunction(staticmethod):
+    """A wrapper that does not bind as a method, like the builtin that it wraps: `class A: act = torch.exp` works.
+
+    A staticmethod because that is callable at C speed. Copies are the object itself. A pickle holds the address, or
+    for a decorated function the decorator and the original, and finds whatever is there when it is loaded.
+    """
+
+    def __init__(self, call: Callable[..., Any], original: Callable[..., Any], reduced: tuple[Any, ...]) -> None:
+        super().__init__(call)
+        vars(self).update(_original=original, _reduced=reduced)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return vars(self)["_original"]
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self
+
+    def __copy__(self) -> CastFunction:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> CastFunction:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return vars(self)["_reduced"]
+
+    def __repr__(self) -> str:
+        return f"<casts of {self.__wrapped__!r}>"
+
+
+def wrap(original: Any, rule: str, reduced: tuple[Any, ...], apex_rule: str | None = None) -> Any:
+    """`original` with its arguments cast by `rule` while casts act; it binds as a method exactly if `original` does.
+
+    `apex_rule` takes its place under a policy of Apex's lists.
+    """
+    differs = apex_rule is not None and apex_rule != rule
+    torchs, apexs = (RULES[rule], rule in EMULATED), (RULES[apex_rule or rule], (apex_rule or rule) in EMULATED)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        policy = current()
+        if policy is None or (kwargs and kwargs.get("out") is not None):
+            return original(*args, **kwargs)
+        apply, emulated = apexs if differs and policy.op_lists == "apex" else torchs
+        if not (policy.patch_torch_functions or emulated):  # what acts is only the emulation of FP16 on a CPU
+            return original(*args, **kwargs)
+        return apply(original, args, kwargs, policy)
+
+    for name in functools.WRAPPER_ASSIGNMENTS:
+        if isinstance(value := getattr(original, name, None), (str, dict)):
+            setattr(call, name, value)
+    if isinstance(original, types.FunctionType) or (
+        hasattr(type(original), "__get__") and not isinstance(original, (types.MethodType, CastFunction))
+    ):
+        vars(call).update(getattr(original, "__dict__", {}), __wrapped__=original)
+        # torch.jit compiles the source of what it meets, and that of `call` is not in its language.
+        vars(call)["__prepare_scriptable__"] = lambda: original
+        return call
+    return CastFunction(call, original, reduced)
+
+
+def register_with_jit(wrapper: Any, original: Any) -> None:
+    """Let torch.jit.script see the operator behind a wrapped builtin (it runs there without casts)."""
+    builtins = importlib.import_module("torch.jit._builtins")
+    if (operator := builtins._find_builtin(original)) is not None:
+        builtins._register_builtin(wrapper, operator)
+
+
+# What the op lists name. Functions that users hand in are left to Python, which keeps all that they may be.
+_COMPILED = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+
+
+def wrapper_at(owner: Any, name: str, original: Any, rule: str, apex_rule: str) -> Any:
+    if isinstance(owner, type):
+        module, path = owner.__module__, f"{owner.__qualname__}.{name}"
+    else:
+        module, path = owner.__name__, name
+    reduced = (pkgutil.resolve_name, (f"{module}:{path}",))
+    if isinstance(original, (staticmethod, classmethod)) and not isinstance(original, CastFunction):
+        return type(original)(wrap(original.__func__, rule, reduced, apex_rule))
+    wrapper = wrap(original, rule, reduced, apex_rule)
+    if isinstance(wrapper, types.FunctionType) and getattr(original, "__module__", None) is None:
+        # A method that torch.Tensor inherits from its C base: give it an address where it can be found, for pickle.
+        wrapper.__module__, wrapper.__qualname__ = module, path
+    if backend() == "cpp" and isinstance(original, _COMPILED) and not rule.startswith("user_"):
+        wrapper = state().wrap(original, wrapper, rule, apex_rule)
+    if isinstance(original, types.BuiltinFunctionType):
+        register_with_jit(wrapper, original)
+    return wrapper

@@ -1,0 +1,3 @@
+"""What somebody asks who looks for the cause: inspect, explain, find_loss_scale."""
+
+from __future__ import annotations

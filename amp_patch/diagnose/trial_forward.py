@@ -1,0 +1,25 @@
+"""A forward that leaves no trace in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def undone(model: nn.Module) -> Iterator[None]:
+    """Afterwards put back buffers (a batch norm counts its batches) and the state of the random generators."""
+    # A forward may write to a buffer, or put another tensor in its place.
+    held = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices=sorted(d.index for d in devices)):
+            yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, before in held:
+                buffer.copy_(before)
+                module._buffers[name] = buffer

@@ -1,0 +1,104 @@
+"""What a model of a training knows of it, and what is running on this thread."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from amp_patch.casts import install
+from amp_patch.masters import stalled_averages
+from amp_patch.masters.masters import Edits
+from amp_patch.model import buffers, fsdp
+from amp_patch.model.fast_path import forbid_fast_path
+from amp_patch.policy import Policy
+
+
+class _Running(threading.local):
+    """The policy of the model whose forward runs on this thread; None outside."""
+
+    def __init__(self) -> None:  # an attribute of the instance, for torch.compile's guards
+        self.policy: Policy | None = None
+
+
+running = _Running()
+
+
+@dataclass
+class ModelState:
+    """What a model of a training knows of it: `module._amp`.
+
+    Attributes:
+        policy: of the training.
+        low_buffers: names of buffers that were low precision before `initialize`.
+        on_demand: whether a state dict makes the masters: for models that no optimizer trains, copies among them.
+        edits: what somebody wrote into the masters, and no forward has seen yet.
+        fast_path_off: whether torch's fused encoder layers would meet modules that were kept.
+        sharded: whether the model went through `fully_shard` before.
+        handles: of hooks on FSDP modules inside the model.
+        no_sync: whether DDP's `no_sync()` is entered (replicas.py says so).
+        local: whether the gradients of the last forward stay on this process: it ran under `no_sync()`.
+        watch: looks for cast buffers that training writes; None when it has seen enough.
+        cleared: how often `zero_grad` was called.
+        loads: how often a state dict was loaded.
+        copies: watches over copies of the model, which somebody may use for averages.
+        source: of a copy, the state of what it was made of.
+    """
+
+    policy: Policy
+    low_buffers: frozenset[str] = frozenset()
+    on_demand: bool = False
+    edits: Edits = field(default_factory=Edits)
+    fast_path_off: bool = False
+    sharded: bool = False
+    handles: list[Any] = field(default_factory=list)
+    no_sync: bool = False
+    local: bool = False
+    watch: buffers.Watch | None = None
+    cleared: int = 0
+    loads: int = 0
+    copies: list[stalled_averages.Watch] = field(default_factory=list)
+    source: weakref.ref[ModelState] | None = None
+
+    def __deepcopy__(self, memo: Any) -> ModelState:
+        copied = object.__new__(ModelState)
+        copied.__setstate__(deepcopy(self.__getstate__(), memo))
+        copied.source = weakref.ref(self)
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has parameters of its own, and no masters.
+        fresh = {"on_demand": True, "handles": [], "no_sync": False, "local": False, "watch": None}
+        fresh |= {"copies": [], "source": None}
+        state = {**vars(self), **fresh}
+        del state["edits"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, edits=Edits())
+        if self.policy.patch_torch_functions or self.policy.emulates:
+            install.install(self.policy.op_lists)  # this may be another process
+        if self.fast_path_off:
+            forbid_fast_path()
+
+
+def refuse_sharded_since(models: Iterable[nn.Module | None], caller: str) -> None:
+    """Raise if `fully_shard` took one of a training's models after `initialize` did, which got its optimizer then."""
+    for model in models:
+        state = None if model is None else vars(model).get("_amp")
+        if state is not None and fsdp.is_fsdp(model) and not state.sharded:
+            raise RuntimeError(
+                f"{caller}: fully_shard was called on this {type(model).__name__} after initialize() and put other "
+                "parameters in place of those that the optimizer and its masters hold; call fully_shard first, with "
+                "mp_policy=amp.fsdp_policy(opt_level), then make the optimizer, then call initialize()"
+            )
+
+
+def followed_policy(module: Any) -> Policy | None:
+    state = vars(module).get("_amp")
+    return None if state is None else state.policy

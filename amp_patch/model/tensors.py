@@ -1,0 +1,185 @@
+"""The parameters and buffers of a model: what can be cast, what may not be, the cast and its undo."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch.masters.masters import disconnect, master_of
+from amp_patch.model import buffers, fsdp
+from amp_patch.policy import LOW_PRECISION, Policy
+from amp_patch.support import distributed
+from amp_patch.support.accumulation import set_data
+from amp_patch.support.generated_class import base_class
+
+
+def check(model: Any, methods: Collection[str] = ()) -> None:
+    """Raise unless `initialize` can take `model`; the message says what to do instead."""
+    name = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"initialize: models holds a {name}; wanted a torch.nn.Module or a list of them")
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            f"initialize: the model is wrapped in {name}; pass the model itself and wrap what initialize() returns"
+        )
+    wrapped = next((key for key, module in model.named_modules() if fsdp.is_fsdp1(module)), None)
+    if wrapped is not None:
+        raise ValueError(
+            f"initialize: {repr(wrapped) + ' of ' if wrapped else ''}the model is wrapped in "
+            "FullyShardedDataParallel, whose flattened shards no overflow check of ours agrees on; "
+            "shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead, then call initialize()"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            f"initialize: {name} is a ScriptModule, whose class and forward cannot be extended; pass the model that it "
+            "was made from (torch.jit.trace or script the trained FP32 copy: amp.fp32_copy)"
+        )
+    if "forward" in vars(model):
+        raise ValueError(
+            f"initialize: this {name} has a `forward` of its own in its __dict__, which hides the one of its class; "
+            "define forward on the class, or call initialize() before something replaces it"
+        )
+    cls: Any = base_class(model)
+    if cls.forward is nn.Module.forward and cls.__call__ is not nn.Module.__call__ and "__call__" not in methods:
+        raise ValueError(
+            f"initialize: {name} defines __call__ and no forward, which is where casts and hooks act; rename it "
+            "forward, or name it: initialize(..., methods=('__call__',))"
+        )
+
+
+def check_methods(models: list[nn.Module], methods: Collection[str]) -> None:
+    """Raise unless every name in `methods` is a method of at least one model."""
+    if isinstance(methods, str):
+        raise TypeError(
+            f"initialize: methods is the string {methods!r}; wanted a tuple of names: methods=({methods!r},)"
+        )
+    for name in methods:
+        if any(isinstance(inspect.getattr_static(model, name, None), (staticmethod, classmethod)) for model in models):
+            raise ValueError(f"initialize: methods names {name!r}, a static or class method, which has no model to run")
+        if not any(callable(getattr(model, name, None)) for model in models):
+            kinds = ", ".join(type(model).__name__ for model in models)
+            raise ValueError(f"initialize: methods names {name!r}, which {kinds} does not have")
+
+
+def check_fp32(model: nn.Module, policy: Policy, kept: list[nn.Module]) -> None:
+    """Raise unless the floating parameters of `model` are FP32 (FP64 too where they are not cast)."""
+    stays = {id(p) for module in kept for p in module.parameters()}
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"initialize: parameter {name!r} of {type(model).__name__} is lazy and has no values yet; run one "
+                "forward pass first"
+            )
+        if param.dtype in LOW_PRECISION:
+            raise ValueError(
+                f"initialize: parameter {name!r} of {type(model).__name__} is {param.dtype}; wanted a model in FP32, "
+                "which the opt level then casts: call model.float() first and leave out .half() and .bfloat16()"
+            )
+        if param.dtype is torch.float64 and policy.cast_model_type is not None and id(param) not in stays:
+            raise ValueError(
+                f"initialize: parameter {name!r} of {type(model).__name__} is torch.float64 and opt_level "
+                f"{policy.opt_level!r} casts FP32 models: call model.float() first, or name its module in keep_fp32"
+            )
+
+
+def check_steps(model: nn.Module, policy: Policy) -> None:
+    """Raise if optimizers step during backward, where `policy` has gradients scaled or weights cast."""
+    if not (policy.scales_loss or policy.cast_model_type is not None):
+        return
+    for name, param in model.named_parameters():
+        if getattr(param, "_in_backward_optimizers", None):
+            raise ValueError(
+                f"initialize: an optimizer steps parameter {name!r} of {type(model).__name__} during backward "
+                f"(_apply_optimizer_in_backward), with gradients that opt_level {policy.opt_level!r} could neither "
+                "unscale nor bring to masters; make an ordinary optimizer and step after `scale_loss`, or use O0 or O4"
+            )
+
+
+def to_cast(models: list[nn.Module], kept: list[nn.Module]) -> tuple[list[nn.Parameter], list[buffers.Owned]]:
+    """What a cast changes: the FP32 parameters outside of `kept`, each once, and the FP32 buffers (module, name).
+
+    Not sharded parameters: fully_shard gathers their FP32 shards in another type.
+    """
+    modules = {id(m): m for model in models for m in model.modules()}
+    for root in kept:
+        for module in root.modules():
+            modules.pop(id(module), None)
+    params = {
+        id(p): p
+        for m in modules.values()
+        for p in m._parameters.values()
+        if p is not None and p.dtype is torch.float32 and not distributed.is_dtensor(p)
+    }
+    owned = [
+        (m, name)
+        for m in modules.values()
+        for name, buffer in m._buffers.items()
+        if buffer is not None and buffer.dtype is torch.float32
+    ]
+    return list(params.values()), owned
+
+
+def not_cast_to(model: nn.Module, kept: list[nn.Module], dtype: torch.dtype | None) -> list[nn.Parameter]:
+    """The parameters of `model` that do not have the type yet that a cast to `dtype` would give them."""
+    stays = {id(p) for module in kept for p in module.parameters()}
+    return [
+        p
+        for p in model.parameters()
+        if p.dtype is torch.float32 or p.dtype in LOW_PRECISION
+        if p.dtype is not (torch.float32 if dtype is None or id(p) in stays else dtype)
+    ]
+
+
+def cast(params: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """Cast parameters and their gradients, in place: a parameter stays the same object."""
+    for param in params:
+        grad, param.grad = param.grad, None
+        set_data(param, param.data.to(dtype))
+        if grad is not None:
+            param.grad = grad.to(dtype)
+
+
+def use_cpu(models: Iterable[nn.Module]) -> bool:
+    """Whether any tensor of the models is on a CPU. Models without tensors may run anywhere."""
+    devices = {tensor.device.type for model in models for tensor in (*model.parameters(), *model.buffers())}
+    return not devices or "cpu" in devices
+
+
+def reflatten(model: nn.Module) -> None:
+    """Make the weights of RNNs one block of memory again, which cuDNN wants and a cast undoes."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase) and not any(map(distributed.is_dtensor, module.parameters())):
+            module.flatten_parameters()
+
+
+def uncast(param: nn.Parameter) -> None:
+    """Give `param` its master's value, or its own, in FP32; in FP64 where it was made that."""
+    master = master_of(param)
+    if master is not None:
+        param.grad = None
+        set_data(param, master.data.to(param.device, torch.promote_types(param.dtype, torch.float32)))
+        disconnect(param)
+    elif param.dtype in LOW_PRECISION:
+        cast([param], torch.float32)
+
+
+def was_changed(param: Tensor, master: Tensor) -> bool:
+    """Whether somebody gave `param` another type or shape, so that its values are no longer its master's, rounded."""
+    known = param.dtype is torch.float32 or param.dtype in LOW_PRECISION
+    return not known or param.shape != master.shape or param.device != master.device
+
+
+def refuse_changed(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        master = master_of(param)
+        if master is not None and was_changed(param, master):
+            raise RuntimeError(
+                f"restore: parameter {name!r} of this {type(model).__name__} became {param.dtype} of shape "
+                f"{list(param.shape)} on {param.device} after initialize(), and its master is {list(master.shape)} on "
+                f"{master.device}; it has the master's value again, and what was written into it meanwhile is lost: "
+                "call restore() first, then model.double() and the like"
+            )

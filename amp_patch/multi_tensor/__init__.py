@@ -1,0 +1,275 @@
+"""The kernels of mixed precision: each call takes lists of tensors and does all of them in one pass.
+
+Every list is a list or tuple of tensors of float32, float16 or bfloat16, mixed as you like between the lists and inside
+one, or of float64 (then the tensors at that place are float64 in every list: float64 stays float64). Any number of
+tensors, 0 too; any sizes, 0 too; any strides. All on one device: callers group by device. Arithmetic is in FP32 (FP64
+for float64), each result is rounded once, to nearest even: exactly ``(src.float() * factor).to(dst.dtype)``.
+
+Nothing here is recorded by autograd: outputs that require grad are refused unless grad mode is off. Nothing syncs with
+the device. What is wrong with a call (ValueError, TypeError) is found before the first write. Written tensors have
+their version counter bumped, as by torch's in-place functions.
+
+``found_inf`` is a float32 tensor of one element on the lists' device. A kernel only ever writes 1.0 into it, where it
+meets an infinity or a NaN; zeroing it is the caller's (as for torch's ``_amp_foreach_non_finite_check_and_unscale_``).
+
+Two backends give the same results, norms up to the rounding of their sums: the extension ``amp_patch._C``, and plain
+torch where it is absent or not built for the tensors' device. ``AMP_PATCH_BACKEND=torch`` in the environment, or
+``use_backend("torch")``, turns to plain torch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, Literal, SupportsIndex, overload
+
+import torch
+from torch import Tensor
+
+from amp_patch.multi_tensor import plain
+from amp_patch.multi_tensor.backends import backend as backend
+from amp_patch.multi_tensor.backends import backend_reason as backend_reason
+from amp_patch.multi_tensor.backends import extension as extension
+from amp_patch.multi_tensor.backends import use_backend as use_backend
+from amp_patch.multi_tensor.checks import Number, Tensors, check_lists, check_one, is_number
+from amp_patch.multi_tensor.plain import SMALLEST_SCALE as SMALLEST_SCALE
+from amp_patch.support.blocks import without_grad
+
+__all__ = [
+    "backend",
+    "backend_reason",
+    "multi_tensor_adopt",
+    "multi_tensor_axpby",
+    "multi_tensor_check_finite",
+    "multi_tensor_l2norm",
+    "multi_tensor_scale",
+    "multi_tensor_unscale",
+    "multi_tensor_unscale_l2norm",
+    "update_scale",
+    "use_backend",
+]
+
+
+def _run(
+    op: str, in_torch: Callable[..., Any], lists: tuple[Any, ...], rest: tuple[Any, ...], check: Callable[[], None]
+) -> Any:
+    """``op`` of the extension where it serves the tensors' device, else ``in_torch``; both take ``(*lists, *rest)``."""
+    kernels: Any = extension()
+    if kernels is not None and all(isinstance(tensors, (list, tuple)) for tensors in lists):
+        first = next(iter(lists[0] if lists else rest), None)
+        if not isinstance(first, Tensor) or first.device.type in kernels.devices:
+            try:
+                return getattr(kernels, op)(*lists, *rest)
+            except (kernels.Refused, TypeError):  # TypeError is pybind11's: something is no tensor or no number
+                check()
+                raise
+    check()
+    return _plainly(in_torch, *lists, *rest)
+
+
+@without_grad
+def _plainly(in_torch: Callable[..., Any], *args: Any) -> Any:
+    return in_torch(*args)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The kernels
+
+
+def multi_tensor_scale(src: Tensors, dst: Tensors, factor: Number, found_inf: Tensor | None = None) -> None:
+    """``dst = src * factor``, rounded to dst's dtypes. With factor 1.0 and no found_inf it is the cast and the copy.
+
+    ``dst`` is written in place; it may be ``src``, otherwise the two must not share memory. ``factor`` is a float, or a
+    float32 or float64 tensor of one element on the lists' device, which is read there. ``found_inf`` is raised by a
+    non-finite element of src and by a product that overflows, in FP32 or on the cast to dst's dtype.
+
+    After Apex's ``amp_C.multi_tensor_scale``, which reads its flag from an int32 buffer and takes a float only.
+    """
+    _run(
+        "scale",
+        plain.scale,
+        (src, dst),
+        (factor, found_inf),
+        lambda: check_lists("multi_tensor_scale", {"src": src, "dst": dst}, "dst", found_inf, {"factor": factor}),
+    )
+
+
+def multi_tensor_unscale(grads: Tensors, inv_scale: Number, found_inf: Tensor | None) -> None:
+    """``grads *= inv_scale`` in place; ``found_inf`` as in ``multi_tensor_scale(grads, grads, inv_scale, found_inf)``.
+
+    As ``torch._amp_foreach_non_finite_check_and_unscale_``, but for any mix of dtypes, FP16 too.
+    """
+    _run(
+        "unscale",
+        plain.unscale,
+        (grads,),
+        (inv_scale, found_inf),
+        lambda: check_lists("multi_tensor_unscale", {"grads": grads}, "grads", found_inf, {"inv_scale": inv_scale}),
+    )
+
+
+def multi_tensor_axpby(
+    a: Number,
+    x: Tensors,
+    b: Number,
+    y: Tensors,
+    out: Tensors,
+    found_inf: Tensor | None = None,
+    check: Literal["both", "x", "y"] = "both",
+) -> None:
+    """``out = a * x + b * y``: both products and the sum each rounded to FP32, then once to out's dtypes.
+
+    ``out`` is written in place; it may be ``x`` or ``y``. ``a`` and ``b`` as ``factor`` of ``multi_tensor_scale``.
+    ``found_inf`` is raised by a non-finite element of the lists that ``check`` names, and by a result that overflows
+    from finite elements. ``check="x"`` is for gradients x added to earlier ones, y, checked when they were made.
+
+    After Apex's ``amp_C.multi_tensor_axpby``; its ``arg_to_check`` -1, 0, 1 is "both", "x", "y" here.
+    """
+    if check not in ("both", "x", "y"):
+        raise ValueError(f"multi_tensor_axpby: check={check!r} is none of 'both', 'x', 'y'")
+    _run(
+        "axpby",
+        plain.axpby,
+        (x, y, out),
+        (a, b, found_inf, check != "y", check != "x"),
+        lambda: check_lists("multi_tensor_axpby", {"x": x, "y": y, "out": out}, "out", found_inf, {"a": a, "b": b}),
+    )
+
+
+def multi_tensor_check_finite(tensors: Tensors, found_inf: Tensor) -> None:
+    """Raise ``found_inf`` if any element of ``tensors`` is infinite or NaN. Writes nothing else."""
+    _run(
+        "check_finite",
+        plain.check_finite,
+        (tensors,),
+        (found_inf,),
+        lambda: check_lists("multi_tensor_check_finite", {"tensors": tensors}, None, found_inf),
+    )
+
+
+@overload
+def multi_tensor_l2norm(tensors: Tensors, per_tensor: Literal[False] = False) -> Tensor: ...
+@overload
+def multi_tensor_l2norm(tensors: Tensors, per_tensor: Literal[True]) -> tuple[Tensor, Tensor]: ...
+def multi_tensor_l2norm(tensors: Tensors, per_tensor: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    """The 2-norm of all tensors taken together: a tensor of shape [] on their device (on the CPU if there are none).
+
+    With ``per_tensor`` also a tensor of shape [len(tensors)] with the norm of each. Both are float32, or float64 if any
+    of the tensors is. Squares are FP32: elements past 1.8e19 make the norm infinite, as in torch.
+
+    After Apex's ``amp_C.multi_tensor_l2norm``.
+    """
+    total, norms = _run(
+        "l2norm",
+        plain.l2norm,
+        (tensors,),
+        (),
+        lambda: check_lists("multi_tensor_l2norm", {"tensors": tensors}, None),
+    )
+    return (total, norms) if per_tensor else total
+
+
+@overload
+def multi_tensor_unscale_l2norm(
+    grads: Tensors, inv_scale: Number, found_inf: Tensor | None, per_tensor: Literal[False] = False
+) -> Tensor: ...
+@overload
+def multi_tensor_unscale_l2norm(
+    grads: Tensors, inv_scale: Number, found_inf: Tensor | None, per_tensor: Literal[True]
+) -> tuple[Tensor, Tensor]: ...
+def multi_tensor_unscale_l2norm(
+    grads: Tensors, inv_scale: Number, found_inf: Tensor | None, per_tensor: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``multi_tensor_unscale``, then ``multi_tensor_l2norm`` of what it stored, in one pass: for clipping."""
+    total, norms = _run(
+        "unscale_l2norm",
+        plain.unscale_l2norm,
+        (grads,),
+        (inv_scale, found_inf),
+        lambda: check_lists(
+            "multi_tensor_unscale_l2norm", {"grads": grads}, "grads", found_inf, {"inv_scale": inv_scale}
+        ),
+    )
+    return (total, norms) if per_tensor else total
+
+
+def multi_tensor_adopt(params: Tensors, masters: Tensors) -> None:
+    """Where a user changed a published low-precision weight, its FP32 master takes the new value.
+
+    Element by element: ``master = param if master.to(param.dtype) != param else master``. So a master keeps its
+    precision where nothing was edited, and a NaN in a parameter is adopted. ``masters`` are float32, written in place.
+    """
+
+    def check() -> None:
+        check_lists("multi_tensor_adopt", {"params": params, "masters": masters}, "masters")
+        for i, master in enumerate(masters):
+            if master.dtype != torch.float32:
+                raise TypeError(f"multi_tensor_adopt: tensor {i} of masters is {master.dtype}, float32 is wanted")
+
+    _run("adopt", plain.adopt, (params, masters), (), check)
+
+
+def update_scale(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    min_scale: float | None = None,
+    max_scale: float | None = None,
+    hysteresis: int = 1,
+    hysteresis_tracker: Tensor | None = None,
+) -> None:
+    """Grow or back off a loss scale after a step, all of it on the device::
+
+        if found_inf != 0:                                  # NaN too
+            hysteresis_tracker -= 1
+            if hysteresis_tracker <= 0:
+                scale = max(scale * backoff_factor, SMALLEST_SCALE)
+            growth_tracker = 0
+        else:
+            hysteresis_tracker = hysteresis
+            growth_tracker += 1
+            if growth_tracker >= growth_interval:
+                scale *= growth_factor                      # unless that is infinite
+                growth_tracker = 0
+        scale = clamp(scale, min_scale, max_scale)
+
+    Each a tensor of one element on one device: ``scale`` float32, ``growth_tracker`` int32, ``hysteresis_tracker``
+    int32 (all three written in place), ``found_inf`` float32 (read; zeroing it is the caller's). ``hysteresis`` is the
+    number of overflows, with no clean step between them, at which the scale backs off, and it goes on backing off at
+    each that follows at once; more than 1 needs a ``hysteresis_tracker``, which starts at ``hysteresis``.
+
+    ``SMALLEST_SCALE`` is 2**-127, the smallest power of two whose inverse is finite in FP32.
+
+    After ``torch._amp_update_scale_`` and Apex's ``update_scale_hysteresis``; the bounds are ours.
+    """
+    name = "update_scale"
+    if hysteresis < 1:
+        raise ValueError(f"{name}: hysteresis is {hysteresis}, at least 1 is wanted")
+    if hysteresis > 1 and hysteresis_tracker is None:
+        raise ValueError(
+            f"{name}: hysteresis={hysteresis} needs a hysteresis_tracker, an int32 tensor that starts there"
+        )
+    lowest = 0.0 if min_scale is None else min_scale
+    highest = float("inf") if max_scale is None else max_scale
+    if not lowest <= highest:
+        raise ValueError(f"{name}: min_scale={min_scale} is above max_scale={max_scale}")
+
+    def check() -> None:
+        device = scale.device if isinstance(scale, Tensor) else torch.device("cpu")
+        check_one(name, "scale", scale, device, (torch.float32,), written=True)
+        check_one(name, "growth_tracker", growth_tracker, device, (torch.int32,), written=True)
+        check_one(name, "found_inf", found_inf, device, (torch.float32,), written=False)
+        if hysteresis_tracker is not None:
+            check_one(name, "hysteresis_tracker", hysteresis_tracker, device, (torch.int32,), written=True)
+        for which, factor in (("growth_factor", growth_factor), ("backoff_factor", backoff_factor)):
+            if not is_number(factor):
+                raise TypeError(f"{name}: {which} is {factor!r}, a float is wanted")
+        for which, count in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
+            if not isinstance(count, SupportsIndex) or not -(2**31) <= operator.index(count) < 2**31:
+                raise TypeError(f"{name}: {which} is {count!r}, an int of 32 bits is wanted")
+
+    numbers = (growth_factor, backoff_factor, growth_interval, lowest, highest, hysteresis, hysteresis_tracker)
+    _run("update_scale", plain.moved_scale, (), (scale, growth_tracker, found_inf, *numbers), check)

@@ -1,0 +1,119 @@
+"""The kernels in plain torch: what runs where the extension is absent, and what its results are compared with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from amp_patch.multi_tensor.checks import Number, Tensors
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same in plain torch, under no_grad, after the checks
+
+# The smallest power of two whose inverse is finite in FP32.
+SMALLEST_SCALE = 2.0**-127
+
+
+def _widen(tensors: Tensors) -> list[Tensor]:
+    return [t if t.dtype == torch.float64 else t.float() for t in tensors]
+
+
+def _times(tensors: Tensors, factor: Number) -> list[Tensor]:
+    wide = _widen(tensors)
+    if not isinstance(factor, Tensor):
+        return list(torch._foreach_mul(wide, float(factor)))
+    # In the tensors' own type: where they have no dimensions either, the wider type of the two would win.
+    factors = {dtype: factor.reshape(()).to(dtype) for dtype in {t.dtype for t in wide}}
+    if len(factors) == 1:
+        return list(torch._foreach_mul(wide, factors[wide[0].dtype]))
+    return [t * factors[t.dtype] for t in wide]
+
+
+def _raise_flag(found_inf: Tensor | None, finite: list[Tensor]) -> None:
+    if found_inf is not None and finite:
+        found_inf.masked_fill_(~torch.stack(finite).all(), 1.0)
+
+
+def scale(src: Tensors, dst: Tensors, factor: Number, found_inf: Tensor | None) -> None:
+    if not src:
+        return
+    copies = not isinstance(factor, Tensor) and factor == 1.0 and found_inf is None  # every bit, a NaN's too
+    torch._foreach_copy_(list(dst), list(src) if copies else _times(src, factor))
+    check_finite(dst, found_inf)
+
+
+def unscale(grads: Tensors, inv_scale: Number, found_inf: Tensor | None) -> None:
+    scale(grads, grads, inv_scale, found_inf)
+
+
+def axpby(
+    x: Tensors, y: Tensors, out: Tensors, a: Number, b: Number, found_inf: Tensor | None, watch_x: bool, watch_y: bool
+) -> None:
+    if not x:
+        return
+    excused = [
+        torch.zeros_like(p, dtype=torch.bool) if watch_x and watch_y else ~(q if watch_x else p).isfinite()
+        for p, q in zip(x, y, strict=True)
+    ]
+    raised = [
+        torch.zeros_like(p, dtype=torch.bool) if watch_x and watch_y else ~(p if watch_x else q).isfinite()
+        for p, q in zip(x, y, strict=True)
+    ]
+    torch._foreach_copy_(list(out), torch._foreach_add(_times(x, a), _times(y, b)))
+    finite = [
+        (t.isfinite() | (excuse & ~flagged)).all() for t, excuse, flagged in zip(out, excused, raised, strict=True)
+    ]
+    _raise_flag(found_inf, finite)
+
+
+def check_finite(tensors: Tensors, found_inf: Tensor | None) -> None:
+    if found_inf is not None:
+        _raise_flag(found_inf, [t.isfinite().all() for t in tensors])
+
+
+def l2norm(tensors: Tensors) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    if not tensors:
+        return torch.zeros(()), torch.zeros(0)
+    norms = torch.stack([torch.linalg.vector_norm(t, dtype=dtype) for t in tensors])
+    return torch.linalg.vector_norm(norms), norms
+
+
+def unscale_l2norm(grads: Tensors, inv_scale: Number, found_inf: Tensor | None) -> tuple[Tensor, Tensor]:
+    unscale(grads, inv_scale, found_inf)
+    total, norms = l2norm(grads)
+    return (total, norms) if grads or found_inf is None else (total.to(found_inf.device), norms.to(found_inf.device))
+
+
+def adopt(params: Tensors, masters: Tensors) -> None:
+    for param, master in zip(params, masters, strict=True):
+        master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
+
+
+def moved_scale(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    lowest: float,
+    highest: float,
+    hysteresis: int,
+    hysteresis_tracker: Tensor | None,
+) -> None:
+    overflow = (found_inf != 0).reshape(scale.shape)
+    exhausted = overflow
+    if hysteresis_tracker is not None:
+        hysteresis_tracker.copy_(
+            torch.where(overflow.reshape(hysteresis_tracker.shape), hysteresis_tracker - 1, hysteresis)
+        )
+        exhausted = overflow & (hysteresis_tracker <= 0).reshape(scale.shape)
+    # In FP64, rounded once, as the extension does.
+    lower, higher = (scale.double() * factor for factor in (backoff_factor, growth_factor))
+    lower, higher = lower.clamp(min=SMALLEST_SCALE).float(), higher.float()
+    steps = torch.where(overflow, 0, growth_tracker.reshape(scale.shape) + 1)
+    grows = ~overflow & (steps >= growth_interval)
+    growth_tracker.copy_(torch.where(grows, 0, steps).reshape(growth_tracker.shape))
+    new = torch.where(exhausted, lower, torch.where(grows & higher.isfinite(), higher, scale))
+    scale.copy_(new.clamp(lowest, highest))

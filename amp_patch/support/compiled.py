@@ -1,0 +1,41 @@
+"""What is asked of torch.compile, without importing the compiler before somebody else has."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    """A region in which compiled code runs as plain Python; does not import the compiler."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def eager_only(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, before and after which torch.compile ends its graphs, as of `torch.compiler.disable`."""
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
+        if not disabled and disable is not None:
+            disabled.append(disable(function))
+        return (disabled[0] if disabled else function)(*args, **kwargs)
+
+    return not_traced(call)
+
+
+def not_traced(function: Any) -> Any:
+    """Mark a function of `_BOOKKEEPING` that compiled code calls."""
+    function._torchdynamo_disable = True
+    return function
+
+
+def uncompiled(model: Any) -> Any:
+    """The module inside of what `torch.compile` made of it; anything else as it is."""
+    return model._orig_mod if type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod") else model
