@@ -1,4 +1,4 @@
-"""The surface of Apex as data: what serves each name here, and what differs from Apex. `check` and the README read it.
+"""The surface of Apex as data: what serves each name here, and what differs. `check` and docs/apex.md read it.
 
 A difference is something that a script could notice. The rows hold every public name of `amp_patch.apex` and the
 private names that scripts use; the names themselves are asked of the modules (served.py).
@@ -267,7 +267,7 @@ NATIVE = (
 
 
 def markdown() -> str:
-    """The rows as the README's table."""
+    """The rows as the table of docs/apex.md."""
     lines = ["| name | served by | differs from Apex |", "|---|---|---|"]
     for row in ROWS:
         names = row.names.split()

@@ -1,4 +1,4 @@
-"""`python -m amp_patch check`, and the table of the surface that it and the README show."""
+"""`python -m amp_patch check`, and the table of the surface that it and docs/apex.md show."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ def test_each_public_name_is_in_the_table():
     assert not {name for name in public if name not in paths and id(served.resolve(name)) not in told}
 
 
-def test_the_readme_shows_the_table():
-    readme = (ROOT / "README.md").read_text()
-    shown = readme.partition("<!-- surface: begin -->\n")[2].partition("\n<!-- surface: end -->")[0]
+def test_the_page_on_apex_shows_the_table():
+    page = (ROOT / "docs" / "apex.md").read_text()
+    shown = page.partition("<!-- surface: begin -->\n")[2].partition("\n<!-- surface: end -->")[0]
     assert shown == surface.markdown()

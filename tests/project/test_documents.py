@@ -1,0 +1,90 @@
+"""README.md and docs: their links lead somewhere, their Python runs, and the README stays short."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paths import ROOT
+from torch import nn
+
+from amp_patch import amp, apex
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# The README names these before they are written.
+AWAITED = [ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"]
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def without_code(text: str) -> str:
+    """The text without its fenced and indented blocks, and without code in a line."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`\n]*`", lambda code: "x" * len(code[0]), re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE))
+
+
+def anchors(page: Path) -> set[str]:
+    """GitHub's name of each heading: lower case, spaces become hyphens, punctuation goes."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@each_page
+def test_each_relative_link_and_anchor_resolves(page):
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if target in AWAITED and not target.exists():
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_each_page_can_be_reached_from_the_readme():
+    linked = set(re.findall(r"\]\((docs/[\w-]+\.md)", (ROOT / "README.md").read_text()))
+    assert {f"docs/{page.name}" for page in PAGES[1:]} <= linked
+
+
+def test_the_readme_is_read_in_a_minute():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)
+def test_the_python_of_a_page_runs_and_prints_what_it_says(page, tmp_path, monkeypatch, capsys):
+    """In order, in one namespace that has what the pages leave to the reader's script."""
+    monkeypatch.chdir(tmp_path)  # some write files
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if page.name not in ("torch-amp.md", "oneflow.md"):  # these show scripts without a level
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    names: dict[str, Any] = {
+        "amp": amp,
+        "torch": torch,
+        "model": model,
+        "optimizer": optimizer,
+        "loss_fn": nn.functional.cross_entropy,
+        "inputs": torch.randn(32, 8),
+        "targets": torch.randint(0, 4, (32,)),
+    }
+    try:
+        for block in python_blocks(page):
+            exec(compile(block, page.name, "exec"), names)
+            printed = capsys.readouterr().out.splitlines()
+            assert [
+                said for said in re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE) if said not in printed
+            ] == []
+    finally:
+        apex.uninstall()
