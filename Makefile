@@ -10,7 +10,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 PYTEST_FILES := $(PYTEST) -n $(WORKERS) --dist loadfile
-SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu tests/cuda/*.cpp)
+# All that clang-format reads, in every folder; what is built from them is made anew when one changes.
+SOURCES := $(sort $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu'))
 NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/null))
 
 .DEFAULT_GOAL := help

@@ -2,9 +2,9 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/extension.h>
 
-#include "cpu_features.h"
-#include "ops.h"
-#include "plan.h"
+#include "kernels/cpu_features.h"
+#include "kernels/ops.h"
+#include "kernels/plan.h"
 
 namespace pybind11::detail {
 
@@ -41,13 +41,15 @@ struct type_caster<amp_patch::Tensors> {
 
 namespace amp_patch {
 
-void bind_casts(py::module_& casts);  // cast_call.cpp
-void bind_versions(py::module_& m);   // versions.cpp
+void bind_casts(py::module_& m);     // casts/wrapper.cpp
+void bind_versions(py::module_& m);  // masters/versions.cpp
 
+// kernels/cpu.cpp
 struct CpuLoop;
 extern template struct Ops<CpuLoop>;
 const std::vector<std::string>& instruction_sets();
 std::string use_instruction_set(const std::string& name);
+// kernels/cuda.cu
 #ifdef WITH_CUDA
 struct CudaLoop;
 extern template struct Ops<CudaLoop>;

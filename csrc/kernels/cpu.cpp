@@ -1,4 +1,4 @@
-// The loop on the CPU. A chunk of a tensor is one call of Set::map (cpu_set.h), which reads and writes the tensors' own
+// The loop on the CPU. A chunk of a tensor is one call of Set::map (cpu_vectors.h), which reads and writes the tensors' own
 // memory: every element is loaded, converted, computed, rounded and stored in registers. What is not a row in memory,
 // or a rare mix of dtypes, goes block by block through small buffers first.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -41,7 +41,7 @@ struct Result {
 
 namespace portable {
 #define AMP_PATCH_WIDTH 1
-#include "cpu_set.h"
+#include "cpu_vectors.h"
 #undef AMP_PATCH_WIDTH
 }  // namespace portable
 
@@ -50,7 +50,7 @@ namespace portable {
 #pragma GCC target("avx2,f16c")
 namespace avx2 {
 #define AMP_PATCH_WIDTH 8
-#include "cpu_set.h"
+#include "cpu_vectors.h"
 #undef AMP_PATCH_WIDTH
 }  // namespace avx2
 #pragma GCC pop_options
@@ -59,7 +59,7 @@ namespace avx2 {
 #pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 namespace avx512 {
 #define AMP_PATCH_WIDTH 16
-#include "cpu_set.h"
+#include "cpu_vectors.h"
 #undef AMP_PATCH_WIDTH
 }  // namespace avx512
 #pragma GCC pop_options

@@ -1,5 +1,5 @@
 // What each op does to one element, on the host and on the device. T is float, or double for float64 tensors. V is T,
-// or on the CPU a class of several T in a register, with the operators used here (cpu_set.h): one formula for both.
+// or on the CPU a class of several T in a register, with the operators used here (cpu_vectors.h): one formula for both.
 //
 // A loop (cpu.cpp, cuda.cu) copies the functor, calls prepare() once per tensor, then for each element
 //   value = f(x...)       computed in V; the loop rounds it to the output's dtype, once
