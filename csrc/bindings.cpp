@@ -1,4 +1,5 @@
-// amp_patch._C: the table of kernels. amp_patch/multi_tensor.py documents them, tensor by tensor.
+// amp_patch._C: all names that Python sees, but those of its submodule `casts` (casts/wrapper.cpp). The kernels are
+// documented in Python, by the functions of the same names in amp_patch.multi_tensor.
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/extension.h>
 
@@ -8,8 +9,9 @@
 
 namespace pybind11::detail {
 
-// A list or tuple of tensors: pointers into the objects, which are held meanwhile, as the call runs without the GIL.
-// The caster of std::vector<at::Tensor> costs as much as a kernel over a thousand small tensors.
+// A list or tuple of tensors, as pointers into the Python objects. The objects are held meanwhile, since the call runs
+// without the GIL. pybind11's own conversion to std::vector<at::Tensor> would cost as much as a kernel over a thousand
+// small tensors.
 template <>
 struct type_caster<amp_patch::Tensors> {
   PYBIND11_TYPE_CASTER(amp_patch::Tensors, const_name("list[Tensor]"));
@@ -69,7 +71,7 @@ bool is_cuda(const Setting&) {
   return false;
 }
 
-// One function for both devices: that for CUDA if any argument lies there (of empty lists, found_inf alone tells).
+// One function for both devices: that for CUDA if any argument lies there. Where the lists are empty, found_inf tells.
 template <class Return, class First, class... Rest>
 auto on_device(Return (*cpu)(First, Rest...), Return (*cuda)(First, Rest...)) {
   return [cpu, cuda](First first, Rest... rest) -> Return {

@@ -1,5 +1,5 @@
-// One chunk of one row of tensors: what each thread of a block does with it. Nothing here calls CUDA, so that
-// tests/cuda/emulate.cpp runs the same code on the host, block by block and thread by thread.
+// One chunk of one row of tensors: what each thread of a block does with it. Nothing here calls CUDA, so that the tests
+// (emulate.cpp) run the same code on the host, block by block and thread by thread.
 //
 // Which dtypes a row has is asked once for several elements, in branches that a whole block takes alike: so every mix
 // of dtypes runs at full speed, and the code grows with the number of dtypes, not with that of their mixes.
