@@ -33,7 +33,7 @@ ADVICE = "install torch first, then `pip install --no-build-isolation .` (or AMP
 
 
 def sources(suffix: str) -> list[str]:
-    """The files of csrc, in all its folders, that end in `suffix`. Each folder has its objects in one of its own."""
+    """The files of csrc, in all its folders, that end in `suffix`. Object files lie in folders of the same names."""
     return sorted(glob(f"csrc/**/*.{suffix}", recursive=True))
 
 
@@ -48,8 +48,8 @@ def extensions() -> tuple[list[Extension], str, type[build_ext]]:
         raise SystemExit(f"amp_patch is built against the torch it runs with, and {error}: {ADVICE}") from error
 
     # Contraction would fuse a*x + b*y into one rounding; the other two change no value and let loops with comparisons
-    # become vector code. No -march: one build serves every machine, and csrc/kernels/cpu.cpp chooses the instruction set
-    # at run time. -Wno-psabi: its functions over vector registers are all inlined, so their ABI is never used.
+    # become vector code. No -march: one build serves every machine, csrc/kernels/cpu.cpp chooses at run time. Its
+    # functions over vector registers are all inlined, so that none has an ABI to be warned about: -Wno-psabi.
     exact = [
         "-O3",
         "-g0",
