@@ -10,7 +10,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 PYTEST_FILES := $(PYTEST) -n $(WORKERS) --dist loadfile
-SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu tests/cuda/*.cpp)
+# C++ and CUDA, in all folders: what clang-format reads, and what the extension is older than when one has changed.
+SOURCES := $(sort $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu'))
 NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/null))
 
 .DEFAULT_GOAL := help

@@ -32,6 +32,11 @@ if NO_EXT and REQUIRE_EXT:
 ADVICE = "install torch first, then `pip install --no-build-isolation .` (or AMP_PATCH_NO_EXT=1 to do without _C)."
 
 
+def sources(suffix: str) -> list[str]:
+    """The files of csrc, in all its folders, that end in `suffix`. Object files lie in folders of the same names."""
+    return sorted(glob(f"csrc/**/*.{suffix}", recursive=True))
+
+
 def extensions() -> tuple[list[Extension], str, type[build_ext]]:
     """The extension in the forms to try, best first; why the best is without CUDA, if that is odd; who builds it."""
     if NO_EXT:
@@ -43,8 +48,8 @@ def extensions() -> tuple[list[Extension], str, type[build_ext]]:
         raise SystemExit(f"amp_patch is built against the torch it runs with, and {error}: {ADVICE}") from error
 
     # Contraction would fuse a*x + b*y into one rounding; the other two change no value and let loops with comparisons
-    # become vector code. No -march: one build serves every machine, cpu.cpp chooses at run time; every function of
-    # registers is inlined there, so that none has an ABI to be warned about.
+    # become vector code. No -march: one build serves every machine, csrc/kernels/cpu.cpp chooses at run time. Its
+    # functions over vector registers are all inlined, so that none has an ABI to be warned about: -Wno-psabi.
     exact = [
         "-O3",
         "-g0",
@@ -63,17 +68,17 @@ def extensions() -> tuple[list[Extension], str, type[build_ext]]:
     def form(kind: type[Extension], cuda_sources: list[str]) -> Extension:
         return kind(
             "amp_patch._C",
-            sorted(glob("csrc/*.cpp")) + cuda_sources,
+            sources("cpp") + cuda_sources,
             define_macros=[("WITH_CUDA", None)] if cuda_sources else [],
             extra_compile_args={
                 "cxx": [*exact, *checked],
                 "nvcc": ["-O3", "--fmad=false", "--expt-relaxed-constexpr", "-Xcompiler", "-fopenmp"],
             },
             extra_link_args=["-fopenmp", *sanitizers],
-            depends=sorted(glob("csrc/*.h")),
+            depends=sources("h"),
         )
 
-    forms, missing, cuda_sources = [], "", sorted(glob("csrc/*.cu"))
+    forms, missing, cuda_sources = [], "", sources("cu")
     home = cpp_extension.CUDA_HOME
     if cuda_sources and (FORCE_CUDA or torch.version.cuda):
         if not FORCE_CUDA and not (home and shutil.which("nvcc", path=f"{home}/bin")):

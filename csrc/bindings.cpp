@@ -1,15 +1,17 @@
-// amp_patch._C: the table of kernels. amp_patch/multi_tensor.py documents them, tensor by tensor.
+// amp_patch._C: all names that Python sees, but those of its submodule `casts` (casts/wrapper.cpp). The kernels are
+// documented in Python, by the functions of the same names in amp_patch.multi_tensor.
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/extension.h>
 
-#include "cpu_features.h"
-#include "ops.h"
-#include "plan.h"
+#include "kernels/cpu_features.h"
+#include "kernels/ops.h"
+#include "kernels/plan.h"
 
 namespace pybind11::detail {
 
-// A list or tuple of tensors: pointers into the objects, which are held meanwhile, as the call runs without the GIL.
-// The caster of std::vector<at::Tensor> costs as much as a kernel over a thousand small tensors.
+// A list or tuple of tensors, as pointers into the Python objects. The objects are held meanwhile, since the call runs
+// without the GIL. pybind11's own conversion to std::vector<at::Tensor> would cost as much as a kernel over a thousand
+// small tensors.
 template <>
 struct type_caster<amp_patch::Tensors> {
   PYBIND11_TYPE_CASTER(amp_patch::Tensors, const_name("list[Tensor]"));
@@ -41,13 +43,15 @@ struct type_caster<amp_patch::Tensors> {
 
 namespace amp_patch {
 
-void bind_casts(py::module_& casts);  // cast_call.cpp
-void bind_versions(py::module_& m);   // versions.cpp
+void bind_casts(py::module_& m);     // casts/wrapper.cpp
+void bind_versions(py::module_& m);  // masters/versions.cpp
 
+// kernels/cpu.cpp
 struct CpuLoop;
 extern template struct Ops<CpuLoop>;
 const std::vector<std::string>& instruction_sets();
 std::string use_instruction_set(const std::string& name);
+// kernels/cuda.cu
 #ifdef WITH_CUDA
 struct CudaLoop;
 extern template struct Ops<CudaLoop>;
@@ -67,7 +71,7 @@ bool is_cuda(const Setting&) {
   return false;
 }
 
-// One function for both devices: that for CUDA if any argument lies there (of empty lists, found_inf alone tells).
+// One function for both devices: that for CUDA if any argument lies there. Where the lists are empty, found_inf tells.
 template <class Return, class First, class... Rest>
 auto on_device(Return (*cpu)(First, Rest...), Return (*cuda)(First, Rest...)) {
   return [cpu, cuda](First first, Rest... rest) -> Return {

@@ -21,7 +21,7 @@ for arch in ${ARCHS:-80 90}; do targets="$targets -gencode arch=compute_$arch,co
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 
-for source in csrc/*.cu; do
+for source in $(find csrc -name "*.cu" | sort); do
     # shellcheck disable=SC2086
     "$NVCC" -c "$source" -o "$out/object.o" -std=c++20 -O3 --fmad=false --expt-relaxed-constexpr --threads 0 \
         $targets $paths $defines -Xcompiler -Wall,-Werror,-fPIC --Werror all-warnings

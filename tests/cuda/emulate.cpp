@@ -1,10 +1,10 @@
-// csrc/chunk.h, the code of each CUDA thread, run on the host: every block, every thread, one after the other.
+// csrc/kernels/chunk.h, the code of each CUDA thread, run on the host: every block, every thread, one after the other.
 // tests/multi_tensor/test_chunk.py compiles this file by itself and calls emulate() through ctypes.
 #include <array>
 #include <cstring>
 #include <vector>
 
-#include "../../csrc/chunk.h"
+#include "../../csrc/kernels/chunk.h"
 
 using namespace amp_patch;
 

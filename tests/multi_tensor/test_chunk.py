@@ -1,4 +1,4 @@
-"""csrc/rows.h and csrc/chunk.h, all of the CUDA kernels but their launches, run on the host thread by thread."""
+"""rows.h and chunk.h in csrc/kernels, all of the CUDA kernels but their launches, run on the host thread by thread."""
 
 from __future__ import annotations
 

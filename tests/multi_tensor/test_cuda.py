@@ -20,7 +20,7 @@ if "cuda" not in _C.devices:
     pytest.skip(mt.backend_reason(), allow_module_level=True)
 
 DEVICES = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-ROUTES = ["auto", "arguments", "buffer"]  # how a launch learns of its tensors: csrc/cuda.cu
+ROUTES = ["auto", "arguments", "buffer"]  # how a launch learns of its tensors: csrc/kernels/cuda.cu
 COUNTS = [1, 50, 200, 700, 1500, 5000]  # of tensors: on both sides of what fits into arguments
 
 

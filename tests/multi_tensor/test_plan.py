@@ -1,4 +1,4 @@
-"""csrc/plan.h, the host code that splits lists into launches; it needs the extension and no device."""
+"""csrc/kernels/plan.h, the host code that splits lists into launches; it needs the extension and no device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-// One chunk of one row of tensors: what each thread of a block does with it. Nothing here calls CUDA, so that
-// tests/cuda/emulate.cpp runs the same code on the host, block by block and thread by thread.
+// One chunk of one row of tensors: what each thread of a block does with it. Nothing here calls CUDA, so that the tests
+// (emulate.cpp) run the same code on the host, block by block and thread by thread.
 //
 // Which dtypes a row has is asked once for several elements, in branches that a whole block takes alike: so every mix
 // of dtypes runs at full speed, and the code grows with the number of dtypes, not with that of their mixes.
@@ -71,28 +71,35 @@ C10_HOST_DEVICE inline void convert(const Pack<From, V> (&from)[P], Pack<To, V> 
   }
 }
 
+// P packs of a row copied, from tensor 0 to tensor 1: to another dtype by way of T, to the same one bit by bit.
+template <class T, int V, int P, class Place>
+C10_HOST_DEVICE inline void copy_packs(void* const (&data)[2], const c10::ScalarType (&dtype)[2],
+                                       const Place (&at)[2][P], const bool (&live)[P]) {
+  with_element<T, V>(dtype[0], [&](auto from) {
+    using From = decltype(from);
+    Pack<From, V> source[P];
+    load<From, V, P>(data[0], at[0], live, source);
+    with_element<T, V>(dtype[1], [&](auto to) {
+      using To = decltype(to);
+      if constexpr (std::is_same_v<From, To>) {  // every bit, a NaN's too
+        store<To, V, P>(data[1], at[1], live, source);
+      } else {
+        Pack<T, V> x[P];
+        Pack<To, V> target[P];
+        convert(source, x);
+        convert(x, target);
+        store<To, V, P>(data[1], at[1], live, target);
+      }
+    });
+  });
+}
+
 // P packs of a row through the functor. at[k]: where they lie in tensor k, whose memory is data[k].
 template <class T, int N, int V, int P, int K, class F, class Place>
 C10_HOST_DEVICE inline void packs_through(const F& f, void* const (&data)[K], const c10::ScalarType (&dtype)[K],
                                           const Place (&at)[K][P], const bool (&live)[P], Outcome& outcome) {
   if constexpr (std::is_same_v<F, Copy<T>>) {
-    with_element<T, V>(dtype[0], [&](auto from) {
-      using From = decltype(from);
-      Pack<From, V> source[P];
-      load<From, V, P>(data[0], at[0], live, source);
-      with_element<T, V>(dtype[1], [&](auto to) {
-        using To = decltype(to);
-        if constexpr (std::is_same_v<From, To>) {  // every bit, a NaN's too
-          store<To, V, P>(data[1], at[1], live, source);
-        } else {
-          Pack<T, V> x[P];
-          Pack<To, V> target[P];
-          convert(source, x);
-          convert(x, target);
-          store<To, V, P>(data[1], at[1], live, target);
-        }
-      });
-    });
+    copy_packs<T, V, P>(data, dtype, at, live);
   } else {
     Pack<T, V> x[N][P], value[P];
     AMP_PATCH_UNROLL

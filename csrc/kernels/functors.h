@@ -1,5 +1,6 @@
-// What each op does to one element, on the host and on the device. T is float, or double for float64 tensors. V is T,
-// or on the CPU a class of several T in a register, with the operators used here (cpu_set.h): one formula for both.
+// The functors: what each op does to one element, on the host and on the device. T is float, or double for float64
+// tensors. V is T, or on the CPU a class of several T in a register with the operators that are used here (`Lanes` in
+// cpu_vectors.h): so there is one formula for both.
 //
 // A loop (cpu.cpp, cuda.cu) copies the functor, calls prepare() once per tensor, then for each element
 //   value = f(x...)       computed in V; the loop rounds it to the output's dtype, once
@@ -15,7 +16,8 @@
 
 #include <limits>
 
-// Registers must not pass through a call: what computes with them is compiled for more than the baseline.
+// Always inlined: a vector register must not be the argument of a real call, which would be compiled for the baseline
+// and not for the instruction set of the loop around it.
 #define AMP_PATCH_ELEMENT C10_HOST_DEVICE C10_ALWAYS_INLINE
 
 namespace amp_patch {
@@ -183,8 +185,8 @@ struct ScaleNorm : Scale<T> {
   }
 };
 
-// out = master, or param where a user changed it: where the master no longer rounds to it. NaN differs from everything.
-// In place, and it seldom changes anything: a loop need not write where changes() is false everywhere.
+// out = master, or param where a user changed the parameter: where the master no longer rounds to it. A NaN differs
+// from everything. The output is the master itself and seldom changes: a loop need not write where changes() is false.
 template <class T>
 struct Adopt {
   static constexpr bool writes = true, watches = false, reduces = false;
@@ -205,7 +207,7 @@ struct UpdateScale {
   static constexpr float SMALLEST_SCALE = 0x1p-127f;  // the smallest power of two whose inverse is finite
   float* scale;
   int* growth_tracker;
-  int* hysteresis_tracker;  // null: no patience, every overflow backs off
+  int* hysteresis_tracker;  // null: every overflow makes the scale smaller at once
   const float* found_inf;
   double growth_factor, backoff_factor;
   int growth_interval, hysteresis;

@@ -1,5 +1,5 @@
-// What a launch on a device knows of its tensors: one row per place in the lists, built on the host. No device is
-// needed here: tests/cuda/emulate.cpp runs it everywhere.
+// What a launch on a device knows of its tensors: one row for each place in the lists, built on the host. Nothing here
+// calls CUDA, so that the tests (emulate.cpp) run it on any machine.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -58,7 +58,7 @@ struct StridedRow : Row<K> {
   void begin_at(int64_t from) { begin = from; }
 };
 
-enum class Layout { kLinear, kStrided, kScattered };  // the last: more than kDims dimensions
+enum class Layout { kLinear, kStrided, kScattered };  // kScattered: more than kDims dimensions
 
 // The widest access at which all tensors are aligned, up to 16 bytes each. Chunks are multiples of it.
 template <int K>

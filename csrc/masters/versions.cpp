@@ -1,5 +1,6 @@
-// Which of many tensors were written since their values were last taken note of, in nanoseconds a tensor: asked before
-// every forward of a model with masters. amp_patch/links.py has both classes in Python too.
+// Which of many tensors were written since their values were last taken note of, told by their version counters. It is
+// asked before every forward of a model with masters, so it takes nanoseconds a tensor. amp_patch's masters have both
+// classes in Python too, for where there is no extension.
 #include <torch/extension.h>
 
 #include <memory>
@@ -26,7 +27,7 @@ class Noted {
   uint32_t noted_ = 0;
 };
 
-// Several of them, asked at once.
+// Several of these tensors, asked at once.
 class Watch {
  public:
   explicit Watch(std::vector<std::shared_ptr<Noted>> noted) : noted_(std::move(noted)) {}

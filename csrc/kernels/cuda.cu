@@ -1,4 +1,5 @@
-// The loop on CUDA: one launch for all rows of a job that are dense, and one for those that are strided.
+// The loop on CUDA: ops.h's ops over it are the kernels for CUDA tensors. A job takes one launch for all its rows that
+// are linear in memory, and one for those that are strided.
 //
 // A launch learns of its rows in one of two ways. As kernel arguments, which CUDA copies at the launch, and into a
 // graph that is being captured: nothing to keep alive. Or, where they do not fit, through one pinned buffer, copied on
@@ -23,7 +24,8 @@ namespace {
 #error "amp_patch's kernels need sm_70 or newer: leave older ones out of TORCH_CUDA_ARCH_LIST"
 #endif
 
-// CUDA 12.1 takes 32,764 bytes of arguments on sm_70 and later, an earlier one 4,096; 256 for those beside the rows.
+// Bytes of kernel arguments: CUDA 12.1 and later take 32,764 on sm_70 and newer, earlier ones 4,096. 256 of them are
+// for the arguments beside the rows.
 constexpr int kFewBytes = 4096 - 256;
 constexpr int kManyBytes = CUDART_VERSION >= 12010 ? 32764 - 256 : kFewBytes;
 
@@ -101,7 +103,7 @@ bool driver_takes_large_arguments() {
 bool is_capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) {
-    (void)cudaGetLastError();  // the legacy stream while another captures: what is safe in a capture is safe
+    (void)cudaGetLastError();  // the legacy stream, while another one captures: do as in a capture
     return true;
   }
   return status != cudaStreamCaptureStatusNone;
@@ -190,6 +192,7 @@ View view(const at::Tensor& t) {
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------------------------------
+// The loop, as ops.h wants it
 
 struct CudaLoop {
   static constexpr c10::DeviceType device = c10::DeviceType::CUDA;

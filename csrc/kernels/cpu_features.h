@@ -1,4 +1,5 @@
-// What the processor can do, as it says itself.
+// What the processor can do, as it says itself: asked by amp_patch's emulation of FP16 on a CPU, which is off where the
+// processor computes in FP16.
 #pragma once
 
 #if defined(__x86_64__) || defined(__i386__)

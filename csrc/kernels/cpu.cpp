@@ -1,10 +1,11 @@
-// The loop on the CPU. A chunk of a tensor is one call of Set::map (cpu_set.h), which reads and writes the tensors' own
-// memory: every element is loaded, converted, computed, rounded and stored in registers. What is not a row in memory,
-// or a rare mix of dtypes, goes block by block through small buffers first.
+// The loop on the CPU: ops.h's ops over it are the kernels for CPU tensors. A chunk of a tensor is one call of Set::map
+// (cpu_vectors.h), which reads and writes the tensors' own memory: an element is loaded, converted, computed, rounded
+// and stored without leaving the registers. A chunk that is not a row in memory, or whose mix of dtypes is a rare one,
+// goes block by block through small buffers.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define AMP_PATCH_X86 1
 #include <immintrin.h>
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 of its own headers: gcc.gnu.org/PR105593
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // wrong, in GCC 12's own headers: gcc.gnu.org/PR105593
 #endif
 
 #include <ATen/Parallel.h>
@@ -24,11 +25,11 @@ const std::vector<std::string>& instruction_sets();
 
 namespace {
 
-constexpr int64_t kLanes = 64;           // interleaved sums of a norm: its order, whatever the instruction set
+constexpr int64_t kLanes = 64;           // partial sums of a chunk's norm: as many on every instruction set
 constexpr int64_t kBlock = 256;          // elements of a row: three of them stay in the L1 cache
-constexpr int64_t kChunk = 16384;        // elements of a chunk: the grain of norms, so of their rounding
+constexpr int64_t kChunk = 16384;        // elements of a chunk; another number would round the sums of norms otherwise
 constexpr int64_t kGrain = 32768;        // least work worth a thread, torch's own grain
-constexpr int64_t kChunkOverhead = 64;   // what a chunk costs by itself, in elements
+constexpr int64_t kChunkOverhead = 64;   // what a chunk costs beside its elements, in elements
 constexpr int64_t kStreamed = 16 << 20;  // bytes of output that no cache would keep until it is read
 
 struct Result {
@@ -41,7 +42,7 @@ struct Result {
 
 namespace portable {
 #define AMP_PATCH_WIDTH 1
-#include "cpu_set.h"
+#include "cpu_vectors.h"
 #undef AMP_PATCH_WIDTH
 }  // namespace portable
 
@@ -50,7 +51,7 @@ namespace portable {
 #pragma GCC target("avx2,f16c")
 namespace avx2 {
 #define AMP_PATCH_WIDTH 8
-#include "cpu_set.h"
+#include "cpu_vectors.h"
 #undef AMP_PATCH_WIDTH
 }  // namespace avx2
 #pragma GCC pop_options
@@ -59,7 +60,7 @@ namespace avx2 {
 #pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 namespace avx512 {
 #define AMP_PATCH_WIDTH 16
-#include "cpu_set.h"
+#include "cpu_vectors.h"
 #undef AMP_PATCH_WIDTH
 }  // namespace avx512
 #pragma GCC pop_options
@@ -67,7 +68,7 @@ namespace avx512 {
 
 std::atomic<size_t> chosen{instruction_sets().size() - 1};
 
-// visit(Set()) with the set that was chosen; float64 has the portable one.
+// visit(Set()) with the set that was chosen; float64 is computed by the portable one alone.
 template <class T, class Visit>
 Result on_set(const Visit& visit) {
 #ifdef AMP_PATCH_X86
@@ -105,8 +106,9 @@ Result typed(const Row& row, const Visit& visit) {
   }
 }
 
-// rows: the inputs and, where the functor writes, the output. One input goes to any output. With two, the second one
-// and the output are of T: what gradients added to master gradients are.
+// The functor over n elements. rows: the inputs and, where the functor writes, the output. Of one input, input and
+// output may have any dtypes. Of two, the second input and the output are of T, as when gradients are added to FP32
+// master gradients.
 template <class T, size_t N, class Functor, size_t Rows>
 Result map_rows(const Functor& f, const std::array<Row, Rows>& rows, int64_t n, bool stream) {
   return on_set<T>([&](auto set) {
@@ -155,9 +157,8 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   return true;
 }
 
-// Whether tensors that are not all contiguous fill their memory in one common order (all channels_last, all transposed
-// alike): they are walked in that order. Else all are walked in the order of their indices, by strides where memory has
-// another one.
+// Whether tensors that are not all contiguous fill their memory in one common order: all channels_last, say, or all
+// transposed alike. Then they are walked in the order of memory, else in the order of their indices, by strides.
 template <size_t N>
 bool share_order(const std::array<const at::Tensor*, N>& tensors) {
   for (const at::Tensor* t : tensors) {
@@ -166,7 +167,8 @@ bool share_order(const std::array<const at::Tensor*, N>& tensors) {
   return true;
 }
 
-// The processor follows a long row by itself; of a short one it is at the end before it has understood.
+// Asks early for the elements of a short tensor. A long row the processor prefetches by itself, once it has seen the
+// pattern; a short one ends before that.
 void prefetch(const Fact& f) {
   constexpr int64_t kLine = 64, kMost = 2048;
   const int64_t bytes = bytes_of(f);
@@ -174,7 +176,8 @@ void prefetch(const Fact& f) {
   for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(f.data + at);
 }
 
-// Calls visit(offset, position, length, stride) for the runs that make up elements [begin, begin + n).
+// Calls visit(offset, position, length, stride) for the runs that make up elements [begin, begin + n): a run is
+// `length` elements, the first at data[offset] and at `position` of the n, `stride` apart in memory.
 template <class Visit>
 void walk(const View& v, int64_t begin, int64_t n, const Visit& visit) {
   const at::IntArrayRef sizes = v.tensor->sizes(), strides = v.tensor->strides();
@@ -225,14 +228,14 @@ void convert(const Row& from, const Row& to, int64_t n) {
   map_rows<T, 1>(Copy<T>(), std::array<Row, 2>{from, to}, n, false);
 }
 
-// Whether the loop takes operand k as it is; a mix of dtypes without a loop is converted to T first.
+// Whether map_rows takes an operand k of this dtype. If not, it is converted to T first.
 template <class T, size_t N>
 bool is_known(size_t k, at::ScalarType dtype) {
   return N == 1 || k == 0 || dtype == c10::CppTypeToScalarType<T>::value;
 }
 
-// Elements [begin, end) of one tensor whose operands, the inputs and, where the functor writes, the output, are all
-// rows that the loop takes.
+// Elements [begin, end) of one tensor, all of whose operands are rows that map_rows takes. The operands are the inputs
+// and, where the functor writes, the output.
 template <class T, size_t N, class Functor, size_t Operands>
 Result run_rows(const Functor& f, const std::array<const Fact*, Operands>& facts, int64_t begin, int64_t end,
                 bool stream) {
@@ -244,8 +247,8 @@ Result run_rows(const Functor& f, const std::array<const Fact*, Operands>& facts
   return map_rows<T, N>(f, rows, end - begin, stream && rows[0].data != rows[Operands - 1].data);
 }
 
-// The same, of operands some of which are gathered (strides) and converted (a mix of dtypes without a loop) first,
-// block by block. `order`: all are linear, in one common order.
+// The same, block by block, where some operands must be gathered first, being no rows in memory, or converted to T.
+// `order`: all are rows, in one common order.
 template <class T, size_t N, class Functor, size_t Views>
 Result run_blocks(const Functor& f, const std::array<const Fact*, Views>& facts,
                   const std::array<const at::Tensor*, Views>& tensors, bool order, int64_t begin, int64_t end) {
@@ -272,7 +275,7 @@ Result run_blocks(const Functor& f, const std::array<const Fact*, Views>& facts,
       rows[k] = known[k] ? own[k] : Row{converted[k], c10::CppTypeToScalarType<T>::value};
       if (!known[k] && k < N) convert<T>(own[k], rows[k], n);
     }
-    if (in_place) {  // on the last input, also where its row is a copy
+    if (in_place) {  // the output is the last input, also where that one's row is a copy
       rows[Views - 1] = rows[N - 1];
       own[Views - 1] = own[N - 1];
     }
@@ -290,8 +293,9 @@ Result run_blocks(const Functor& f, const std::array<const Fact*, Views>& facts,
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------------------------------
+// The loop, as ops.h wants it
 
-// What this machine runs, the best one last; the order that on_set knows.
+// The sets that this machine can run, the best one last, in the order of on_set's cases.
 const std::vector<std::string>& instruction_sets() {
   static const std::vector<std::string> names = [] {
     std::vector<std::string> found{"portable"};
@@ -309,6 +313,7 @@ const std::vector<std::string>& instruction_sets() {
   return names;
 }
 
+// Takes the set of that name from now on; returns the name of the one before.
 std::string use_instruction_set(const std::string& name) {
   const auto& names = instruction_sets();
   const auto found = std::find(names.begin(), names.end(), name);
@@ -359,7 +364,7 @@ struct CpuLoop {
 
     constexpr int64_t unlimited = std::numeric_limits<int64_t>::max();
     const std::vector<Chunk> chunks = std::move(plan(sizes, kChunk, unlimited, unlimited)[0].chunks);
-    // Threads share the work by elements, not by tensors: many tiny ones beside a huge one is the usual model.
+    // Threads share the work by elements, not by tensors: a model has many tiny tensors beside a few huge ones.
     std::vector<int64_t> starts;
     starts.reserve(chunks.size());
     int64_t work = 0;

@@ -1,13 +1,12 @@
-// Each op once: its checks, the choice of FP32 or FP64, its functor. A template over the device's loop.
-//
-// A loop has
+// The ops, each written once: its checks, the choice of FP32 or FP64, its functor. They are templates over a device's
+// loop (`CpuLoop` in cpu.cpp, `CudaLoop` in cuda.cu). A loop has
 //   device                             the c10::DeviceType it serves
 //   run<T>(Job<N>, functor)            functor, which computes in T, over the tensors of a job: N lists in
 //   total(squares)                     the sum of a 1-D float64 tensor, the same whatever the number of threads
 //   once(functor)                      functor() one time, on the current device
 //
-// The checks guard memory, before the first write. Words are Python's: multi_tensor.py sees Refused, finds what is
-// wrong by the same rules and says it with names, indices and a way out.
+// The checks guard memory, before the first write. They throw `Refused` without details: amp_patch.multi_tensor catches
+// it, finds by the same rules in Python what is wrong, and says so with names, indices and a way out.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -56,8 +55,8 @@ struct Refused : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-// What a loop needs of a tensor, in one place: on thousands of small ones waiting for the memory where torch keeps it
-// is most of the work, so it is visited once.
+// What a loop needs to know of a tensor, gathered in one place. With thousands of small tensors, most of the time goes
+// into waiting for the memory where torch keeps this, so each tensor is visited once.
 struct Fact {
   char* data;  // null if there are no elements
   int64_t numel;
@@ -70,11 +69,11 @@ using Facts = std::vector<Fact>;
 template <int N>
 struct Job {
   std::array<const Tensors*, N> in;
-  const Tensors* out;  // null where the functor writes nothing; no lazy copies
+  const Tensors* out;  // null where the functor writes nothing; no copy-on-write tensors
   std::array<const Facts*, N> in_facts;
   const Facts* out_facts;
   std::vector<int64_t> indices;  // which tensors of the lists; none is empty, all are float64 or none is
-  float* found_inf;              // null: nobody asks
+  float* found_inf;              // set to 1 where the functor finds a bad value; null: nobody asks
   double* squares;               // where the functor reduces: one sum per tensor of the lists
 };
 
@@ -101,7 +100,7 @@ inline void require(bool holds, const char* what) {
   if (!holds) throw Refused(std::string("refused by the extension: ") + what);
 }
 
-// In threads where there are many: their metadata is all over the memory.
+// visit(i) for i in [0, n), in several threads if n is large: tensors' metadata lies scattered over the memory.
 template <class Visit>
 void for_each_index(size_t n, const Visit& visit) {
   at::parallel_for(0, static_cast<int64_t>(n), 1024, [&](int64_t begin, int64_t end) {
@@ -113,14 +112,14 @@ inline bool is_supported(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kDouble;
 }
 
-// False for functorch's wrappers, nested tensors and lazy zeros, and where the storage was freed.
+// False for functorch's wrappers, nested tensors and torch's zero tensors, and where the storage was freed.
 inline bool has_memory(const at::Tensor& t) {
   return t.has_storage() && t.unsafeGetTensorImpl()->storage_initialized() && !t.is_nested();
 }
 
 inline void check_tensor(const at::Tensor& t, c10::Device device) {
   require(t.defined() && t.layout() == at::kStrided, "layout");
-  require(!t.key_set().has(c10::DispatchKey::Python), "subclass");  // wrapped memory, a DTensor's say
+  require(!t.key_set().has(c10::DispatchKey::Python), "subclass");  // may wrap other memory, as a DTensor does
   require(!t.is_nested(), "nested");
   require(!t.is_neg(), "lazy negation");
   require(t.device() == device, "device");
@@ -137,8 +136,8 @@ inline int64_t span_of(const at::Tensor& t) {
 inline int64_t item_size(at::ScalarType dtype) { return dtype == at::kDouble ? 8 : dtype == at::kFloat ? 4 : 2; }
 inline int64_t bytes_of(const Fact& f) { return f.numel * item_size(f.dtype); }
 
-// Of a checked tensor. Its TensorImpl is asked directly: on small tensors at::Tensor's own care costs as much as a
-// kernel.
+// Fills in the Fact of a checked tensor. It asks the TensorImpl directly: on small tensors, the checks of at::Tensor's
+// own methods cost as much as a kernel.
 C10_ALWAYS_INLINE void learn(const at::Tensor& t, Fact& fact) {
   const c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
   const c10::StorageImpl* const storage = impl.unsafe_storage().unsafeGetStorageImpl();
@@ -151,17 +150,18 @@ C10_ALWAYS_INLINE void learn(const at::Tensor& t, Fact& fact) {
   if (fact.numel == 0) return;
   const int64_t item = item_size(fact.dtype), offset = impl.storage_offset() * item;
   const int64_t end = offset + (fact.contiguous ? bytes_of(fact) : span_of(t) * item);
-  // Lazy zeros and storages that were freed have no memory behind it.
+  // Torch's zero tensors, and storages that were freed, have a size and no memory.
   require(storage->data() != nullptr && end <= static_cast<int64_t>(storage->nbytes()), "memory");
   fact.data = static_cast<char*>(const_cast<void*>(storage->data())) + offset;
 }
 
-// Where writing out would disturb t: another part of it, or the same elements by another type.
+// Refuses an output whose elements are t's too, unless both are the same elements in the same order and type: a write
+// would change what is read later.
 inline void check_overlap(const at::Tensor& t, const Fact& fact, const at::Tensor& out, const Fact& out_fact) {
   if (t.unsafeGetTensorImpl() == out.unsafeGetTensorImpl()) return;
   if (fact.contiguous && out_fact.contiguous) {
     if (fact.data + bytes_of(fact) <= out_fact.data || out_fact.data + bytes_of(out_fact) <= fact.data) return;
-    // Of two storages, too: numpy, DLPack.
+    // By address, not by storage: numpy and DLPack make two storages of the same memory.
     return require(fact.data == out_fact.data && fact.dtype == out_fact.dtype, "overlap");
   }
   if (!t.is_alias_of(out)) return;
@@ -184,12 +184,14 @@ inline void check_number(const Number& number, c10::Device device) {
   }
 }
 
+// Whether t shares its memory until it is written (torch's copy-on-write).
 inline bool is_lazy(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->unsafe_storage().data_ptr().get_deleter() == &c10::impl::cow::cow_deleter;
 }
 
-// No two outputs share elements: which of the two writes would be last? Tensors of one storage (views of a flat buffer)
-// are told apart by their first and last byte; of one that is not dense only its first element is known cheaply.
+// Refuses two outputs that share elements: either of the two writes might be the last. Tensors of one storage (views of
+// a flat buffer) are told apart by their first and last byte. Of one that is not dense, only the first element is known
+// cheaply, and compared.
 inline void check_apart(const Tensors& out, const Facts& facts) {
   size_t capacity = 16;
   while (capacity < 2 * facts.size()) capacity *= 2;
@@ -264,7 +266,7 @@ Checked<K> check_lists(c10::DeviceType type, const std::array<const Tensors*, K>
   if (writes) check_apart(*lists[K - 1], checked.facts[K - 1]);
   if (found_inf.has_value()) check_one(*found_inf, device, at::kFloat, true);
   for (const Number* number : numbers) check_number(*number, device);
-  if (lazy) {  // lazy copies become real here, not in several threads at once
+  if (lazy) {  // outputs get memory of their own here, not in several threads at once
     for (size_t i = 0; i < first.size(); ++i) (*lists[K - 1])[i].mutable_data_ptr();
     for (size_t k = 0; k < K; ++k) {
       for (size_t i = 0; i < first.size(); ++i) learn((*lists[k])[i], checked.facts[k][i]);

@@ -1,6 +1,7 @@
-// One loop, for one instruction set. cpu.cpp includes this file once a set, each time in a namespace of its own and
-// under that set's target pragma, with AMP_PATCH_WIDTH lanes to a register: 16 (AVX-512), 8 (AVX2 and F16C) or 1 (any
-// machine). Every set gives the same bits: nothing is contracted, and sums have kLanes lanes whatever the width.
+// The CPU's innermost loop and the vector registers under it, for one instruction set. cpu.cpp includes this file once
+// for each set (so there is no `#pragma once`), each time in a namespace of its own and under that set's target pragma.
+// AMP_PATCH_WIDTH is the number of floats in a register: 16 (AVX-512), 8 (AVX2 and F16C) or 1 (any machine). Every set
+// gives the same bits: no multiplication and addition are fused, and a sum has kLanes lanes whatever the width.
 
 #if AMP_PATCH_WIDTH > 1
 
@@ -31,17 +32,18 @@ inline Integers join(Halves a, Halves b) { return _mm512_inserti64x4(_mm512_cast
 inline Halves half_of(Integers v, int which) {
   return which == 0 ? _mm512_castsi512_si256(v) : _mm512_extracti64x4_epi64(v, 1);
 }
-// Two registers of FP32 whose low 16 bits do not matter any more: their high ones, in order; and back.
+// The high 16 bits of each element of two registers, in order, as one register: FP32 to BF16, once it is rounded.
 inline Integers high_halves(Integers a, Integers b) {
   const Integers odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25,
                                         23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
   return _mm512_permutex2var_epi16(a, odd, b);
 }
+// And back: one half of `v`, each element as the high 16 bits of 32.
 inline Integers high_from(Integers v, int which) {
   return _mm512_slli_epi32(_mm512_cvtepu16_epi32(half_of(v, which)), 16);
 }
 inline Integers add(Integers a, int b) { return _mm512_add_epi32(a, _mm512_set1_epi32(b)); }
-// + 1 where bit 16, the last one that stays, is set: halves go to even.
+// v + 1 where bit 16 of `bits`, the last one that stays, is set: so ties round to even.
 inline Integers add_odd(Integers v, Integers bits) {
   const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
   return _mm512_mask_add_epi32(v, odd, v, _mm512_set1_epi32(1));
@@ -92,7 +94,7 @@ inline void stream(void* p, Integers v) { _mm256_stream_si256(static_cast<Intege
 
 inline Mask operator&(Mask a, bool b) { return b ? a : Mask(); }
 
-// What a functor computes with.
+// What a functor computes with: V in functors.h.
 struct Lanes {
   Register v;
 };
@@ -114,7 +116,7 @@ To same_bits(From from) {
   return to;
 }
 
-// Two registers at a time: as many elements of 16 bits fill one.
+// The loop takes two registers of FP32 at a time: as many elements of 16 bits fill one register.
 struct Pair {
   Lanes low, high;
 };
@@ -124,10 +126,10 @@ inline Integers pack(Pair p, c10::Half) { return join(narrow(p.low.v), narrow(p.
 inline Pair unpack(Integers v, c10::BFloat16) {
   return {{same_bits<Register>(high_from(v, 0))}, {same_bits<Register>(high_from(v, 1))}};
 }
-// To nearest even. Not the processor's own instruction where it has one: that takes subnormal numbers for 0.
+// To nearest, ties to even. The processor's own instruction, where there is one, would take subnormal numbers for 0.
 inline Integers pack(Pair p, c10::BFloat16) {
-  const Mask nan = compare<_CMP_UNORD_Q>(p.low.v, p.high.v);  // of either
-  if (__builtin_expect(any(nan), false)) {  // a carry out of its bits would make another number of a NaN
+  const Mask nan = compare<_CMP_UNORD_Q>(p.low.v, p.high.v);  // true where either one is a NaN
+  if (__builtin_expect(any(nan), false)) {                    // rounding would carry out of a NaN's bits into the sign
     const Register quiet = same_bits<Register>(add(Integers(), 0x7FC00000));
     p.low.v = select(compare<_CMP_UNORD_Q>(p.low.v, p.low.v), quiet, p.low.v);
     p.high.v = select(compare<_CMP_UNORD_Q>(p.high.v, p.high.v), quiet, p.high.v);
@@ -175,7 +177,7 @@ inline Lanes round_to(c10::ScalarType dtype, Lanes v) {
   return v;
 }
 
-// kLanes elements of a row, the last ones repetitions of the m-th.
+// The last m elements of a row, made up to kLanes by repetitions of the last one.
 template <class Element>
 struct Padded {
   alignas(64) Element elements[kLanes];
@@ -188,7 +190,7 @@ struct Padded {
 #endif
 
 struct Set {
-  // out[i] = f(in[i]...) for n elements. kStream: past the caches.
+  // out[i] = f(in[i]...) for n elements. kStream: `out` is written past the caches.
   template <bool kStream, class T, class Functor, class Out, class... In>
   static Result map(const Functor& f, int64_t n, Out* out, const In*... in) {
     Loop<kStream, T, Functor> loop{f};
@@ -199,10 +201,10 @@ struct Set {
  private:
   template <bool kStream, class T, class Functor>
   struct Loop {
-    const Functor f;  // by value: out might alias what a reference leads to
+    const Functor f;  // by value: else, for all the compiler knows, a store to out might change it
     bool bad = false;
     T sums[kLanes] = {};
-    static constexpr bool kSeldom = std::is_same_v<Functor, Adopt<T>>;  // reads only, where nothing changes
+    static constexpr bool kSeldom = std::is_same_v<Functor, Adopt<T>>;  // writes only where something changes
 
     template <class Out, class... In>
     void one(int64_t lane, Out* out, const In*... in) {
@@ -240,7 +242,7 @@ struct Set {
 
       int64_t i = 0;
       if constexpr (kStream) {
-        static_assert(!Functor::reduces, "the head would move the lanes");
+        static_assert(!Functor::reduces, "the elements before the first aligned one would move the lanes");
         for (; i < n && reinterpret_cast<uintptr_t>(out + i) % sizeof(Register) != 0; ++i) one(0, out + i, (in + i)...);
       }
       for (; i + kLanes <= n; i += kLanes) step(out + i, (in + i)...);
@@ -269,7 +271,7 @@ struct Set {
 
     Result result() const {
       if constexpr (!Functor::reduces) return {bad, 0};
-      double tree[kLanes];  // a fixed one, in FP64
+      double tree[kLanes];  // of additions in FP64, always in this order
       for (int64_t k = 0; k < kLanes; ++k) tree[k] = sums[k];
       for (int64_t half = kLanes / 2; half > 0; half /= 2) {
         for (int64_t k = 0; k < half; ++k) tree[k] += tree[k + half];

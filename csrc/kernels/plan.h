@@ -1,4 +1,5 @@
-// From lists of tensors to launches of (tensor, chunk). Plain C++, no device: tests/test_plan.py runs it everywhere.
+// The plan: from the sizes of tensors to launches of (tensor, chunk). Plain C++ without a device, so that test_plan.py
+// runs it on any machine.
 #pragma once
 
 #include <algorithm>

@@ -1,0 +1,250 @@
+// The cast rules that C++ does by itself: what each decides of one call. amp_patch/casts/rules.py has all rules in
+// Python and says what each one means; a call by a rule that is not in the table here goes to the Python wrapper.
+#pragma once
+
+#include "state.h"
+
+namespace amp_patch {
+namespace [[gnu::visibility("hidden")]] casts {
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The arguments of one call
+
+constexpr int DEEP = 16;  // containers in containers; what lies deeper (a list that holds itself) is left to Python
+
+inline bool is_sequence(PyObject* object) { return PyList_Check(object) || PyTuple_Check(object); }
+
+// Calls `see` with every tensor in `object`, in lists and tuples too; false if it meets what is better left to Python.
+template <class See>
+bool each_tensor(PyObject* object, const See& see, int depth = 0) {
+  if (is_sequence(object)) {
+    if (depth == DEEP) return false;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
+      if (!each_tensor(PySequence_Fast_GET_ITEM(object, i), see, depth + 1)) return false;
+    }
+    return true;
+  }
+  if (is_tensor(object)) see(object, THPVariable_Unpack(object));
+  return !PyDict_Check(object);
+}
+
+// What a cast of a call's arguments does: FP16, BF16 and FP32 tensors become `to`. float64, integer, complex and 8-bit
+// tensors are never touched.
+struct Cast {
+  ScalarType to;
+  bool remembers;  // FP32 weights go through the thread's table
+
+  enum class Found { nothing, something, unusual };
+
+  bool casts(ScalarType type) const { return type != to && is_narrow(type); }
+
+  // Whether there is anything to cast in `object`: a tensor, or a list or tuple of tensors or of such sequences. That
+  // is all that torch's functions take. A sequence that begins with something else is not looked through.
+  Found look(PyObject* object, int depth = 0) const {
+    if (is_sequence(object)) {
+      if (depth == DEEP) return Found::unusual;
+      const Py_ssize_t size = PySequence_Fast_GET_SIZE(object);
+      if (size == 0) return Found::nothing;
+      PyObject* first = PySequence_Fast_GET_ITEM(object, 0);
+      if (!is_sequence(first) && !is_tensor(first)) return Found::nothing;
+      for (Py_ssize_t i = 0; i < size; ++i) {
+        const Found found = look(PySequence_Fast_GET_ITEM(object, i), depth + 1);
+        if (found != Found::nothing) return found;
+      }
+      return Found::nothing;
+    }
+    return is_tensor(object) && casts(THPVariable_Unpack(object).scalar_type()) ? Found::something : Found::nothing;
+  }
+
+  // `object`, in which `look` has found something, with its tensors cast.
+  py::object operator()(PyObject* object, int depth = 0) const {
+    if (!is_sequence(object)) {
+      const at::Tensor& tensor = THPVariable_Unpack(object);
+      return remembers && may_remember(object, tensor) ? cast_weight(object, tensor, to) : cast(object, to);
+    }
+    if (depth == DEEP) {  // `look` stops at the first tensor to cast; a list behind that one may hold itself
+      PyErr_SetString(PyExc_RecursionError, "the arguments hold lists in lists without end");
+      throw py::error_already_set();
+    }
+    auto items = owned(PySequence_List(object));  // our own: another thread may change the caller's
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items.ptr()); ++i) {
+      PyObject* item = PyList_GET_ITEM(items.ptr(), i);
+      if (look(item) != Found::something) continue;
+      py::object result = (*this)(item, depth + 1);
+      PyList_SetItem(items.ptr(), i, result.release().ptr());  // cannot fail: i is in range, the list is ours
+    }
+    return PyList_Check(object) ? items : owned(PyList_AsTuple(items.ptr()));
+  }
+
+  // A plain tensor as it is or cast, without a Python object for the cast.
+  at::Tensor of_plain(PyObject* object) const {
+    const at::Tensor tensor = THPVariable_Unpack(object);
+    if (!casts(tensor.scalar_type())) return tensor;
+    if (remembers && may_remember(object, tensor)) return THPVariable_Unpack(cast_weight(object, tensor, to).ptr());
+    return cast(tensor, to);
+  }
+};
+
+// The arguments of a vectorcall; the values of keywords follow the positional ones.
+struct Arguments {
+  PyObject* const* values;
+  size_t flagged;   // the number of positional ones, with the flag that vectorcall puts into it
+  PyObject* names;  // of the keywords, a tuple; null if there are none
+
+  Py_ssize_t positional() const { return PyVectorcall_NARGS(flagged); }
+  Py_ssize_t size() const { return positional() + (names == nullptr ? 0 : PyTuple_GET_SIZE(names)); }
+
+  // The value of a keyword; null if it is not given or None.
+  PyObject* keyword(PyObject* wanted) const {
+    if (names == nullptr) return nullptr;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
+      PyObject* name = PyTuple_GET_ITEM(names, i);
+      const bool same_length = PyUnicode_GET_LENGTH(name) == PyUnicode_GET_LENGTH(wanted);
+      if (name == wanted || (same_length && PyUnicode_Compare(name, wanted) == 0)) {
+        PyObject* value = values[positional() + i];
+        return value == Py_None ? nullptr : value;
+      }
+    }
+    return nullptr;
+  }
+
+  PyObject* call(PyObject* function) const { return PyObject_Vectorcall(function, values, flagged, names); }
+};
+
+inline PyObject *OUT = nullptr, *DTYPE = nullptr;  // the names of two keywords, interned by `make_names`
+
+inline bool make_names() {
+  OUT = PyUnicode_InternFromString("out");
+  DTYPE = PyUnicode_InternFromString("dtype");
+  return OUT != nullptr && DTYPE != nullptr;
+}
+
+// The floating types of a call and what they promote to. A tensor without dimensions decides only where there is no
+// other, as in torch's own promotion.
+struct Widest {
+  std::optional<ScalarType> first, all, dimensioned;
+  bool mixed = false;
+
+  void add(const at::Tensor& tensor) {
+    const ScalarType type = tensor.scalar_type();
+    if (!is_narrow(type) && type != ScalarType::Double) return;
+    const auto promote = [type](std::optional<ScalarType>& into) {
+      into = into ? c10::promoteTypes(*into, type) : type;
+    };
+    promote(all);
+    if (tensor.dim() > 0) promote(dimensioned);
+    mixed = mixed || (first && *first != type);
+    if (!first) first = type;
+  }
+
+  // Of all arguments of a call; false if one is better left to Python.
+  bool add_all(const Arguments& given) {
+    const auto see = [&](PyObject*, const at::Tensor& tensor) { add(tensor); };
+    for (Py_ssize_t i = 0; i < given.size(); ++i) {
+      if (!each_tensor(given.values[i], see)) return false;
+    }
+    return true;
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What each rule decides of one call, while casts act: the type to cast to (`Route::cast`, into `cast`), or that the
+// call goes another way. No Python code runs in here.
+
+enum class Route { original, python, cast };
+
+using Decide = Route (*)(const Acting& acting, const Arguments& given, Cast& cast);
+
+inline Route leave(const Acting&, const Arguments&, Cast&) { return Route::original; }
+
+inline Route to_low(const Acting& acting, const Arguments&, Cast& cast) {
+  cast = {acting.low, true};
+  return Route::cast;
+}
+
+inline Route to_fp32(const Acting&, const Arguments& given, Cast& cast) {
+  if (given.keyword(DTYPE) != nullptr) return Route::original;  // an explicit type is the user's word
+  cast = {ScalarType::Float, false};
+  return Route::cast;
+}
+
+inline Route to_widest(const Acting&, const Arguments& given, Cast& cast) {
+  Widest widest;
+  if (!widest.add_all(given)) return Route::python;
+  if (!widest.mixed) return Route::original;
+  cast = {widest.dimensioned ? *widest.dimensioned : *widest.all, false};
+  return Route::cast;
+}
+
+inline Route mixed_to_fp32(const Acting&, const Arguments& given, Cast& cast) {
+  Widest widest;
+  if (!widest.add_all(given)) return Route::python;
+  if (!widest.mixed) return Route::original;
+  if (*widest.all == ScalarType::Double) return Route::python;  // the rule in Python refuses it, with a message
+  cast = {*widest.all, false};  // FP32: of two types that differ, it is the narrowest they can promote to
+  return Route::cast;
+}
+
+inline Route to_type_of_self(const Acting&, const Arguments& given, Cast& cast) {
+  if (given.positional() == 0 || !is_tensor(given.values[0])) return Route::python;
+  cast = {THPVariable_Unpack(given.values[0]).scalar_type(), false};
+  return is_narrow(cast.to) || cast.to == ScalarType::Double ? Route::cast : Route::original;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The table
+
+// Which policies that emulate FP16 on a CPU concern a rule. Its calls then go to the Python wrapper, which knows how.
+enum class Emulation {
+  no,
+  without_casts,  // those that emulate and cast nothing, as under O2: some slow FP32 functions are emulated there
+  yes,
+};
+
+struct Rule {
+  const char* name;  // as in amp_patch/casts/oplists.py and rules.py
+  Decide decide;
+  Emulation emulation;
+};
+
+inline constexpr Rule RULES[] = {
+    {"none", &leave, Emulation::no},
+    {"lower", &to_low, Emulation::yes},
+    {"fp32", &to_fp32, Emulation::without_casts},
+    {"widest", &to_widest, Emulation::no},
+    {"mixed_fp32", &mixed_to_fp32, Emulation::no},
+    {"match_self", &to_type_of_self, Emulation::yes},
+    {"emulated", &to_widest, Emulation::yes},
+};
+
+// The rule of that name; null for one that is Python's alone.
+inline const Rule* rule_named(const std::string& name) {
+  for (const Rule& rule : RULES) {
+    if (name == rule.name) return &rule;
+  }
+  return nullptr;
+}
+
+inline bool is_emulated(const Rule& rule, bool patches) {
+  return rule.emulation == Emulation::yes || (rule.emulation == Emulation::without_casts && !patches);
+}
+
+// Which way a call goes by `rule` (null: by one that is Python's alone), and for `Route::cast` which cast.
+inline Route route(const Rule* rule, const Acting& acting, const Arguments& given, Cast& cast) {
+  if (acting.emulates && (rule == nullptr || is_emulated(*rule, acting.patches))) return Route::python;
+  if (!acting.patches) return Route::original;
+  if (rule == nullptr) return Route::python;
+  if (given.keyword(OUT) != nullptr) return Route::original;
+  const Route decided = rule->decide(acting, given, cast);
+  if (decided != Route::cast) return decided;
+  Route way = Route::original;
+  for (Py_ssize_t i = 0; i < given.size(); ++i) {
+    const auto found = cast.look(given.values[i]);
+    if (found == Cast::Found::unusual) return Route::python;
+    if (found == Cast::Found::something) way = Route::cast;
+  }
+  return way;
+}
+
+}  // namespace casts
+}  // namespace amp_patch
