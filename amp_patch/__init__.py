@@ -20,14 +20,14 @@ from amp_patch.casts.functions import (
     register_half_function,
     register_promote_function,
 )
-from amp_patch.explain import explain
-from amp_patch.find_scale import find_loss_scale
+from amp_patch.comparison.notebook import compare
+from amp_patch.diagnose.explain import explain
+from amp_patch.diagnose.find_loss_scale import find_loss_scale
+from amp_patch.diagnose.inspect import inspect
 from amp_patch.frontend import fsdp_policy, initialize, load_state_dict, loss_scale, master_params, restore, state_dict
 from amp_patch.grad_scaler import GradScaler
-from amp_patch.microscope import inspect
 from amp_patch.model.fp32_copy import fp32_copy
-from amp_patch.report.notebook import compare
-from amp_patch.report.recorder import log, record
+from amp_patch.recording.recorder import log, record
 from amp_patch.training.scale_loss import scale_loss
 
 __version__ = "0.1.0"

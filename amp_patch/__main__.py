@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from amp_patch import __version__, check, multi_tensor, run
+from amp_patch import __version__, multi_tensor
 from amp_patch.casts import wrappers as cast_wrappers
 from amp_patch.casts.cpu_fp16 import has_fp16_arithmetic
-from amp_patch.report import experiment
+from amp_patch.commands import check, compare, run
 
 
 def info(_: argparse.Namespace) -> None:
@@ -46,7 +46,7 @@ COMMANDS = {
     "info": Command(info),
     "run": Command(run.run, run.add_arguments),
     "check": Command(check.check, check.add_arguments),
-    "compare": Command(experiment.compare, experiment.add_arguments, experiment.split),
+    "compare": Command(compare.compare, compare.add_arguments, compare.split),
 }
 
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from amp_patch.casts import install
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_fp16 import settle
-from amp_patch.explain import at_next_forward
+from amp_patch.diagnose.explain import at_next_forward
+from amp_patch.environment import overridden
 from amp_patch.masters import clipping, masters
 from amp_patch.model import averages, fast_path, fsdp, shielded_copies
 from amp_patch.model import tensors as model_tensors
 from amp_patch.model.fsdp import no_masters
-from amp_patch.override import overridden
 from amp_patch.policy import Policy, resolve, scale_number
 from amp_patch.support import compiled
 from amp_patch.support.distributed import is_first_rank

@@ -16,9 +16,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from amp_patch.report.figures import paired_t_test
-from amp_patch.report.runs import loads
-from amp_patch.report.verdict import Comparison, LevelResult
+from amp_patch.comparison.measures import paired_t_test
+from amp_patch.comparison.verdict import Comparison, LevelResult
+from amp_patch.recording.run import loads
 
 ROOT = Path(__file__).parents[1]
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -229,7 +229,7 @@ def table(comparison: Comparison) -> str:
 
 def draw(comparison: Comparison, path: Path) -> None:
     """The held-out losses, a dot a seed, as an SVG file in light colours; nothing where there are none."""
-    from amp_patch.report import pictures  # here: matplotlib takes a second
+    from amp_patch.comparison import pictures  # here: matplotlib takes a second
 
     for picture in pictures.finals(comparison):
         svg = picture.svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" style="background: #ffffff" ', 1)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from amp_patch import check, served, surface
 from amp_patch.__main__ import main
+from amp_patch.commands import apex_surface, check, served
 
 AMP = "apex.amp"
 
@@ -252,7 +252,7 @@ def test_what_a_native_script_has_to_change(tmp_path, capsys):
 
 
 def test_each_native_name_is_torch_s_and_has_the_one_that_it_becomes(tmp_path):
-    for row in surface.NATIVE:
+    for row in apex_surface.NATIVE:
         for path in row.paths():
             assert callable(pkgutil.resolve_name(path))
             source = f"import torch\n{path}\n"
@@ -307,14 +307,14 @@ def test_the_legacy_programs_are_served(capsys):
 
 
 def test_each_name_of_the_table_resolves():
-    for row in surface.ROWS:
+    for row in apex_surface.ROWS:
         assert row.served_by and row.names.split()
         for path in row.paths():
             served.resolve(path)
 
 
 def test_each_public_name_is_in_the_table():
-    paths = [path for row in surface.ROWS for path in row.paths()]
+    paths = [path for row in apex_surface.ROWS for path in row.paths()]
     assert len(paths) == len(set(paths))
     told = {id(served.resolve(path)) for path in paths} | {id(module) for module in served.modules().values()}
     public = {
@@ -327,4 +327,4 @@ def test_each_public_name_is_in_the_table():
 def test_the_page_on_apex_shows_the_table():
     page = (ROOT / "docs" / "apex.md").read_text()
     shown = page.partition("<!-- surface: begin -->\n")[2].partition("\n<!-- surface: end -->")[0]
-    assert shown == surface.markdown()
+    assert shown == apex_surface.markdown()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from paths import ROOT
 
-from amp_patch import run
+from amp_patch.commands import run
 
 ENVIRONMENT = {
     **os.environ,

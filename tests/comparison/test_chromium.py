@@ -15,9 +15,9 @@ from made_up import made_up_look, made_up_run
 
 pytest.importorskip("matplotlib", reason="the report's pictures want matplotlib")
 
-from amp_patch.report import page
-from amp_patch.report.runs import Run
-from amp_patch.report.verdict import Comparison
+from amp_patch.comparison import page
+from amp_patch.comparison.verdict import Comparison
+from amp_patch.recording.run import Run
 
 BROWSER = chromium.find()
 WANTED = bool(os.environ.get("CI") or os.environ.get("AMP_PATCH_REQUIRE_CHROMIUM"))

@@ -22,12 +22,14 @@ from training import ADAM, ConvNet, convnet, images, train
 from amp_patch import amp
 from amp_patch.__main__ import main
 from amp_patch.casts import install
-from amp_patch.report import experiment
-from amp_patch.report.experiment import _take
-from amp_patch.report.progress import Progress
-from amp_patch.report.recorder import Enough, Recorder
-from amp_patch.report.runs import PARTS, Run, dumps, loads, read_lines
-from amp_patch.report.trials import Plan, failure, seeded
+from amp_patch.commands import compare
+from amp_patch.commands.compare import _take
+from amp_patch.commands.compare_progress import Progress
+from amp_patch.comparison.outcome import failure
+from amp_patch.comparison.plan import Plan
+from amp_patch.comparison.seeds import seeded
+from amp_patch.recording.recorder import Enough, Recorder
+from amp_patch.recording.run import PARTS, Run, dumps, loads, read_lines
 from amp_patch.training.training import newest_training
 
 # Draws from every kind of generator that a script has, and prints what it drew and its losses, to the bit.
@@ -362,7 +364,7 @@ def finished(level, seed):
 def test_a_terminal_without_the_letters_has_the_table_and_the_report(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("")
     runs = [finished(level, seed) for seed in range(3) for level in ("O0", "O2")]
-    monkeypatch.setattr(experiment, "_measure", lambda *_: (runs, False))
+    monkeypatch.setattr(compare, "_measure", lambda *_: (runs, False))
     monkeypatch.setattr(sys, "stdout", terminal := io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     main(["compare", "--levels", "O0,O2", "--seeds", "3", "--out", str(tmp_path), str(tmp_path / "train.py")])
     terminal.seek(0)
@@ -373,7 +375,7 @@ def test_a_terminal_without_the_letters_has_the_table_and_the_report(tmp_path, m
 def test_a_report_that_cannot_be_written_leaves_the_table(tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text("")
     (tmp_path / "report.json").mkdir()
-    monkeypatch.setattr(experiment, "_measure", lambda *_: ([finished("O0", 0), finished("O2", 0)], False))
+    monkeypatch.setattr(compare, "_measure", lambda *_: ([finished("O0", 0), finished("O2", 0)], False))
     with pytest.raises(SystemExit) as exit_:
         main(["compare", "--levels", "O0,O2", "--out", str(tmp_path), str(tmp_path / "train.py")])
     printed = capsys.readouterr().out

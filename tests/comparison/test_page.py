@@ -14,9 +14,9 @@ from made_up import made_up_look, made_up_run
 
 pytest.importorskip("matplotlib", reason="the report's pictures want matplotlib")
 
-from amp_patch.report import figures, page, pictures
-from amp_patch.report.runs import PARTS, Run, dumps, loads
-from amp_patch.report.verdict import Comparison
+from amp_patch.comparison import measures, page, pictures
+from amp_patch.comparison.verdict import Comparison
+from amp_patch.recording.run import PARTS, Run, dumps, loads
 
 NASTY = "</style><script>alert('x')</script>&amp;<img src=http://a.example/x.png>\"' $x_1$ \u4e2d\udcff"
 MACHINE = {"torch": "2.13.0", "cpu": "some processor"}
@@ -199,7 +199,7 @@ def test_the_parts_add_up_to_the_step():
     run.seconds[:20] = [1.0] * 20
     run.parts["data"][:20] = [1.0] * 20
     (level,) = Comparison("train.py", [run]).levels
-    split = figures.part_ms(level.runs, level.step_ms)
+    split = measures.part_ms(level.runs, level.step_ms)
     assert list(split) == list(PARTS)
     assert split == pytest.approx({"data": 0.5, "forward": 2.5, "backward": 5.0, "between": 0.5, "optimizer": 1.5})
 

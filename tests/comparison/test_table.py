@@ -9,9 +9,9 @@ import pytest
 from made_up import made_up_look, made_up_run
 from rich.console import Console
 
-from amp_patch.report.runs import PARTS, Run
-from amp_patch.report.table import tables
-from amp_patch.report.verdict import Comparison
+from amp_patch.comparison.table import tables
+from amp_patch.comparison.verdict import Comparison
+from amp_patch.recording.run import PARTS, Run
 
 
 def show(comparison: Comparison, width: int = 80, **options) -> list[str]:

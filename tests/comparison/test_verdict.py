@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from made_up import made_up_look, made_up_run
 
-from amp_patch.report import figures, runs, verdict
-from amp_patch.report.figures import Ratio
-from amp_patch.report.runs import Run
-from amp_patch.report.verdict import Comparison, LevelResult, Verdict
+from amp_patch.comparison import measures, verdict
+from amp_patch.comparison.measures import Ratio
+from amp_patch.comparison.verdict import Comparison, LevelResult, Verdict
+from amp_patch.recording.run import Run, dumps, loads
 
 
 def seeds(level: str, *finals: float, **fields) -> list[Run]:
@@ -47,41 +47,41 @@ TABLE = [
 @pytest.mark.parametrize("freedom, p, t", TABLE)
 def test_student_agrees_with_the_tables(freedom, p, t):
     half = 0.0005  # the table's last digit
-    assert 1 - figures.student(t + half, freedom) <= p <= 1 - figures.student(t - half, freedom)
-    assert figures.student(0.0, freedom) == 0
-    assert figures.student(math.inf, freedom) == pytest.approx(1)
+    assert 1 - measures.student(t + half, freedom) <= p <= 1 - measures.student(t - half, freedom)
+    assert measures.student(0.0, freedom) == 0
+    assert measures.student(math.inf, freedom) == pytest.approx(1)
 
 
 def test_the_paired_t_test():
     # Differences 1, 2, 3: mean 2, deviation 1, t = 2 * sqrt(3) on 2 degrees, where P(|T| <= t) = t / sqrt(2 + t * t).
     expected = 1 - math.sqrt(12) / math.sqrt(14)
-    assert figures.paired_t_test([11, 12, 13], [10, 10, 10]) == pytest.approx(expected, rel=1e-12)
-    assert figures.paired_t_test([10, 10, 10], [11, 12, 13]) == pytest.approx(expected, rel=1e-12)
+    assert measures.paired_t_test([11, 12, 13], [10, 10, 10]) == pytest.approx(expected, rel=1e-12)
+    assert measures.paired_t_test([10, 10, 10], [11, 12, 13]) == pytest.approx(expected, rel=1e-12)
     huge = [1e308 * x for x in (0.1, 0.2, 0.3)]
-    assert figures.paired_t_test(huge, [0, 0, 0]) == pytest.approx(expected)
-    assert figures.paired_t_test([5.0], [1.0]) == 1
-    assert figures.paired_t_test([1.0, 2.0], [1.0, 2.0]) == 1
-    assert figures.paired_t_test([2.0, 3.0], [1.0, 2.0]) == 0, "the same difference twice, without any spread"
+    assert measures.paired_t_test(huge, [0, 0, 0]) == pytest.approx(expected)
+    assert measures.paired_t_test([5.0], [1.0]) == 1
+    assert measures.paired_t_test([1.0, 2.0], [1.0, 2.0]) == 1
+    assert measures.paired_t_test([2.0, 3.0], [1.0, 2.0]) == 0, "the same difference twice, without any spread"
     # The seeds' own spread cancels: the pairs differ by 1, 1.5, 1 while the seeds lie 100 apart.
-    assert figures.paired_t_test([1, 101.5, 201], [0, 100, 200]) < 0.05
+    assert measures.paired_t_test([1, 101.5, 201], [0, 100, 200]) < 0.05
 
 
 def test_the_figure_of_a_run_is_the_mean_of_the_last_tenth():
     run = Run("O0", loss=[100.0] * 36 + [1.0, 2.0, 3.0, 6.0])
-    assert figures.final(run, "loss", 40) == 3.0
-    assert figures.final(run, "loss", 30) == 100.0
-    assert figures.final(Run("O0", loss=[5.0, 7.0]), "loss", 2) == 7.0
-    assert figures.final(Run("O0", loss=[1e308] * 20), "loss", 20) == 1e308
+    assert measures.final(run, "loss", 40) == 3.0
+    assert measures.final(run, "loss", 30) == 100.0
+    assert measures.final(Run("O0", loss=[5.0, 7.0]), "loss", 2) == 7.0
+    assert measures.final(Run("O0", loss=[1e308] * 20), "loss", 20) == 1e308
     for bad in (math.nan, math.inf, -math.inf):
-        assert math.isnan(figures.final(Run("O0", loss=[1.0] * 19 + [bad]), "loss", 20))
-        assert figures.final(Run("O0", loss=[bad] * 18 + [1.0, 2.0]), "loss", 20) == 1.5
-    assert math.isnan(figures.final(Run("O0"), "loss", 0))
+        assert math.isnan(measures.final(Run("O0", loss=[1.0] * 19 + [bad]), "loss", 20))
+        assert measures.final(Run("O0", loss=[bad] * 18 + [1.0, 2.0]), "loss", 20) == 1.5
+    assert math.isnan(measures.final(Run("O0"), "loss", 0))
 
 
 def test_another_metric_is_the_last_value_logged():
     run = Run("O0", loss=[1.0], logged={"accuracy": [(1, 0.5), (2, 0.75)], "bad": [(1, 1.0), (2, math.nan)]})
-    assert figures.final(run, "accuracy", 1) == 0.75
-    assert math.isnan(figures.final(run, "bad", 1)) and math.isnan(figures.final(run, "missing", 1))
+    assert measures.final(run, "accuracy", 1) == 0.75
+    assert math.isnan(measures.final(run, "bad", 1)) and math.isnan(measures.final(run, "missing", 1))
 
 
 def test_within_the_spread():
@@ -250,21 +250,21 @@ def test_speed_in_words(ms, words):
 
 def test_step_times_leave_out_what_warms_up_and_what_was_not_measured():
     times = [9.0] * 4 + [math.nan] * 6 + [1.0] * 20 + [2.0, math.inf, 0.0] + [1.0] * 7
-    assert figures.step_times(Run("O0", seconds=times)) == [1.0] * 20 + [2.0] + [1.0] * 7
-    assert figures.step_times(Run("O0", seconds=[9.0, 1.0])) == [1.0], "the first step at least"
-    assert figures.step_times(Run("O0", seconds=[9.0])) == []
+    assert measures.step_times(Run("O0", seconds=times)) == [1.0] * 20 + [2.0] + [1.0] * 7
+    assert measures.step_times(Run("O0", seconds=[9.0, 1.0])) == [1.0], "the first step at least"
+    assert measures.step_times(Run("O0", seconds=[9.0])) == []
     run = made_up_run(ms=10, samples=[8, 0] * 20)
     run.seconds[5] = math.nan
-    assert figures.samples_per_second(run) == pytest.approx(800)
-    assert figures.samples_per_second(made_up_run(samples=[0] * 40)) is None
+    assert measures.samples_per_second(run) == pytest.approx(800)
+    assert measures.samples_per_second(made_up_run(samples=[0] * 40)) is None
 
 
 def test_the_range_of_one_run_is_of_its_quartiles():
     base, level = made_up_run("O0"), made_up_run("O2")
     base.seconds = [0.0, 4.0, 4.0, 8.0, 16.0, 16.0]
     level.seconds = [0.0, 2.0, 2.0, 4.0, 8.0, 8.0]
-    assert figures.speedup([(base, level)]) == Ratio(2.0, 0.5, 8.0)
-    assert figures.speedup([(base, Run("O2", seconds=[1.0]))]) is None
+    assert measures.speedup([(base, level)]) == Ratio(2.0, 0.5, 8.0)
+    assert measures.speedup([(base, Run("O2", seconds=[1.0]))]) is None
 
 
 def test_memory():
@@ -452,9 +452,9 @@ def test_a_report_in_json_gives_the_comparison_back():
     base, level = seeds("O0", 1.0, 1.25), seeds("O2", 1.0, 1.25, ms=5, looks=[made_up_look()])
     level[1].loss[-1] = math.nan
     made = compare(base, level, [Run("O3", 0, error="boom")], maximize=True, asked_steps=50, machine={"torch": "2.13"})
-    told = runs.loads(runs.dumps(made.to_dict()))
+    told = loads(dumps(made.to_dict()))
     back = Comparison.from_dict(told)
-    assert runs.dumps(back.to_dict()) == runs.dumps(made.to_dict())
+    assert dumps(back.to_dict()) == dumps(made.to_dict())
     assert (back.title, back.metric, back.maximize, back.asked_steps, back.machine) == (
         *("train.py", "loss", True, 50, {"torch": "2.13"}),
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import DEVICES, DTYPES
 
-from amp_patch.histogram import Histogram
+from amp_patch.diagnose.histogram import Histogram
 
 
 def histogram(values, **kwargs):

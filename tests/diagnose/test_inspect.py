@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from amp_patch import amp
-from amp_patch.histogram import Histogram
-from amp_patch.microscope import inspect
+from amp_patch.diagnose.histogram import Histogram
+from amp_patch.diagnose.inspect import inspect
 
 
 class RMSNorm(nn.Module):

@@ -14,8 +14,8 @@ from paths import BENCHMARKS
 
 pytest.importorskip("matplotlib", reason="the page's pictures need it")
 
-from amp_patch.report.runs import dumps
-from amp_patch.report.verdict import Comparison
+from amp_patch.comparison.verdict import Comparison
+from amp_patch.recording.run import dumps
 
 SCRIPT = BENCHMARKS / "accuracy.py"
 SEEDS = 5

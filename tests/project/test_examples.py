@@ -17,8 +17,8 @@ import torch
 from paths import EXAMPLES, ROOT
 
 from amp_patch import amp
-from amp_patch.report.runs import loads
-from amp_patch.report.verdict import Comparison
+from amp_patch.comparison.verdict import Comparison
+from amp_patch.recording.run import loads
 
 pytest.importorskip("sklearn", reason="the examples' digits come with scikit-learn")
 

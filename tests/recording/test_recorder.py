@@ -22,10 +22,10 @@ from torch import nn
 from training import ADAM, LEVELS, SGD, backward, convnet, images, linear, same, train, weights
 
 from amp_patch import amp
-from amp_patch.report import recorder as recording
-from amp_patch.report.recorder import Enough, Recorder
-from amp_patch.report.runs import PARTS, Run, read_lines
-from amp_patch.report.sinks import JsonLines
+from amp_patch.recording import recorder as recording
+from amp_patch.recording.recorder import Enough, Recorder
+from amp_patch.recording.run import PARTS, Run, read_lines
+from amp_patch.recording.sinks import JsonLines
 from amp_patch.training import observers
 
 torch_hooks = sys.modules["torch.optim.optimizer"]

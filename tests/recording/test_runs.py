@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from amp_patch.report.runs import PARTS, Look, Run, dumps, loads, read_lines
+from amp_patch.recording.run import PARTS, Look, Run, dumps, loads, read_lines
 
 
 def step(loss: float, seconds: float = 0.5) -> dict:

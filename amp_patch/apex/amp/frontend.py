@@ -13,10 +13,10 @@ from amp_patch.apex.amp._amp_state import _amp_state, maybe_print, warn_or_err
 from amp_patch.apex.amp.handle import AmpHandle, dialect
 from amp_patch.apex.amp.lists import register_edits
 from amp_patch.apex.fp16_utils import FP16_Optimizer
+from amp_patch.environment import overridden
 from amp_patch.frontend import initialize_as
 from amp_patch.frontend import load_state_dict as load_scales
 from amp_patch.frontend import state_dict as scales
-from amp_patch.override import overridden
 from amp_patch.policy import OPT_LEVELS, Policy, resolve
 from amp_patch.training.training import newest_training
 

@@ -18,8 +18,8 @@ from amp_patch.apex.amp.scaler import LossScaler
 from amp_patch.casts import install, regions
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_fp16 import settle
+from amp_patch.environment import LEVEL, overridden
 from amp_patch.model import forward as model_forward
-from amp_patch.override import LEVEL, overridden
 from amp_patch.policy import OPT_LEVELS, Policy, resolve
 from amp_patch.training import optimizer as optimizer_side
 from amp_patch.training.innermost import innermost

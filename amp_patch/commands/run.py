@@ -28,7 +28,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 import amp_patch.apex
-from amp_patch import no_cuda
+from amp_patch.commands import no_cuda
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

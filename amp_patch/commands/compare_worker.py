@@ -7,11 +7,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from amp_patch import run as runner
-from amp_patch.report.recorder import Recorder
-from amp_patch.report.runs import Run, dumps
-from amp_patch.report.sinks import JsonLines
-from amp_patch.report.trials import failure, seeded
+from amp_patch.commands import run as runner
+from amp_patch.comparison.outcome import failure
+from amp_patch.comparison.seeds import seeded
+from amp_patch.recording.recorder import Recorder
+from amp_patch.recording.run import Run, dumps
+from amp_patch.recording.sinks import JsonLines
 
 
 @contextmanager
@@ -40,7 +41,7 @@ def recorded(path: str, *, steps: int | None, inspect: bool, shift: bool) -> Ite
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m amp_patch.report.worker", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m amp_patch.commands.compare_worker", allow_abbrev=False)
     parser.add_argument("--record", required=True)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--inspect", action="store_true")

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_patch.casts import regions
-from amp_patch.histogram import Histogram
-from amp_patch.inspection import Inspection, NotFinite
+from amp_patch.diagnose.histogram import Histogram
+from amp_patch.diagnose.inspection import Inspection, NotFinite
 from amp_patch.masters.masters import master_of
 from amp_patch.model.forward import KeptModule
 from amp_patch.policy import LOW_PRECISION

@@ -8,10 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from amp_patch.report import figures, pictures
-from amp_patch.report.pictures import Picture
-from amp_patch.report.runs import PARTS, Look, Run, dumps
-from amp_patch.report.verdict import Comparison, LevelResult
+from amp_patch.comparison import measures, pictures
+from amp_patch.comparison.pictures import Picture
+from amp_patch.comparison.verdict import Comparison, LevelResult
+from amp_patch.recording.run import PARTS, Look, Run, dumps
 
 _KINDS = {
     "baseline": "the baseline",
@@ -190,7 +190,7 @@ def _levels(comparison: Comparison) -> str:
 def _splits(comparison: Comparison) -> str:
     times, sizes = [], []
     for level in (level for level in comparison.levels if level.runs):
-        split = figures.part_ms(level.runs, level.step_ms)
+        split = measures.part_ms(level.runs, level.step_ms)
         times.append([_text(level.name), *(f"{split[part]:.3g} ms" for part in PARTS)])
         runs = level.runs
         kinds = [sum(getattr(run, name) for run in runs) / len(runs) for name in pictures.SIZES]
@@ -237,7 +237,7 @@ def _seen(level: LevelResult) -> str:
         parts += ["<p>Where the first number that is not finite appeared:</p>", _items([_text(each) for each in bad])]
     if names:
         parts.append(f"<p>Best kept in FP32:</p><pre>amp.initialize(..., keep_fp32={_text(repr(names))})</pre>")
-    errors = [*figures.errors(looks).items()][: pictures.WORST]
+    errors = [*measures.errors(looks).items()][: pictures.WORST]
     rows = [[_text(name or "the model itself"), _number(error)] for name, error in errors]
     head = ["module", "relative error"]
     worst = _table("Modules whose output differs most from FP32's.", head, rows, named=True) if rows else ""

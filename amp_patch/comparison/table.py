@@ -11,9 +11,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from amp_patch.report import figures
-from amp_patch.report.runs import PARTS, Run
-from amp_patch.report.verdict import Comparison, LevelResult
+from amp_patch.comparison import measures
+from amp_patch.comparison.verdict import Comparison, LevelResult
+from amp_patch.recording.run import PARTS, Run
 
 _STYLES = {"within": "green", "differs": "red", "failed": "red", "undecided": "yellow"}
 _MODULES = 3  # of each level, the worst
@@ -74,7 +74,7 @@ def _verdicts(comparison: Comparison) -> Table:
 def _times(comparison: Comparison) -> Table:
     rows = _table("Time of a step, ms", "level", *PARTS, "samples\nper second")
     for level in filter(_went_well, comparison.levels):
-        split = figures.part_ms(level.runs, level.step_ms)
+        split = measures.part_ms(level.runs, level.step_ms)
         parts = [_number(split[part] if level.step_ms is not None else None) for part in PARTS]
         _row(rows, level, *parts, _number(level.samples_per_second))
     return rows
@@ -99,7 +99,7 @@ def _looks(comparison: Comparison) -> list[Any]:
     for level in comparison.levels:
         runs = [*level.runs, *level.failed]
         looks = [look for run in runs for look in run.looks]
-        errors = figures.errors(looks)
+        errors = measures.errors(looks)
         flushed: dict[str, list[float]] = {}
         for look in looks:
             for name, shares in look.flushed.items():
@@ -143,7 +143,7 @@ def _went_well(level: LevelResult) -> bool:
 
 def _gave_none(level: LevelResult, metric: str) -> bool:
     """Whether a run of the level never gave the metric to `amp.log`."""
-    return metric != figures.LOSS and any(metric not in run.logged for run in level.runs)
+    return metric != measures.LOSS and any(metric not in run.logged for run in level.runs)
 
 
 def _with_range(values: list[float]) -> str:

@@ -19,14 +19,14 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from amp_patch.histogram import FORMATS
-from amp_patch.report import figures
-from amp_patch.report.runs import PARTS, Look, Run
+from amp_patch.comparison import measures
+from amp_patch.diagnose.histogram import FORMATS
+from amp_patch.recording.run import PARTS, Look, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from amp_patch.report.verdict import Comparison, LevelResult
+    from amp_patch.comparison.verdict import Comparison, LevelResult
 
 # Name of a colour -> on white, on black. The levels' hues are Okabe and Ito's, those of what is stacked Paul Tol's:
 # told apart with every kind of colour vision, and in print.
@@ -217,7 +217,7 @@ def costs(comparison: Comparison) -> list[Picture]:
     if not levels:
         return []
     names = [level.name for level in levels]
-    splits = [figures.part_ms(level.runs, level.step_ms) for level in levels]
+    splits = [measures.part_ms(level.runs, level.step_ms) for level in levels]
     times = {part: [split[part] for split in splits] for part in PARTS}
     sizes = {name: [_mean(getattr(run, name) for run in level.runs) for level in levels] for name in SIZES}
     peaks = [_mean(run.peak_memory for run in level.runs if run.peak_memory is not None) for level in levels]
@@ -329,7 +329,7 @@ def numbers(level: LevelResult) -> list[Picture]:
     seen = {words: _exponents(looks, kind) for kind, words in kinds.items() if _exponents(looks, kind)}
     if seen:
         pictures.append(_others(level, seen))
-    errors = [*figures.errors(looks).items()][:WORST]
+    errors = [*measures.errors(looks).items()][:WORST]
     if errors:
         pictures.append(_errors(level, errors))
     return pictures

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from amp_patch.histogram import Histogram
+from amp_patch.diagnose.histogram import Histogram
 
 
 @dataclass(frozen=True)

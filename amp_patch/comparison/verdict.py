@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from amp_patch.report import figures
-from amp_patch.report.figures import LOSS, Ratio
-from amp_patch.report.runs import Run
-from amp_patch.report.wording import apart, listed, tell_apart, times
+from amp_patch.comparison import measures
+from amp_patch.comparison.measures import LOSS, Ratio
+from amp_patch.comparison.wording import apart, listed, tell_apart, times
+from amp_patch.recording.run import Run
 
 SIGNIFICANCE = 0.05
 INTERRUPTED = "interrupted"  # an error that begins so is the user's Ctrl-C: no fault of the level
@@ -141,7 +141,7 @@ class Comparison:
     @cached_property
     def steps(self) -> int:
         """How many steps all runs that went well trained: the losses are compared over these."""
-        return figures.common_steps([run for run in self.runs if _went_well(run)])
+        return measures.common_steps([run for run in self.runs if _went_well(run)])
 
     @cached_property
     def levels(self) -> list[LevelResult]:
@@ -297,7 +297,7 @@ class Comparison:
         for (level, dtype), runs in sorted(keys.items(), key=lambda each: min(order[id(run)] for run in each[1])):
             runs = sorted(runs, key=lambda run: run.seed)
             well = [run for run in runs if _went_well(run)]
-            final = [figures.final(run, self.metric, self.steps) for run in well]
+            final = [measures.final(run, self.metric, self.steps) for run in well]
             groups.append(LevelResult(level, dtype, well, [run for run in runs if not _went_well(run)], final))
         return groups
 
@@ -308,8 +308,8 @@ class Comparison:
 
     def _measured(self, level: LevelResult, base: LevelResult | None) -> LevelResult:
         runs = level.runs
-        medians = [statistics.median(seconds) for run in runs if (seconds := figures.step_times(run))]
-        rates = [rate for run in runs if (rate := figures.samples_per_second(run)) is not None]
+        medians = [statistics.median(seconds) for run in runs if (seconds := measures.step_times(run))]
+        rates = [rate for run in runs if (rate := measures.samples_per_second(run)) is not None]
         found: dict[str, Any] = {
             "step_ms": 1000 * statistics.median(medians) if medians else None,
             "samples_per_second": statistics.median(rates) if rates else None,
@@ -319,12 +319,12 @@ class Comparison:
         if base is not None:
             of_seed = {run.seed: run for run in base.runs}
             pairs = [(of_seed[run.seed], run) for run in runs if run.seed in of_seed]
-            found["speedup"] = figures.speedup(pairs)
+            found["speedup"] = measures.speedup(pairs)
             found["memory_ratio"] = _ratio(
-                [peak for run in runs if (peak := figures.peak(run)) is not None],
-                [peak for run in base.runs if (peak := figures.peak(run)) is not None],
+                [peak for run in runs if (peak := measures.peak(run)) is not None],
+                [peak for run in base.runs if (peak := measures.peak(run)) is not None],
             )
-            found["bytes_ratio"] = _ratio(map(figures.held_bytes, runs), map(figures.held_bytes, base.runs))
+            found["bytes_ratio"] = _ratio(map(measures.held_bytes, runs), map(measures.held_bytes, base.runs))
         return replace(level, **found)
 
     def _without_baseline(self, level: LevelResult) -> Verdict:
@@ -380,7 +380,7 @@ class Comparison:
             return "within", f"{self.figure} {text} within {its_spread}", False
         if len(seeds) < 2:
             return "undecided", f"{self.figure} {text} outside {its_spread}, with one seed; run more seeds", False
-        p = figures.paired_t_test(ours, theirs)
+        p = measures.paired_t_test(ours, theirs)
         word = ", better: " if better else ", "
         of_base = tell_apart(base_mean)[0]
         difference = f"{self.figure} {text}{word}{distance} {base.name}'s {of_base}, outside {its_spread}"
@@ -512,7 +512,7 @@ def _ratio(ours: Iterable[int], theirs: Iterable[int]) -> float | None:
 
 def _is_smaller(level: LevelResult, base: LevelResult) -> bool:
     """Whether all runs peaked below all of the baseline's, by more than a little; where none is known, the tensors."""
-    peaks, of_base = ([peak for run in each.runs if (peak := figures.peak(run)) is not None] for each in (level, base))
+    peaks, of_base = ([peak for run in each.runs if (peak := measures.peak(run)) is not None] for each in (level, base))
     if peaks and of_base:
         return max(peaks) < _LESS_MEMORY * min(of_base)
     if any(run.peak_memory is not None for run in (*level.runs, *base.runs)):

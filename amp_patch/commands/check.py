@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import amp_patch.apex
-from amp_patch import surface
-from amp_patch.served import CALL, DIFFERS, ELEMENT, EXTENSIONS, MISSING, SERVED, Finding, finding, modules
+from amp_patch.commands import apex_surface
+from amp_patch.commands.served import CALL, DIFFERS, ELEMENT, EXTENSIONS, MISSING, SERVED, Finding, finding, modules
 
 WIDTH = 80
 
@@ -67,8 +67,8 @@ class Native(Finding):
     in_full: list[str]
 
 
-_NATIVE = {path: row for row in surface.NATIVE for path in row.paths()}
-_NATIVE_MODULES = {row.owner for row in surface.NATIVE} - {"torch"}
+_NATIVE = {path: row for row in apex_surface.NATIVE for path in row.paths()}
+_NATIVE_MODULES = {row.owner for row in apex_surface.NATIVE} - {"torch"}
 
 
 def native(paths: list[Path]) -> list[Native]:
@@ -175,7 +175,7 @@ def _imported(node: ast.AST) -> Iterator[Import]:
                 yield Import(alias.asname or alias.name, path, path)
                 continue
             yield Import("*", path, path)
-            natives = [name for row in surface.NATIVE if row.owner == node.module for name in row.names.split()]
+            natives = [name for row in apex_surface.NATIVE if row.owner == node.module for name in row.names.split()]
             for name in getattr(modules().get(node.module), "__all__", natives):
                 yield Import(name, f"{node.module}.{name}", path)
 
@@ -187,7 +187,7 @@ def _is_apex(path: str) -> bool:
 
 @cache
 def _optimizers_own() -> set[str]:
-    return {name for row in surface.ROWS if row.owner == surface.OPTIMIZER for name in row.names.split()}
+    return {name for row in apex_surface.ROWS if row.owner == apex_surface.OPTIMIZER for name in row.names.split()}
 
 
 class Names:
@@ -231,7 +231,7 @@ class Names:
         if isinstance(node, ast.Attribute):
             owner = self.path(node.value)
             if owner is None and node.attr in self.own():
-                owner = surface.OPTIMIZER
+                owner = apex_surface.OPTIMIZER
             return None if owner is None else f"{owner}.{node.attr}"
         if isinstance(node, ast.Subscript):
             owner = self.path(node.value)
@@ -318,7 +318,7 @@ class InFull(Natives):
 def _arguments(called: str, call: ast.Call) -> Iterator[tuple[str, int]]:
     """Of a call of a function whose arguments the table speaks of: those of the table, and those that it has not."""
     owner = called + CALL
-    told = {name for row in surface.ROWS if row.owner == owner for name in row.names.split()}
+    told = {name for row in apex_surface.ROWS if row.owner == owner for name in row.names.split()}
     for keyword in call.keywords if told else ():
         name = f"{owner}.{keyword.arg}"
         if keyword.arg in told or (keyword.arg is not None and finding(name, []).status == MISSING):

@@ -41,8 +41,8 @@ from amp_patch.casts import autocast as casts_autocast
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_fp16 import settle
 from amp_patch.casts.wrappers import register_with_jit
-from amp_patch.peak import PeakMemory
 from amp_patch.policy import Policy
+from amp_patch.recording.peak_memory import PeakMemory
 from amp_patch.support.patches import Patches
 
 CAPABILITY = (7, 0)  # the first with FP16 tensor cores, and the oldest that the kernels here serve

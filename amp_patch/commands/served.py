@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import amp_patch.apex
-from amp_patch import surface
+from amp_patch.commands import apex_surface
 
 SERVED, DIFFERS, MISSING = "served", "differs", "missing"
 ELEMENT = "[]"
@@ -57,7 +57,7 @@ def resolve(name: str) -> Any:
             raise AttributeError(f"amp_patch does not serve {name}")
         return parameters[argument]
     parts = name.replace(ELEMENT, "").split(".")
-    if parts[0] == surface.OPTIMIZER:
+    if parts[0] == apex_surface.OPTIMIZER:
         return _attribute(modules()["apex.amp._process_optimizer"].AmpOptimizer, parts[1:])
     for length in range(len(parts), 0, -1):
         if (module := modules().get(".".join(parts[:length]))) is not None:
@@ -87,7 +87,7 @@ def _declares(found: Any, name: str) -> bool:
 def _differences() -> tuple[dict[str, str], dict[int, str]]:
     """What differs from Apex, by name and by the identity of what the name stands for."""
     by_name, by_id = {}, {}
-    for row in surface.ROWS:
+    for row in apex_surface.ROWS:
         for path in row.paths():
             by_name[path] = row.difference
             if callable(found := resolve(path)):  # it may have other names too; a number or a list may not

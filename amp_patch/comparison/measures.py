@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
-from amp_patch.report.runs import PARTS, Look, Run
+from amp_patch.recording.run import PARTS, Look, Run
 
 T = TypeVar("T")
 LOSS = "loss"  # the metric that every recording has

@@ -10,8 +10,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from amp_patch.report.runs import Run
-from amp_patch.report.trials import newest, words
+from amp_patch.comparison.plan import newest, words
+from amp_patch.recording.run import Run
 
 _COLOURS = {"waiting": "dim", "running": "bold", "done": "green", "failed": "red"}
 

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.casts import install
+from amp_patch.comparison.outcome import failure
+from amp_patch.comparison.plan import LEVELS, Plan, settle, words
+from amp_patch.comparison.seeds import seeded
+from amp_patch.comparison.verdict import Comparison, machine
 from amp_patch.frontend import initialize, restored
-from amp_patch.report.recorder import Enough, Recorder, log
-from amp_patch.report.runs import Run
-from amp_patch.report.trials import LEVELS, Plan, failure, seeded, settle, words
-from amp_patch.report.verdict import Comparison, machine
+from amp_patch.recording.recorder import Enough, Recorder, log
+from amp_patch.recording.run import Run
 from amp_patch.support.patches import Patches
 from amp_patch.training.scale_loss import scale_loss
 
@@ -36,7 +38,7 @@ class Compared(Comparison):
     def _repr_html_(self) -> str | None:
         if importlib.util.find_spec("rich") is None or importlib.util.find_spec("matplotlib") is None:
             return None
-        from amp_patch.report import page
+        from amp_patch.comparison import page
 
         # In a frame: the page has a style of its own.
         return f'<iframe srcdoc="{html.escape(page.html(self))}" style="width:100%;height:48em;border:0"></iframe>'

@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 from torch import overrides as modes
 
-from amp_patch.histogram import Histogram
-from amp_patch.inspection import Inspection
-from amp_patch.microscope import inspect
-from amp_patch.report.runs import Event
+from amp_patch.diagnose.histogram import Histogram
+from amp_patch.diagnose.inspect import inspect
+from amp_patch.diagnose.inspection import Inspection
+from amp_patch.recording.run import Event
 
 
 class Looking:

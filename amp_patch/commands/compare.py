@@ -16,11 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from amp_patch.commands.run import wanted_cuda
+from amp_patch.comparison.plan import LEVELS, Plan, settle
+from amp_patch.comparison.verdict import Comparison, machine
 from amp_patch.policy import OPT_LEVELS
-from amp_patch.report.runs import Run, loads
-from amp_patch.report.trials import LEVELS, Plan, settle
-from amp_patch.report.verdict import Comparison, machine
-from amp_patch.run import wanted_cuda
+from amp_patch.recording.run import Run, loads
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,7 +97,7 @@ def compare(args: argparse.Namespace) -> None:
         sys.exit(2)
     from rich.console import Console
 
-    from amp_patch.report import page, table
+    from amp_patch.comparison import page, table
 
     if isinstance(sys.stdout, io.TextIOWrapper):  # what it has no letter for is not worth a comparison
         sys.stdout.reconfigure(errors="replace")
@@ -120,7 +120,7 @@ def compare(args: argparse.Namespace) -> None:
 
 def _measure(plan: Plan, args: argparse.Namespace, console: Console) -> tuple[list[Run], bool]:
     """The runs that were begun, and whether Ctrl-C ended them."""
-    from amp_patch.report.progress import Progress
+    from amp_patch.commands.compare_progress import Progress
 
     runs = plan.runs()
     with Progress(console, runs, plan.steps).shown() as progress:
@@ -215,7 +215,7 @@ def _command(plan: Plan, args: argparse.Namespace, record: Path, seed: int) -> l
     if args.module:
         options += ["-m"]
     own = [args.seed_flag, str(seed)] if args.seed_flag is not None else []
-    return [*python, "-m", "amp_patch.report.worker", *options, args.script, *args.arguments, *own]
+    return [*python, "-m", "amp_patch.commands.compare_worker", *options, args.script, *args.arguments, *own]
 
 
 def _died(code: int, log: Path) -> str:

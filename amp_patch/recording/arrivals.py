@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from amp_patch.casts import regions
-from amp_patch.report.runs import Event
+from amp_patch.recording.run import Event
 from amp_patch.support.device_numbers import DeviceNumbers
 
 

@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from amp_patch.peak import PeakMemory
-from amp_patch.report.arrivals import Batch, Entry
-from amp_patch.report.looking import Looking
-from amp_patch.report.runs import PARTS, Event, Run
-from amp_patch.report.sinks import Sink, sinks_for
+from amp_patch.recording.arrivals import Batch, Entry
+from amp_patch.recording.inspected_step import Looking
+from amp_patch.recording.peak_memory import PeakMemory
+from amp_patch.recording.run import PARTS, Event, Run
+from amp_patch.recording.sinks import Sink, sinks_for
 from amp_patch.support import distributed, tree
 from amp_patch.support.compiled import eager_only
 from amp_patch.support.forward_hook import CompiledForward, ForwardHook, before_compiled

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from amp_patch.report.runs import Event, dumps
+from amp_patch.recording.run import Event, dumps
 from amp_patch.support.distributed import is_first_rank
 
 

@@ -1,0 +1,3 @@
+"""`python -m amp_patch ...`: one file a command."""
+
+from __future__ import annotations

@@ -1,0 +1,69 @@
+"""A script's seeds, shifted, so that its runs differ."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from amp_patch.support.patches import Patches
+
+_STRIDE = 1_000_003  # between seeds: a prime, so that two seeds of a script (42 and 43) do not meet
+
+
+@contextmanager
+def seeded(seed: int, *, shift: bool = True) -> Iterator[None]:
+    """Start Python's, numpy's and torch's random numbers where every run of this seed starts; put them back at the end.
+
+    Seed n starts all three at 1,000,003 n, and with `shift` adds that to every whole number that the body gives to
+    `torch.manual_seed`, `torch.cuda.manual_seed` and `manual_seed_all`, `random.seed` and `numpy.random.seed`: so the
+    seeds that a script sets itself hold at seed 0, and another n is another training. Generators of a script's own
+    stay: a split that they make must not move.
+    """
+    offset = _STRIDE * seed
+    numpy = importlib.import_module("numpy") if importlib.util.find_spec("numpy") is not None else None
+    found = random.getstate(), torch.get_rng_state(), numpy and numpy.random.get_state()
+    found_on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    patches = Patches()
+    try:
+        random.seed(offset)
+        torch.manual_seed(offset)
+        if numpy is not None:
+            numpy.random.seed(offset % 2**32)
+        if offset and shift:
+            _shift(patches, offset, numpy)
+        yield
+    finally:
+        patches.remove()
+        random.setstate(found[0])
+        torch.set_rng_state(found[1])
+        if numpy is not None:
+            numpy.random.set_state(found[2])
+        if found_on_cuda is not None:
+            torch.cuda.set_rng_state_all(found_on_cuda)
+
+
+def _shift(patches: Patches, offset: int, numpy: Any) -> None:
+    def shifted(original: Callable[..., Any], limit: int) -> Callable[..., Any]:
+        def seed(*args: Any, **kwargs: Any) -> Any:
+            args = tuple((x + offset) % limit if isinstance(x, int) else x for x in args)
+            kwargs = {
+                k: (x + offset) % limit if k != "version" and isinstance(x, int) else x for k, x in kwargs.items()
+            }
+            return original(*args, **kwargs)
+
+        return seed
+
+    # torch.manual_seed seeds CUDA through torch.cuda's function, whose seed is moved twice then: as good as once.
+    torch_seed = shifted(torch.manual_seed, 2**64)
+    patches.set(torch, "manual_seed", torch_seed)
+    patches.set(torch.random, "manual_seed", torch_seed)
+    for name in ("manual_seed", "manual_seed_all"):
+        patches.set(torch.cuda, name, shifted(getattr(torch.cuda, name), 2**64))
+    patches.set(random, "seed", shifted(random.seed, 2**64))
+    if numpy is not None:
+        patches.set(numpy.random, "seed", shifted(numpy.random.seed, 2**32))
