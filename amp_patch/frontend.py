@@ -26,6 +26,7 @@ from amp_patch.support.patches import Attempts
 from amp_patch.training import ddp
 from amp_patch.training.innermost import as_list, innermost
 from amp_patch.training.scale_loss import scaler_of, targets_of
+from amp_patch.training.stash import stash_of
 from amp_patch.training.training import (
     Dialect,
     begin_training,
@@ -219,8 +220,8 @@ def loss_scale(optimizers: Any, loss_id: int = 0) -> Tensor:
     Raises:
         RuntimeError: an optimizer that `initialize` never saw. ValueError: a loss_id that cannot be.
     """
-    stashes = [target._amp_stash for target in targets_of(optimizers, "loss_scale")]
-    stash = next((stash for stash in stashes if stash.enabled), None)
+    stashes = [stash_of(target) for target in targets_of(optimizers, "loss_scale")]
+    stash = next((stash for stash in stashes if stash is not None and stash.enabled), None)
     return torch.ones(()) if stash is None else scaler_of(stash, loss_id, "loss_scale").scale_tensor.clone()
 
 
