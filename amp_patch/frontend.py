@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from amp_patch.casts import install
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_fp16 import settle
-from amp_patch.diagnose.explain import at_next_forward
 from amp_patch.environment import overridden
 from amp_patch.masters import clipping, masters
 from amp_patch.model import averages, fast_path, fsdp, shielded_copies
@@ -188,6 +187,8 @@ def initialize_as(
     for optimizer in optimizer_list:
         enter_wrappers(optimizer)
     if int(verbosity) > 1:
+        from amp_patch.diagnose.explain import at_next_forward  # here: most trainings never ask for it
+
         for model in model_list:
             at_next_forward(model)
     return _apex_form(models, optimizers, optimizer_list)
