@@ -317,7 +317,7 @@ class Recorder(Observer):
 
     def step_ends(self, optimizer: Any) -> None:
         stash = _recorded(optimizer)
-        if stash is None or stash.step_depth or not _is_recording(self):  # a subclass's step has called its parent's
+        if stash is None or stash.step.depth or not _is_recording(self):  # a subclass's step has called its parent's
             return
         self._end_step(optimizer, stash)
         if self._has_enough():
@@ -345,7 +345,7 @@ class Recorder(Observer):
         step, self._step = self._step, _Step()
         self.steps += 1
         # Of a step that skips on the device the verdict is the newest there; others leave none.
-        skipped = stash.verdicts[-1].overflow if stash.verdicts else float(stash.last_skipped)
+        skipped = stash.device_skips[-1].overflow if stash.device_skips else float(stash.last_skipped)
         inspected = self._looking is not None
         self._queue.append(_step_entry(step, optimizer, skipped, inspected))
         if self._looking is not None:
@@ -362,7 +362,7 @@ class Recorder(Observer):
 
     @eager_only
     def _look(self, optimizer: Any, stash: Stash) -> None:
-        models = _alive(stash.models) or [m for training in self._adopted for m in _alive(training.models)]
+        models = _alive(stash.around.models) or [m for training in self._adopted for m in _alive(training.models)]
         if not models:
             return
         self._peak.pause()
@@ -614,9 +614,10 @@ def _is_recording(recorder: Recorder) -> bool:
 def _recorded(optimizer: Any) -> Stash | None:
     """The stash of an optimizer whose training is enabled."""
     stash: Stash | None = getattr(optimizer, "_amp_stash", None)
-    if stash is None or not stash.enabled or stash.owner is None or stash.owner() is not optimizer:
+    if stash is None or not stash.enabled:
         return None
-    return stash
+    owner = stash.around.owner
+    return stash if owner is not None and owner() is optimizer else None
 
 
 def _trainings() -> list[Training]:
