@@ -38,10 +38,11 @@ test-all: $(VENV)/ecosystem ## what `test` leaves out: the tests marked slow, an
 	$(PYTEST) -m "not slow" tests/integrations
 	$(PYTEST) -m slow
 
-lint: $(VENV)/installed ## ruff, mypy and clang-format; changes nothing
+lint: $(VENV)/installed ## ruff, mypy, the order of the imports and clang-format; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(if $(SOURCES),$(BIN)/clang-format --dry-run -Werror $(SOURCES))
 
 format: $(VENV)/installed ## rewrite the sources as lint wants them
