@@ -12,12 +12,13 @@ from amp_patch.masters import gradients
 from amp_patch.model import forward as model_forward
 from amp_patch.model import fsdp
 from amp_patch.model import state as model_state
+from amp_patch.multi_tensor import inverse_of
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import blocks, compiled, distributed
 from amp_patch.support.blocks import Block, when_left
 from amp_patch.training import observers
 from amp_patch.training.innermost import as_list, innermost
-from amp_patch.training.loss_scaler import LossScaler, inverse_of
+from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.stash import BackwardState, Pending, Stash, distinct_pairs, sharing, siblings
 from amp_patch.training.step import recover
 from amp_patch.training.unscale import settle, unscale

@@ -15,7 +15,6 @@ from amp_patch.masters import clipping
 from amp_patch.model import averages, fsdp, shielded_copies
 from amp_patch.model import forward as model_forward
 from amp_patch.model import tensors as model_tensors
-from amp_patch.model.fp32_copy import fp32_copy
 from amp_patch.model.keep_fp32 import kept_modules
 from amp_patch.policy import OPT_LEVELS, Policy
 from amp_patch.support.generated_class import base_class
@@ -193,7 +192,7 @@ def enter(
     if targets and (policy.master_weights or policy.scales_loss):
         ddp.follow(models, training.scalers)
     if policy.cast_model_type is not None:
-        averages.install(fp32_copy)
+        averages.install()
     dynamo.hook()
     if policy.patch_torch_functions or policy.emulates:
         install.install(policy.op_lists)
