@@ -37,7 +37,7 @@ from amp_patch.support.patches import Patches
 from amp_patch.training import observers, zero
 from amp_patch.training import training as training_module
 from amp_patch.training.observers import Observer
-from amp_patch.training.scale_loss import ScaledBackward
+from amp_patch.training.scaled_backward import ScaledBackward
 from amp_patch.training.stash import Stash
 from amp_patch.training.training import Training
 
