@@ -29,7 +29,7 @@ from amp_patch.training.stash import stash_of
 from amp_patch.training.training import (
     Dialect,
     begin_training,
-    check,
+    check_arguments,
     leave_all,
     leave_alone,
     leave_earlier,
@@ -169,7 +169,7 @@ def initialize_as(
         return _apex_form(models, optimizers, optimizer_list)
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
-    kept = check(model_list, targets, policy, keep_fp32, methods, dialect, process_group)
+    kept = check_arguments(model_list, targets, policy, keep_fp32, methods, dialect, process_group)
     policy = settle(policy, on_cpu=model_tensors.use_cpu(model_list))
 
     leave_earlier(model_list, targets, kept, policy)

@@ -35,7 +35,7 @@ from amp_patch.support.forward_hook import ForwardHook
 from amp_patch.training import observers
 from amp_patch.training import training as training_module
 from amp_patch.training.observers import Observer
-from amp_patch.training.scale_loss import ScaledBackward
+from amp_patch.training.scaled_backward import ScaledBackward
 from amp_patch.training.stash import Stash, stash_of
 from amp_patch.training.training import Training
 

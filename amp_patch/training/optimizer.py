@@ -21,9 +21,9 @@ from amp_patch.support import generated_class
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Attempts
 from amp_patch.training import zero
-from amp_patch.training.stash import Stash, note_sharing, siblings, stash_of
+from amp_patch.training.stash import Stash, give_stash, note_sharing, siblings, stash_of, take_stash
 from amp_patch.training.step import after_step, before_step, guarded_step, recover
-from amp_patch.training.unscale import settle
+from amp_patch.training.unscale import unscale_pending
 
 
 class AmpOptimizer(Generated):
@@ -95,7 +95,7 @@ class AmpOptimizer(Generated):
                 register_hooks(self, stash)
 
 
-def check(optimizer: Any, policy: Policy) -> None:
+def check_optimizer(optimizer: Any, policy: Policy) -> None:
     """Raise unless `initialize` can take this (innermost) optimizer."""
     name = type(optimizer).__name__
     if not (callable(getattr(optimizer, "step", None)) and isinstance(getattr(optimizer, "param_groups", None), list)):
@@ -113,7 +113,7 @@ def check(optimizer: Any, policy: Policy) -> None:
             f"initialize: LBFGS evaluates the loss inside step(), which opt_level {policy.opt_level!r} cannot scale or "
             "gather; use it at O0, or at O4 (bfloat16 casts, no loss scaling)"
         )
-    zero.check(optimizer, policy)
+    zero.check_zero(optimizer, policy)
 
 
 def enter_training(
@@ -124,7 +124,7 @@ def enter_training(
         for group in optimizer.param_groups:
             stash.masters.attach(optimizer, group, about_to_be_cast)
         zero.repartition(optimizer)
-    optimizer._amp_stash = stash
+    give_stash(optimizer, stash)
     generated_class.give(optimizer, mixin)
     _lead_scheduler(optimizer)
     register_hooks(optimizer, stash)
@@ -154,7 +154,7 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
         return
     attempt = Attempts()
     attempt(recover, optimizer, stash)
-    attempt(settle, optimizer)
+    attempt(unscale_pending, optimizer)
     for handle in stash.around.handles:
         attempt(handle.remove)
     wrappers = [wrapper for ref in stash.around.wrappers if isinstance(wrapper := ref(), Generated)]
@@ -167,7 +167,7 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     if isinstance(optimizer, Generated):
         attempt(generated_class.take, optimizer)
         attempt(_lead_scheduler, optimizer)
-    del optimizer._amp_stash
+    take_stash(optimizer)
     if recast_state:
         for param, _ in linked:
             disconnect(param)

@@ -7,15 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_patch.masters.gradients import held
 from amp_patch.masters.masters import Master
 from amp_patch.support import distributed
 from amp_patch.training.loss_scaler import LossScaler
-from amp_patch.training.stash import Stash, overflowed
+from amp_patch.training.stash import Stash, known_stash, overflowed
 
 
 def culprits(optimizer: Any) -> str:
     """The parameters whose gradients are not finite, by name. Syncs with the device."""
-    stash: Stash = optimizer._amp_stash
+    stash = known_stash(optimizer)
     lines = []
     sharded = False
     for index, group in enumerate(optimizer.param_groups):
@@ -23,8 +24,7 @@ def culprits(optimizer: Any) -> str:
             if master.grad is None:
                 continue
             sharded = sharded or distributed.is_dtensor(master.grad)
-            # Of a sharded one this process's part: it may be the only process to ask.
-            grad = master.grad._values() if master.grad.is_sparse else distributed.local(master.grad)
+            grad = held(master.grad)  # of a sharded one this process's part: it may be the only process to ask
             if bool(torch.isfinite(grad).all()):
                 continue
             param = next(p for p, m in stash.masters.pairs([{"params": [master]}]))

@@ -21,6 +21,8 @@ from amp_patch.support.device_numbers import DeviceNumbers
 from amp_patch.training import ddp
 from amp_patch.training.loss_scaler import LossScaler
 
+_ATTRIBUTE = "_amp_stash"  # of optimizers: Apex's name, which scripts read
+
 
 class Pending:
     """Gradients that a delayed exit of `scale_loss` left scaled: by which scaler, and how much."""
@@ -265,7 +267,7 @@ def distinct_pairs(optimizers: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
         {
             id(param): (param, master)
             for optimizer in optimizers
-            for param, master in optimizer._amp_stash.masters.pairs(optimizer.param_groups)
+            for param, master in known_stash(optimizer).masters.pairs(optimizer.param_groups)
         }.values()
     )
 
@@ -318,7 +320,24 @@ def overflowed(scalers: list[LossScaler], flags: list[float]) -> list[LossScaler
 
 
 def stash_of(optimizer: Any) -> Stash | None:
-    return getattr(optimizer, "_amp_stash", None)
+    """What amp_patch knows of `optimizer`; None where that went through no `initialize`."""
+    return getattr(optimizer, _ATTRIBUTE, None)
+
+
+def known_stash(optimizer: Any) -> Stash:
+    """What amp_patch knows of `optimizer`, which went through `initialize`."""
+    stash: Stash = getattr(optimizer, _ATTRIBUTE)
+    return stash
+
+
+def give_stash(optimizer: Any, stash: Stash) -> None:
+    """Let `optimizer` have `stash`, in place of another if there is one."""
+    setattr(optimizer, _ATTRIBUTE, stash)
+
+
+def take_stash(optimizer: Any) -> None:
+    """Undo `give_stash`."""
+    delattr(optimizer, _ATTRIBUTE)
 
 
 def name_parameters(stash: Stash, models: list[nn.Module]) -> None:

@@ -22,7 +22,7 @@ from amp_patch.training.overflow import (
     skips_on_device,
 )
 from amp_patch.training.stash import BackwardState, DeviceSkip, SkippedStep, Stash, drop_spent, siblings, stash_of
-from amp_patch.training.unscale import settle
+from amp_patch.training.unscale import unscale_pending
 
 
 @not_traced
@@ -51,7 +51,7 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
         )
     drop_spent(stash)
     stalled_averages.compare(stash.around.models)
-    settle(optimizer)
+    unscale_pending(optimizer)
     linked = stash.masters.linked()
     reconcile(linked)
     _warn_of_ungathered(optimizer, stash, linked)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from amp_patch.masters.gradients import Earlier, gather
+from amp_patch.masters.gradients import Earlier, gather, held
+from amp_patch.multi_tensor import inverse_of
 from amp_patch.support import distributed
 from amp_patch.training.innermost import innermost
-from amp_patch.training.loss_scaler import LossScaler, inverse_of
-from amp_patch.training.stash import Stash, distinct_pairs, drop_spent, sharing, siblings, stash_of
+from amp_patch.training.loss_scaler import LossScaler
+from amp_patch.training.stash import Stash, distinct_pairs, drop_spent, known_stash, sharing, siblings, stash_of
 
 
 def first_gradient(optimizer: Any) -> Tensor | None:
@@ -40,7 +41,8 @@ def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | Non
     except BaseException:
         drop(pairs)
         for optimizer in optimizers:
-            optimizer._amp_stash.pending, optimizer._amp_stash.backward.earlier = None, {}
+            stash = known_stash(optimizer)
+            stash.pending, stash.backward.earlier = None, {}
         raise
 
 
@@ -53,7 +55,7 @@ def drop(pairs: list[tuple[Tensor, Tensor]]) -> None:
 def _unscale(
     optimizers: Sequence[Any], pairs: list[tuple[Tensor, Tensor]], scaler: LossScaler, inverse: Tensor | None
 ) -> None:
-    stashes: list[Stash] = [optimizer._amp_stash for optimizer in optimizers]
+    stashes = [known_stash(optimizer) for optimizer in optimizers]
     for stash in stashes:
         drop_spent(stash)
     earlier: dict[int, Earlier] = {}
@@ -102,11 +104,11 @@ def _move_nothing(optimizer: Any, stash: Stash) -> None:
     overflow = torch.stack([found_inf.to(stash.found[0][1].device) for _, found_inf in stash.found]).amax() > 0
     for _, master in stash.masters.pairs(optimizer.param_groups):
         if master.grad is not None:
-            grad = master.grad._values() if master.grad.is_sparse else distributed.local(master.grad)
+            grad = held(master.grad)
             grad.masked_fill_(overflow.to(grad.device), 0)
 
 
-def settle(optimizer: Any) -> None:
+def unscale_pending(optimizer: Any) -> None:
     """Unscale gradients that a delayed exit of `scale_loss` left scaled; no sync.
 
     Those of all optimizers of that exit: they may share parameters, and one that overflowed holds the others up. And

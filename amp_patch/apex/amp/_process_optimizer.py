@@ -11,9 +11,10 @@ from torch import Tensor
 from amp_patch import policy
 from amp_patch.masters.gradients import take
 from amp_patch.masters.masters import publish
+from amp_patch.multi_tensor import inverse_of
 from amp_patch.training import optimizer as optimizer_side
 from amp_patch.training import step as optimizer_step
-from amp_patch.training.loss_scaler import LossScaler, inverse_of
+from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.stash import Pending, Stash
 from amp_patch.training.unscale import unscale
 

@@ -159,7 +159,7 @@ class AmpHandle:
         target = innermost(optimizer)
         policy = self._policy if self._training is None else self._training.policy
         assert policy is not None
-        optimizer_side.check(target, policy)
+        optimizer_side.check_optimizer(target, policy)
         optimizer_side.restore(target, recast_state=False)
         begin_training(dialect(), policy, [], [target], num_loss, verbosity=_amp_state.verbosity)
 
