@@ -27,7 +27,7 @@ import torch
 
 from amp_patch.casts import regions, traced_regions
 from amp_patch.casts import state as casts_state
-from amp_patch.casts.rules import EMULATED, RULES
+from amp_patch.casts.rules import RULES, Rule
 from amp_patch.policy import Policy
 
 logger = logging.getLogger("amp_patch")
@@ -66,14 +66,14 @@ class Wrapped:
     __slots__ = ("apex_rule", "original", "rule")
 
     def __init__(self, original: Any, rule: str, apex_rule: str) -> None:
-        self.original, self.rule, self.apex_rule = original, rule, apex_rule
+        self.original, self.rule, self.apex_rule = original, RULES[rule], RULES[apex_rule]
 
-    def rule_of(self, policy: Policy | None) -> str | None:
-        """The name of the rule that a call follows while `policy` acts; None: the call is made as it is."""
+    def rule_of(self, policy: Policy | None) -> Rule | None:
+        """The rule that a call follows while `policy` acts; None: the call is made as it is."""
         if policy is None:
             return None
         rule = self.apex_rule if policy.op_lists == "apex" else self.rule
-        return rule if rule != "none" and (policy.patch_torch_functions or rule in EMULATED) else None
+        return rule if rule.name != "none" and (policy.patch_torch_functions or rule.emulates) else None
 
 
 _functions: dict[int, tuple[Any, Wrapped]] = {}  # id of a wrapper -> the wrapper, and what it stands for
@@ -337,12 +337,12 @@ def _give_kernels_back() -> None:
             setattr(kernels, name, _functions[id(function)][1].original)
 
 
-def _rule_now(wrapped: Wrapped, name: str) -> str | None:
+def _rule_now(wrapped: Wrapped, name: str) -> Rule | None:
     return None if name in _inside.names else wrapped.rule_of(traced_regions.traced())
 
 
-def _inline(tx: Any, rule: str, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Trace `rule(function, args, kwargs, policy)`."""
+def _inline(tx: Any, rule: Rule, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Trace `rule.apply(function, args, kwargs, policy)`."""
     variables = importlib.import_module("torch._dynamo.variables")
     policy = traced_regions.traced()
     assert policy is not None
@@ -356,8 +356,8 @@ def _inline(tx: Any, rule: str, function: Any, args: list[Any], kwargs: dict[str
 
 
 @functools.cache
-def _traceable(rule: str, function: Any, policy: Policy) -> Callable[..., Any]:
-    apply = RULES[rule]
+def _traceable(rule: Rule, function: Any, policy: Policy) -> Callable[..., Any]:
+    apply = rule.apply
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if kwargs and kwargs.get("out") is not None:
