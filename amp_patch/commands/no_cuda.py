@@ -43,40 +43,28 @@ from amp_patch.casts.cpu_fp16 import settle
 from amp_patch.casts.wrappers import register_with_jit
 from amp_patch.policy import Policy
 from amp_patch.recording.peak_memory import PeakMemory
-from amp_patch.support.patches import Patches
+from amp_patch.support.patches import Installation, Patches
 
 CAPABILITY = (7, 0)  # the first with FP16 tensor cores, and the oldest that the kernels here serve
 
-_lock = threading.RLock()
-_patches: Patches | None = None
+_installation = Installation(of_process=True)
 _peak: PeakMemory | None = None  # since the install
 
 
 def install() -> None:
     """Let CUDA be the CPU for this process, until `uninstall`. Idempotent. Call it before the script's own imports."""
-    global _patches, _peak
-    with _lock:
-        if _patches is not None:
-            return
-        patches, peak = Patches(), PeakMemory()
-        try:
-            for redirect in (_devices, _moves, _checkpoints, _types, _machine, _autocast, _parallel):
-                redirect(patches)
-        except BaseException:
-            patches.remove()
-            raise
-        _patches, _peak = patches, peak
+    _installation.install(_redirect)
+
+
+def _redirect(patches: Patches) -> None:
+    patches.set(sys.modules[__name__], "_peak", PeakMemory())
+    for redirect in (_devices, _moves, _checkpoints, _types, _machine, _autocast, _parallel):
+        redirect(patches)
 
 
 def uninstall() -> None:
     """Undo `install`. What was made meanwhile lies on the CPU and stays there."""
-    global _patches, _peak
-    with _lock:
-        if _patches is not None:
-            try:
-                _patches.remove()
-            finally:
-                _patches = _peak = None
+    _installation.uninstall()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

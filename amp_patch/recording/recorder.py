@@ -33,7 +33,7 @@ from amp_patch.recording.sinks import Sink, sinks_for
 from amp_patch.support import distributed, tree
 from amp_patch.support.compiled import eager_only
 from amp_patch.support.forward_hook import CompiledForward, ForwardHook, before_compiled
-from amp_patch.support.patches import Patches
+from amp_patch.support.patches import Installation, Patches
 from amp_patch.training import observers, zero
 from amp_patch.training import training as training_module
 from amp_patch.training.observers import Observer
@@ -50,7 +50,7 @@ _clock = time.perf_counter
 
 _lock = threading.Lock()
 _recorders: list[Recorder] = []
-_patches = Patches()  # of compiled models; in force while there are recorders
+_of_compiled = Installation(of_process=True)  # for models that are compiled; in force while there are recorders
 _watched: list[Any] = []  # Dynamo's module that is patched, as soon as there is one
 
 
@@ -177,7 +177,7 @@ class Recorder(Observer):
         with _lock:
             _recorders.remove(self)
             if not _recorders:
-                _patches.remove()
+                _of_compiled.uninstall()
         for handle in self._handles:
             handle.remove()
         if os.getpid() != self.process:  # a fork has left the block too
@@ -576,10 +576,12 @@ def _install_for_compiled() -> None:
         compile(self, *args, **kwargs)
         _tell_of_compiled(self)
 
-    with _lock:
-        _patches.set(optimized, "__call__", before_compiled(optimized.__call__, _compiled_begins))
-        _patches.set(nn.Module, "compile", compile_and_tell)
-        _patches.apply(lambda: _watched.append(dynamo), _watched.clear)
+    def replace(patches: Patches) -> None:
+        patches.set(optimized, "__call__", before_compiled(optimized.__call__, _compiled_begins))
+        patches.set(nn.Module, "compile", compile_and_tell)
+        patches.apply(lambda: _watched.append(dynamo), _watched.clear)
+
+    _of_compiled.add(replace)
 
 
 def _tell_of_compiled(model: nn.Module) -> None:
@@ -595,8 +597,8 @@ def _tell_of_compiled(model: nn.Module) -> None:
             model._compiled_call_impl = found.compiled
 
     ours = CompiledForward(model, compiled, _compiled_begins)
-    with _lock:  # not by `_patches.set`, which would hold the model until then
-        _patches.apply(lambda: setattr(model, "_compiled_call_impl", ours), undo)
+    # Not by `patches.set`, which would hold the model until then.
+    _of_compiled.add(lambda patches: patches.apply(lambda: setattr(model, "_compiled_call_impl", ours), undo))
 
 
 def _compiled_begins(model: nn.Module, args: Any, kwargs: Any) -> None:

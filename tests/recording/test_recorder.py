@@ -52,7 +52,7 @@ def untouched():
         and not torch_hooks._global_optimizer_pre_hooks
         and not torch_hooks._global_optimizer_post_hooks
         and not recording._recorders
-        and not recording._patches
+        and not recording._of_compiled.installed
     )
 
 
