@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.casts import state as casts_state
-from amp_patch.casts.cpu_fp16 import settle
+from amp_patch.casts.cpu_fp16 import resolve_cpu_fp16
 from amp_patch.diagnose.explain import at_next_forward
 from amp_patch.environment import overridden
 from amp_patch.model import fsdp
@@ -167,7 +167,7 @@ def initialize_as(
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
     kept = check(model_list, targets, policy, keep_fp32, methods, dialect, process_group)
-    policy = settle(policy, on_cpu=model_tensors.use_cpu(model_list))
+    policy = resolve_cpu_fp16(policy, on_cpu=model_tensors.use_cpu(model_list))
 
     leave_earlier(model_list, targets, kept, policy)
     begin_training(

@@ -18,6 +18,7 @@ from amp_patch.casts import dynamo
 from amp_patch.casts.oplists import rules_by_name
 from amp_patch.casts.regions import as_default, as_now
 from amp_patch.casts.state import PythonState, state, use_state
+from amp_patch.casts.wrapped import Wrapped, forget_methods, know, wrapped_by
 from amp_patch.casts.wrappers import BACKENDS, backend, wrapper_at
 from amp_patch.support.patches import Installation, Patches
 
@@ -102,7 +103,7 @@ def uninstall() -> None:
 
 
 def _forget_installation() -> None:
-    dynamo.forget_methods()
+    forget_methods()
     _originals.clear()
     _installed.clear()
 
@@ -179,7 +180,7 @@ class Place(NamedTuple):
     owner: Any
     name: str
     wrapper: Any
-    wrapped: dynamo.Wrapped
+    wrapped: Wrapped
     registered: bool
 
 
@@ -189,7 +190,7 @@ def places() -> list[Place]:
     return [
         Place(owner, name, wrapper, wrapped, (id(owner), name) in _registered)
         for owner, name, wrapper in found
-        if (wrapped := dynamo.wrapped_by(wrapper)) is not None  # else somebody has put another thing there
+        if (wrapped := wrapped_by(wrapper)) is not None  # else somebody has put another thing there
     ]
 
 
@@ -201,7 +202,7 @@ def _replace(patches: Patches, owner: Any, name: str, rule: str, apex_rule: str)
         _wrappers[key] = (original, wrapper_at(owner, name, original, rule, apex_rule))
     wrapper = _wrappers[key][1]
     patches.set(owner, name, wrapper)
-    dynamo.know(owner, name, wrapper, original, rule, apex_rule)
+    know(owner, name, wrapper, original, rule, apex_rule)
 
 
 def register(module: Any, name: str, rule: str, caller: str) -> None:

@@ -39,10 +39,11 @@ from torch import Tensor
 
 from amp_patch.casts import autocast as casts_autocast
 from amp_patch.casts import state as casts_state
-from amp_patch.casts.cpu_fp16 import settle
+from amp_patch.casts.cpu_fp16 import resolve_cpu_fp16
 from amp_patch.casts.wrappers import register_with_jit
 from amp_patch.policy import Policy
 from amp_patch.recording.peak_memory import PeakMemory
+from amp_patch.support.compiled import constant_in_traces
 from amp_patch.support.patches import Installation, Patches
 
 CAPABILITY = (7, 0)  # the first with FP16 tensor cores, and the oldest that the kernels here serve
@@ -244,7 +245,7 @@ class Event:
         pass
 
 
-class Place:
+class DeviceBlock:
     """torch.cuda.device(...), device_of(...) and stream(...): a block of code that changes nothing."""
 
     def __init__(self, place: Any = None) -> None:
@@ -368,7 +369,7 @@ _ANSWERS: tuple[tuple[Any, str], ...] = (
 _CLASSES: tuple[tuple[type, str], ...] = (
     (Stream, "Stream ExternalStream"),
     (Event, "Event"),
-    (Place, "device device_of stream StreamContext"),
+    (DeviceBlock, "device device_of stream StreamContext"),
 )
 
 
@@ -456,7 +457,7 @@ def _autocast(patches: Patches) -> None:
         return torch.float16 if _emulates() else told("cpu")
 
     for function, asked_for in ((is_enabled, "is_autocast_enabled"), (dtype_of, "get_autocast_dtype")):
-        vars(function)["_dynamo_marked_constant"] = True  # see regions.traced
+        constant_in_traces(function)
         patches.set(torch, asked_for, function)
     policy_of = casts_autocast._autocast_policy
 
@@ -489,7 +490,7 @@ def _instead(autocast: Any) -> casts_autocast.autocast | None:
     if (
         _torchs.compiled
         or (autocast.device, autocast.fast_dtype) != ("cpu", torch.float16)
-        or not settle(fp16, on_cpu=True).emulates
+        or not resolve_cpu_fp16(fp16, on_cpu=True).emulates
     ):
         return None
     return casts_autocast.autocast("cpu", torch.float16, autocast._enabled, autocast._cache_enabled)

@@ -653,7 +653,7 @@ def test_a_region_that_ends_while_another_one_is_left_takes_itself_away(kind: st
     """As where the garbage collector finds a suspended generator in the middle of an exit."""
 
     class EndsAnother(regions.region):
-        def _end(self, entry: Any) -> None:
+        def on_exit(self, entry: Any) -> None:
             other.close()
 
     other = suspended_in(REGIONS[kind]())
