@@ -39,44 +39,33 @@ from torch import Tensor
 
 from amp_patch.casts import autocast as casts_autocast
 from amp_patch.casts import state as casts_state
-from amp_patch.casts.cpu_fp16 import settle
+from amp_patch.casts.cpu_fp16 import resolve_cpu_fp16
 from amp_patch.casts.wrappers import register_with_jit
 from amp_patch.policy import Policy
 from amp_patch.recording.peak_memory import PeakMemory
-from amp_patch.support.patches import Patches
+from amp_patch.support.compiled import constant_in_traces
+from amp_patch.support.patches import Installation, Patches
 
 CAPABILITY = (7, 0)  # the first with FP16 tensor cores, and the oldest that the kernels here serve
 
-_lock = threading.RLock()
-_patches: Patches | None = None
+_installation = Installation(of_process=True)
 _peak: PeakMemory | None = None  # since the install
 
 
 def install() -> None:
     """Let CUDA be the CPU for this process, until `uninstall`. Idempotent. Call it before the script's own imports."""
-    global _patches, _peak
-    with _lock:
-        if _patches is not None:
-            return
-        patches, peak = Patches(), PeakMemory()
-        try:
-            for redirect in (_devices, _moves, _checkpoints, _types, _machine, _autocast, _parallel):
-                redirect(patches)
-        except BaseException:
-            patches.remove()
-            raise
-        _patches, _peak = patches, peak
+    _installation.install(_redirect)
+
+
+def _redirect(patches: Patches) -> None:
+    patches.set(sys.modules[__name__], "_peak", PeakMemory())
+    for redirect in (_devices, _moves, _checkpoints, _types, _machine, _autocast, _parallel):
+        redirect(patches)
 
 
 def uninstall() -> None:
     """Undo `install`. What was made meanwhile lies on the CPU and stays there."""
-    global _patches, _peak
-    with _lock:
-        if _patches is not None:
-            try:
-                _patches.remove()
-            finally:
-                _patches = _peak = None
+    _installation.uninstall()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -256,7 +245,7 @@ class Event:
         pass
 
 
-class Place:
+class DeviceBlock:
     """torch.cuda.device(...), device_of(...) and stream(...): a block of code that changes nothing."""
 
     def __init__(self, place: Any = None) -> None:
@@ -380,7 +369,7 @@ _ANSWERS: tuple[tuple[Any, str], ...] = (
 _CLASSES: tuple[tuple[type, str], ...] = (
     (Stream, "Stream ExternalStream"),
     (Event, "Event"),
-    (Place, "device device_of stream StreamContext"),
+    (DeviceBlock, "device device_of stream StreamContext"),
 )
 
 
@@ -468,7 +457,7 @@ def _autocast(patches: Patches) -> None:
         return torch.float16 if _emulates() else told("cpu")
 
     for function, asked_for in ((is_enabled, "is_autocast_enabled"), (dtype_of, "get_autocast_dtype")):
-        vars(function)["_dynamo_marked_constant"] = True  # see regions.traced
+        constant_in_traces(function)
         patches.set(torch, asked_for, function)
     policy_of = casts_autocast._autocast_policy
 
@@ -501,7 +490,7 @@ def _instead(autocast: Any) -> casts_autocast.autocast | None:
     if (
         _torchs.compiled
         or (autocast.device, autocast.fast_dtype) != ("cpu", torch.float16)
-        or not settle(fp16, on_cpu=True).emulates
+        or not resolve_cpu_fp16(fp16, on_cpu=True).emulates
     ):
         return None
     return casts_autocast.autocast("cpu", torch.float16, autocast._enabled, autocast._cache_enabled)
