@@ -49,7 +49,7 @@ def install() -> None:
     with _lock:
         if _patches is not None:
             return
-        ours = dict(_modules())
+        ours = dict(modules())
         real: set[str] = set()
         patches = Patches()
         try:
@@ -86,7 +86,7 @@ def installed() -> bool:
     return _patches is not None
 
 
-def _modules() -> Iterator[tuple[str, ModuleType]]:
+def modules() -> Iterator[tuple[str, ModuleType]]:
     """Every module of this package under the name that Apex has for it; parents first."""
     package = sys.modules[__name__]
     yield "apex", package
