@@ -16,8 +16,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from amp_patch.comparison.comparison import Comparison
+from amp_patch.comparison.level_result import LevelResult
 from amp_patch.comparison.measures import paired_t_test
-from amp_patch.comparison.verdict import Comparison, LevelResult
 from amp_patch.recording.run import loads
 
 ROOT = Path(__file__).parents[1]

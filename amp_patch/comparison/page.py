@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from amp_patch.comparison import measures, pictures
+from amp_patch.comparison.comparison import Comparison
+from amp_patch.comparison.level_result import LevelResult
 from amp_patch.comparison.pictures import Picture
-from amp_patch.comparison.verdict import Comparison, LevelResult
 from amp_patch.recording.run import PARTS, Look, Run, dumps
 
 _KINDS = {

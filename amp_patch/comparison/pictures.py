@@ -26,7 +26,8 @@ from amp_patch.recording.run import PARTS, Look, Run
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from amp_patch.comparison.verdict import Comparison, LevelResult
+    from amp_patch.comparison.comparison import Comparison
+    from amp_patch.comparison.level_result import LevelResult
 
 # Name of a colour -> on white, on black. The levels' hues are Okabe and Ito's, those of what is stacked Paul Tol's:
 # told apart with every kind of colour vision, and in print.

@@ -15,7 +15,7 @@ from made_up import made_up_look, made_up_run
 pytest.importorskip("matplotlib", reason="the report's pictures want matplotlib")
 
 from amp_patch.comparison import measures, page, pictures
-from amp_patch.comparison.verdict import Comparison
+from amp_patch.comparison.comparison import Comparison
 from amp_patch.recording.run import PARTS, Run, dumps, loads
 
 NASTY = "</style><script>alert('x')</script>&amp;<img src=http://a.example/x.png>\"' $x_1$ \u4e2d\udcff"
