@@ -230,11 +230,11 @@ def table(comparison: Comparison) -> str:
 
 def draw(comparison: Comparison, path: Path) -> None:
     """The held-out losses, a dot a seed, as an SVG file in light colours; nothing where there are none."""
-    from amp_patch.comparison import pictures  # here: matplotlib takes a second
+    from amp_patch.comparison import drawing, pictures  # here: matplotlib takes a second
 
     for picture in pictures.finals(comparison):
         svg = picture.svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" style="background: #ffffff" ', 1)
-        for name, (light, _) in pictures.COLOURS.items():
+        for name, (light, _) in drawing.COLOURS.items():
             svg = svg.replace(f"var(--{name})", light)
         path.write_text(svg + "\n")
 
