@@ -47,7 +47,7 @@ def install() -> None:
 
 
 def _serve(patches: Patches) -> None:
-    ours = dict(_modules())
+    ours = dict(modules())
     real: set[str] = set()
     for name, module in ours.items():
         parent = name.rpartition(".")[0]
@@ -72,7 +72,7 @@ def installed() -> bool:
     return _installation.installed
 
 
-def _modules() -> Iterator[tuple[str, ModuleType]]:
+def modules() -> Iterator[tuple[str, ModuleType]]:
     """Every module of this package under the name that Apex has for it; parents first."""
     package = sys.modules[__name__]
     yield "apex", package
