@@ -36,7 +36,7 @@ test: $(VENV)/installed ## every test that is not marked slow
 test-all: $(VENV)/ecosystem ## what `test` leaves out: the tests marked slow, and all others without the extension
 	AMP_PATCH_BACKEND=torch $(PYTEST_FILES) -m "not slow" --ignore tests/project/test_examples.py
 	$(PYTEST) -m "not slow" tests/integrations
-	$(PYTEST) -m slow
+	$(PYTEST_FILES) -m slow
 
 lint: $(VENV)/installed ## ruff, mypy, the order of the imports and clang-format; changes nothing
 	$(BIN)/ruff check .

@@ -242,7 +242,8 @@ class _Watch(TorchFunctionMode):
         else:
             stashes = (getattr(target, "_amp_stash", None) for target in self.targets)
             # Of several optimizers those of another loss are in no `scale_loss` now.
-            scale = next((stash.scale for stash in stashes if stash is not None and stash.scale is not None), None)
+            scales = (stash.backward.scale for stash in stashes if stash is not None)
+            scale = next((scale for scale in scales if scale is not None), None)
         self.scale = self.scale if scale is None else scale.clone()
         return 1.0 if scale is None else scale.double().reciprocal()
 

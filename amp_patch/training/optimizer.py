@@ -21,7 +21,7 @@ from amp_patch.support import generated_class
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Attempts
 from amp_patch.training import zero
-from amp_patch.training.stash import Stash, note_sharing, stash_of
+from amp_patch.training.stash import Stash, note_sharing, siblings, stash_of
 from amp_patch.training.step import after_step, before_step, guarded_step, recover
 from amp_patch.training.unscale import settle
 
@@ -50,12 +50,12 @@ class AmpOptimizer(Generated):
             recover(self, stash)
             for param, _ in stash.masters.linked():
                 param.grad = None
-            stash.pending = stash.brought = None
-            stash.cleared += 1
-            stash.earlier.clear()
-            stash.spent = []
+            stash.pending = stash.backward.brought = None
+            stash.backward.cleared += 1
+            stash.backward.earlier.clear()
+            stash.step.spent = []
             stash.clear_found()
-            stash.left.clear()
+            stash.backward.left.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """torch's; float16 and bfloat16 parameters of the group get masters where the policy has them."""
@@ -74,7 +74,7 @@ class AmpOptimizer(Generated):
         if stash.policy.master_weights:
             stash.masters.attach(self, group)
             zero.repartition(self)
-        note_sharing([other for ref in stash.siblings if (other := ref()) is not None])
+        note_sharing([other for other, _ in siblings(stash)])
 
     def __getstate__(self) -> dict[str, Any]:
         parent = getattr(super(), "__getstate__", None)  # object has one since Python 3.11
@@ -90,8 +90,8 @@ class AmpOptimizer(Generated):
             parent(state)
         stash = stash_of(self)
         if stash is not None:
-            stash.stepped.clear()  # the state is another one now
-            if not stash.handles:
+            stash.around.stepped.clear()  # the state is another one now
+            if not stash.around.handles:
                 register_hooks(self, stash)
 
 
@@ -139,9 +139,9 @@ def _lead_scheduler(optimizer: Any) -> None:
 
 def register_hooks(optimizer: Any, stash: Stash) -> None:
     """Be called around every `step`."""
-    stash.owner = weakref.ref(optimizer)
+    stash.around.owner = weakref.ref(optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
-        stash.handles = [
+        stash.around.handles = [
             optimizer.register_step_pre_hook(before_step),
             optimizer.register_step_post_hook(after_step),
         ]
@@ -155,9 +155,9 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     attempt = Attempts()
     attempt(recover, optimizer, stash)
     attempt(settle, optimizer)
-    for handle in stash.handles:
+    for handle in stash.around.handles:
         attempt(handle.remove)
-    wrappers = [wrapper for ref in stash.wrappers if isinstance(wrapper := ref(), Generated)]
+    wrappers = [wrapper for ref in stash.around.wrappers if isinstance(wrapper := ref(), Generated)]
     for wrapper in wrappers:
         attempt(generated_class.take, wrapper)
         attempt(stash.masters.unfollow, wrapper)

@@ -18,7 +18,7 @@ from amp_patch.support.blocks import Block, when_left
 from amp_patch.training import observers
 from amp_patch.training.innermost import as_list, innermost
 from amp_patch.training.loss_scaler import LossScaler, inverse_of
-from amp_patch.training.stash import Pending, Stash, distinct_pairs, sharing
+from amp_patch.training.stash import BackwardState, Pending, Stash, distinct_pairs, sharing, siblings
 from amp_patch.training.step import recover
 from amp_patch.training.unscale import settle, unscale
 from amp_patch.training.wrappers import enter_wrappers
@@ -82,7 +82,7 @@ def scale_loss(
         came = f"a tensor of {loss.dtype}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise TypeError(f"scale_loss: loss is {came}; wanted a floating-point tensor")
     stash = next(stash for stash in stashes if stash.enabled)
-    model_state.refuse_sharded_since((ref() for stash in stashes for ref in stash.models), "scale_loss")
+    model_state.refuse_sharded_since((ref() for stash in stashes for ref in stash.around.models), "scale_loss")
     scaler = scaler_of(stash, loss_id).to(loss.device)
 
     with ScaledBackward(targets, scaler, scaler.scales) as backward:
@@ -117,7 +117,7 @@ def targets_of(optimizers: Any, caller: str = "scale_loss") -> list[Any]:
 
 def _gradients_stay_local(optimizer: Any) -> bool:
     """Whether the gradients of the last backward wait for a later one to be reduced: `no_sync()`."""
-    models = [model for ref in optimizer._amp_stash.models if (model := ref()) is not None]
+    models = [model for ref in optimizer._amp_stash.around.models if (model := ref()) is not None]
     return any(map(model_forward.gradients_stay_local, models))
 
 
@@ -189,12 +189,12 @@ class ScaledBackward(Block):
         """
         self._announced = True
         observers.tell("body_begins", self)
-        if any(stash.open for stash in self.stashes):
+        if any(stash.backward.open for stash in self.stashes):
             raise RuntimeError(
                 "scale_loss: an optimizer of this call is in the body of another scale_loss already; end that one "
                 "first (gradients add up over several), or add the losses"
             )
-        if any(any(stash.beside.values()) and self._is_reached(optimizer) for optimizer, stash in self._both()):
+        if any(any(stash.backward.beside.values()) and self._is_reached(o) for o, stash in self._both()):
             raise RuntimeError(
                 "scale_loss: called in the body of another scale_loss whose scaled backward has already reached "
                 "parameters of this call's optimizers; end that body first, or call zero_grad() on them"
@@ -208,7 +208,7 @@ class ScaledBackward(Block):
             )
         self._settle_shared()
         self.begun = True
-        Stash.turns += 1
+        BackwardState.turns += 1
         if self.scaling or any(stash.policy.master_weights for stash in self.stashes):
             self._tell_siblings()
         if self.scaling:
@@ -216,7 +216,8 @@ class ScaledBackward(Block):
                 self._note_models(stash)
             self._set_bystanders_aside()
         for optimizer, stash in self._both():
-            stash.open, stash.scale, stash.scaling = True, self.scale, self.scaling
+            own = stash.backward
+            own.open, own.scale, own.scaling = True, self.scale, self.scaling
             stash.bodies += 1
             recover(optimizer, stash)
         accumulating = []
@@ -237,7 +238,7 @@ class ScaledBackward(Block):
         for stash, new in accumulating:  # when all have looked: they may share parameters
             for param, master in new:
                 if param is master and (earlier := gradients.take(param)) is not None:
-                    stash.earlier[id(param)] = earlier
+                    stash.backward.earlier[id(param)] = earlier
         self.had_grad = {id(param) for param, _ in distinct_pairs(self.optimizers) if param.grad is not None}
 
     def _settle_shared(self) -> None:
@@ -272,7 +273,7 @@ class ScaledBackward(Block):
 
     def must_delay(self) -> bool:
         """Whether FSDP modules hold gradients back, so that only a later backward can bring them all."""
-        modules = {id(m): m for stash in self.stashes for ref in stash.sharded if (m := ref()) is not None}
+        modules = {id(m): m for stash in self.stashes for ref in stash.around.sharded if (m := ref()) is not None}
         self.now.held_back = self.scaling and fsdp.hold_gradients_back(modules.values())
         return self.now.held_back
 
@@ -280,7 +281,7 @@ class ScaledBackward(Block):
         """The gradients stay where they are, scaled, and are known to be so; with them what was taken in `begin`."""
         self._forget_cleared()
         for stash, param, earlier in self._taken():
-            stash.earlier[id(param)] = gradients.put_back_scaled(param, earlier, self.scale)
+            stash.backward.earlier[id(param)] = gradients.put_back_scaled(param, earlier, self.scale)
         for stash in self.stashes:
             stash.pending = self.now
         self.done = True
@@ -323,12 +324,13 @@ class ScaledBackward(Block):
         if not self.done:
             self.abandon()
             self.done = True
-        Stash.turns += 1
+        BackwardState.turns += 1
         for stash in self.stashes:
-            stash.open, stash.scale, stash.scaling, stash.ended = False, None, False, Stash.turns
+            own = stash.backward
+            own.open, own.scale, own.scaling, own.ended = False, None, False, BackwardState.turns
         for other in self.siblings:
             if (left := getattr(other, "_amp_stash", None)) is not None:
-                left.beside.pop(id(self), None)
+                left.backward.beside.pop(id(self), None)
         while self.bystanders:
             owner = self.bystanders[-1].stash
             self._bring_back([bystander for bystander in self.bystanders if bystander.stash is owner])
@@ -342,7 +344,8 @@ class ScaledBackward(Block):
             for param in params:
                 param.grad = None
         added = [param for param in params if param.grad is not None]
-        kept = {id(b.param): b.earlier for b in group if b.earlier and (owner is None or owner.cleared == cleared)}
+        uncleared = owner is None or owner.backward.cleared == cleared
+        kept = {id(b.param): b.earlier for b in group if b.earlier and uncleared}
         own = owner is not None and owner.bodies != bodies  # a body of its own, inside this one, has unscaled them
         inverse = None if own else inverse_of(self.scale)
         try:
@@ -356,7 +359,7 @@ class ScaledBackward(Block):
             raise
 
     def _note_models(self, stash: Stash) -> None:
-        for ref in stash.models:
+        for ref in stash.around.models:
             if (model := ref()) is not None:
                 self.models[id(model)] = model, model_forward.times_cleared(model)
 
@@ -366,24 +369,25 @@ class ScaledBackward(Block):
         gone = {id(param) for model in cleared for param in model.parameters()}
         if gone:
             for stash in self.stashes:
-                stash.earlier = {key: earlier for key, earlier in stash.earlier.items() if key not in gone}
+                taken = stash.backward.earlier
+                stash.backward.earlier = {key: earlier for key, earlier in taken.items() if key not in gone}
             self.bystanders = [b._replace(earlier=None) if id(b.param) in gone else b for b in self.bystanders]
 
     def _taken(self) -> list[tuple[Stash, Tensor, gradients.Earlier]]:
         """What `begin` took away and nothing has brought back."""
-        if not any(stash.earlier for stash in self.stashes):
+        if not any(stash.backward.earlier for stash in self.stashes):
             return []
         return [
-            (stash, param, stash.earlier[id(param)])
+            (stash, param, stash.backward.earlier[id(param)])
             for stash, _, new in self._parts()
             for param, _ in new
-            if stash.pending is None and id(param) in stash.earlier
+            if stash.pending is None and id(param) in stash.backward.earlier
         ]
 
     def _put_back(self) -> None:
         for stash, param, earlier in self._taken():
             gradients.put_back(param, earlier)
-            del stash.earlier[id(param)]
+            del stash.backward.earlier[id(param)]
 
     def _parts(self) -> Iterator[tuple[Stash, list[Pair], list[Pair]]]:
         """Per optimizer its stash, its pairs, and those of them that no optimizer before it holds.
@@ -399,13 +403,11 @@ class ScaledBackward(Block):
     def _tell_siblings(self) -> None:
         """Let the training's other optimizers know of the body, in which they cannot step."""
         own = set(map(id, self.optimizers))
-        siblings = {
-            id(other): other for stash in self.stashes for ref in stash.siblings if (other := ref()) is not None
-        }
-        for key, other in siblings.items():
-            if key not in own and getattr(other, "_amp_stash", None) is not None:
+        others = {id(other): (other, known) for stash in self.stashes for other, known in siblings(stash)}
+        for key, (other, known) in others.items():
+            if key not in own:
                 self.siblings.append(other)
-                other._amp_stash.beside[id(self)] = self.scaling
+                known.backward.beside[id(self)] = self.scaling
 
     def _set_bystanders_aside(self) -> None:
         """Take the gradients of the training's other parameters out of reach of this backward.
@@ -420,14 +422,14 @@ class ScaledBackward(Block):
             for param, master in stash.masters.pairs(other.param_groups):
                 if id(param) not in known:
                     known.add(id(param))
-                    if not stash.open and (param is master or stash.pending is not None):
+                    if not stash.backward.open and (param is master or stash.pending is not None):
                         self._set_aside(param, stash)
         for stash in self.stashes:
-            for param in stash.unowned:
+            for param in stash.around.unowned:
                 if id(param) not in known:
                     known.add(id(param))
                     self._set_aside(param, None)
 
     def _set_aside(self, param: Tensor, stash: Stash | None) -> None:
-        before = (0, 0) if stash is None else (stash.bodies, stash.cleared)
+        before = (0, 0) if stash is None else (stash.bodies, stash.backward.cleared)
         self.bystanders.append(_Bystander(param, gradients.take(param), stash, *before))

@@ -25,7 +25,7 @@ from amp_patch.training import optimizer as optimizer_side
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.optimizer import AmpOptimizer
 from amp_patch.training.scale_loss import targets_of
-from amp_patch.training.stash import Stash, name_parameters, note_sharing
+from amp_patch.training.stash import Stash, Surroundings, name_parameters, note_sharing
 from amp_patch.training.unscale import settle
 
 
@@ -166,14 +166,16 @@ def enter(
         stash = training.dialect.stash(
             policy,
             training.scalers,
-            siblings=training.optimizers,
-            unowned=unowned,
-            process_group=process_group,
-            # With those of no optimizer yet, whose parameters may be added to this one.
-            sharded=[weakref.ref(module) for module, inside in sharded if held & inside or not owned & inside],
+            around=Surroundings(
+                siblings=training.optimizers,
+                models=[weakref.ref(m) for m in models if any(id(p) in held for p in m.parameters())],
+                # With those of no optimizer yet, whose parameters may be added to this one.
+                sharded=[weakref.ref(module) for module, inside in sharded if held & inside or not owned & inside],
+                unowned=unowned,
+                process_group=process_group,
+            ),
         )
         name_parameters(stash, models)
-        stash.models = [weakref.ref(m) for m in models if any(id(p) in held for p in m.parameters())]
         optimizer_side.enter_training(target, stash, about_to_be_cast, training.dialect.optimizer)
     if len(targets) > 1:
         note_sharing(targets)

@@ -13,7 +13,7 @@ from amp_patch.masters.gradients import Earlier, gather
 from amp_patch.support import distributed
 from amp_patch.training.innermost import innermost
 from amp_patch.training.loss_scaler import LossScaler, inverse_of
-from amp_patch.training.stash import Stash, distinct_pairs, drop_spent, sharing, stash_of
+from amp_patch.training.stash import Stash, distinct_pairs, drop_spent, sharing, siblings, stash_of
 
 
 def first_gradient(optimizer: Any) -> Tensor | None:
@@ -40,7 +40,7 @@ def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | Non
     except BaseException:
         drop(pairs)
         for optimizer in optimizers:
-            optimizer._amp_stash.pending, optimizer._amp_stash.earlier = None, {}
+            optimizer._amp_stash.pending, optimizer._amp_stash.backward.earlier = None, {}
         raise
 
 
@@ -60,24 +60,25 @@ def _unscale(
     for stash in stashes:
         if stash.pending is not None:
             stash.forget_cleared(pairs)
-        earlier.update(stash.earlier)
+        earlier.update(stash.backward.earlier)
     found = gather(pairs, inverse, keep=any(stash.keeps_scaled_gradients for stash in stashes), earlier=earlier)
     for optimizer, stash in zip(optimizers, stashes, strict=True):
         stash.pending = None
-        stash.earlier.clear()
+        stash.backward.earlier.clear()
         stash.gathered = True
         first = first_gradient(optimizer)
-        stash.brought = None if first is None else TensorWeakRef(first)
+        stash.backward.brought = None if first is None else TensorWeakRef(first)
         if stash.keeps_scaled_gradients:
             own = stash.masters.pairs(optimizer.param_groups)
-            stash.left = {id(param) for param, master in own if param is not master and param.grad is not None}
+            stash.backward.left = {id(param) for param, master in own if param is not master and param.grad is not None}
     if inverse is None:
         return
     found = distributed.agree(found, [param for param, _ in pairs])
     overall = torch.zeros_like(scaler.scale_tensor)
     for found_inf in found.values():
         overall = torch.maximum(overall, found_inf.to(overall.device))
-    for group in {id(s.process_group): s.process_group for s in stashes if s.process_group is not None}.values():
+    groups = {id(group): group for stash in stashes if (group := stash.around.process_group) is not None}
+    for group in groups.values():
         torch.distributed.all_reduce(overall, torch.distributed.ReduceOp.MAX, group=group)
     # One overflow skips the step, whatever follows: only a loss's first before a step moves its scale.
     known = [f.to(overall.device) for stash in stashes for s, f in stash.found if s is scaler]
@@ -117,8 +118,7 @@ def settle(optimizer: Any) -> None:
     for holder, known in ((optimizer, stash), *sharing(stash)):
         if (pending := known.pending) is None:
             continue
-        others = [other for ref in known.siblings if (other := ref()) is not None and other is not holder]
-        left = [o for o in others if (its := stash_of(o)) is not None and its.pending is pending]
+        left = [other for other, its in siblings(known) if its.pending is pending and other is not holder]
         unscale([holder, *left], pending.scaler, inverse_of(pending.scale) if pending.scaling else None)
         if pending.updates == pending.scaler.updates:  # else this loss moved its scale since, with another optimizer
             pending.scaler.update()
