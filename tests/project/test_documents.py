@@ -55,7 +55,7 @@ def test_each_page_can_be_reached_from_the_readme():
 
 @each_page
 def test_each_source_that_a_page_names_is_there(page):
-    """Named by its path in the repository or in amp_patch/, or in the row of its folder; `path/*.py` is any of them."""
+    """Named by its path in the repository, in amp_patch/ or in the row of its folder; `path/*.py` is any such file."""
     text = page.read_text()
     named = re.findall(r"(?<![\w./-])((?:[\w*-]+/)+[\w*-]+\.(?:py|sh|h|cpp|cu|toml))\b", text)
     for folder, files in re.findall(r"^\| `(\w+/)` \| (.*) \|$", text, re.MULTILINE):
