@@ -194,7 +194,8 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.STEPPED
         if not stepped and (stash := _stash(optimizer)) is not None:
             stash.step_skipped = True
-            optimizer_step.consume(innermost(optimizer), stash)  # as after a step that it skips itself
+            # as after a step that it skips itself
+            optimizer_step.consume(innermost(optimizer), stash, stash.masters.linked())
         return stepped if result is None else result
 
     @eager_only
@@ -278,7 +279,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         advice = "call scale(), unscale_(), step() and update() of one scaler for the gradients of one optimizer"
         stash = _stash(optimizer)
-        brought = None if stash is None or stash.brought is None else stash.brought()
+        brought = None if stash is None or stash.backward.brought is None else stash.backward.brought()
         if stash is not None and (stash.pending is not None or brought is grad):
             raise RuntimeError(
                 f"GradScaler.{method}: the gradients of this {type(optimizer).__name__} came through amp.scale_loss, "
@@ -317,7 +318,7 @@ class GradScaler(torch.amp.GradScaler):
             found = distributed.agree(gather([(p, p) for p in params], inv_scale), params)
             return self._everywhere(found, inv_scale.device)
         target = innermost(optimizer)
-        refuse_sharded_since((ref() for ref in stash.models), "GradScaler.unscale_")
+        refuse_sharded_since((ref() for ref in stash.around.models), "GradScaler.unscale_")
         optimizer_step.recover(target, stash)
         drop_spent(stash)
         pairs = distinct_pairs([target])

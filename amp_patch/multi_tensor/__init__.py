@@ -37,6 +37,7 @@ from amp_patch.support.blocks import without_grad
 __all__ = [
     "backend",
     "backend_reason",
+    "inverse_of",
     "multi_tensor_adopt",
     "multi_tensor_axpby",
     "multi_tensor_check_finite",
@@ -262,3 +263,8 @@ def update_scale(
         )
 
     _run("update_scale", plain.moved_scale, (), (scale, growth_tracker, found_inf, *numbers), check)
+
+
+def inverse_of(scale: Tensor) -> Tensor:
+    """1 / ``scale`` (float32, shape []) on its device, inverted in float64 and rounded once; no sync."""
+    return scale.double().reciprocal().float()

@@ -18,7 +18,7 @@ from amp_patch.apex.amp.opt import OptimWrapper
 from amp_patch.casts import install, regions, thread_state
 from amp_patch.casts import state as casts_state
 from amp_patch.model import state as model_state
-from amp_patch.training.scale_loss import ScaledBackward
+from amp_patch.training.scaled_backward import ScaledBackward
 
 INPUTS = {
     "first": torch.tensor([[1.0, 2.0, 0.0], [3.0, -1.0, 1.0]]),
@@ -420,9 +420,9 @@ def test_ctrl_c_at_the_exit_of_a_region_of_the_user(wrappers, keeps_the_tracebac
             torch.ones(2, 2) @ torch.ones(2, 2)
 
     run()
-    at = entry_of(type(region)._leave, run)
+    at = entry_of(type(region).leave_block, run)
     raised = Raise(at)(run)
-    assert raised.place[0] is type(region)._leave.__code__
+    assert raised.place[0] is type(region).leave_block.__code__
     if not keeps_the_traceback:
         raised.raised = None
     assert surroundings() == before
