@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from amp_patch.casts import install
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_fp16 import settle
-from amp_patch.diagnose.explain import at_next_forward
 from amp_patch.environment import overridden
 from amp_patch.masters import clipping, masters
 from amp_patch.model import averages, fast_path, fsdp, shielded_copies
@@ -26,6 +25,7 @@ from amp_patch.support.patches import Attempts
 from amp_patch.training import ddp
 from amp_patch.training.innermost import as_list, innermost
 from amp_patch.training.scale_loss import scaler_of, targets_of
+from amp_patch.training.stash import stash_of
 from amp_patch.training.training import (
     Dialect,
     begin_training,
@@ -187,6 +187,8 @@ def initialize_as(
     for optimizer in optimizer_list:
         enter_wrappers(optimizer)
     if int(verbosity) > 1:
+        from amp_patch.diagnose.explain import at_next_forward  # here: most trainings never ask for it
+
         for model in model_list:
             at_next_forward(model)
     return _apex_form(models, optimizers, optimizer_list)
@@ -219,8 +221,8 @@ def loss_scale(optimizers: Any, loss_id: int = 0) -> Tensor:
     Raises:
         RuntimeError: an optimizer that `initialize` never saw. ValueError: a loss_id that cannot be.
     """
-    stashes = [target._amp_stash for target in targets_of(optimizers, "loss_scale")]
-    stash = next((stash for stash in stashes if stash.enabled), None)
+    stashes = [stash_of(target) for target in targets_of(optimizers, "loss_scale")]
+    stash = next((stash for stash in stashes if stash is not None and stash.enabled), None)
     return torch.ones(()) if stash is None else scaler_of(stash, loss_id, "loss_scale").scale_tensor.clone()
 
 

@@ -44,7 +44,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             when it is read.
     """
 
-    _settings = (*FusedLAMB._settings, "reduced_precision_dtype", "first_step")
+    pickled_settings = (*FusedLAMB.pickled_settings, "reduced_precision_dtype", "first_step")
     _step_supports_amp_scaling = True
 
     def __init__(

@@ -22,6 +22,7 @@ from torch import nn
 from training import ADAM, LEVELS, SGD, backward, convnet, images, linear, same, train, weights
 
 from amp_patch import amp
+from amp_patch.recording import compiled_forwards, outbox
 from amp_patch.recording import recorder as recording
 from amp_patch.recording.recorder import Enough, Recorder
 from amp_patch.recording.run import PARTS, Run, read_lines
@@ -52,7 +53,8 @@ def untouched():
         and not torch_hooks._global_optimizer_pre_hooks
         and not torch_hooks._global_optimizer_post_hooks
         and not recording._recorders
-        and not recording._patches
+        and not compiled_forwards._listeners
+        and not compiled_forwards._patches
     )
 
 
@@ -648,7 +650,7 @@ def test_what_cannot_be_written_to_is_refused_before_anything(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
 def test_a_full_disk_ends_the_recording_and_not_the_training(monkeypatch):
-    monkeypatch.setattr(recording, "_FLUSH_STEPS", 2)
+    monkeypatch.setattr(outbox, "_FLUSH_EVENTS", 2)
     model, optimizer = started()
     with pytest.warns(UserWarning, match="breaks off at step [12]: .*No space left") as warned, amp.record("/dev/full"):
         for _ in range(6):

@@ -220,7 +220,7 @@ class LossScaler(core.LossScaler):
         self._note(found_inf)
 
     def _scale_on(self, device: torch.device, override: float | None) -> Tensor:
-        return self.to(device)._scale if override is None else torch.tensor(override, device=device)
+        return self.to(device).scale_tensor if override is None else torch.tensor(override, device=device)
 
     def _note(self, found_inf: Tensor) -> None:
         buffer = self._overflow_buf
