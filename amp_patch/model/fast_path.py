@@ -1,4 +1,4 @@
-"""torch's fused encoder layers, which would meet children of another type: turned off, and on again."""
+"""torch's fused encoder layers: turned off where some of their children stay FP32, and on again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _fast_path = Patches()
 
 
 def forbid_fast_path() -> None:
-    """Keep encoder layers from their one fused call in eval mode: kept children would differ in type."""
+    """Keep encoder layers from their one fused call in eval mode, which wants all their children of one type."""
     _fast_path.set(torch.backends.mha, "_is_fastpath_enabled", False)
 
 
