@@ -1,15 +1,18 @@
 """amp_patch: the opt-level switch for mixed-precision training. See `initialize` and `scale_loss`.
 
 `from amp_patch import amp` and `import amp_patch as amp` give the same names. Importing patches nothing.
+What a training need not have (recording, comparison, diagnosis, the graph) is imported when a name of it is first used.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
+from typing import TYPE_CHECKING, Any
 
 from torch.amp import is_autocast_available
 
-from amp_patch import cpu, cuda, graph, multi_tensor
+from amp_patch import cpu, cuda, multi_tensor
 from amp_patch.casts.autocast import autocast, disable_casts
 from amp_patch.casts.custom_functions import custom_bwd, custom_fwd
 from amp_patch.casts.functions import (
@@ -20,15 +23,18 @@ from amp_patch.casts.functions import (
     register_half_function,
     register_promote_function,
 )
-from amp_patch.comparison.notebook import compare
-from amp_patch.diagnose.explain import explain
-from amp_patch.diagnose.find_loss_scale import find_loss_scale
-from amp_patch.diagnose.inspect import inspect
 from amp_patch.frontend import fsdp_policy, initialize, load_state_dict, loss_scale, master_params, restore, state_dict
 from amp_patch.grad_scaler import GradScaler
 from amp_patch.model.fp32_copy import fp32_copy
-from amp_patch.recording.recorder import log, record
 from amp_patch.training.scale_loss import scale_loss
+
+if TYPE_CHECKING:
+    from amp_patch import graph
+    from amp_patch.comparison.notebook import compare
+    from amp_patch.diagnose.explain import explain
+    from amp_patch.diagnose.find_loss_scale import find_loss_scale
+    from amp_patch.diagnose.inspect import inspect
+    from amp_patch.recording.recorder import log, record
 
 __version__ = "0.1.0"
 
@@ -69,3 +75,29 @@ __all__ = [
     "scale_loss",
     "state_dict",
 ]
+
+# Name -> the module that defines it, which is imported at the name's first use. `graph` is such a module itself.
+_LAZY = {
+    "compare": "amp_patch.comparison.notebook",
+    "explain": "amp_patch.diagnose.explain",
+    "find_loss_scale": "amp_patch.diagnose.find_loss_scale",
+    "graph": "amp_patch.graph",
+    "inspect": "amp_patch.diagnose.inspect",
+    "log": "amp_patch.recording.recorder",
+    "record": "amp_patch.recording.recorder",
+}
+
+
+if not TYPE_CHECKING:  # a type checker has these names from the imports above, and is to refuse any other
+
+    def __getattr__(name: str) -> Any:
+        """A name of `_LAZY`. It is put into this module, which Python does not ask for it again."""
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = importlib.import_module(_LAZY[name])
+        value = globals()[name] = module if name == "graph" else getattr(module, name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_fp16 import resolve_cpu_fp16
-from amp_patch.diagnose.explain import at_next_forward
 from amp_patch.environment import overridden
 from amp_patch.model import fsdp
 from amp_patch.model import tensors as model_tensors
@@ -23,10 +22,11 @@ from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Attempts, installations
 from amp_patch.training.innermost import as_list, innermost
 from amp_patch.training.scale_loss import scaler_of, targets_of
+from amp_patch.training.stash import stash_of
 from amp_patch.training.training import (
     Dialect,
     begin_training,
-    check,
+    check_arguments,
     leave_all,
     leave_alone,
     leave_earlier,
@@ -166,7 +166,7 @@ def initialize_as(
         return _apex_form(models, optimizers, optimizer_list)
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
-    kept = check(model_list, targets, policy, keep_fp32, methods, dialect, process_group)
+    kept = check_arguments(model_list, targets, policy, keep_fp32, methods, dialect, process_group)
     policy = resolve_cpu_fp16(policy, on_cpu=model_tensors.use_cpu(model_list))
 
     leave_earlier(model_list, targets, kept, policy)
@@ -184,6 +184,8 @@ def initialize_as(
     for optimizer in optimizer_list:
         enter_wrappers(optimizer)
     if int(verbosity) > 1:
+        from amp_patch.diagnose.explain import at_next_forward  # here: most trainings never ask for it
+
         for model in model_list:
             at_next_forward(model)
     return _apex_form(models, optimizers, optimizer_list)
@@ -216,8 +218,8 @@ def loss_scale(optimizers: Any, loss_id: int = 0) -> Tensor:
     Raises:
         RuntimeError: an optimizer that `initialize` never saw. ValueError: a loss_id that cannot be.
     """
-    stashes = [target._amp_stash for target in targets_of(optimizers, "loss_scale")]
-    stash = next((stash for stash in stashes if stash.enabled), None)
+    stashes = [stash_of(target) for target in targets_of(optimizers, "loss_scale")]
+    stash = next((stash for stash in stashes if stash is not None and stash.enabled), None)
     return torch.ones(()) if stash is None else scaler_of(stash, loss_id, "loss_scale").scale_tensor.clone()
 
 

@@ -47,7 +47,7 @@ def install() -> None:
 
 
 def _serve(patches: Patches) -> None:
-    ours = dict(_modules())
+    ours = dict(modules())
     real: set[str] = set()
     for name, module in ours.items():
         parent = name.rpartition(".")[0]
@@ -72,13 +72,17 @@ def installed() -> bool:
     return _installation.installed
 
 
-def _modules() -> Iterator[tuple[str, ModuleType]]:
+def modules() -> Iterator[tuple[str, ModuleType]]:
     """Every module of this package under the name that Apex has for it; parents first."""
     package = sys.modules[__name__]
     yield "apex", package
     for info in pkgutil.walk_packages(package.__path__, prefix=f"{__name__}."):
         name = info.name.removeprefix(f"{__name__}.")
-        yield name if name in TOP_LEVEL else f"apex.{name}", importlib.import_module(info.name)
+        top, _, below = name.partition(".")
+        if top not in TOP_LEVEL:
+            yield f"apex.{name}", importlib.import_module(info.name)
+        elif not below:  # Apex's extensions have no modules below them
+            yield top, importlib.import_module(info.name)
 
 
 def _real(name: str) -> ModuleType | None:

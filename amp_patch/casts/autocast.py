@@ -59,7 +59,7 @@ class autocast(region):
         enabled: bool = True,
         cache_enabled: bool | None = True,
     ) -> None:
-        super().__init__(_autocast_policy(device_type, dtype, enabled), claims=True)
+        super().__init__(autocast_policy(device_type, dtype, enabled), claims=True)
         self.caches = torch.is_autocast_cache_enabled() if cache_enabled is None else bool(cache_enabled)
 
     def __enter__(self) -> autocast:
@@ -72,7 +72,7 @@ class autocast(region):
         return self
 
 
-def _autocast_policy(device_type: Any, dtype: Any, enabled: bool) -> Policy | None:
+def autocast_policy(device_type: Any, dtype: Any, enabled: bool) -> Policy | None:
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     default = _autocast_dtype(device_type)

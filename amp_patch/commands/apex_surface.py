@@ -1,7 +1,7 @@
 """The surface of Apex as data: what serves each name here, and what differs. `check` and docs/apex.md read it.
 
 A difference is something that a script could notice. The rows hold every public name of `amp_patch.apex` and the
-private names that scripts use; the names themselves are asked of the modules (served.py).
+private names that scripts use; the names themselves are asked of the modules (apex_served.py).
 """
 
 from __future__ import annotations

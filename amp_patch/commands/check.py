@@ -24,7 +24,17 @@ from typing import NamedTuple
 
 import amp_patch.apex
 from amp_patch.commands import apex_surface
-from amp_patch.commands.served import CALL, DIFFERS, ELEMENT, EXTENSIONS, MISSING, SERVED, Finding, finding, modules
+from amp_patch.commands.apex_served import (
+    CALL,
+    DIFFERS,
+    ELEMENT,
+    EXTENSIONS,
+    MISSING,
+    SERVED,
+    Finding,
+    finding,
+    modules,
+)
 
 WIDTH = 80
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from amp_patch.commands.run import wanted_cuda
+from amp_patch.comparison.comparison import Comparison
+from amp_patch.comparison.machine import machine
 from amp_patch.comparison.plan import LEVELS, Plan, settle
-from amp_patch.comparison.verdict import Comparison, machine
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.recording.run import Run, loads
 

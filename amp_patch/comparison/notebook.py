@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.casts import install
+from amp_patch.comparison.comparison import Comparison
+from amp_patch.comparison.machine import machine
 from amp_patch.comparison.outcome import failure
 from amp_patch.comparison.plan import LEVELS, Plan, settle, words
 from amp_patch.comparison.seeds import seeded
-from amp_patch.comparison.verdict import Comparison, machine
 from amp_patch.frontend import initialize, restored
 from amp_patch.recording.recorder import Enough, Recorder, log
 from amp_patch.recording.run import Run

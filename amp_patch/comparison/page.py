@@ -8,9 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from amp_patch.comparison import measures, pictures
-from amp_patch.comparison.pictures import Picture
-from amp_patch.comparison.verdict import Comparison, LevelResult
+from amp_patch.comparison import drawing, measures, number_pictures, pictures, wording
+from amp_patch.comparison.comparison import Comparison
+from amp_patch.comparison.drawing import Picture
+from amp_patch.comparison.level_result import LevelResult
 from amp_patch.recording.run import PARTS, Look, Run, dumps
 
 _KINDS = {
@@ -131,7 +132,7 @@ def html(comparison: Comparison) -> str:
 
 def _colours() -> str:
     """Every colour as a variable; on paper the light ones."""
-    every = {**pictures.COLOURS, **_MORE_COLOURS}
+    every = {**drawing.COLOURS, **_MORE_COLOURS}
     light, dark = ("; ".join(f"--{name}: {pair[i]}" for name, pair in every.items()) for i in (0, 1))
     return (
         f"\n:root {{ color-scheme: light dark; {light} }}\n"
@@ -145,7 +146,7 @@ def _verdict(level: LevelResult) -> str:
     look = "better" if better and kind == "differs" else kind
     text = f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}" if text else ""
     return (
-        f'<li style="border-color: var(--{pictures.colour(level.level)})"><strong>{_text(level.name)}</strong>'
+        f'<li style="border-color: var(--{drawing.colour(level.level)})"><strong>{_text(level.name)}</strong>'
         f'<span class="kind {look}">{_text(word)}</span>{_text(text)}</li>'
     )
 
@@ -177,7 +178,7 @@ def _levels(comparison: Comparison) -> str:
                 f"{level.step_ms:.3g} ms" if level.step_ms else "",
                 "" if level is base else _speed(level),
                 f"{level.samples_per_second:,.4g}" if level.samples_per_second else "",
-                pictures.size(sum(peaks) / len(peaks)) if peaks else "",
+                wording.size(sum(peaks) / len(peaks)) if peaks else "",
                 f"{level.memory_ratio:.2f}x" if level.memory_ratio is not None and level is not base else "",
                 _several(level.scales),
                 _several(level.skips),
@@ -193,13 +194,13 @@ def _splits(comparison: Comparison) -> str:
         split = measures.part_ms(level.runs, level.step_ms)
         times.append([_text(level.name), *(f"{split[part]:.3g} ms" for part in PARTS)])
         runs = level.runs
-        kinds = [sum(getattr(run, name) for run in runs) / len(runs) for name in pictures.SIZES]
-        sizes.append([_text(level.name), *(pictures.size(each) for each in (*kinds, sum(kinds)))])
+        kinds = [sum(getattr(run, name) for run in runs) / len(runs) for name in wording.SIZES]
+        sizes.append([_text(level.name), *(wording.size(each) for each in (*kinds, sum(kinds)))])
     if not times:
         return ""
     return _tables(
-        _table("Where the time of a step goes.", ["level", *pictures.PARTS_IN_WORDS.values()], times),
-        _table("What the model's tensors take.", ["level", *pictures.SIZES.values(), "together"], sizes),
+        _table("Where the time of a step goes.", ["level", *wording.PARTS_IN_WORDS.values()], times),
+        _table("What the model's tensors take.", ["level", *wording.SIZES.values(), "together"], sizes),
     )
 
 
@@ -220,7 +221,7 @@ def _seen(level: LevelResult) -> str:
         return ""
     looks = [look for _, look in looked]
     steps = sorted({look.step for look in looks})
-    parts = [f"<h3>{_text(level.name)}</h3>", _figures(pictures.numbers(level))]
+    parts = [f"<h3>{_text(level.name)}</h3>", _figures(number_pictures.numbers(level))]
     bad = [
         f"Seed {run.seed}: {look.not_finite}" + ("" if look in run.overflows else "; later looks saw nothing like it")
         for run, look in looked
@@ -237,7 +238,7 @@ def _seen(level: LevelResult) -> str:
         parts += ["<p>Where the first number that is not finite appeared:</p>", _items([_text(each) for each in bad])]
     if names:
         parts.append(f"<p>Best kept in FP32:</p><pre>amp.initialize(..., keep_fp32={_text(repr(names))})</pre>")
-    errors = [*measures.errors(looks).items()][: pictures.WORST]
+    errors = [*measures.errors(looks).items()][: number_pictures.WORST]
     rows = [[_text(name or "the model itself"), _number(error)] for name, error in errors]
     head = ["module", "relative error"]
     worst = _table("Modules whose output differs most from FP32's.", head, rows, named=True) if rows else ""
@@ -256,7 +257,7 @@ def _lost(looks: Sequence[Look]) -> str:
     if not worst:
         return ""
     head = ["parameter", "flush at the scale in use", "at scale 1", "at the best", "overflow at the scale in use"]
-    rows = [[_text(name), *map(pictures.percent, each)] for name, each in worst[:_LISTED]]
+    rows = [[_text(name), *map(wording.percent, each)] for name, each in worst[:_LISTED]]
     return _table("Parameters of whose gradients FP16 loses most.", head, rows, named=True)
 
 
@@ -290,8 +291,8 @@ def _run(run: Run, metric: str) -> list[str]:
         *([_number(logged[-1][1] if logged else None)] if metric != "loss" else []),
         f"{1000 * seconds[len(seconds) // 2]:.3g} ms" if seconds else "",
         str(sum(run.skipped)),
-        pictures.size(run.weights) if run.weights else "",
-        pictures.size(run.peak_memory) if run.peak_memory is not None else "",
+        wording.size(run.weights) if run.weights else "",
+        wording.size(run.peak_memory) if run.peak_memory is not None else "",
         _text("; ".join([*(["failed"] if run.error else []), *run.notes])),
     ]
 

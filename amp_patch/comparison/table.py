@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from amp_patch.comparison import measures
-from amp_patch.comparison.verdict import Comparison, LevelResult
+from amp_patch.comparison.comparison import Comparison
+from amp_patch.comparison.level_result import LevelResult
 from amp_patch.recording.run import PARTS, Run
 
 _STYLES = {"within": "green", "differs": "red", "failed": "red", "undecided": "yellow"}

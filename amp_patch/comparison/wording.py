@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+
+from amp_patch.recording.run import PARTS
+
+SIZES = {"weights": "weights", "masters": "masters", "gradients": "gradients", "state": "optimizer state"}
+PARTS_IN_WORDS = {**{part: part for part in PARTS}, "between": "in between"}
 
 
 def times(*ratios: float) -> list[str]:
@@ -31,3 +37,15 @@ def tell_apart(*values: float) -> list[str]:
 def listed(names: Sequence[str]) -> str:
     """ "a, b and c"."""
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
+def size(count: float) -> str:
+    """Bytes in words: 1536 is "1.5 KiB"."""
+    if count < 1024:
+        return f"{count:.0f} B"
+    power = min(3, int(math.log(count, 1024)))
+    return f"{count / 1024**power:.3g} {('KiB', 'MiB', 'GiB')[power - 1]}"
+
+
+def percent(share: float) -> str:
+    return "0 %" if share == 0 else "<0.1 %" if share < 0.001 else f"{100 * share:.2g} %" if share < 1 else "100 %"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from amp_patch.casts import install
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.rules import Rule
+from amp_patch.diagnose.explanation import EMULATED, UNDECIDED, Explanation, OpCall, Types
 from amp_patch.diagnose.trial_forward import undone
 from amp_patch.model import buffers
 from amp_patch.model.forward import KeptModule, policy_of
@@ -26,64 +26,6 @@ from amp_patch.support import distributed, tree
 from amp_patch.support.compiled import eagerly, uncompiled
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Patches
-
-UNDECIDED = "none: torch's own promotion"
-EMULATED = "emulated FP16"
-_SHORT = {
-    torch.float16: "FP16",
-    torch.bfloat16: "BF16",
-    torch.float32: "FP32",
-    torch.float64: "FP64",
-}
-_WIDTH = 100
-
-Types = tuple[torch.dtype, ...]
-
-
-@dataclass(frozen=True)
-class OpCall:
-    """One call of a function of torch's, or of one that was registered, that takes or gives floating tensors.
-
-    Attributes:
-        module: qualified name of the module whose forward made it; "" is the model itself.
-        op: where the function stands: "torch.nn.functional.linear", "torch.Tensor.__matmul__"; "cast" for what a cast
-            model does with its inputs and outputs, and a `keep_fp32` module with its own.
-        got: the dtypes of the tensors that were passed, in order.
-        ran: the dtypes of the tensors that the function was called with, after amp's casts.
-        gave: the dtypes of the tensors that came back.
-        decided: why. The rule of the op lists (oplists.py): "lower", "fp32", "widest", "match_self", "banned" (allowed,
-            it is fp32), with their special cases in brackets; "your register_half_function", or a sibling of it;
-            "keep_fp32", "keep_batchnorm_fp32" or "buffers alone" in modules that are kept; for a "cast" the argument of
-            `initialize` that wants it; else "none: torch's own promotion". "emulated FP16", alone or behind a rule: a
-            CPU multiplied the FP16 values in FP32, and rounded the result.
-    """
-
-    module: str
-    op: str
-    got: Types
-    ran: Types
-    gave: Types
-    decided: str
-
-
-@dataclass
-class Explanation:
-    """What `explain` found. As a string it is a table of at most 100 columns, in which equal calls are one row.
-
-    Attributes:
-        policy: what `initialize` resolved for the model; None for a model that never went through it.
-        kept: name of a module that stays FP32, with its children -> "keep_fp32" (what shares a weight with such a
-            module too), "keep_batchnorm_fp32", or "buffers alone" (it has no parameters). At O1 and O4 all weights are
-            FP32: no batch norm is here.
-        calls: in the order in which they began. Functions that torch calls inside of one on the lists are left out.
-    """
-
-    policy: Policy | None
-    kept: dict[str, str] = field(default_factory=dict)
-    calls: list[OpCall] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        return "\n".join([*_policy_lines(self.policy), *_kept_lines(self.kept), *_table(self.calls)])
 
 
 def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation | None:
@@ -146,7 +88,7 @@ def _explaining(model: nn.Module) -> Iterator[Explanation]:
     if _here.busy:
         raise RuntimeError("explain: called within a forward that is being explained; call it outside of the model")
     with _watching:
-        watch = _Watch(model)
+        watch = _CallNotes(model)
         try:
             watch.start()
             yield watch.explanation
@@ -155,7 +97,7 @@ def _explaining(model: nn.Module) -> Iterator[Explanation]:
 
 
 class _Waiting:
-    """A forward pre-hook that has the forward which begins explained and printed, and takes itself away."""
+    """A forward pre-hook that takes itself away, and has the forward that begins there explained and printed."""
 
     def __init__(self, model: nn.Module) -> None:
         self.handle = model.register_forward_pre_hook(self)
@@ -163,7 +105,7 @@ class _Waiting:
     def __call__(self, model: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if _here.busy:  # explained as a part of another one
+        if _here.busy:  # this forward is part of another one that is being explained
             self.handle.remove()
         elif _watching.acquire(blocking=False):
             self.handle.remove()
@@ -174,8 +116,8 @@ class _Printing:
     """The forward hook that ends what a `_Waiting` began."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.watch = model, _Watch(model)
-        self.found = sys.exc_info()[1]  # the caller may be handling one
+        self.model, self.watch = model, _CallNotes(model)
+        self.found = sys.exc_info()[1]  # an exception that the caller is handling is not one of this forward
         self.handle = model.register_forward_hook(self, always_call=True)
         try:
             self.watch.start()
@@ -195,22 +137,23 @@ class _Printing:
         _watching.release()
 
 
-class _Watch(TorchFunctionMode):
+class _CallNotes(TorchFunctionMode):
     """Notes the calls of one forward, on this thread.
 
-    A function on the op lists is replaced by one that notes the call and does as its rule says, with a spy for the
-    function itself. A mode sees all others; what these call inside it does not see, but the replaced ones are there.
+    A function on the op lists is replaced by a frame, which notes the call and follows the function's rule, with a spy
+    in place of the function itself. All other functions come to `__torch_function__`. What these call inside does not,
+    but a function on the op lists that they call there is a frame, and is noted.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        # Of a model inside, where this is DistributedDataParallel's wrapper or the like.
+        # The policy is that of a model inside where `model` is a wrapper (DistributedDataParallel).
         policy = next((found for inner in model.modules() if (found := policy_of(inner)) is not None), None)
         self.explanation = Explanation(policy, _kept(model, policy))
         self.calls = self.explanation.calls
         self.running = [""]  # names of modules, innermost last
-        self.inside = False  # within a function whose parts are its own affair
+        self.inside = False  # within a function whose inner calls are not noted
         self.expected: Any = None  # the function that a spy is about to call
         self.originals: dict[int, Any] = {}  # id of what stands in place of a function -> the function
         self.stack = ExitStack()
@@ -226,7 +169,7 @@ class _Watch(TorchFunctionMode):
         patches = Patches()
         stack.callback(patches.remove)
         patches.set(tree, "cast_floats", self._casting(tree.cast_floats))
-        # torch's fused encoder layers keep away from modes; this one changes nothing.
+        # torch's fused encoder layers are not taken where there is a mode. This mode changes no result: hide it.
         patches.set(torch.overrides, "has_torch_function", _has_subclass)
         for place in install.places():
             patches.set(place.owner, place.name, self._frame(place))
@@ -305,7 +248,7 @@ class _Watch(TorchFunctionMode):
         decided = [_decided(place, rule)] if policy.patch_torch_functions else []
         if policy.emulates and _types(result) != inner:
             decided.append(EMULATED)
-            # Its FP32 operands are those of FP16, to which O1 has rounded them.
+            # The function was called with FP32 tensors, but O1 has rounded their values to FP16: that is what counts.
             got = self.calls[index].got
             ran = tuple(_rounded(dtype) for dtype in got) if policy.patch_torch_functions else got
             self.calls[index] = replace(self.calls[index], ran=ran)
@@ -348,7 +291,11 @@ class _Watch(TorchFunctionMode):
         return len(self.calls) - 1
 
     def _end(self, index: int, result: Any, decided: str | None = None, parts_count: bool = False) -> None:
-        """The call has returned. Of it and of those inside of it, what was decided stays; all, if its `parts_count`."""
+        """The call has returned: note what it gave, and drop what need not be told.
+
+        A call that nothing decided is dropped if there were decided ones inside of it; else those inside of it are.
+        With `parts_count` (of a function that a user registered) both stay. What has no floating tensors is dropped.
+        """
         call = self.calls[index]
         call = self.calls[index] = replace(call, gave=_types(result), decided=decided or call.decided)
         by_none = (UNDECIDED, *self.explanation.kept.values())
@@ -425,65 +372,3 @@ def _kept(model: nn.Module, policy: Policy | None) -> dict[str, str]:
             found[name] = "keep_batchnorm_fp32" if by_level else "buffers alone" if by_rule else "keep_fp32"
             inner.update(map(id, module.modules()))
     return found
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# As text
-
-
-def _policy_lines(policy: Policy | None) -> list[str]:
-    if policy is None:
-        return ["no policy: the model never went through amp.initialize()"]
-    rows = [f"  {entry.name:<22}{_short(getattr(policy, entry.name))}" for entry in fields(policy)]
-    return ["policy", *rows]
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, torch.dtype):
-        return _SHORT.get(value, str(value).removeprefix("torch."))
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _kept_lines(kept: dict[str, str]) -> list[str]:
-    if not kept:
-        return []
-    return ["", "stay FP32", *(f"  {_cut(name or '(model)', 48)}: {why}"[:_WIDTH] for name, why in kept.items())]
-
-
-def _table(calls: list[OpCall]) -> list[str]:
-    if not calls:
-        return ["", "no function of torch's took or gave a floating tensor"]
-    header = ("module", "op", "got", "ran", "gave", "decided by", "times")
-    rows = [
-        (
-            call.module or "(model)",
-            call.op.replace("torch.nn.functional.", "F.").replace("torch.Tensor.", "Tensor."),
-            *map(_shorts, (call.got, call.ran, call.gave)),
-            call.decided,
-            str(times),
-        )
-        for call, times in Counter(calls).items()
-    ]
-    table = [header, *rows] if len(rows) < len(calls) else [row[:-1] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    room = _WIDTH - sum(widths[2:]) - 2 * (len(widths) - 1)
-    widths[1] = max(min(widths[1], room - min(widths[0], room // 2)), 4)
-    widths[0] = max(min(widths[0], room - widths[1]), 4)
-    lines = [
-        "  ".join(_cut(cell, width).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    ]
-    if any(EMULATED in call.decided for call in calls):
-        lines += ["", f"{EMULATED}: multiplied in FP32 on this CPU, and each result rounded to FP16 once"]
-    return ["", *lines]
-
-
-def _shorts(types: Types) -> str:
-    """The floating types among these, each once."""
-    shorts = dict.fromkeys(_short(dtype) for dtype in types if dtype.is_floating_point)
-    return ",".join(shorts) or "-"
-
-
-def _cut(text: str, width: int) -> str:
-    """The end of it, which says most of a qualified name."""
-    return text if len(text) <= width else f"...{text[len(text) - width + 3 :]}"[:width]

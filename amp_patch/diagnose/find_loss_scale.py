@@ -63,27 +63,9 @@ def find_loss_scale(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any
     params = [param for param in model.parameters() if param.requires_grad]
     if not params:
         raise ValueError(f"find_loss_scale: no parameter of {type(model).__name__} requires grad")
-    *inputs, targets = batch
 
     def gradients(power: int) -> list[Tensor]:
-        with undone(model), regions.everywhere(policy_of(model)):
-            loss = loss_fn(model(*inputs), targets)
-            if not isinstance(loss, Tensor):
-                raise TypeError(f"find_loss_scale: loss_fn returned a {type(loss).__name__}; wanted a tensor")
-            if loss.numel() != 1 or not bool(torch.isfinite(loss)):
-                raise ValueError(
-                    f"find_loss_scale: the loss has shape {list(loss.shape)} and values {loss.detach().tolist()}; "
-                    "wanted one finite number"
-                )
-            if not loss.requires_grad:
-                raise ValueError(
-                    "find_loss_scale: the loss does not depend on a parameter that requires grad; is something in "
-                    "the model or in loss_fn detached, or grad mode off?"
-                )
-            scaled = loss.float() * 2.0**power
-            found = torch.autograd.grad(scaled.reshape(()), params, allow_unused=True)
-            grads = [grad.detach() for grad in found if grad is not None]
-            return [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+        return _gradients(model, loss_fn, batch, params, 2.0**power)
 
     def finite(power: int) -> bool:
         return all(bool(torch.isfinite(grad).all()) for grad in gradients(power))
@@ -100,6 +82,31 @@ def find_loss_scale(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any
     fewest = zeros(highest)
     lowest = -_last(lambda negated: zeros(-negated) == fewest, -highest, -_LOWEST)
     return LossScaleRange(2.0**lowest, 2.0**highest)
+
+
+def _gradients(
+    model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any, params: list[nn.Parameter], scale: float
+) -> list[Tensor]:
+    """The gradients of the loss times `scale`, of those of `params` that have one; of sparse ones the values."""
+    *inputs, targets = batch
+    with undone(model), regions.everywhere(policy_of(model)):
+        loss = loss_fn(model(*inputs), targets)
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"find_loss_scale: loss_fn returned a {type(loss).__name__}; wanted a tensor")
+        if loss.numel() != 1 or not bool(torch.isfinite(loss)):
+            raise ValueError(
+                f"find_loss_scale: the loss has shape {list(loss.shape)} and values {loss.detach().tolist()}; "
+                "wanted one finite number"
+            )
+        if not loss.requires_grad:
+            raise ValueError(
+                "find_loss_scale: the loss does not depend on a parameter that requires grad; is something in "
+                "the model or in loss_fn detached, or grad mode off?"
+            )
+        scaled = loss.float() * scale
+        found = torch.autograd.grad(scaled.reshape(()), params, allow_unused=True)
+        grads = [grad.detach() for grad in found if grad is not None]
+        return [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
 
 
 def _last(holds: Callable[[int], bool], first: int, last: int) -> int:

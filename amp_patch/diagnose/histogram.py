@@ -34,10 +34,13 @@ class Histogram:
 
     FP32's subnormal numbers count at -127, and FP64's beyond FP32's range at the ends. Counting is one pass on the
     device of the numbers and does not sync; reading syncs.
+
+    Attributes:
+        slot_counts: how many numbers are in each slot (see above), int64, on their device; None before any was counted.
     """
 
     def __init__(self) -> None:
-        self._counts: Tensor | None = None
+        self.slot_counts: Tensor | None = None
         self._known: tuple[int, dict[int, list[int]], int] | None = None  # what `_read` has read of them
 
     def __repr__(self) -> str:
@@ -67,15 +70,16 @@ class Histogram:
         else:  # there bincount would sync, to find the largest
             one = torch.ones((), dtype=torch.int64, device=values.device)
             counts = one.new_zeros(_SLOTS).scatter_add_(0, slots.long(), one.expand(slots.shape))
-        self._counts = counts if self._counts is None else self._counts + counts.to(self._counts.device)
+        self.slot_counts = counts if self.slot_counts is None else self.slot_counts + counts.to(self.slot_counts.device)
         self._known = None
 
     @classmethod
     def merged(cls, several: Iterable[Histogram]) -> Histogram:
         """A new one with what all of them have counted, on the device of the first one that has counted; no sync."""
         merged = cls()
-        for counts in (each._counts for each in several if each._counts is not None):
-            merged._counts = counts if merged._counts is None else merged._counts + counts.to(merged._counts.device)
+        for counts in (each.slot_counts for each in several if each.slot_counts is not None):
+            known = merged.slot_counts
+            merged.slot_counts = counts if known is None else known + counts.to(known.device)
         return merged
 
     def to_dict(self) -> dict[str, Any]:
@@ -86,10 +90,10 @@ class Histogram:
 
     def _read(self) -> tuple[int, dict[int, list[int]], int]:
         """Zeros; exponent -> how many in each of its slots, where there are any; non-finite ones. One sync at most."""
-        if self._counts is None:
+        if self.slot_counts is None:
             return 0, {}, 0
         if self._known is None:
-            zeros, *rest, not_finite = self._counts.tolist()
+            zeros, *rest, not_finite = self.slot_counts.tolist()
             rest.insert(0, 0)
             threes = {_LOWEST + place // 3: rest[place : place + 3] for place in range(0, len(rest), 3)}
             self._known = zeros, {exponent: three for exponent, three in threes.items() if any(three)}, not_finite

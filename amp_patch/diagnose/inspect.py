@@ -14,19 +14,18 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_patch.casts import regions
+from amp_patch.diagnose.culprit import Call, StepLog
 from amp_patch.diagnose.histogram import Histogram
 from amp_patch.diagnose.inspection import Inspection, NotFinite
-from amp_patch.masters.masters import master_of
+from amp_patch.diagnose.module_error import floats, is_random, relative_error
 from amp_patch.model.forward import KeptModule
 from amp_patch.policy import LOW_PRECISION
-from amp_patch.support import distributed, tree
+from amp_patch.support import distributed
 from amp_patch.support.compiled import eagerly
 from amp_patch.training.innermost import innermost
 
 _TENSOR: Any = Tensor
 _GRAD = _TENSOR.grad.__get__
-_CASTS = ("to", "half", "bfloat16", "float", "type", "type_as", "ToCopy")
 _ATTRIBUTES = ("__get__", "__set__", "__delete__")  # `x.data`, `x.grad`
 
 
@@ -64,8 +63,8 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
     targets = [innermost(each) for each in one_or_many]
     seen = Inspection()
     with ExitStack() as stack:
-        stack.enter_context(eagerly())  # compiled code would hold what looks, or not be seen
-        watch = _Watch(model, targets, scaler, seen, stack)
+        stack.enter_context(eagerly())  # compiled code would trace the hooks into itself, or not call them
+        watch = _NumberLog(model, targets, scaler, seen, stack)
         try:
             with watch:
                 yield seen
@@ -83,43 +82,36 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
 
 
 @dataclass
-class _Call:
-    """One call of a function of torch's: the keys of the tensors that went in and came out."""
-
-    module: str | None
-    op: str
-    given: list[int]
-    made: list[int]
-    harmless: bool = False  # what is not finite was asked for (a mask's -inf), or is memory that nobody has written yet
-
-    @property
-    def casts(self) -> bool:
-        return self.op in _CASTS
-
-
-@dataclass
 class _Frame:
-    """A module whose forward runs."""
+    """A module whose forward runs.
+
+    Attributes:
+        came: its tensors, each with how often it had been written to.
+        calls_others: whether another module was called inside.
+    """
 
     name: str
-    came: list[tuple[Tensor, int]]  # with the version
+    came: list[tuple[Tensor, int]]
     calls_others: bool = False
 
 
 class _own:
-    """What runs inside is none of the model's computing."""
+    """A block that computes for the log itself: none of its calls is the model's."""
 
     def __enter__(self) -> None:
-        self.before, _Watch.busy = _Watch.busy, True
+        self.before, _NumberLog.busy = _NumberLog.busy, True
 
     def __exit__(self, *_: Any) -> None:
-        _Watch.busy = self.before
+        _NumberLog.busy = self.before
 
 
-class _Watch(TorchFunctionMode):
-    """Keeps a log of calls, and of each tensor in it, and of its gradient, the lowest and highest value; no sync."""
+class _NumberLog(TorchFunctionMode):
+    """Logs the calls of a step, and of each tensor in them, and of its gradient, the lowest and the highest value.
 
-    busy = False  # whether one of them, there may be several, computes for itself
+    It does not sync before `conclude`. There may be several at once, of which `busy` is shared.
+    """
+
+    busy = False  # whether one of them computes something for itself, which none is to log
 
     def __init__(self, model: nn.Module, targets: list[Any], scaler: Any, seen: Inspection, stack: ExitStack) -> None:
         super().__init__()
@@ -142,7 +134,7 @@ class _Watch(TorchFunctionMode):
             stack.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
         for target in targets:
             if isinstance(target, torch.optim.Optimizer):
-                # What the optimizer computes is no part of the model: the log ends before.
+                # The log of a step ends before its optimizer computes, which is no part of the model.
                 stack.callback(target.register_step_pre_hook(self._conclude_step).remove)
                 stack.callback(target.register_step_post_hook(self._stepped).remove)
 
@@ -150,11 +142,11 @@ class _Watch(TorchFunctionMode):
         for handle in self.handles:
             handle.remove()
         self.handles = []
-        self.calls: list[_Call] = []
+        self.calls: list[Call] = []
         self.keys = WeakTensorKeyDictionary()  # tensor -> (its key, its version then)
-        self.nodes: dict[tuple[int, int], int] = {}  # number and output of a node of the graph -> key of what it made
+        self.nodes: dict[tuple[int, int], int] = {}  # a graph node's number, and which output of it -> the key of that
         self.hooked: set[int] = set()
-        self.outside: set[int] = set()  # of tensors that no call made: not the model's, nor a cast's that is not seen
+        self.outside: set[int] = set()  # keys of tensors that no call of the model made, nor a cast of O1's
         self.values: list[Tensor] = []  # by key
         self.gradients: dict[int, Tensor] = {}
         self.errors: dict[str, Tensor] = {}
@@ -163,7 +155,7 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         op = getattr(func, "__name__", str(func))
         if (
-            _Watch.busy
+            _NumberLog.busy
             or self.stepping
             or self.seen.not_finite is not None
             or (op in _ATTRIBUTES and func != _GRAD)
@@ -177,12 +169,12 @@ class _Watch(TorchFunctionMode):
             return result
         with _own():
             outputs = _given(args[0] if op == "__setitem__" else result)
-            if func == _GRAD:  # what backward made is none of what computes with it
+            if func == _GRAD:  # reading `.grad` makes nothing: backward did
                 self.outside.update(self._key(grad) for grad in outputs)
             elif outputs:
                 made = [self._key(t, new=True) for t in outputs]
                 infinite = any(isinstance(c, float) and not math.isfinite(c) for c in (*args, *kwargs.values()))
-                self.calls.append(_Call(self._module(), op, given, made, not given or "empty" in op or infinite))
+                self.calls.append(Call(self._module(), op, given, made, not given or "empty" in op or infinite))
         return result
 
     def _module(self) -> str | None:
@@ -194,10 +186,12 @@ class _Watch(TorchFunctionMode):
         changed = key is not None and version != _version(tensor)  # through a view, say
         if new or changed or key is None:
             key = len(self.values)
-            self.seen._all_fp32 &= tensor.dtype not in LOW_PRECISION
+            self.seen.all_fp32 &= tensor.dtype not in LOW_PRECISION
             self.keys[tensor] = key, _version(tensor)
             self.values.append(_range(tensor))
-            # O1's casts are not seen; of types, they make FP16's infinities.
+            # A tensor that no call made is from outside of the model, where nobody is to blame for an infinity. But an
+            # FP16 tensor may come from a cast of O1's, which is not logged, and in which a number has overflowed: the
+            # search goes on to the call that uses it.
             if not new and (changed or tensor.dtype is not torch.float16) and not isinstance(tensor, nn.Parameter):
                 self.outside.add(key)
         if tensor.requires_grad and key not in self.hooked:
@@ -214,9 +208,10 @@ class _Watch(TorchFunctionMode):
         return key
 
     def _note_unseen(self, made_by: Any, key: int, changed: bool) -> None:
-        """Log what made a tensor and is no function of torch's: a cast of O1's, an autograd function. The graph tells.
+        """Log the maker of a tensor that no mode was told of: a cast of O1's, an autograd function.
 
-        The graph is asked now, because to hold its nodes would keep alive what they saved for backward.
+        Autograd's graph names the maker and its inputs. It is asked now: whoever held its nodes until later would keep
+        alive what they saved for backward.
         """
         given, todo = [], [made_by]
         for node in todo:
@@ -229,11 +224,11 @@ class _Watch(TorchFunctionMode):
                     found = self.nodes.get((source._sequence_nr(), place))
                 if found is not None:
                     given.append(found)
-                elif len(todo) < 16:  # what was made before the block has no end here
+                elif len(todo) < 16:  # a graph from before the block has no known node, however far one goes
                     todo.append(source)
         if given and key not in given:
             op = re.sub(r"Backward\d*$|^.*::", "", made_by.name())
-            self.calls.append(_Call(self._module(), op, given, [key], harmless=changed))
+            self.calls.append(Call(self._module(), op, given, [key], harmless=changed))
 
     def _factor(self) -> float | Tensor:
         """What turns the gradients that flow now into those of the loss."""
@@ -241,8 +236,9 @@ class _Watch(TorchFunctionMode):
             scale = getattr(self.scaler, "_scale", None)  # its tensor; None until the first loss
         else:
             stashes = (getattr(target, "_amp_stash", None) for target in self.targets)
-            # Of several optimizers those of another loss are in no `scale_loss` now.
-            scale = next((stash.scale for stash in stashes if stash is not None and stash.scale is not None), None)
+            # Of several optimizers only those whose loss is in `scale_loss` now have one.
+            scales = (stash.backward.scale for stash in stashes if stash is not None)
+            scale = next((scale for scale in scales if scale is not None), None)
         self.scale = self.scale if scale is None else scale.clone()
         return 1.0 if scale is None else scale.double().reciprocal()
 
@@ -259,7 +255,7 @@ class _Watch(TorchFunctionMode):
             seen.activation_gradients.setdefault(name, Histogram()).add(_values(grad))
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if _Watch.busy:
+            if _NumberLog.busy:
                 return
             self.stepping = False
             if self.running:
@@ -267,37 +263,37 @@ class _Watch(TorchFunctionMode):
             else:
                 self._note_outside(args, kwargs)
             self.called.add(name)
-            self.running.append(_Frame(name, [(tensor, _version(tensor)) for tensor in _floats((args, kwargs))]))
+            self.running.append(_Frame(name, [(tensor, _version(tensor)) for tensor in floats((args, kwargs))]))
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if _Watch.busy or not self.running:
+            if _NumberLog.busy or not self.running:
                 return
             with _own():
-                outputs = _floats(output)
+                outputs = floats(output)
                 for tensor in (tensor for tensor in outputs if tensor.requires_grad):
                     if seen.not_finite is None and not _in_backward():
-                        self._key(tensor)  # made by an autograd function, perhaps, of this module
+                        self._key(tensor)  # if an autograd function made it, log that in this module
                     tensor.register_hook(came_back)
                 frame = self.running.pop()
-                if _in_backward():  # checkpointing computes again what was counted
+                if _in_backward():  # checkpointing computes again what was counted in forward
                     return
                 for tensor in outputs:
                     seen.activations.setdefault(name, Histogram()).add(tensor)
-                # Computed again on what it has written already, it would write that once more.
+                # A module that writes to its input cannot be computed again on that input.
                 in_place = any(_version(tensor) != version for tensor, version in frame.came)
-                if outputs and not (frame.calls_others or in_place or _is_random(module)):
-                    error = _error(module, args, kwargs, outputs)
+                if outputs and not (frame.calls_others or in_place or is_random(module)):
+                    error = relative_error(module, args, kwargs, outputs)
                     if error is not None:
                         self.errors[name] = torch.maximum(error, self.errors.get(name, error).to(error.device))
 
         return before, after
 
     def _note_outside(self, args: Any, kwargs: Any) -> None:
-        """A mask's -inf among the model's buffers, or handed to it, is none of its doing."""
+        """Note the model's arguments and buffers as from outside: a mask's -inf among them is none of its doing."""
         if _in_backward() or self.seen.not_finite is not None:
             return
         with _own():
-            for tensor in _floats((args, kwargs, [*self.model.buffers()])):
+            for tensor in floats((args, kwargs, [*self.model.buffers()])):
                 self.outside.add(self._key(tensor))
 
     def _conclude_step(self, *_: Any) -> None:
@@ -318,7 +314,7 @@ class _Watch(TorchFunctionMode):
                 gradients = dict(zip(self.gradients, later, strict=False))
                 self._note_errors(dict(zip(self.errors, later[len(gradients) :], strict=True)))
                 if self.seen.not_finite is None:
-                    self.seen.not_finite = self._culprit(_Log(self.calls, values, gradients, self.outside))
+                    self.seen.not_finite = self._culprit(StepLog(self.calls, values, gradients, self.outside))
         self.forget()
 
     def _note_errors(self, errors: dict[str, list[float]]) -> None:
@@ -327,7 +323,7 @@ class _Watch(TorchFunctionMode):
             if too_large:
                 self.seen.too_large.add(name)
 
-    def _culprit(self, log: _Log) -> NotFinite | None:
+    def _culprit(self, log: StepLog) -> NotFinite | None:
         call, direction = log.forward_culprit(), "forward"
         if call is None:
             call, direction = log.backward_culprit(), "backward"
@@ -343,13 +339,14 @@ class _Watch(TorchFunctionMode):
 
     def _remedy(self, modules: list[str | None]) -> tuple[str, ...]:
         """The modules to keep in FP32 so that the numbers between `modules` are."""
-        if self.seen._all_fp32:
+        if self.seen.all_fp32:
             return ()
         kept = [_plain(name) for name, module in self.model.named_modules() if isinstance(module, KeptModule)]
         if not any(param.dtype in LOW_PRECISION for param in self.model.parameters()):
-            # What a kept module returns stays FP32: each of them for itself.
+            # At O1 what a kept module returns stays FP32: it is enough to keep each of them for itself.
             return tuple(dict.fromkeys(name for name in modules if name and not _is_inside(name, kept)))
-        # A kept module's output is cast to the type of its input: all of them, inside of one.
+        # In a cast model the output of a kept module is cast back: only a module around all of them keeps the numbers
+        # between them in FP32.
         if None in modules:
             return ()
         paths = [(name or "").split(".") for name in modules]
@@ -357,89 +354,9 @@ class _Watch(TorchFunctionMode):
         for path in paths:
             same = [a == b for a, b in zip(common, path, strict=False)]
             common = common[: same.index(False) if False in same else len(same)]
-        while common and ".".join(common) not in self.called:  # a ModuleList: nothing is inside of its forward
+        while common and ".".join(common) not in self.called:  # a ModuleList has no forward that could be kept
             common = common[:-1]
         return (".".join(common),) if any(common) and not _is_inside(".".join(common), kept) else ()
-
-
-@dataclass
-class _Log:
-    """The calls of one step, in order, with lowest and highest values by key: of tensors, and of their gradients."""
-
-    calls: list[_Call]
-    values: list[list[float]]
-    gradients: dict[int, list[float]]
-    outside: set[int]
-
-    def backward_culprit(self) -> _Call | None:
-        """The last call whose backward made what is not finite of what was; a cast's, its user's.
-
-        The gradient of what several calls use is the sum of what each gave. If that of one of them was not finite
-        already, it made none of the sum's; of those that are left it is the first: a residual connection's addition,
-        which comes later, makes nothing.
-        """
-        users: dict[int, list[_Call]] = {}
-        made_by = {key: call for call in self.calls for key in call.made}  # not what an autograd function calls inside
-        for call in self.calls:
-            if any(made_by[key] is call for key in call.made):
-                for key in {*call.given} - {*call.made}:
-                    users.setdefault(key, []).append(call)
-        user_of: dict[int, _Call] = {}
-        for call in reversed(self.calls):
-            came = self._gradients_of(call.made)
-            if came and all(map(_finite, came)) and any(self._is_maker(call, key, users) for key in call.given):
-                user = user_of.get(call.made[0]) if call.casts else None
-                return user if user is not None and user.module == call.module else call
-            user_of.update(dict.fromkeys(call.given, call))
-        return None
-
-    def _gradients_of(self, keys: list[int]) -> list[list[float]]:
-        return [self.gradients[key] for key in keys if key in self.gradients]
-
-    def _is_maker(self, call: _Call, key: int, users: dict[int, list[_Call]]) -> bool:
-        """Whether the gradient of `key` is not finite, and `call` the first that used it of those with gradients."""
-        if all(map(_finite, self._gradients_of([key]))):
-            return False
-        others = [other for other in users.get(key, []) if self._gradients_of(other.made)]
-        if not all(_finite(pair) for other in others for pair in self._gradients_of(other.made)):
-            return False
-        return not others or others[0] is call
-
-    def forward_culprit(self) -> _Call | None:
-        """The first call that made what is not finite of what was. A number that overflows in a cast is its maker's."""
-        made_by: dict[int, _Call] = {}
-        for call in self.calls:
-            bad = not (call.harmless or all(_finite(self.values[key]) for key in call.made))
-            # What no call made, a cast made that is not seen here: O1's.
-            if bad and all(
-                _finite(self.values[key]) or not (key in made_by or key in self.outside) for key in call.given
-            ):
-                maker = made_by.get(call.given[0]) if call.casts else None
-                return maker if maker is not None and maker.module == call.module else call
-            made_by.update(dict.fromkeys(call.made, call))
-        return None
-
-    def touching(self, call: _Call, direction: str) -> list[str | None]:
-        """The modules of `call`, and of those that use what it made, or that made what its gradients went to."""
-        touching = [call.module]
-        if direction == "forward":
-            reached = set(call.made)
-            for other in self.calls[self.calls.index(call) + 1 :]:
-                if not reached.isdisjoint(other.given):
-                    touching.append(other.module)
-                    reached.update(other.made if other.casts else ())
-        else:
-            reached = set(call.given)
-            for other in reversed(self.calls[: self.calls.index(call)]):
-                found = reached.intersection(other.made)
-                reached.update(other.given if found and other.casts else ())
-                if not all(_finite(self.gradients[key]) for key in found if key in self.gradients):
-                    touching.append(other.module)
-        return touching
-
-
-def _finite(pair: list[float]) -> bool:
-    return all(map(math.isfinite, pair))
 
 
 def _is_inside(name: str, outer: list[str]) -> bool:
@@ -449,11 +366,6 @@ def _is_inside(name: str, outer: list[str]) -> bool:
 def _plain(name: str) -> str:
     """A qualified name without what torch.compile's wrapper adds: as `keep_fp32` wants it."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
-
-
-def _floats(value: Any) -> list[Tensor]:
-    """The floating tensors in a value, in all its containers; complex ones are left out."""
-    return [t for t in tree.tensors(value) if t.is_floating_point() and t.layout is torch.strided and not t.is_nested]
 
 
 def _given(value: Any) -> list[Tensor]:
@@ -492,67 +404,3 @@ def _values(grad: Tensor) -> Tensor:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _is_random(module: nn.Module) -> bool:
-    rates = (getattr(module, name, 0.0) for name in ("p", "dropout"))
-    return module.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
-
-
-class _Forward(nn.Module):
-    """A module without its hooks."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner.forward(*args, **kwargs)
-
-
-@torch.no_grad()
-def _error(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tensor]) -> Tensor | None:
-    """The relative distance of `outputs` from what `module` gives in FP32, which leaves its state alone.
-
-    Beside it 1 if FP32 gives what the type of the outputs cannot hold; FP64, shape [2]. Numbers that are not finite in
-    FP32 either do not count. None if it draws random numbers, or cannot be computed in FP32.
-    """
-    tensors: dict[str, Tensor] = {}
-    for name, param in _Forward(module).named_parameters():
-        master = master_of(param)
-        tensors[name] = (param if master is None else master).detach()
-    tensors.update((name, buffer.clone()) for name, buffer in _Forward(module).named_buffers())
-    tensors = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
-    args, kwargs = tree.cast_floats((args, kwargs), torch.float32)
-    attributes = dict(vars(module))
-    vars(module).pop("_amp", None)  # its forward would cast
-    devices = sorted({t.device.index for t in outputs if t.device.type == "cuda"})
-    try:
-        with torch.random.fork_rng(devices), regions.region(None):
-            before = _random_states(devices)
-            exact = _floats(torch.func.functional_call(_Forward(module), tensors, args, kwargs))
-            if not all(map(torch.equal, before, _random_states(devices))):
-                return None
-    except Exception:  # a hook of the module's may make a weight of its parameters, in their type
-        return None
-    finally:
-        vars(module).clear()
-        vars(module).update(attributes)
-    if [a.shape for a in outputs] != [b.shape for b in exact]:
-        return None
-    apart, size, too_large = [], [], []
-    for output, wanted in zip(outputs, exact, strict=True):
-        wanted = wanted.to(output.device)
-        finite = wanted.isfinite()
-        wanted = torch.where(finite, wanted, 0)
-        difference = torch.where(finite, output.float() - wanted, 0)
-        apart.append(torch.linalg.vector_norm(difference, dtype=torch.float64))
-        size.append(torch.linalg.vector_norm(wanted, dtype=torch.float64))
-        too_large.append((~wanted.to(output.dtype).isfinite()).any())
-    distance = torch.stack(apart).norm()
-    error = torch.where(distance == 0, 0.0, distance / torch.stack(size).norm()).nan_to_num(math.inf, posinf=math.inf)
-    return torch.stack([error, torch.stack(too_large).any().double()])
-
-
-def _random_states(devices: list[int]) -> list[Tensor]:
-    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]

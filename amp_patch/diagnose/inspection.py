@@ -60,6 +60,7 @@ class Inspection:
         scale: the loss scale of the last backward; without one, the one that the next would have.
         step: how many optimizer steps it saw.
         too_large: modules whose output FP16 cannot hold, however it is computed.
+        all_fp32: whether no tensor was of a type of low precision.
     """
 
     weights: dict[str, Histogram] = field(default_factory=dict)
@@ -71,7 +72,7 @@ class Inspection:
     scale: float = 1.0
     step: int = 0
     too_large: set[str] = field(default_factory=set)
-    _all_fp32: bool = field(default=True, repr=False)  # no tensor was of a type of low precision
+    all_fp32: bool = field(default=True, repr=False)
 
     def keep_fp32(self, error: float = 0.05, flushed: float = 0.5) -> list[str]:
         """The modules that `initialize(keep_fp32=...)` would best keep in FP32, by name, the first one first.
@@ -129,7 +130,7 @@ class Inspection:
             smaller = "a smaller loss scale" if self.not_finite.direction == "backward" else "dtype=torch.bfloat16"
             lines.append(
                 "FP32 made it: no other type helps"
-                if self._all_fp32
+                if self.all_fp32
                 else f"no module by itself would have to be FP32 for what is not finite: try {smaller}"
             )
         lines.append(f"keep_fp32={self.keep_fp32()}")

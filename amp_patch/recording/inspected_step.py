@@ -1,4 +1,4 @@
-"""Looking: one `amp.inspect` that is entered between two steps of somebody else's loop, and left after the next."""
+"""One `amp.inspect` that is entered between two steps of somebody else's loop, and left after the next."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from amp_patch.diagnose.inspection import Inspection
 from amp_patch.recording.run import Event
 
 
-class Looking:
-    """Looks from its making until `leave`.
+class InspectedStep:
+    """Inspects from its making until `leave`.
 
     Raises:
         RuntimeError: another TorchFunctionMode is entered here. Its `with` block may end before the next step does,
@@ -24,7 +24,7 @@ class Looking:
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, step: int) -> None:
-        if foreign := [mode for mode in _stack() if not _is_default_device(mode)]:
+        if foreign := [mode for mode in _mode_stack() if not _is_default_device(mode)]:
             raise RuntimeError(
                 f"inspect: step {step} ends inside of a TorchFunctionMode ({type(foreign[-1]).__name__}), so the next "
                 "one is not inspected"
@@ -32,19 +32,19 @@ class Looking:
         self._step = step
         self._block = inspect(model, optimizer)
         self._seen = self._block.__enter__()
-        self._mode = _stack()[-1]
+        self._mode = _mode_stack()[-1]
 
     def leave(self) -> Event:
         """The "look" event. What others have entered since stays entered."""
         self.abandon()
         if self._seen.not_finite is not None:  # which counts from where this look began
             self._seen.not_finite = replace(self._seen.not_finite, step=self._step)
-        return look(self._seen, self._step)
+        return _look_event(self._seen, self._step)
 
     def abandon(self) -> None:
-        """Look no further; there is no event."""
+        """End the inspection without an event."""
         above = []
-        while (stack := _stack()) and stack[-1] is not self._mode:
+        while (stack := _mode_stack()) and stack[-1] is not self._mode:
             above.append(modes._pop_mode())
         if not stack:  # somebody has taken it off
             modes._push_mode(self._mode)
@@ -55,7 +55,7 @@ class Looking:
                 modes._push_mode(mode)
 
 
-def look(seen: Inspection, step: int) -> Event:
+def _look_event(seen: Inspection, step: int) -> Event:
     """What `inspect` saw, as the "look" event of a recording. Reads histograms: syncs with the device."""
     scales = (seen.scale, 1.0, seen.best_scale())
     return {
@@ -75,7 +75,7 @@ def look(seen: Inspection, step: int) -> Event:
     }
 
 
-def _stack() -> list[Any]:
+def _mode_stack() -> list[Any]:
     return modes._get_current_function_mode_stack()
 
 

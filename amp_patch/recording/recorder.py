@@ -1,57 +1,53 @@
 """Record what happens in `initialize`, `scale_loss` and the optimizers' steps: losses, times, scales, skips, sizes.
 
 While somebody records, and only then, the trainings have an observer, and the models a hook before their forward,
-those that torch.compile has made too.
-Nothing that is recorded makes a step wait for a device: numbers on a device are copied when the device gets there, and
-read later.
+compiled models too. Nothing that is recorded makes a step wait for a device: numbers on a device are copied when the
+device gets there, and read later.
 """
 
 from __future__ import annotations
 
-import functools
 import os
-import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from amp_patch.recording.arrivals import Batch, Entry
-from amp_patch.recording.inspected_step import Looking
+from amp_patch.recording import compiled_forwards
+from amp_patch.recording.inspected_step import InspectedStep
+from amp_patch.recording.outbox import Outbox
 from amp_patch.recording.peak_memory import PeakMemory
-from amp_patch.recording.run import PARTS, Event, Run
+from amp_patch.recording.run import Event, Run
 from amp_patch.recording.sinks import Sink, sinks_for
-from amp_patch.support import distributed, tree
+from amp_patch.recording.sizes import Sizes, alive
+from amp_patch.recording.step import Body, Step, samples_of
+from amp_patch.recording.unread_events import UnreadEvent
+from amp_patch.support import distributed
 from amp_patch.support.compiled import eager_only
-from amp_patch.support.forward_hook import CompiledForward, ForwardHook, before_compiled
-from amp_patch.support.patches import Installation, Patches
-from amp_patch.training import observers, zero
+from amp_patch.support.forward_hook import ForwardHook
+from amp_patch.training import observers
 from amp_patch.training import training as training_module
 from amp_patch.training.observers import Observer
-from amp_patch.training.scale_loss import ScaledBackward
-from amp_patch.training.stash import Stash
+from amp_patch.training.scaled_backward import ScaledBackward
+from amp_patch.training.stash import Stash, stash_of
 from amp_patch.training.training import Training
 
-# A recording is handed on this often, whichever comes first: by steps, by seconds.
-_FLUSH_STEPS, _FLUSH_SECONDS = 50, 0.5
-
 _OTHERS = 100  # so many steps of other optimizers in a row tell that the first one is done
+
+# What runs when no part of a step has been told: data is fetched, or gradients are clipped.
+_IDLE = "idle"
 
 _clock = time.perf_counter
 
 _lock = threading.Lock()
 _recorders: list[Recorder] = []
-_of_compiled = Installation(of_process=True)  # for models that are compiled; in force while there are recorders
-_watched: list[Any] = []  # Dynamo's module that is patched, as soon as there is one
 
 
 class Enough(SystemExit):
@@ -107,8 +103,8 @@ def log(**scalars: Any) -> None:
             what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
             raise TypeError(f"log: {name} is {what}; wanted a number or a tensor of one element")
     for recorder in tuple(_recorders):
-        if _is_recording(recorder):
-            recorder._log(scalars)
+        if recorder.is_recording():
+            recorder.log(scalars)
 
 
 class Recorder(Observer):
@@ -147,24 +143,23 @@ class Recorder(Observer):
         self._scalers: set[int] = set()  # ids of their lists of scalers, by which an optimizer's training is known
         self._handles: list[Any] = []
         self._hooked: list[weakref.ref[nn.Module]] = []
-        # compiled -> which of those it is or has
+        # A compiled model -> which of the hooked ones it is or has inside; None where it is another model.
         self._compiled = weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module] | None]()
         self._lead: weakref.ref[Any] | None = None
         self._device = ""
         self._cuda: torch.device | None = None  # on which the training is timed
         self._losses: dict[int, Tensor] = {}  # id of a body that runs -> a copy of its loss
-        self._queue: list[Entry] = []
-        self._travelling: list[Batch] = []
-        self._flushed = time.monotonic()
-        self._sizes = {"weights": 0, "masters": 0, "gradients": 0, "state": 0}
+        self._outbox = Outbox(self._sinks)
+        self._sizes = Sizes(self._adopted)
         self._measure_after = 1
-        self._looking: Looking | None = None
+        self._inspected: InspectedStep | None = None
         self._peak = PeakMemory()
         self._phase = _IDLE
         self._stepping = False
         self._open_bodies = 0
-        self._step = _Step()
+        self._step = Step()
         self._last = self._now()
+        compiled_forwards.add(self._compiled_begins)
         for training in _trainings():
             self._hook(training)
         with _lock:
@@ -176,34 +171,39 @@ class Recorder(Observer):
         observers.remove(self)
         with _lock:
             _recorders.remove(self)
-            if not _recorders:
-                _of_compiled.uninstall()
+        compiled_forwards.remove(self._compiled_begins)
         for handle in self._handles:
             handle.remove()
         if os.getpid() != self.process:  # a fork has left the block too
             return
         try:
-            if self._looking is not None:  # its step never ended
-                self._looking.abandon()
-                self._looking = None
-            self._measure()
-            self._put({"event": "end", **self._sizes, "peak_memory": self._peak.read(self._device or "cpu")})
+            if self._inspected is not None:  # its step never ended
+                self._inspected.abandon()
+                self._inspected = None
+            self._sizes.measure()
+            peak = self._peak.read(self._device or "cpu")
+            self._outbox.put({"event": "end", **self._sizes.bytes, "peak_memory": peak})
             self._flush(wait=True)
         finally:
-            self._each_sink("close")
+            self._outbox.close(self.steps)
+
+    def is_recording(self) -> bool:
+        """Whether this is the process that records: a fork inherits its parent's recorders. Not while CUDA captures."""
+        capturing = self._cuda is not None and torch.cuda.is_current_stream_capturing()
+        return self.process == os.getpid() and not capturing
 
     # What happens in the training.
 
     def training_begun(self, training: Training | None) -> None:
-        if not _is_recording(self):
+        if not self.is_recording():
             return
         self.trainings += 1
         if training is not None:
-            self._lead = None  # the earlier training may be over, and its optimizer still there
+            self._lead = None  # the optimizer of an earlier training may be alive though that training is over
             self._hook(training)
             self._adopt(training)
             if not self.steps:
-                self._last = self._now()  # what came before the training is none of it
+                self._last = self._now()  # the time before the training began is not the first step's
 
     @eager_only
     def _adopt(self, training: Training) -> None:
@@ -213,13 +213,13 @@ class Recorder(Observer):
         self._scalers.add(id(training.scalers))
         begun = self._adopted[0].policy
         if len(self._adopted) == 1:
-            device = next((param.device for param, _ in self._pairs()), torch.device("cpu"))
+            device = self._sizes.device()
             self._device = device.type
             if device.type == "cuda":
                 self._cuda = device
                 self._last = self._now()
             dtype = None if begun.opt_level == "O0" else str(begun.dtype).removeprefix("torch.")
-            self._put(
+            self._outbox.put(
                 {
                     "event": "begin",
                     "level": begun.opt_level,
@@ -232,23 +232,24 @@ class Recorder(Observer):
             self._note(f"initialize was called again, with another policy: {training.policy}")
 
     def _hook(self, training: Training) -> None:
-        _install_for_compiled()
-        for model in _alive(training.models):
+        for model in alive(training.models):
+            compiled_forwards.watch(model)
             if not self._is_hooked(model):
                 self._hooked.append(weakref.ref(model))
                 self._compiled.clear()
                 self._handles.append(
                     model.register_forward_pre_hook(ForwardHook(self._forward_begins), with_kwargs=True)
                 )
-                _tell_of_compiled(model)
 
     def _is_hooked(self, model: nn.Module) -> bool:
         return any(ref() is model for ref in self._hooked)
 
     def _compiled_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """A compiled model was called, be it one that is trained here or another."""
+        if not self.is_recording():
+            return
         if model not in self._compiled:
-            # The model itself, or what it is in: DistributedDataParallel, or a module with the loss.
+            # It may be a hooked model itself, or one around it: DistributedDataParallel, or a module with the loss.
             self._compiled[model] = next((weakref.ref(m) for m in model.modules() if self._is_hooked(m)), None)
         ref = self._compiled[model]
         if ref is not None and (trained := ref()) is not None:
@@ -263,7 +264,7 @@ class Recorder(Observer):
                     self._adopt(training)
 
     def _forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled() or not _is_recording(self):
+        if not torch.is_grad_enabled() or not self.is_recording():
             return  # an evaluation
         if self._phase is _IDLE:
             self._mark("optimizer" if self._stepping else "data")
@@ -271,11 +272,11 @@ class Recorder(Observer):
             self._step.forward_seen = True
             self._step.first = id(model)
         elif self._phase != "forward" or self._step.first != id(model):
-            return  # in the one of another model, or recomputed in backward
-        self._step.came = _samples(args, kwargs)  # of the newest forward: no body has followed an earlier one
+            return  # this forward is part of another model's, or recomputes one in backward
+        self._step.came = samples_of(args, kwargs)  # of the newest forward: no body has followed an earlier one
 
     def body_begins(self, body: ScaledBackward) -> None:
-        if not _is_recording(self):
+        if not self.is_recording():
             return
         for stash in body.stashes:
             self._know(stash)
@@ -287,13 +288,13 @@ class Recorder(Observer):
         self._phase = "backward"
 
     def loss_scaled(self, body: ScaledBackward, loss: Tensor) -> None:
-        if _is_recording(self):
+        if self.is_recording():
             value = distributed.local(loss.detach())
             self._losses[id(body)] = value.clone() if value.numel() == 1 else value.double().mean()
 
     def body_ends(self, body: ScaledBackward) -> None:
         loss = self._losses.pop(id(body), None)
-        if not _is_recording(self):
+        if not self.is_recording():
             return
         self._open_bodies = max(0, self._open_bodies - 1)
         if self._open_bodies == 0:
@@ -301,23 +302,23 @@ class Recorder(Observer):
             self._phase = _IDLE
         if loss is not None and not body.failed:
             self.losses += 1
-            self._step.bodies.append(_body(body, loss, self._step.came))
+            self._step.bodies.append(Body.of(body, loss, self._step.came))
             self._step.came = 0
             if self.steps < 2:
-                self._measure_gradients()
+                self._sizes.measure_gradients()
 
     def step_begins(self, optimizer: Any) -> None:
         stash = _recorded(optimizer)
-        if stash is None or not _is_recording(self):
+        if stash is None or not self.is_recording():
             return
         self._know(stash)
-        if not self._stepping:  # else a subclass's step calls its parent's
+        if not self._stepping:  # else this is the step of a parent class, called by its subclass's step
             self._mark("between" if self._phase is _IDLE else self._phase)
             self._stepping = True
 
     def step_ends(self, optimizer: Any) -> None:
         stash = _recorded(optimizer)
-        if stash is None or stash.step_depth or not _is_recording(self):  # a subclass's step has called its parent's
+        if stash is None or stash.step.depth or not self.is_recording():  # a subclass's step has called its parent's
             return
         self._end_step(optimizer, stash)
         if self._has_enough():
@@ -327,8 +328,8 @@ class Recorder(Observer):
         self._mark("optimizer")
         self._stepping = False
         self._phase = "backward" if self._open_bodies else _IDLE
-        if self._has_enough():  # the script has caught it
-            self._step = _Step()
+        if self._has_enough():  # the script has caught `Enough`, and trains on
+            self._step = Step()
             return
         if self._lead is None or self._lead() is None or self._step.others >= _OTHERS:
             self._lead = weakref.ref(optimizer)
@@ -342,41 +343,41 @@ class Recorder(Observer):
         return self._stop_after is not None and self.steps >= self._stop_after
 
     def _finish_step(self, optimizer: Any, stash: Stash) -> None:
-        step, self._step = self._step, _Step()
+        step, self._step = self._step, Step()
         self.steps += 1
         # Of a step that skips on the device the verdict is the newest there; others leave none.
-        skipped = stash.verdicts[-1].overflow if stash.verdicts else float(stash.last_skipped)
-        inspected = self._looking is not None
-        self._queue.append(_step_entry(step, optimizer, skipped, inspected))
-        if self._looking is not None:
-            self._leave_look()
-        if self.steps == self._measure_after:  # the models may be gone when the recording ends
+        skipped = stash.device_skips[-1].overflow if stash.device_skips else float(stash.last_skipped)
+        was_inspected = self._inspected is not None
+        self._outbox.put_unread(step.unread_event(optimizer, skipped, was_inspected))
+        if self._inspected is not None:
+            self._leave_inspected()
+        if self.steps == self._measure_after:  # now, because the models may be gone when the recording ends
             self._measure_after *= 4
-            self._measure()
-        if len(self._queue) >= _FLUSH_STEPS or time.monotonic() - self._flushed >= _FLUSH_SECONDS:
+            self._sizes.measure()
+        if self._outbox.is_due():
             self._flush()
         if self._inspect and not self._has_enough() and _is_power_of_ten(self.steps):
-            self._look(optimizer, stash)
+            self._inspect_next(optimizer, stash)
 
-    # Looking.
+    # Inspections of single steps.
 
     @eager_only
-    def _look(self, optimizer: Any, stash: Stash) -> None:
-        models = _alive(stash.models) or [m for training in self._adopted for m in _alive(training.models)]
+    def _inspect_next(self, optimizer: Any, stash: Stash) -> None:
+        models = alive(stash.around.models) or [m for training in self._adopted for m in alive(training.models)]
         if not models:
             return
         self._peak.pause()
         try:
-            self._looking = Looking(models[0], optimizer, self.steps)
+            self._inspected = InspectedStep(models[0], optimizer, self.steps)
         except (ValueError, RuntimeError) as error:
             self._note(str(error))
 
     @eager_only
-    def _leave_look(self) -> None:
-        assert self._looking is not None
-        looking, self._looking = self._looking, None
+    def _leave_inspected(self) -> None:
+        assert self._inspected is not None
+        inspected, self._inspected = self._inspected, None
         try:
-            self._put(looking.leave())
+            self._outbox.put(inspected.leave())
         except (ValueError, RuntimeError) as error:
             self._note(f"inspect: {error}")
         self._peak.resume()
@@ -384,41 +385,21 @@ class Recorder(Observer):
     # What goes to the sinks.
 
     @eager_only
-    def _log(self, scalars: dict[str, Any]) -> None:
+    def log(self, scalars: dict[str, Any]) -> None:
+        """Emit the figures of one `amp.log`."""
         for name, value in scalars.items():
             number = distributed.local(value.detach()).clone() if isinstance(value, Tensor) else float(value)
             event = {"event": "log", "step": self.steps, "name": name}
-            self._queue.append(Entry([number], partial(_logged, event)))
+            self._outbox.put_unread(UnreadEvent([number], partial(_logged, event)))
 
     def _note(self, text: str) -> None:
-        self._put({"event": "note", "text": text})
-
-    def _put(self, event: Event) -> None:
-        self._queue.append(Entry([], lambda _: event))
+        self._outbox.put({"event": "note", "text": text})
 
     @eager_only
     def _flush(self, wait: bool = False) -> None:
-        """Send off what is queued, and hand on what has arrived of what was sent off before; all of it if `wait`."""
-        self._flushed = time.monotonic()
-        if self._queue:
-            self._travelling.append(Batch(self._queue))
-            self._queue = []
-        while self._travelling and (wait or self._travelling[0].here()):
-            for event in self._travelling.pop(0).read():
-                self._each_sink("add", event)
-        self._each_sink("flush")
+        self._outbox.flush(self.steps, wait)
         if self._cuda is not None:
             self._peak.bank()  # a script may reset torch's peak itself, once an epoch
-
-    def _each_sink(self, name: str, *args: Any) -> None:
-        """Call the method of all sinks that have it. One that cannot write ends, not the training."""
-        for sink in list(self._sinks):
-            try:
-                if callable(method := getattr(sink, name, None)):
-                    method(*args)
-            except OSError as error:
-                self._sinks.remove(sink)
-                warnings.warn(f"record: the recording breaks off at step {self.steps}: {error}", stacklevel=2)
 
     # Times.
 
@@ -436,216 +417,22 @@ class Recorder(Observer):
         self._step.spans.append((part, self._last, now))
         self._last = now
 
-    # Sizes.
-
-    def _optimizers(self) -> list[Any]:
-        """Those of the recorded trainings that are still there, and in no later training."""
-        return [
-            optimizer
-            for training in self._adopted
-            for optimizer in _alive(training.optimizers)
-            if getattr(getattr(optimizer, "_amp_stash", None), "scalers", None) is training.scalers
-        ]
-
-    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """(param, master) of the models' parameters and the optimizers'; the same tensor twice where there is none."""
-        optimizers = self._optimizers()
-        pairs = [
-            pair for optimizer in optimizers for pair in optimizer._amp_stash.masters.pairs(optimizer.param_groups)
-        ]
-        known = {id(param) for param, _ in pairs}
-        models = [model for training in self._adopted for model in _alive(training.models)]
-        return pairs + [(p, p) for model in models for p in model.parameters() if id(p) not in known]
-
-    @eager_only
-    def _measure_gradients(self) -> None:
-        grads = [t.grad for t in {id(t): t for pair in self._pairs() for t in pair}.values() if t.grad is not None]
-        self._sizes["gradients"] = max(self._sizes["gradients"], _bytes(grads))
-
-    @eager_only
-    def _measure(self) -> None:
-        optimizers = self._optimizers()
-        if not optimizers:
-            return  # all gone, or restored: what was measured before holds
-        pairs = self._pairs()
-        states = [getattr(zero.stateful(optimizer), "state", None) or {} for optimizer in optimizers]
-        self._sizes["weights"] = _bytes(param for param, _ in pairs)
-        self._sizes["masters"] = _bytes(master for param, master in pairs if master is not param)
-        self._sizes["state"] = _bytes(tensor for state in states for tensor in tree.tensors([*state.values()]))
-
-
-_NAN = float("nan")
-
-# What runs when no part of a step has been told: data is fetched, or gradients are clipped.
-_IDLE = "idle"
-
-
-class _Body(NamedTuple):
-    """One body of `scale_loss`: its loss and scale (tensors of one element), and the samples that came before it.
-
-    Attributes:
-        key: of which loss it was: a GAN's two may have one loss_id.
-        optimizers: their ids.
-    """
-
-    loss: Tensor
-    scale: Tensor
-    loss_id: int
-    key: tuple[int, ...]
-    optimizers: tuple[int, ...]
-    samples: int
-
-
-@dataclass
-class _Step:
-    """What was seen since the last step ended.
-
-    Attributes:
-        spans: (part, its start, its end).
-        first: the id of the model whose forward that was, the outermost.
-        came: how many samples the forward was given that no body has followed yet.
-        others: how many steps other optimizers took.
-    """
-
-    spans: list[tuple[str, Any, Any]] = field(default_factory=list)
-    bodies: list[_Body] = field(default_factory=list)
-    forward_seen: bool = False
-    first: int = 0
-    came: int = 0
-    others: int = 0
-
 
 def _logged(event: Event, values: list[float]) -> Event:
     return {**event, "value": values[0]}
 
 
-def _body(body: ScaledBackward, loss: Tensor, samples: int) -> _Body:
-    optimizers = tuple(map(id, body.optimizers))
-    key = (id(body.scaler), *sorted(optimizers))
-    return _Body(loss, body.scale, body.scaler.loss_id, key, optimizers, samples)
-
-
-def _step_entry(step: _Step, optimizer: Any, skipped: Tensor | float, inspected: bool) -> Entry:
-    # What is done here is done in the middle of a training, with cold caches: all else is left to `make`.
-    bodies = step.bodies
-    values = [skipped, *(body.loss for body in bodies), *(body.scale for body in bodies)]
-    return Entry(values, partial(_step_event, step, id(optimizer), inspected))
-
-
-def _step_event(step: _Step, optimizer: int, inspected: bool, values: list[float]) -> Event:
-    """The "step" event of the optimizer with this id; `values`: whether it skipped, the bodies' losses and scales."""
-    bodies = step.bodies
-    skipped, given, scales = values[0], values[1 : len(bodies) + 1], values[len(bodies) + 1 :]
-    losses: dict[tuple[int, ...], list[float]] = {}  # of which loss -> those of its micro-batches
-    samples: dict[tuple[int, ...], int] = {}
-    for body, loss in zip(bodies, given, strict=True):
-        losses.setdefault(body.key, []).append(loss)
-        samples[body.key] = samples.get(body.key, 0) + body.samples
-    own = [i for i, body in enumerate(bodies) if optimizer in body.optimizers] or range(len(bodies))
-    first_id = min((bodies[i].loss_id for i in own), default=0)
-    parts = dict.fromkeys(PARTS, _NAN if inspected else 0.0)
-    for part, start, end in step.spans:
-        parts[part] += _seconds(start, end)
-    return {
-        "event": "step",
-        "loss": sum(sum(each) / len(each) for each in losses.values()) if losses else _NAN,
-        "seconds": sum(parts.values()),
-        "parts": parts,
-        "scale": next((scales[i] for i in reversed(own) if bodies[i].loss_id == first_id), _NAN),
-        "skipped": bool(skipped),
-        "samples": max(samples.values(), default=step.came),  # several losses (a GAN's) are of the same samples
-    }
-
-
-def _seconds(start: Any, end: Any) -> float:
-    if isinstance(start, float):
-        return end - start
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
-def _install_for_compiled() -> None:
-    """Have compiled models tell too. Whoever has made an optimizer has imported what is needed of Dynamo."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is None or dynamo in _watched:
-        return
-    optimized, compile = dynamo.OptimizedModule, nn.Module.compile
-
-    @functools.wraps(compile)
-    def compile_and_tell(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        compile(self, *args, **kwargs)
-        _tell_of_compiled(self)
-
-    def replace(patches: Patches) -> None:
-        patches.set(optimized, "__call__", before_compiled(optimized.__call__, _compiled_begins))
-        patches.set(nn.Module, "compile", compile_and_tell)
-        patches.apply(lambda: _watched.append(dynamo), _watched.clear)
-
-    _of_compiled.add(replace)
-
-
-def _tell_of_compiled(model: nn.Module) -> None:
-    """Have the model tell of its forwards if `model.compile()` was called; until the last recording ends."""
-    compiled = model._compiled_call_impl
-    if compiled is None or isinstance(compiled, CompiledForward):
-        return
-    ref = weakref.ref(model)
-
-    def undo() -> None:
-        model = ref()
-        if model is not None and isinstance(found := model._compiled_call_impl, CompiledForward):
-            model._compiled_call_impl = found.compiled
-
-    ours = CompiledForward(model, compiled, _compiled_begins)
-    # Not by `patches.set`, which would hold the model until then.
-    _of_compiled.add(lambda patches: patches.apply(lambda: setattr(model, "_compiled_call_impl", ours), undo))
-
-
-def _compiled_begins(model: nn.Module, args: Any, kwargs: Any) -> None:
-    for recorder in tuple(_recorders):
-        if _is_recording(recorder):
-            recorder._compiled_begins(model, args, kwargs)
-
-
-def _is_recording(recorder: Recorder) -> bool:
-    """Whether this is the process that records: a fork inherits its parent's recorders too."""
-    capturing = recorder._cuda is not None and torch.cuda.is_current_stream_capturing()
-    return recorder.process == os.getpid() and not capturing
-
-
 def _recorded(optimizer: Any) -> Stash | None:
     """The stash of an optimizer whose training is enabled."""
-    stash: Stash | None = getattr(optimizer, "_amp_stash", None)
-    if stash is None or not stash.enabled or stash.owner is None or stash.owner() is not optimizer:
+    stash = stash_of(optimizer)
+    if stash is None or not stash.enabled:
         return None
-    return stash
+    owner = stash.around.owner
+    return stash if owner is not None and owner() is optimizer else None
 
 
 def _trainings() -> list[Training]:
     return training_module.trainings
-
-
-def _alive(refs: Any) -> list[Any]:
-    return [value for ref in refs if (value := ref()) is not None]
-
-
-def _samples(args: Any, kwargs: Any) -> int:
-    """The first dimension of the first tensor; 0 where that is not known."""
-    try:
-        tensor = args[0] if args and isinstance(args[0], Tensor) else next(iter(tree.tensors((args, kwargs))), None)
-        return tensor.size(0) if tensor is not None and tensor.dim() else 0
-    except RuntimeError:  # a container that holds itself, or a tensor without sizes
-        return 0
-
-
-def _bytes(tensors: Any) -> int:
-    """What the tensors take, each once; of a sharded one this process's part."""
-    total = 0
-    for tensor in {id(t): t for t in tensors}.values():
-        local = distributed.local(tensor)
-        parts = (local._values(), local._indices()) if local.is_sparse else (local,)
-        total += sum(part.numel() * part.element_size() for part in parts)
-    return total
 
 
 def _is_power_of_ten(number: int) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from paths import ROOT
 
 from amp_patch.__main__ import main
-from amp_patch.commands import apex_surface, check, served
+from amp_patch.commands import apex_served, apex_surface, check
 
 AMP = "apex.amp"
 
@@ -92,7 +92,7 @@ def test_names_are_found_in_every_form(tmp_path, source):
 
 def test_what_becomes_of_a_name():
     def status(name: str) -> tuple[str, str]:
-        found = served.finding(name, [])
+        found = apex_served.finding(name, [])
         return found.status, found.note
 
     assert status("apex.amp.master_params") == status("apex_C.flatten") == ("served", "")
@@ -310,18 +310,20 @@ def test_each_name_of_the_table_resolves():
     for row in apex_surface.ROWS:
         assert row.served_by and row.names.split()
         for path in row.paths():
-            served.resolve(path)
+            apex_served.resolve(path)
 
 
 def test_each_public_name_is_in_the_table():
     paths = [path for row in apex_surface.ROWS for path in row.paths()]
     assert len(paths) == len(set(paths))
-    told = {id(served.resolve(path)) for path in paths} | {id(module) for module in served.modules().values()}
+    told = {id(apex_served.resolve(path)) for path in paths} | {id(module) for module in apex_served.modules().values()}
     public = {
-        f"{name}.{public}" for name, module in served.modules().items() for public in getattr(module, "__all__", ())
+        f"{name}.{public}"
+        for name, module in apex_served.modules().items()
+        for public in getattr(module, "__all__", ())
     }
     assert len(public) > 100
-    assert not {name for name in public if name not in paths and id(served.resolve(name)) not in told}
+    assert not {name for name in public if name not in paths and id(apex_served.resolve(name)) not in told}
 
 
 def test_the_page_on_apex_shows_the_table():

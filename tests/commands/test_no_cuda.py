@@ -16,6 +16,7 @@ from amp_patch import amp
 from amp_patch.casts import cpu_fp16, install
 from amp_patch.casts import state as casts_state
 from amp_patch.commands import no_cuda
+from amp_patch.commands.no_cuda import machine
 from amp_patch.recording.peak_memory import PeakMemory
 
 CUDA = [0, "cuda", "cuda:0", "cuda:3", torch.device("cuda"), torch.device("cuda", 1)]
@@ -205,7 +206,7 @@ def test_memory_is_what_the_process_has_grown_by(cpu):
 def test_memory_that_the_system_does_not_tell_is_0_and_said_so_in_a_line(monkeypatch, capfd):
     monkeypatch.setattr("amp_patch.recording.peak_memory._status", lambda name: None)
     monkeypatch.setattr("amp_patch.recording.peak_memory._largest_ever", lambda: None)
-    no_cuda._say_that_nothing_tells.cache_clear()
+    machine._say_that_nothing_tells.cache_clear()
     no_cuda.install()
     try:
         assert capfd.readouterr().err == "", "before anybody asks"

@@ -16,7 +16,7 @@ from made_up import made_up_look, made_up_run
 pytest.importorskip("matplotlib", reason="the report's pictures want matplotlib")
 
 from amp_patch.comparison import page
-from amp_patch.comparison.verdict import Comparison
+from amp_patch.comparison.comparison import Comparison
 from amp_patch.recording.run import Run
 
 BROWSER = chromium.find()

@@ -14,8 +14,8 @@ from made_up import made_up_look, made_up_run
 
 pytest.importorskip("matplotlib", reason="the report's pictures want matplotlib")
 
-from amp_patch.comparison import measures, page, pictures
-from amp_patch.comparison.verdict import Comparison
+from amp_patch.comparison import measures, number_pictures, page, pictures, wording
+from amp_patch.comparison.comparison import Comparison
 from amp_patch.recording.run import PARTS, Run, dumps, loads
 
 NASTY = "</style><script>alert('x')</script>&amp;<img src=http://a.example/x.png>\"' $x_1$ \u4e2d\udcff"
@@ -209,7 +209,7 @@ def test_what_flushes_in_words():
     run = made_up_run("O2", dtype="float16")
     run.looks = [made_up_look(0), made_up_look(1)]
     (level,) = Comparison("train.py", [run]).levels
-    gradients, others, errors = pictures.numbers(level)
+    gradients, others, errors = number_pictures.numbers(level)
     assert "from 2^-30 to 2^-6" in gradients.alt
     assert "at scale 1 20 % of them flush" in gradients.alt and "2¹⁶ 0 % of them flush" in gradients.alt
     assert "activations from 2^-30 to 2^-6" in others.alt and "last 0.2; first 0.001" in errors.alt
@@ -230,7 +230,7 @@ def test_a_long_training_makes_no_large_page():
     [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (3 * 2**30, "3 GiB"), (2**41, "2.05e+03 GiB")],
 )
 def test_sizes(count, words):
-    assert pictures.size(count) == words
+    assert wording.size(count) == words
 
 
 def test_the_figures_are_written_where_a_picture_fails(tmp_path, monkeypatch):

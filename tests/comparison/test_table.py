@@ -9,8 +9,8 @@ import pytest
 from made_up import made_up_look, made_up_run
 from rich.console import Console
 
+from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.table import tables
-from amp_patch.comparison.verdict import Comparison
 from amp_patch.recording.run import PARTS, Run
 
 

@@ -9,9 +9,11 @@ from dataclasses import replace
 import pytest
 from made_up import made_up_look, made_up_run
 
-from amp_patch.comparison import measures, verdict
+from amp_patch.comparison import measures
+from amp_patch.comparison.comparison import Comparison
+from amp_patch.comparison.level_result import LevelResult, Verdict
+from amp_patch.comparison.machine import machine
 from amp_patch.comparison.measures import Ratio
-from amp_patch.comparison.verdict import Comparison, LevelResult, Verdict
 from amp_patch.recording.run import Run, dumps, loads
 
 
@@ -472,7 +474,7 @@ def test_a_report_in_json_gives_the_comparison_back():
 
 
 def test_the_machine():
-    told = verdict.machine()
+    told = machine()
     assert set(told) == {"torch", "python", "cpu", "threads", "gpu"}
     assert all(isinstance(value, str) and value for value in told.values())
     assert re.match(r"\d+\.\d+", told["torch"]) and int(told["threads"]) == 1

@@ -20,7 +20,7 @@ import amp_patch
 from amp_patch import explain, initialize
 from amp_patch.casts import functions, install
 from amp_patch.casts.oplists import rules_by_name
-from amp_patch.diagnose.explain import Explanation, OpCall
+from amp_patch.diagnose.explanation import Explanation, OpCall
 from amp_patch.support import tree
 
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32

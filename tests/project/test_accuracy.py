@@ -14,7 +14,7 @@ from paths import BENCHMARKS
 
 pytest.importorskip("matplotlib", reason="the page's pictures need it")
 
-from amp_patch.comparison.verdict import Comparison
+from amp_patch.comparison.comparison import Comparison
 from amp_patch.recording.run import dumps
 
 SCRIPT = BENCHMARKS / "accuracy.py"

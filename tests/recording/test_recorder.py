@@ -22,6 +22,7 @@ from torch import nn
 from training import ADAM, LEVELS, SGD, backward, convnet, images, linear, same, train, weights
 
 from amp_patch import amp
+from amp_patch.recording import compiled_forwards, outbox
 from amp_patch.recording import recorder as recording
 from amp_patch.recording.recorder import Enough, Recorder
 from amp_patch.recording.run import PARTS, Run, read_lines
@@ -52,7 +53,8 @@ def untouched():
         and not torch_hooks._global_optimizer_pre_hooks
         and not torch_hooks._global_optimizer_post_hooks
         and not recording._recorders
-        and not recording._of_compiled.installed
+        and not compiled_forwards._listeners
+        and not compiled_forwards._installation.installed
     )
 
 
@@ -107,7 +109,7 @@ def test_a_skip_on_the_device_is_recorded(monkeypatch):
         model, optimizer = started(optimizer=lambda params: torch.optim.SGD(params, lr=0.0, fused=True))
         for step in range(4):
             one_step(model, optimizer, factor=2.0**9 if step == 2 else 1.0)
-            assert len(optimizer._amp_stash.verdicts) == step  # the first step is not one of these
+            assert len(optimizer._amp_stash.device_skips) == step  # the first step is not one of these
         arrived = True
         one_step(model, optimizer)
     assert run.skipped == [False, False, True, False, False]
@@ -648,7 +650,7 @@ def test_what_cannot_be_written_to_is_refused_before_anything(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
 def test_a_full_disk_ends_the_recording_and_not_the_training(monkeypatch):
-    monkeypatch.setattr(recording, "_FLUSH_STEPS", 2)
+    monkeypatch.setattr(outbox, "_FLUSH_EVENTS", 2)
     model, optimizer = started()
     with pytest.warns(UserWarning, match="breaks off at step [12]: .*No space left") as warned, amp.record("/dev/full"):
         for _ in range(6):

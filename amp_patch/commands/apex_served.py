@@ -1,6 +1,6 @@
 """What becomes of a name of Apex here: served as it was, otherwise than by Apex, or missing.
 
-It is asked of the modules of `amp_patch.apex` themselves, and of the table in surface.py.
+It is asked of the modules of `amp_patch.apex` themselves, and of the table in apex_surface.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EXTENSIONS = re.compile(r"(fused_layer_norm|fused_adam|fused_dense|mlp|xentropy|
 @cache
 def modules() -> dict[str, ModuleType]:
     """Every module that install() registers, under Apex's name for it."""
-    return dict(amp_patch.apex._modules())
+    return dict(amp_patch.apex.modules())
 
 
 @cache

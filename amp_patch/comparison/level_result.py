@@ -1,0 +1,200 @@
+"""One level of a comparison: its runs, its figures beside the baseline's, and what is said of it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from amp_patch.comparison import measures
+from amp_patch.comparison.measures import Ratio
+from amp_patch.comparison.wording import listed
+from amp_patch.recording.run import Run
+
+INTERRUPTED = "interrupted"  # an error that begins so is the user's Ctrl-C: no fault of the level
+# A level is not recommended if a run skipped more than half of its steps, or more than this share and this number: as
+# many halvings take the largest dynamic scale, 2**24, to 1.
+SKIPPED_SHARE, SKIPPED_STEPS = 0.1, 24
+_SHORT = {"float16": "fp16", "bfloat16": "bf16"}
+_LESS_MEMORY = 0.95  # a level is recommended for its memory only below this share of the baseline's
+
+
+class Verdict(NamedTuple):
+    """What is said of a level.
+
+    Attributes:
+        kind: "baseline"; "within" the baseline's spread; "differs" (`better`, or not to be used); "undecided", which
+            may be chance; "failed", without a run that went well; "alone", with nothing to compare it with.
+        text: a sentence without the level's name, without a full stop.
+        better: whether the level lies outside of the baseline's spread on the better side.
+    """
+
+    kind: str
+    text: str
+    better: bool = False
+
+    @property
+    def usable(self) -> bool:
+        """Whether nothing found speaks against the level's accuracy."""
+        return self.kind in ("baseline", "within") or self.better
+
+
+@dataclass(frozen=True)
+class LevelResult:
+    """The runs of one level. Ratios are to the baseline's, None where one of the two is not known.
+
+    Attributes:
+        level, dtype: "O2", "float16"; the dtype is None at O0.
+        runs: those that went well, by seed.
+        failed: the others.
+        final: a figure for each of `runs`; NaN if the run diverged or has none.
+        step_ms: milliseconds a step: the median over the runs of each one's median.
+        speedup: how many times faster than the baseline; with one seed, the range is the step times' quartiles'.
+        memory_ratio: of the runs' median peak memory, where that tells something of the training (`measures.peak`).
+        bytes_ratio: of weights, masters, gradients and the optimizer's state.
+        samples_per_second: the median over the runs.
+        skips: how many steps each of `runs` skipped.
+        scales: the loss scale at the end of each of `runs`.
+    """
+
+    level: str
+    dtype: str | None
+    runs: list[Run]
+    failed: list[Run]
+    final: list[float]
+    step_ms: float | None = None
+    speedup: Ratio | None = None
+    memory_ratio: float | None = None
+    bytes_ratio: float | None = None
+    samples_per_second: float | None = None
+    skips: list[int] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    verdict: Verdict = field(default_factory=lambda: Verdict("alone", ""))
+
+    @property
+    def name(self) -> str:
+        """ "O2 fp16"."""
+        return f"{self.level} {_SHORT.get(self.dtype, self.dtype)}" if self.dtype else self.level
+
+    @property
+    def memory(self) -> float | None:
+        """`memory_ratio`, or where that is not known the ratio of the tensors alone."""
+        return self.memory_ratio if self.memory_ratio is not None else self.bytes_ratio
+
+    @property
+    def seeds(self) -> list[int]:
+        return [run.seed for run in self.runs]
+
+    @property
+    def finite(self) -> dict[int, float]:
+        """Seed -> figure, of the runs that have one."""
+        return {run.seed: figure for run, figure in zip(self.runs, self.final, strict=True) if math.isfinite(figure)}
+
+    @property
+    def mean(self) -> float | None:
+        """Of the finite figures."""
+        return statistics.mean(self.finite.values()) if self.finite else None
+
+
+def measured(level: LevelResult, base: LevelResult | None) -> LevelResult:
+    """The level with its times, sizes and skips, and the ratios to those of `base`."""
+    runs = level.runs
+    medians = [statistics.median(seconds) for run in runs if (seconds := measures.step_times(run))]
+    rates = [rate for run in runs if (rate := measures.samples_per_second(run)) is not None]
+    found: dict[str, Any] = {
+        "step_ms": 1000 * statistics.median(medians) if medians else None,
+        "samples_per_second": statistics.median(rates) if rates else None,
+        "skips": [sum(run.skipped) for run in runs],
+        "scales": [run.scale[-1] for run in runs if run.scale],
+    }
+    if base is not None:
+        of_seed = {run.seed: run for run in base.runs}
+        pairs = [(of_seed[run.seed], run) for run in runs if run.seed in of_seed]
+        found["speedup"] = measures.speedup(pairs)
+        found["memory_ratio"] = _ratio(
+            [peak for run in runs if (peak := measures.peak(run)) is not None],
+            [peak for run in base.runs if (peak := measures.peak(run)) is not None],
+        )
+        found["bytes_ratio"] = _ratio(map(measures.held_bytes, runs), map(measures.held_bytes, base.runs))
+    return replace(level, **found)
+
+
+def went_well(run: Run) -> bool:
+    return run.error is None and bool(run.loss or run.logged)
+
+
+def faults(level: LevelResult) -> list[Run]:
+    """The runs that failed by themselves."""
+    return [run for run in level.failed if not (run.error or "").startswith(INTERRUPTED)]
+
+
+def failures_in_words(level: LevelResult) -> str:
+    errors: dict[str, list[int]] = {}
+    for run in level.failed:
+        errors.setdefault(run.error or "recorded no step", []).append(run.seed)
+    return "; ".join(f"failed with {seeds_in_words(seeds)}: {error}" for error, seeds in errors.items())
+
+
+def seeds_in_words(seeds: Sequence[int]) -> str:
+    return f"seed{'s' if len(seeds) > 1 else ''} {listed([str(seed) for seed in seeds])}"
+
+
+def same_losses(run: Run, other: Run) -> bool:
+    """Whether all losses are finite, and the same to the bit."""
+    return bool(run.loss) and run.loss == other.loss and all(map(math.isfinite, run.loss))
+
+
+def seeds_change_nothing(base: LevelResult) -> bool:
+    """Whether its runs, two or more, are one run."""
+    return len(base.runs) > 1 and len(set(base.final)) == 1 and all(same_losses(run, base.runs[0]) for run in base.runs)
+
+
+def skips_much(level: LevelResult) -> bool:
+    """Whether a run of the level skipped more steps than a dynamic loss scale does that looks for its height."""
+    pairs = [(sum(run.skipped), run.steps) for run in level.runs]
+    return any(n > steps / 2 or n > max(SKIPPED_STEPS, SKIPPED_SHARE * steps) for n, steps in pairs)
+
+
+def skips_in_words(level: LevelResult) -> str:
+    """What a reader has to know of the skips and of the loss scale, if anything."""
+    words = []
+    if skips_much(level):
+        worst = max(level.runs, key=lambda run: sum(run.skipped) / max(1, run.steps))
+        words.append(f"{sum(worst.skipped)} of {worst.steps} steps were skipped with seed {worst.seed}")
+    fallen = [run.scale[-1] for run in level.runs if run.scale and run.scale[-1] < min(1.0, run.scale[0])]
+    if fallen:
+        words.append(f"the loss scale fell to {min(fallen):.2g}")
+    return ", ".join(words)
+
+
+def is_smaller(level: LevelResult, base: LevelResult) -> bool:
+    """Whether all runs peaked below all of the baseline's, by more than a little; where none is known, the tensors."""
+    peaks, of_base = ([peak for run in each.runs if (peak := measures.peak(run)) is not None] for each in (level, base))
+    if peaks and of_base:
+        return max(peaks) < _LESS_MEMORY * min(of_base)
+    if any(run.peak_memory is not None for run in (*level.runs, *base.runs)):
+        return False  # what the tensors save is lost in what the process takes
+    return level.bytes_ratio is not None and level.bytes_ratio < _LESS_MEMORY
+
+
+def level_dict(level: LevelResult) -> dict[str, Any]:
+    plain = {
+        name: value
+        for name, value in vars(level).items()
+        if name not in ("runs", "failed", "speedup", "verdict")  # the runs are told elsewhere
+    }
+    return {
+        **plain,
+        "name": level.name,
+        "seeds": level.seeds,
+        "failed_seeds": [run.seed for run in level.failed],
+        "speedup": level.speedup._asdict() if level.speedup else None,
+        "verdict": level.verdict._asdict(),
+    }
+
+
+def _ratio(ours: Iterable[int], theirs: Iterable[int]) -> float | None:
+    ours, theirs = list(ours), list(theirs)
+    return statistics.median(ours) / median if ours and theirs and (median := statistics.median(theirs)) > 0 else None

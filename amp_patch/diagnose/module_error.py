@@ -1,0 +1,90 @@
+"""How much the output of a module differs from what the module gives in FP32."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch.casts import regions
+from amp_patch.masters.masters import master_of
+from amp_patch.support import tree
+
+
+class _WithoutHooks(nn.Module):
+    """Calls the forward of a module, and not the hooks of the module itself."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.forward(*args, **kwargs)
+
+
+def floats(value: Any) -> list[Tensor]:
+    """The floating tensors in a value, in all its containers; complex ones are left out."""
+    return [t for t in tree.tensors(value) if t.is_floating_point() and t.layout is torch.strided and not t.is_nested]
+
+
+def is_random(module: nn.Module) -> bool:
+    """Whether the module says of itself that it drops numbers at random."""
+    rates = (getattr(module, name, 0.0) for name in ("p", "dropout"))
+    return module.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+@torch.no_grad()
+def relative_error(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tensor]) -> Tensor | None:
+    """The relative distance of `outputs` from what `module` gives in FP32 for the same arguments. Does not sync.
+
+    The module's state stays as it is. Numbers that are not finite in FP32 either do not count.
+
+    Returns:
+        FP64, shape [2]: the error, and 1 if a number of FP32's is too large for the type of the outputs, else 0. None
+        if the module draws random numbers, or cannot be computed in FP32.
+    """
+    exact = _in_fp32(module, args, kwargs, outputs)
+    if exact is None or [a.shape for a in outputs] != [b.shape for b in exact]:
+        return None
+    apart, size, too_large = [], [], []
+    for output, wanted in zip(outputs, exact, strict=True):
+        wanted = wanted.to(output.device)
+        finite = wanted.isfinite()
+        wanted = torch.where(finite, wanted, 0)
+        difference = torch.where(finite, output.float() - wanted, 0)
+        apart.append(torch.linalg.vector_norm(difference, dtype=torch.float64))
+        size.append(torch.linalg.vector_norm(wanted, dtype=torch.float64))
+        too_large.append((~wanted.to(output.dtype).isfinite()).any())
+    distance = torch.stack(apart).norm()
+    error = torch.where(distance == 0, 0.0, distance / torch.stack(size).norm()).nan_to_num(math.inf, posinf=math.inf)
+    return torch.stack([error, torch.stack(too_large).any().double()])
+
+
+def _in_fp32(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tensor]) -> list[Tensor] | None:
+    """What the module gives with FP32 arguments, masters for its parameters, and FP32 copies of its buffers."""
+    tensors: dict[str, Tensor] = {}
+    for name, param in _WithoutHooks(module).named_parameters():
+        master = master_of(param)
+        tensors[name] = (param if master is None else master).detach()
+    tensors.update((name, buffer.clone()) for name, buffer in _WithoutHooks(module).named_buffers())
+    tensors = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+    args, kwargs = tree.cast_floats((args, kwargs), torch.float32)
+    attributes = dict(vars(module))
+    vars(module).pop("_amp", None)  # with it the forward of a cast model casts its arguments
+    devices = sorted({t.device.index for t in outputs if t.device.type == "cuda"})
+    try:
+        with torch.random.fork_rng(devices), regions.region(None):
+            before = _random_states(devices)
+            exact = floats(torch.func.functional_call(_WithoutHooks(module), tensors, args, kwargs))
+            return exact if all(map(torch.equal, before, _random_states(devices))) else None
+    except Exception:  # a module that makes a weight of its parameters in a hook has it in their type, say
+        return None
+    finally:
+        vars(module).clear()
+        vars(module).update(attributes)
+
+
+def _random_states(devices: list[int]) -> list[Tensor]:
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]

@@ -1,0 +1,85 @@
+"""Forwards of compiled models, told to whoever records. torch calls no hook of the model before what it has compiled.
+
+While somebody listens, and only then, `OptimizedModule.__call__` (of `torch.compile(model)`), `Module.compile` and what
+that gave to a model are replaced by functions that tell of the call first.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from amp_patch.support.forward_hook import CompiledForward, before_compiled
+from amp_patch.support.patches import Installation, Patches
+
+Listener = Callable[[nn.Module, Any, Any], None]  # is given the compiled model, and its arguments
+
+_listeners: list[Listener] = []
+_installation = Installation(of_process=True)  # in force while there are listeners
+_patched: list[Any] = []  # Dynamo's module, once it is patched
+
+
+def add(listener: Listener) -> None:
+    """Tell `listener` of the forwards of compiled models, of those that `watch` was given."""
+    with _installation.lock:
+        _listeners.append(listener)
+
+
+def remove(listener: Listener) -> None:
+    with _installation.lock:
+        _listeners.remove(listener)
+        if not _listeners:
+            _installation.uninstall()
+
+
+def watch(model: nn.Module) -> None:
+    """Have `model` tell too, if it was compiled, or once it is: by `torch.compile` or by its own `compile`."""
+    _patch_dynamo()
+    _replace_call(model)
+
+
+def _patch_dynamo() -> None:
+    # Whoever has made an optimizer has imported what is needed of Dynamo; without it no model is compiled yet.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None or dynamo in _patched:
+        return
+    optimized, compile = dynamo.OptimizedModule, nn.Module.compile
+
+    @functools.wraps(compile)
+    def compile_and_tell(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        compile(self, *args, **kwargs)
+        _replace_call(self)
+
+    def replace(patches: Patches) -> None:
+        patches.set(optimized, "__call__", before_compiled(optimized.__call__, _tell))
+        patches.set(nn.Module, "compile", compile_and_tell)
+        patches.apply(lambda: _patched.append(dynamo), _patched.clear)
+
+    _installation.add(replace)
+
+
+def _replace_call(model: nn.Module) -> None:
+    """Replace what `model.compile()` gave to the model, if it was called, until the last listener is removed."""
+    compiled = model._compiled_call_impl
+    if compiled is None or isinstance(compiled, CompiledForward):
+        return
+    ref = weakref.ref(model)
+
+    def undo() -> None:
+        model = ref()
+        if model is not None and isinstance(found := model._compiled_call_impl, CompiledForward):
+            model._compiled_call_impl = found.compiled
+
+    ours = CompiledForward(model, compiled, _tell)
+    # Not by `patches.set`, which would hold the model until then.
+    _installation.add(lambda patches: patches.apply(lambda: setattr(model, "_compiled_call_impl", ours), undo))
+
+
+def _tell(model: nn.Module, args: Any, kwargs: Any) -> None:
+    for listener in tuple(_listeners):
+        listener(model, args, kwargs)

@@ -1,0 +1,85 @@
+"""What the tensors of the recorded trainings take, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch.support import distributed, tree
+from amp_patch.support.compiled import eager_only
+from amp_patch.training import zero
+from amp_patch.training.stash import stash_of
+from amp_patch.training.training import Training
+
+
+class Sizes:
+    """Bytes of weights, masters, gradients and the optimizers' state, as they were when they were last measured.
+
+    Args:
+        trainings: a list that grows while it is recorded; what they hold is found anew at each measuring.
+    """
+
+    def __init__(self, trainings: list[Training]) -> None:
+        self._trainings = trainings
+        self.bytes = {"weights": 0, "masters": 0, "gradients": 0, "state": 0}
+
+    def device(self) -> torch.device:
+        """Of the first parameter."""
+        return next((param.device for param, _ in self._pairs()), torch.device("cpu"))
+
+    @eager_only
+    def measure(self) -> None:
+        """All but the gradients, which are there in the middle of a step alone."""
+        optimizers = self._optimizers()
+        if not optimizers:
+            return  # all gone, or restored: what was measured before holds
+        pairs = self._pairs()
+        states = [getattr(zero.stateful(optimizer), "state", None) or {} for optimizer in optimizers]
+        self.bytes["weights"] = _bytes(param for param, _ in pairs)
+        self.bytes["masters"] = _bytes(master for param, master in pairs if master is not param)
+        self.bytes["state"] = _bytes(tensor for state in states for tensor in tree.tensors([*state.values()]))
+
+    @eager_only
+    def measure_gradients(self) -> None:
+        """Those of parameters and masters that are there now, if they are more than ever before."""
+        grads = [t.grad for t in {id(t): t for pair in self._pairs() for t in pair}.values() if t.grad is not None]
+        self.bytes["gradients"] = max(self.bytes["gradients"], _bytes(grads))
+
+    def _optimizers(self) -> list[Any]:
+        """Those of the trainings that are still there, and in no later training."""
+        return [
+            optimizer
+            for training in self._trainings
+            for optimizer in alive(training.optimizers)
+            if (stash := stash_of(optimizer)) is not None and stash.scalers is training.scalers
+        ]
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """(param, master) of the models' parameters and the optimizers'; the same tensor twice where there is none."""
+        pairs = [
+            pair
+            for optimizer in self._optimizers()
+            if (stash := stash_of(optimizer)) is not None
+            for pair in stash.masters.pairs(optimizer.param_groups)
+        ]
+        known = {id(param) for param, _ in pairs}
+        models = [model for training in self._trainings for model in alive(training.models)]
+        return pairs + [(p, p) for model in models for p in model.parameters() if id(p) not in known]
+
+
+def alive(refs: Iterable[Any]) -> list[Any]:
+    """What weak references still refer to."""
+    return [value for ref in refs if (value := ref()) is not None]
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """What the tensors take, each once; of a sharded one this process's part."""
+    total = 0
+    for tensor in {id(t): t for t in tensors}.values():
+        local = distributed.local(tensor)
+        parts = (local._values(), local._indices()) if local.is_sparse else (local,)
+        total += sum(part.numel() * part.element_size() for part in parts)
+    return total

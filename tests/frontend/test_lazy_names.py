@@ -1,0 +1,72 @@
+"""What `import amp_patch` loads, and what it loads when a name is first used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import amp_patch
+
+# Wings that a training need not have.
+WINGS = ("diagnose", "recording", "comparison", "commands", "graph", "apex", "integrations")
+
+LOADED = f"""
+import sys
+
+def loaded():
+    return [name for name in sys.modules if name.startswith("amp_patch.") and name.split(".")[1] in {WINGS}]
+"""
+
+
+def test_a_training_loads_no_wing_that_it_need_not_have():
+    code = """
+import torch, amp_patch
+assert not loaded(), loaded()
+amp_patch.initialize(torch.nn.Linear(2, 2))
+assert not loaded(), loaded()
+amp_patch.initialize(torch.nn.Linear(2, 2), verbosity=2)
+assert "amp_patch.diagnose.explain" in loaded()
+"""
+    subprocess.run([sys.executable, "-c", LOADED + code], check=True)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import amp_patch; found = amp_patch.record",
+        "from amp_patch import record as found",
+        "from amp_patch.amp import record as found",
+        "from amp_patch import amp; found = amp.record",
+        "from amp_patch import *; found = record",
+    ],
+)
+def test_a_name_is_put_into_the_module_at_its_first_use(code, monkeypatch):
+    record = amp_patch.record
+    monkeypatch.delitem(vars(amp_patch), "record")
+    names = {}
+    exec(code, names)
+    assert names["found"] is record
+    assert vars(amp_patch)["record"] is record
+
+
+def test_a_star_import_gives_all_names():
+    names = {}
+    exec("from amp_patch import *", names)
+    assert set(amp_patch.__all__) <= set(names)
+    assert names["graph"].Graph is amp_patch.graph.Graph
+
+
+def test_functions_are_not_hidden_by_modules_of_their_name():
+    import amp_patch.commands.compare
+    import amp_patch.diagnose.explain
+    import amp_patch.diagnose.inspect
+
+    assert all(map(callable, (amp_patch.compare, amp_patch.explain, amp_patch.inspect)))
+
+
+def test_dir_has_every_public_name_and_other_names_are_refused():
+    assert set(amp_patch.__all__) <= set(dir(amp_patch))
+    with pytest.raises(AttributeError, match="module 'amp_patch' has no attribute 'nothing'"):
+        _ = amp_patch.nothing
