@@ -154,9 +154,9 @@ def _keep_default_in_replicas(patches: Patches) -> None:
 
 
 def in_force(function: Any) -> Any:
-    """What the casts have put in the place of `function`, by whose own name torch has it now; else `function` itself.
+    """The wrapper that stands at the name of `function` now, if it wraps `function`; else `function` itself.
 
-    For a function that was taken from torch's namespace before they were installed.
+    For who has taken a function from torch's namespace before the casts were installed.
     """
     owner = sys.modules.get(getattr(function, "__module__", None) or "")
     found = getattr(owner, getattr(function, "__name__", ""), None)
@@ -165,6 +165,7 @@ def in_force(function: Any) -> Any:
 
 
 def resolve_address(address: str) -> Any:
+    """The module or class of a dotted name such as "torch.Tensor", as the op lists have it."""
     module, _, rest = address.partition(".")
     owner: Any = importlib.import_module(module)
     for name in rest.split(".") if rest else ():
@@ -173,6 +174,7 @@ def resolve_address(address: str) -> Any:
 
 
 def _at(owner: Any, name: str) -> Any:
+    """What stands at `owner.name`; of a class the very slot, a staticmethod for one."""
     return inspect.getattr_static(owner, name, None) if isinstance(owner, type) else getattr(owner, name)
 
 
@@ -208,6 +210,14 @@ def _replace(patches: Patches, owner: Any, name: str, rule: str, apex_rule: str)
 
 
 def register(module: Any, name: str, rule: str, caller: str) -> None:
+    """Put `module.name` under a rule of its own: now if the casts are installed, and at each later `install`.
+
+    Args:
+        caller: the user's function that errors name.
+
+    Raises:
+        ValueError: `module` has no such name. TypeError: what is there cannot be called.
+    """
     where = getattr(module, "__name__", repr(module))
     if not hasattr(module, name):
         raise ValueError(f"{caller}: {where} has no function named {name!r}")
