@@ -88,8 +88,8 @@ _EXP_LOG_POW = (
     "tan",
 )
 
-# `mean` is not here (nor in torch's or today's Apex's list): its result lies in the range of its input. `std` and
-# `var` are Apex's: a variance does not. `nansum` goes with `sum`.
+# `mean` is not here, nor in torch's list or that of today's Apex: its result lies in the range of its input. A variance
+# may leave that range, so `std` and `var` are here, as in Apex. `nansum` goes with `sum`.
 _REDUCTIONS = ("cumprod", "cumsum", "dist", "nansum", "norm", "prod", "renorm", "std", "sum", "var")
 
 # These have no half kernels at all (quantile, linear algebra, FFT: some, on some devices).
