@@ -36,12 +36,13 @@ test: $(VENV)/installed ## every test that is not marked slow
 test-all: $(VENV)/ecosystem ## what `test` leaves out: the tests marked slow, and all others without the extension
 	AMP_PATCH_BACKEND=torch $(PYTEST_FILES) -m "not slow" --ignore tests/project/test_examples.py
 	$(PYTEST) -m "not slow" tests/integrations
-	$(PYTEST) -m slow
+	$(PYTEST_FILES) -m slow
 
-lint: $(VENV)/installed ## ruff, mypy and clang-format; changes nothing
+lint: $(VENV)/installed ## ruff, mypy, the order of the imports and clang-format; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(if $(SOURCES),$(BIN)/clang-format --dry-run -Werror $(SOURCES))
 
 format: $(VENV)/installed ## rewrite the sources as lint wants them

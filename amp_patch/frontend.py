@@ -25,10 +25,11 @@ from amp_patch.support.patches import Attempts
 from amp_patch.training import ddp
 from amp_patch.training.innermost import as_list, innermost
 from amp_patch.training.scale_loss import scaler_of, targets_of
+from amp_patch.training.stash import stash_of
 from amp_patch.training.training import (
     Dialect,
     begin_training,
-    check,
+    check_arguments,
     leave_all,
     leave_alone,
     leave_earlier,
@@ -168,7 +169,7 @@ def initialize_as(
         return _apex_form(models, optimizers, optimizer_list)
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
-    kept = check(model_list, targets, policy, keep_fp32, methods, dialect, process_group)
+    kept = check_arguments(model_list, targets, policy, keep_fp32, methods, dialect, process_group)
     policy = settle(policy, on_cpu=model_tensors.use_cpu(model_list))
 
     leave_earlier(model_list, targets, kept, policy)
@@ -220,8 +221,8 @@ def loss_scale(optimizers: Any, loss_id: int = 0) -> Tensor:
     Raises:
         RuntimeError: an optimizer that `initialize` never saw. ValueError: a loss_id that cannot be.
     """
-    stashes = [target._amp_stash for target in targets_of(optimizers, "loss_scale")]
-    stash = next((stash for stash in stashes if stash.enabled), None)
+    stashes = [stash_of(target) for target in targets_of(optimizers, "loss_scale")]
+    stash = next((stash for stash in stashes if stash is not None and stash.enabled), None)
     return torch.ones(()) if stash is None else scaler_of(stash, loss_id, "loss_scale").scale_tensor.clone()
 
 

@@ -20,7 +20,7 @@ from amp_patch.support import distributed
 from amp_patch.support.compiled import eager_only
 from amp_patch.training import step as optimizer_step
 from amp_patch.training.innermost import innermost
-from amp_patch.training.stash import distinct_pairs, drop_spent
+from amp_patch.training.stash import distinct_pairs, drop_spent, stash_of
 from amp_patch.training.unscale import drop, first_gradient
 
 
@@ -192,7 +192,8 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.STEPPED
         if not stepped and (stash := _stash(optimizer)) is not None:
             stash.step_skipped = True
-            optimizer_step.consume(innermost(optimizer), stash)  # as after a step that it skips itself
+            # as after a step that it skips itself
+            optimizer_step.consume(innermost(optimizer), stash, stash.masters.linked())
         return stepped if result is None else result
 
     @eager_only
@@ -275,7 +276,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         advice = "call scale(), unscale_(), step() and update() of one scaler for the gradients of one optimizer"
         stash = _stash(optimizer)
-        brought = None if stash is None or stash.brought is None else stash.brought()
+        brought = None if stash is None or stash.backward.brought is None else stash.backward.brought()
         if stash is not None and (stash.pending is not None or brought is grad):
             raise RuntimeError(
                 f"GradScaler.{method}: the gradients of this {type(optimizer).__name__} came through amp.scale_loss, "
@@ -314,7 +315,7 @@ class GradScaler(torch.amp.GradScaler):
             found = distributed.agree(gather([(p, p) for p in params], inv_scale), params)
             return self._everywhere(found, inv_scale.device)
         target = innermost(optimizer)
-        refuse_sharded_since((ref() for ref in stash.models), "GradScaler.unscale_")
+        refuse_sharded_since((ref() for ref in stash.around.models), "GradScaler.unscale_")
         optimizer_step.recover(target, stash)
         drop_spent(stash)
         pairs = distinct_pairs([target])
@@ -331,7 +332,7 @@ class GradScaler(torch.amp.GradScaler):
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    grad = param.grad.coalesce()._values() if param.grad.is_sparse else param.grad
+                    grad = param.grad.coalesce().values() if param.grad.is_sparse else param.grad
                     grads.setdefault(grad.device, []).append(torch.view_as_real(grad) if grad.is_complex() else grad)
         found = {device: torch.zeros((), device=device) for device in grads}
         for device, tensors in grads.items():
@@ -378,9 +379,14 @@ class OlderGradScaler(GradScaler):
         super().__init__(self.device_type, *factors, enabled, **options)
 
 
+def forget_gradients(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
+    """Let a scaler, torch's or ours, forget what it has unscaled and found of an optimizer since its last `update`."""
+    scaler._per_optimizer_states.pop(id(optimizer), None)
+
+
 def _stash(optimizer: Any) -> Any:
     """What amp_patch knows of an optimizer, if it went through `initialize`."""
-    stash = getattr(innermost(optimizer), "_amp_stash", None)
+    stash = stash_of(innermost(optimizer))
     return stash if stash is not None and stash.enabled else None
 
 

@@ -57,7 +57,7 @@ _USED = tuple(
 
 
 # What these do to optimizers and gradients is Python's: Dynamo would find nothing there to compile, and try.
-_BOOKKEEPING = ("frontend", "masters", "multi_tensor", "recording.recorder", "training")
+_BOOKKEEPING = ("frontend", "masters", "multi_tensor", "recording", "training")
 
 
 class Wrapped:

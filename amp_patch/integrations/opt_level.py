@@ -17,6 +17,7 @@ from amp_patch.model.forward import policy_of
 from amp_patch.policy import resolve
 from amp_patch.training.innermost import innermost
 from amp_patch.training.scale_loss import scale_loss
+from amp_patch.training.stash import stash_of
 from amp_patch.training.training import leave
 
 
@@ -61,7 +62,8 @@ class OptLevel:
                 if isinstance(optimizer, torch.optim.Optimizer):
                     optimizer.register_step_pre_hook(_closure_first)  # before amp's own, which checks the gradients
             self._initialize(self.optimizers)
-            self.scalers = self.optimizers[0]._amp_stash.scalers
+            stash = stash_of(self.optimizers[0])
+            self.scalers = [] if stash is None else stash.scalers
         return model, optimizers, lr_schedulers
 
     def _initialize(self, optimizers: list[Any]) -> None:
@@ -97,7 +99,7 @@ class OptLevel:
 
 def _closure_first(optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Lightning's closure runs backward; where losses are scaled a step looks at the gradients before it begins."""
-    stash = getattr(optimizer, "_amp_stash", None)
+    stash = stash_of(optimizer)
     if stash is None or not stash.scales_loss or kwargs.get("closure") is None:
         return None
     kwargs["closure"]()

@@ -24,6 +24,7 @@ from amp_patch.frontend import initialize
 from amp_patch.model.forward import policy_of
 from amp_patch.training.innermost import innermost
 from amp_patch.training.scale_loss import scale_loss
+from amp_patch.training.stash import stash_of
 
 
 class OptLevelTrainer(Trainer):
@@ -59,7 +60,7 @@ class OptLevelTrainer(Trainer):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         super().create_optimizer(*args, **kwargs)
-        if not hasattr(innermost(self.optimizer), "_amp_stash"):
+        if stash_of(innermost(self.optimizer)) is None:
             initialize(self.model, self.optimizer, **self._amp_options)
         return self.optimizer
 
@@ -113,7 +114,8 @@ class LossScale(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"saved": [scaler.state_dict() for scaler in self.scalers]}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.scalers = innermost(kwargs["optimizer"])._amp_stash.scalers
+        stash = stash_of(innermost(kwargs["optimizer"]))
+        self.scalers = () if stash is None else stash.scalers
         # A checkpoint of another Trainer has none.
         saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())["attributes"]["saved"]
         for scaler, entry in zip(self.scalers, saved, strict=False):

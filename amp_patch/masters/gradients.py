@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -91,23 +92,23 @@ def gather(
     keep: bool = False,
     earlier: Mapping[int, Earlier] = _NONE,
 ) -> FoundInf:
-    """Turn the scaled gradients of the parameters into unscaled ones of their masters; no sync.
+    """Turn the scaled gradients of the parameters into unscaled ones of their masters, in one fused pass; no sync.
 
-    With a master: `master.grad = param.grad * inverse [+ master.grad]` in FP32, and `param.grad` becomes None, unless
-    `keep` leaves it as it is.
-    A parameter that is its own master: `param.grad = param.grad * inverse [+ what was taken off it]`, in place; what
-    was taken comes back as it was where there is no other. One fused pass each.
+    A parameter with a master: `master.grad = param.grad * inverse [+ master.grad]` in FP32; `param.grad` becomes None.
+    One that is its own master: `param.grad = param.grad * inverse [+ what was taken off it]`, in place; what was taken
+    comes back as it was where backward has made no other.
 
     Args:
         pairs: (param, master), each parameter once.
         inverse: FP32, shape []; None for a scale of 1 whose gradients nobody checks.
+        keep: leave `param.grad` as it is where there is a master.
         earlier: by the parameter's id what `take` took off those that are their own master.
 
     Returns:
         Per device an FP32 tensor of one element: 1.0 if a scaled gradient there was not finite (earlier ones were
-        checked when they were made). Of sharded gradients this process's shards count: `shards.agree` tells others.
+        checked when they were made). It speaks of this process's shards; `distributed.agree` tells other processes.
     """
-    batches: dict[torch.device, _Batch] = {}
+    batches: dict[torch.device, _Batch] = defaultdict(_Batch)
     sums: list[tuple[Tensor, Tensor]] = []  # (master, its earlier gradient): where one of the two is sparse
     for param, master in pairs:
         grad = param.grad
@@ -116,10 +117,7 @@ def gather(
             if before is not None:
                 put_back(param, before)
             continue
-        device = grad.device
-        batch = batches.get(device)
-        if batch is None:
-            batch = batches[device] = _Batch()
+        batch = batches[grad.device]
         if param is master:
             if before is not None and not before.value.is_sparse and not grad.is_sparse:
                 batch.added.append(tuple(_values(param, part) for part in (grad, before.value, before.grad)))
@@ -129,11 +127,8 @@ def gather(
             if before is not None:
                 sums.append((param, before.value))
             continue
-        if master.device != device:
-            raise RuntimeError(
-                f"scale_loss: a parameter of shape {list(param.shape)} is on {device}, its master on {master.device}; "
-                "move the model to its device before initialize()"
-            )
+        if master.device != grad.device:
+            raise _apart(param, grad, master)
         if master.requires_grad is not param.requires_grad:  # it may have been frozen when initialize saw it
             master.requires_grad_(param.requires_grad)
         total: Tensor | None = master.grad
@@ -150,6 +145,18 @@ def gather(
         assert master.grad is not None
         master.grad = _sum(total, master.grad)
     return found
+
+
+def held(grad: Tensor) -> Tensor:
+    """The elements of a gradient that are here: of a sparse one its values as they are, of a sharded one its shard."""
+    return grad._values() if grad.is_sparse else distributed.local(grad)
+
+
+def _apart(param: Tensor, grad: Tensor, master: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"scale_loss: a parameter of shape {list(param.shape)} is on {grad.device}, its master on {master.device}; "
+        "move the model to its device before initialize()"
+    )
 
 
 def rescale(pairs: Iterable[tuple[Tensor, Tensor]], factor: Tensor) -> None:

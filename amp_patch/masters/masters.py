@@ -43,7 +43,7 @@ class Master(nn.Parameter):
         return f"Parameter containing:\n{self.detach().requires_grad_(self.requires_grad)!r}"
 
 
-class _Noted:
+class PlainNoted:
     """A tensor, and its version counter when its value was last taken note of. In C++: csrc/versions.cpp."""
 
     __slots__ = ("tensor", "version")
@@ -60,10 +60,10 @@ class _Noted:
         self.version = None if self.tensor.is_inference() else self.tensor._version  # an inference tensor has none
 
 
-class _Watch:
+class PlainWatch:
     """Several of them, asked at once."""
 
-    def __init__(self, noted: list[_Noted]) -> None:
+    def __init__(self, noted: list[PlainNoted]) -> None:
         self.noted = noted
 
     def written(self) -> list[int]:
@@ -76,8 +76,8 @@ class _Watch:
 
 
 _C: Any = multi_tensor.extension()
-Noted: Any = getattr(_C, "Noted", _Noted)
-Watch: Any = getattr(_C, "Watch", _Watch)
+Noted: Any = getattr(_C, "Noted", PlainNoted)
+Watch: Any = getattr(_C, "Watch", PlainWatch)
 
 
 class Link:

@@ -23,7 +23,7 @@ _TENSORS, _ELEMENTS = 4, 64  # how much of it
 _EVERY = 50  # steps between looks on another device than a CPU, for which the host waits
 
 
-class Watch:
+class CopyWatch:
     """One copy of a model, from its making on. It holds neither."""
 
     def __init__(self, copied: nn.Module) -> None:

@@ -7,7 +7,7 @@ times as large. And the model's weights are roundings of what training moves.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,13 +16,14 @@ from torch.optim.swa_utils import AveragedModel
 from amp_patch.masters.masters import linked, master_of, reconcile
 from amp_patch.model import buffers
 from amp_patch.model.forward import AmpModel
+from amp_patch.model.fp32_copy import fp32_copy
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.patches import Patches
 
 _patches = Patches()
 
 
-def install(fp32_copy: Callable[[nn.Module], nn.Module]) -> None:
+def install() -> None:
     """Let AveragedModel hold an `fp32_copy` of such a model, and read its masters; idempotent."""
     if len(_patches):
         return

@@ -119,7 +119,7 @@ def _join(path: str, name: str) -> str:
 # Running averages
 
 
-class Watch:
+class BufferWatch:
     """Looks on for two training forwards, and then names the cast buffers that both of them wrote.
 
     One forward may fill a cache; what each writes is a running average, say, which stands still in low precision when

@@ -17,6 +17,7 @@ from amp_patch.masters import stalled_averages
 from amp_patch.masters.masters import Linked, connect, link_of, linked, master_of, publish, reconcile
 from amp_patch.model import buffers, fsdp, shielded_copies
 from amp_patch.model.fast_path import forbid_fast_path
+from amp_patch.model.keep_fp32 import is_batch_norm
 from amp_patch.model.state import ModelState, followed_policy, running
 from amp_patch.model.tensors import cast, reflatten, refuse_changed, uncast, was_changed
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
@@ -44,7 +45,7 @@ class AmpModel(Generated):
         own: ModelState | None = vars(self).get("_amp")
         source = None if own is None or own.source is None else own.source()
         if source is not None and source.policy.cast_model_type is not None:
-            source.copies.append(stalled_averages.Watch(self))  # type: ignore[arg-type]
+            source.copies.append(stalled_averages.CopyWatch(self))  # type: ignore[arg-type]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """torch's, with low-precision weights given as the FP32 values of their masters (without one: upcast).
@@ -152,7 +153,7 @@ def cast_buffers(models: Iterable[nn.Module], owned: list[buffers.Owned], dtype:
     """Cast the buffers of models of a training, and watch those that are FP32 no more."""
     buffers.cast(owned, dtype)
     for model in models:
-        if isinstance(model, AmpModel) and (watch := buffers.Watch(model, owned)).owned:
+        if isinstance(model, AmpModel) and (watch := buffers.BufferWatch(model, owned)).owned:
             vars(model)["_amp"].watch = watch
 
 
@@ -175,7 +176,7 @@ def enter_training(
             _take(module)  # an earlier training kept it
     for module in kept:
         # torch's batch norms take low-precision inputs beside FP32 weights, in one kernel; others need casts.
-        if type(module).forward is nn.modules.batchnorm._BatchNorm.forward:
+        if type(module).forward is nn.BatchNorm1d.forward:
             continue
         _give(module, KeptModule, ModelState(policy))
     layers = (m for model in models for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer))
@@ -264,9 +265,9 @@ def _give(module: nn.Module, mixin: type[Generated], state: ModelState, key: tup
         _take(module)
     if not isinstance(module, mixin):  # else it has the class beneath fully_shard's
         generated_class.give(module, mixin, key)
-    elif module._amp_key != key:
+    elif (given := generated_class.key_of(module)) != key:
         raise ValueError(
-            f"initialize: methods {key} of a {type(module).__name__} that was given {module._amp_key} before "
+            f"initialize: methods {key} of a {type(module).__name__} that was given {given} before "
             "fully_shard; name them in that call too"
         )
     vars(module)["_amp"] = state
@@ -378,8 +379,8 @@ def _explain_another_type(model: nn.Module, policy: Policy, error: RuntimeError)
     """Raise `error` with the tensors that lost the type of the cast after `initialize`, if it is about types."""
     if policy.cast_model_type is None or not _DTYPE_ERROR.search(str(error)) or fsdp.is_fsdp(model):
         return
-    kinds = (KeptModule, *[nn.modules.batchnorm._BatchNorm] * bool(policy.keep_batchnorm_fp32))
-    kept = (module for module in model.modules() if isinstance(module, kinds))
+    norms = bool(policy.keep_batchnorm_fp32)
+    kept = (m for m in model.modules() if isinstance(m, KeptModule) or (norms and is_batch_norm(m)))
     stay = {id(inner) for module in kept for inner in module.modules()}
     names = [
         f"{path}.{name}".lstrip(".")

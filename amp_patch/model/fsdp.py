@@ -49,7 +49,7 @@ def hold_gradients_back(modules: Iterable[Any]) -> bool:
     )
 
 
-def check(models: list[nn.Module], policy: Policy, kept: list[nn.Module]) -> None:
+def check_shards(models: list[nn.Module], policy: Policy, kept: list[nn.Module]) -> None:
     """Raise unless each sharded parameter of the models is gathered in the type that `policy` gives it.
 
     `kept`: the modules that stay FP32.
@@ -59,10 +59,10 @@ def check(models: list[nn.Module], policy: Policy, kept: list[nn.Module]) -> Non
         for name, module, fsdp in _governed(model, "", None):
             sharded = next((key for key, p in module._parameters.items() if p is not None and is_dtensor(p)), None)
             if sharded is not None:
-                _check_one(f"{name}.{sharded}".lstrip("."), policy, id(module) in stays, fsdp)
+                _check_shard(f"{name}.{sharded}".lstrip("."), policy, id(module) in stays, fsdp)
 
 
-def _check_one(name: str, policy: Policy, stays: bool, fsdp: Any) -> None:
+def _check_shard(name: str, policy: Policy, stays: bool, fsdp: Any) -> None:
     low, level = policy.cast_model_type, policy.opt_level
     if low is not None and not policy.master_weights:
         raise ValueError(f"initialize: parameter {name!r} is sharded; {no_masters(policy)}")

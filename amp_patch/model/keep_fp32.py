@@ -29,11 +29,11 @@ def kept_modules(models: list[nn.Module], policy: Policy, rules: Iterable[KeepFP
             raise ValueError(f"initialize: keep_fp32 names {rule!r}, which matches no module of the given models")
         kept.update((id(m), m) for outer in found for m in with_forward(outer))
     if policy.cast_model_type is not None and policy.keep_batchnorm_fp32:
-        norms = (m for model in models for m in model.modules() if _is_batch_norm(m))
+        norms = (m for model in models for m in model.modules() if is_batch_norm(m))
         kept.update((id(m), m) for m in norms)
     if policy.cast_model_type is not None:
         roots = {id(model) for model in models}
-        inside = (m for model in models for m in model.modules() if id(m) not in roots and not _is_batch_norm(m))
+        inside = (m for model in models for m in model.modules() if id(m) not in roots and not is_batch_norm(m))
         kept.update((id(m), m) for m in inside if buffers.are_all_that(m))
     # Attention reads its projection's weight itself.
     for model in models:
@@ -57,7 +57,7 @@ def with_forward(module: nn.Module) -> list[nn.Module]:
     return [inner for child in module.children() for inner in with_forward(child)]
 
 
-def _is_batch_norm(module: nn.Module) -> bool:
+def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 

@@ -41,7 +41,7 @@ class ModelState:
         fast_path_off: whether torch's fused encoder layers would meet modules that were kept.
         sharded: whether the model went through `fully_shard` before.
         handles: of hooks on FSDP modules inside the model.
-        no_sync: whether DDP's `no_sync()` is entered (replicas.py says so).
+        no_sync: whether DDP's `no_sync()` is entered (training/ddp.py says so).
         local: whether the gradients of the last forward stay on this process: it ran under `no_sync()`.
         watch: looks for cast buffers that training writes; None when it has seen enough.
         cleared: how often `zero_grad` was called.
@@ -59,10 +59,10 @@ class ModelState:
     handles: list[Any] = field(default_factory=list)
     no_sync: bool = False
     local: bool = False
-    watch: buffers.Watch | None = None
+    watch: buffers.BufferWatch | None = None
     cleared: int = 0
     loads: int = 0
-    copies: list[stalled_averages.Watch] = field(default_factory=list)
+    copies: list[stalled_averages.CopyWatch] = field(default_factory=list)
     source: weakref.ref[ModelState] | None = None
 
     def __deepcopy__(self, memo: Any) -> ModelState:

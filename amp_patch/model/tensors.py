@@ -17,7 +17,7 @@ from amp_patch.support.accumulation import set_data
 from amp_patch.support.generated_class import base_class
 
 
-def check(model: Any, methods: Collection[str] = ()) -> None:
+def check_model(model: Any, methods: Collection[str] = ()) -> None:
     """Raise unless `initialize` can take `model`; the message says what to do instead."""
     name = type(model).__name__
     if not isinstance(model, nn.Module):

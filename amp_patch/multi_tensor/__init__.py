@@ -19,9 +19,8 @@ torch where it is absent or not built for the tensors' device. ``AMP_PATCH_BACKE
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
-from typing import Any, Literal, SupportsIndex, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -31,13 +30,14 @@ from amp_patch.multi_tensor.backends import backend as backend
 from amp_patch.multi_tensor.backends import backend_reason as backend_reason
 from amp_patch.multi_tensor.backends import extension as extension
 from amp_patch.multi_tensor.backends import use_backend as use_backend
-from amp_patch.multi_tensor.checks import Number, Tensors, check_lists, check_one, is_number
+from amp_patch.multi_tensor.checks import Number, Tensors, check_lists, check_numbers, check_scale
 from amp_patch.multi_tensor.plain import SMALLEST_SCALE as SMALLEST_SCALE
 from amp_patch.support.blocks import without_grad
 
 __all__ = [
     "backend",
     "backend_reason",
+    "inverse_of",
     "multi_tensor_adopt",
     "multi_tensor_axpby",
     "multi_tensor_check_finite",
@@ -256,20 +256,19 @@ def update_scale(
     highest = float("inf") if max_scale is None else max_scale
     if not lowest <= highest:
         raise ValueError(f"{name}: min_scale={min_scale} is above max_scale={max_scale}")
+    numbers = (growth_factor, backoff_factor, growth_interval, lowest, highest, hysteresis, hysteresis_tracker)
 
     def check() -> None:
-        device = scale.device if isinstance(scale, Tensor) else torch.device("cpu")
-        check_one(name, "scale", scale, device, (torch.float32,), written=True)
-        check_one(name, "growth_tracker", growth_tracker, device, (torch.int32,), written=True)
-        check_one(name, "found_inf", found_inf, device, (torch.float32,), written=False)
-        if hysteresis_tracker is not None:
-            check_one(name, "hysteresis_tracker", hysteresis_tracker, device, (torch.int32,), written=True)
-        for which, factor in (("growth_factor", growth_factor), ("backoff_factor", backoff_factor)):
-            if not is_number(factor):
-                raise TypeError(f"{name}: {which} is {factor!r}, a float is wanted")
-        for which, count in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
-            if not isinstance(count, SupportsIndex) or not -(2**31) <= operator.index(count) < 2**31:
-                raise TypeError(f"{name}: {which} is {count!r}, an int of 32 bits is wanted")
+        check_scale(scale, growth_tracker, found_inf, hysteresis_tracker)
+        check_numbers(
+            name,
+            {"growth_factor": growth_factor, "backoff_factor": backoff_factor},
+            {"growth_interval": growth_interval, "hysteresis": hysteresis},
+        )
 
-    numbers = (growth_factor, backoff_factor, growth_interval, lowest, highest, hysteresis, hysteresis_tracker)
     _run("update_scale", plain.moved_scale, (), (scale, growth_tracker, found_inf, *numbers), check)
+
+
+def inverse_of(scale: Tensor) -> Tensor:
+    """1 / ``scale`` (float32, shape []) on its device, inverted in float64 and rounded once; no sync."""
+    return scale.double().reciprocal().float()

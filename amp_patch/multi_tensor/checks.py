@@ -1,8 +1,12 @@
-"""The contracts of the kernels. The extension guards memory by the same rules; the words of its refusals are here."""
+"""The contracts of the kernels, checked: ValueError or TypeError where a call breaks one.
+
+The extension guards memory by the same rules, without words. When it refuses a call, the checks here run and say why.
+"""
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import SupportsFloat, SupportsIndex
 
@@ -12,10 +16,6 @@ from torch import Tensor
 Tensors = Sequence[Tensor]
 Number = float | Tensor
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Contracts. The extension guards memory by the same rules; when it refuses, the words come from here.
 
 
 def _check_tensor(name: str, which: str, t: object, device: torch.device, first: str) -> None:
@@ -188,3 +188,23 @@ def check_lists(
                 f"{name}: {label} is a {type(number).__name__}, a float is wanted, or a float32 or float64 tensor of "
                 f"one element on {device}"
             )
+
+
+def check_scale(scale: object, growth_tracker: object, found_inf: object, hysteresis_tracker: object) -> None:
+    """The tensors of `update_scale`; None for a hysteresis_tracker is right."""
+    name, device = "update_scale", scale.device if isinstance(scale, Tensor) else torch.device("cpu")
+    check_one(name, "scale", scale, device, (torch.float32,), written=True)
+    check_one(name, "growth_tracker", growth_tracker, device, (torch.int32,), written=True)
+    check_one(name, "found_inf", found_inf, device, (torch.float32,), written=False)
+    if hysteresis_tracker is not None:
+        check_one(name, "hysteresis_tracker", hysteresis_tracker, device, (torch.int32,), written=True)
+
+
+def check_numbers(name: str, factors: dict[str, object], counts: dict[str, object]) -> None:
+    """Factors must be floats, or become one; counts must be ints of 32 bits."""
+    for which, factor in factors.items():
+        if not is_number(factor):
+            raise TypeError(f"{name}: {which} is {factor!r}, a float is wanted")
+    for which, count in counts.items():
+        if not isinstance(count, SupportsIndex) or not -(2**31) <= operator.index(count) < 2**31:
+            raise TypeError(f"{name}: {which} is {count!r}, an int of 32 bits is wanted")

@@ -54,7 +54,7 @@ class FusedAdagrad(FusedOptimizer):
     State: `sum` (FP32).
     """
 
-    _settings = (*FusedOptimizer._settings, "adagrad_w_mode")
+    pickled_settings = (*FusedOptimizer.pickled_settings, "adagrad_w_mode")
 
     def __init__(
         self,

@@ -64,13 +64,7 @@ def adam(
         p, m, v, g = outputs + inputs
         if not p:
             return
-        device = p[0].device
-        if not bias_correction:
-            at = torch.full((), _FOREVER, device=device)
-        elif isinstance(step, Tensor):
-            at = step.to(device=device, dtype=torch.float32).reshape(())
-        else:
-            at = torch.full((), float(step), device=device)
+        at = _count_for_corrections(step, bias_correction, p[0].device)
         if decoupled and weight_decay:
             decay(p, lr * weight_decay, found_inf)
         torch._fused_adam_(
@@ -90,6 +84,15 @@ def adam(
             grad_scale=grad_scale,
             found_inf=found_inf,
         )
+
+
+def _count_for_corrections(step: int | Tensor, bias_correction: bool, device: torch.device) -> Tensor:
+    """The count of steps that torch's fused kernel corrects its averages by: FP32, shape []; no sync."""
+    if not bias_correction:
+        return torch.full((), _FOREVER, device=device)
+    if isinstance(step, Tensor):
+        return step.to(device=device, dtype=torch.float32).reshape(())
+    return torch.full((), float(step), device=device)
 
 
 def check_unscalable(grads: Tensors) -> None:
@@ -124,7 +127,7 @@ class FusedAdam(FusedOptimizer):
     `capturable`.
     """
 
-    _settings = (*FusedOptimizer._settings, "adam_w_mode", "capturable", "master_weights")
+    pickled_settings = (*FusedOptimizer.pickled_settings, "adam_w_mode", "capturable", "master_weights")
 
     def __init__(
         self,

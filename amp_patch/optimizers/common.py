@@ -115,7 +115,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     # The constructor's arguments that are no group's: torch's copies and pickles of an optimizer leave attributes out.
-    _settings: tuple[str, ...] = ("set_grad_none",)
+    pickled_settings: tuple[str, ...] = ("set_grad_none",)
     norms_of_tensors = False  # whether a parameter's update depends on norms of whole tensors
     computes_in_fp32 = True  # for amp_patch.initialize, which warns of an eps that is 0 in the parameters' type
 
@@ -134,7 +134,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._settings}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.pickled_settings}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -188,7 +188,7 @@ class FusedLAMB(FusedOptimizer):
     Gradients stay as they are; Apex overwrites them.
     """
 
-    _settings = (*FusedOptimizer._settings, "adam_w_mode", "use_nvlamb")
+    pickled_settings = (*FusedOptimizer.pickled_settings, "adam_w_mode", "use_nvlamb")
     norms_of_tensors = True
 
     def __init__(

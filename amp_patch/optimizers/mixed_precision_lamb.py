@@ -18,7 +18,6 @@ from amp_patch.optimizers.common import (
     wide,
 )
 from amp_patch.optimizers.lamb import FusedLAMB, global_norm, lamb
-from amp_patch.training.loss_scaler import inverse_of
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
@@ -45,7 +44,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             when it is read.
     """
 
-    _settings = (*FusedLAMB._settings, "reduced_precision_dtype", "first_step")
+    pickled_settings = (*FusedLAMB.pickled_settings, "reduced_precision_dtype", "first_step")
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -174,7 +173,9 @@ def _readable(grads: list[Tensor], grad_scale: Tensor | None, found_inf: Tensor 
     # One buffer, so that one operation blanks them all.
     flat = torch.empty(sum(grad.numel() for grad in grads), dtype=wide(grads[0].dtype), device=device)
     new = [part.view(grad.shape) for part, grad in zip(flat.split([g.numel() for g in grads]), grads, strict=True)]
-    multi_tensor.multi_tensor_scale(grads, new, 1.0 if grad_scale is None else inverse_of(grad_scale.to(device)))
+    multi_tensor.multi_tensor_scale(
+        grads, new, 1.0 if grad_scale is None else multi_tensor.inverse_of(grad_scale.to(device))
+    )
     if found_inf is not None:
         flat.masked_fill_(found_inf.to(device) != 0, 0.0)
     return new

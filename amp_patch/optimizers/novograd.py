@@ -103,7 +103,7 @@ class FusedNovoGrad(FusedOptimizer):
     their type or go without a gradient. Apex's form is read.
     """
 
-    _settings = (*FusedOptimizer._settings, "moment_mode")
+    pickled_settings = (*FusedOptimizer.pickled_settings, "moment_mode")
     norms_of_tensors = True
 
     def __init__(

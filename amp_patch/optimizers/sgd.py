@@ -70,7 +70,7 @@ class FusedSGD(FusedOptimizer):
     State: `momentum_buffer` (FP32), where there is momentum.
     """
 
-    _settings = (*FusedOptimizer._settings, "wd_after_momentum", "materialize_master_grads")
+    pickled_settings = (*FusedOptimizer.pickled_settings, "wd_after_momentum", "materialize_master_grads")
     skips_on_device = True  # for amp_patch.initialize: `step` reads `self.found_inf`
 
     def __init__(

@@ -35,7 +35,7 @@ from amp_patch.support.forward_hook import ForwardHook
 from amp_patch.training import observers
 from amp_patch.training import training as training_module
 from amp_patch.training.observers import Observer
-from amp_patch.training.scale_loss import ScaledBackward
+from amp_patch.training.scaled_backward import ScaledBackward
 from amp_patch.training.stash import Stash, stash_of
 from amp_patch.training.training import Training
 
@@ -318,7 +318,7 @@ class Recorder(Observer):
 
     def step_ends(self, optimizer: Any) -> None:
         stash = _recorded(optimizer)
-        if stash is None or stash.step_depth or not self.is_recording():  # a subclass's step has called its parent's
+        if stash is None or stash.step.depth or not self.is_recording():  # a subclass's step has called its parent's
             return
         self._end_step(optimizer, stash)
         if self._has_enough():
@@ -346,7 +346,7 @@ class Recorder(Observer):
         step, self._step = self._step, Step()
         self.steps += 1
         # Of a step that skips on the device the verdict is the newest there; others leave none.
-        skipped = stash.verdicts[-1].overflow if stash.verdicts else float(stash.last_skipped)
+        skipped = stash.device_skips[-1].overflow if stash.device_skips else float(stash.last_skipped)
         was_inspected = self._inspected is not None
         self._outbox.put_unread(step.unread_event(optimizer, skipped, was_inspected))
         if self._inspected is not None:
@@ -363,7 +363,7 @@ class Recorder(Observer):
 
     @eager_only
     def _inspect_next(self, optimizer: Any, stash: Stash) -> None:
-        models = alive(stash.models) or [m for training in self._adopted for m in alive(training.models)]
+        models = alive(stash.around.models) or [m for training in self._adopted for m in alive(training.models)]
         if not models:
             return
         self._peak.pause()
@@ -425,9 +425,10 @@ def _logged(event: Event, values: list[float]) -> Event:
 def _recorded(optimizer: Any) -> Stash | None:
     """The stash of an optimizer whose training is enabled."""
     stash = stash_of(optimizer)
-    if stash is None or not stash.enabled or stash.owner is None or stash.owner() is not optimizer:
+    if stash is None or not stash.enabled:
         return None
-    return stash
+    owner = stash.around.owner
+    return stash if owner is not None and owner() is optimizer else None
 
 
 def _trainings() -> list[Training]:

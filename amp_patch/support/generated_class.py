@@ -109,6 +109,11 @@ def base_class(instance: Any) -> type:
     return _generated(instance)._amp_base if isinstance(instance, Generated) else type(instance)
 
 
+def key_of(instance: Generated) -> tuple[str, ...]:
+    """The key that the class of `instance` was made with."""
+    return instance._amp_key
+
+
 def own_methods(base: type) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The plain methods that the user's classes add to torch.nn.Module's, `forward` aside."""
     seen = set(dir(nn.Module)) | {"forward"}

@@ -32,7 +32,7 @@ _installed = False
 _scalers: WeakKeyDictionary[nn.Module, list[LossScaler]] = WeakKeyDictionary()
 
 
-def check(models: Iterable[nn.Module], retyped: Collection[int], policy: Policy, process_group: Any) -> None:
+def check_ddp(models: Iterable[nn.Module], retyped: Collection[int], policy: Policy, process_group: Any) -> None:
     """Raise if a DistributedDataParallel that is inside of a model, or around it, could not go on reducing gradients.
 
     `retyped`: ids of the parameters whose type `initialize` would change.

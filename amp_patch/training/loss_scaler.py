@@ -161,8 +161,3 @@ class LossScaler:
         self.edits += 1
         self._scale.fill_(scale)
         self._growth_tracker.fill_(unskipped)
-
-
-def inverse_of(scale: Tensor) -> Tensor:
-    """1 / `scale` (FP32, shape []) on its device, inverted in FP64 and rounded once; no sync."""
-    return scale.double().reciprocal().float()

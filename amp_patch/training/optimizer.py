@@ -21,9 +21,9 @@ from amp_patch.support import generated_class
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Attempts
 from amp_patch.training import zero
-from amp_patch.training.stash import Stash, note_sharing, stash_of
+from amp_patch.training.stash import Stash, give_stash, note_sharing, siblings, stash_of, take_stash
 from amp_patch.training.step import after_step, before_step, guarded_step, recover
-from amp_patch.training.unscale import settle
+from amp_patch.training.unscale import unscale_pending
 
 
 class AmpOptimizer(Generated):
@@ -50,12 +50,12 @@ class AmpOptimizer(Generated):
             recover(self, stash)
             for param, _ in stash.masters.linked():
                 param.grad = None
-            stash.pending = stash.brought = None
-            stash.cleared += 1
-            stash.earlier.clear()
-            stash.spent = []
+            stash.pending = stash.backward.brought = None
+            stash.backward.cleared += 1
+            stash.backward.earlier.clear()
+            stash.step.spent = []
             stash.clear_found()
-            stash.left.clear()
+            stash.backward.left.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """torch's; float16 and bfloat16 parameters of the group get masters where the policy has them."""
@@ -74,7 +74,7 @@ class AmpOptimizer(Generated):
         if stash.policy.master_weights:
             stash.masters.attach(self, group)
             zero.repartition(self)
-        note_sharing([other for ref in stash.siblings if (other := ref()) is not None])
+        note_sharing([other for other, _ in siblings(stash)])
 
     def __getstate__(self) -> dict[str, Any]:
         parent = getattr(super(), "__getstate__", None)  # object has one since Python 3.11
@@ -90,12 +90,12 @@ class AmpOptimizer(Generated):
             parent(state)
         stash = stash_of(self)
         if stash is not None:
-            stash.stepped.clear()  # the state is another one now
-            if not stash.handles:
+            stash.around.stepped.clear()  # the state is another one now
+            if not stash.around.handles:
                 register_hooks(self, stash)
 
 
-def check(optimizer: Any, policy: Policy) -> None:
+def check_optimizer(optimizer: Any, policy: Policy) -> None:
     """Raise unless `initialize` can take this (innermost) optimizer."""
     name = type(optimizer).__name__
     if not (callable(getattr(optimizer, "step", None)) and isinstance(getattr(optimizer, "param_groups", None), list)):
@@ -113,7 +113,7 @@ def check(optimizer: Any, policy: Policy) -> None:
             f"initialize: LBFGS evaluates the loss inside step(), which opt_level {policy.opt_level!r} cannot scale or "
             "gather; use it at O0, or at O4 (bfloat16 casts, no loss scaling)"
         )
-    zero.check(optimizer, policy)
+    zero.check_zero(optimizer, policy)
 
 
 def enter_training(
@@ -124,7 +124,7 @@ def enter_training(
         for group in optimizer.param_groups:
             stash.masters.attach(optimizer, group, about_to_be_cast)
         zero.repartition(optimizer)
-    optimizer._amp_stash = stash
+    give_stash(optimizer, stash)
     generated_class.give(optimizer, mixin)
     _lead_scheduler(optimizer)
     register_hooks(optimizer, stash)
@@ -139,9 +139,9 @@ def _lead_scheduler(optimizer: Any) -> None:
 
 def register_hooks(optimizer: Any, stash: Stash) -> None:
     """Be called around every `step`."""
-    stash.owner = weakref.ref(optimizer)
+    stash.around.owner = weakref.ref(optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
-        stash.handles = [
+        stash.around.handles = [
             optimizer.register_step_pre_hook(before_step),
             optimizer.register_step_post_hook(after_step),
         ]
@@ -154,10 +154,10 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
         return
     attempt = Attempts()
     attempt(recover, optimizer, stash)
-    attempt(settle, optimizer)
-    for handle in stash.handles:
+    attempt(unscale_pending, optimizer)
+    for handle in stash.around.handles:
         attempt(handle.remove)
-    wrappers = [wrapper for ref in stash.wrappers if isinstance(wrapper := ref(), Generated)]
+    wrappers = [wrapper for ref in stash.around.wrappers if isinstance(wrapper := ref(), Generated)]
     for wrapper in wrappers:
         attempt(generated_class.take, wrapper)
         attempt(stash.masters.unfollow, wrapper)
@@ -167,7 +167,7 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     if isinstance(optimizer, Generated):
         attempt(generated_class.take, optimizer)
         attempt(_lead_scheduler, optimizer)
-    del optimizer._amp_stash
+    take_stash(optimizer)
     if recast_state:
         for param, _ in linked:
             disconnect(param)

@@ -7,15 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_patch.masters.gradients import held
 from amp_patch.masters.masters import Master
 from amp_patch.support import distributed
 from amp_patch.training.loss_scaler import LossScaler
-from amp_patch.training.stash import Stash, overflowed
+from amp_patch.training.stash import Stash, known_stash, overflowed
 
 
 def culprits(optimizer: Any) -> str:
     """The parameters whose gradients are not finite, by name. Syncs with the device."""
-    stash: Stash = optimizer._amp_stash
+    stash = known_stash(optimizer)
     lines = []
     sharded = False
     for index, group in enumerate(optimizer.param_groups):
@@ -23,12 +24,11 @@ def culprits(optimizer: Any) -> str:
             if master.grad is None:
                 continue
             sharded = sharded or distributed.is_dtensor(master.grad)
-            # Of a sharded one this process's part: it may be the only process to ask.
-            grad = master.grad._values() if master.grad.is_sparse else distributed.local(master.grad)
+            grad = held(master.grad)  # of a sharded one this process's part: it may be the only process to ask
             if bool(torch.isfinite(grad).all()):
                 continue
             param = next(p for p, m in stash.masters.pairs([{"params": [master]}]))
-            name = stash.names.get(id(param), f"group {index}, parameter {position}")
+            name = stash.around.names.get(id(param), f"group {index}, parameter {position}")
             lines.append(f"{name} ({'NaN' if bool(torch.isnan(grad).any()) else 'Inf'})")
     shown = ", ".join(lines[:8]) or f"no gradient {'in the shards of this process' if sharded else 'any more'}"
     return shown + (f" and {len(lines) - 8} more" if len(lines) > 8 else "")
@@ -55,10 +55,11 @@ def skips_on_device(optimizer: Any, stash: Stash) -> bool:
     """
     if not may_skip_on_device(optimizer, stash) or stash.last_skipped:
         return False
-    state, stepped = optimizer.state, stash.stepped
+    state, stepped = optimizer.state, stash.around.stepped
     return all(
         type(master) in (Tensor, nn.Parameter, Master) and stepped.get(id(master)) == len(state.get(master, ()))
-        for _, master in stash.masters.pairs(optimizer.param_groups)
+        for group in optimizer.param_groups
+        for master in group["params"]
         if master.grad is not None
     )
 
@@ -70,16 +71,18 @@ def may_skip_on_device(optimizer: Any, stash: Stash) -> bool:
 
 
 def note_stepped(optimizer: Any, stash: Stash) -> None:
-    for _, master in stash.masters.pairs(optimizer.param_groups):
-        if master.grad is not None:
-            stash.stepped[id(master)] = len(optimizer.state.get(master, ()))
+    stepped = stash.around.stepped
+    for group in optimizer.param_groups:
+        for master in group["params"]:
+            if master.grad is not None:
+                stepped[id(master)] = len(optimizer.state.get(master, ()))
 
 
 def put_back(optimizer: Any, stash: Stash) -> None:
-    if stash.set_aside is None:
+    if stash.step.set_aside is None:
         return
-    for group, values in zip(optimizer.param_groups, stash.set_aside.group_values, strict=False):
+    for group, values in zip(optimizer.param_groups, stash.step.set_aside.group_values, strict=False):
         for added in group.keys() - values.keys() - {"params"}:
             del group[added]
         group.update(values)
-    stash.set_aside = None
+    stash.step.set_aside = None

@@ -1,26 +1,19 @@
-"""`scale_loss`: one scaled backward pass, and what it does to the gradients of all optimizers around it."""
+"""`scale_loss`: one scaled backward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Generator
+from typing import Any
 
 from torch import Tensor, nn
 
 from amp_patch.casts import regions
-from amp_patch.masters import gradients
-from amp_patch.model import forward as model_forward
-from amp_patch.model import fsdp
 from amp_patch.model import state as model_state
-from amp_patch.policy import LOW_PRECISION
-from amp_patch.support import blocks, compiled, distributed
-from amp_patch.support.blocks import Block, when_left
-from amp_patch.training import observers
+from amp_patch.support import blocks, compiled
 from amp_patch.training.innermost import as_list, innermost
-from amp_patch.training.loss_scaler import LossScaler, inverse_of
-from amp_patch.training.stash import Pending, Stash, distinct_pairs, sharing
-from amp_patch.training.step import recover
-from amp_patch.training.unscale import settle, unscale
+from amp_patch.training.loss_scaler import LossScaler
+from amp_patch.training.scaled_backward import ScaledBackward
+from amp_patch.training.stash import Stash, known_stash, stash_of
 from amp_patch.training.wrappers import enter_wrappers
 
 
@@ -41,11 +34,11 @@ def scale_loss(
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
 
-    Inside the body the model's gradients are the raw scaled ones of this backward, and of delayed ones before it. On
-    exit the masters' gradients are unscaled (FP32; added to what earlier exits left, which was away meanwhile and is
-    not checked again), the model's low-precision ones become None, and what overflowed is recorded on the device;
-    nothing here waits for the device. `optimizer.step()` then skips on overflow, which costs one sync; or
-    none with an optimizer that skips on the device itself: torch's `fused=True`, FusedSGD, FusedAdam(capturable=True).
+    In the body the model's gradients are the raw scaled ones of this backward, and of delayed ones before it. The exit
+    unscales them into the masters' gradients (FP32; added to what earlier exits left, which was away meanwhile and is
+    not checked again), sets the model's low-precision ones to None, and records on the device what overflowed. Nothing
+    here waits for the device. `optimizer.step()` then skips on overflow, which costs one sync; none with an optimizer
+    that skips on the device itself: torch's `fused=True`, FusedSGD, FusedAdam(capturable=True).
 
     Args:
         loss: a floating tensor, any shape.
@@ -54,10 +47,9 @@ def scale_loss(
         model: unused; Apex has it.
         delay_unscale: leave the gradients scaled where they are, for the next micro-batch to add to. The last
             micro-batch of an iteration has it False. (A step with gradients still scaled unscales them itself.)
-            Implied for a model that is cast, or whose loss is scaled, where its forward ran under
-            DistributedDataParallel's `no_sync()`: DDP reduces the model's gradients, so their sum stays there until the
-            backward that does so, and all processes see an overflow at once. And where fully_shard holds gradients
-            back (`set_requires_gradient_sync(False)`).
+            Implied where DistributedDataParallel's `no_sync()` was around the forward of a model that is cast, or whose
+            loss is scaled: the sum stays on the model until DDP reduces it, and all processes see an overflow at once.
+            Implied where fully_shard holds gradients back (`set_requires_gradient_sync(False)`).
         delay_overflow_check: unscale, but leave moving the scale to a later exit of this `loss_id`. The optimizer
             skips all the same if it overflowed.
 
@@ -69,27 +61,18 @@ def scale_loss(
             after it. (At O0 and O4 an optimizer may step there, in a hook of backward too.)
         TypeError, ValueError: a loss or loss_id that cannot be. Gradients are untouched then.
 
-    An exception in the body leaves no scaled gradient behind, and the scale and earlier gradients as they were. To
-    clear gradients inside the body call `zero_grad()` of the optimizer or of the model given to `initialize`.
+    An exception in the body leaves no scaled gradient, and scale and earlier gradients as they were. What may clear
+    gradients inside the body is `zero_grad()` of the optimizer or of the model given to `initialize`.
     """
-    targets = targets_of(optimizers)
-    stashes = [target._amp_stash for target in targets]
-    targets = [target for target in targets if target._amp_stash.enabled]
+    targets = [target for target in targets_of(optimizers) if known_stash(target).enabled]
     if not targets:
         yield loss
         return
-    if not isinstance(loss, Tensor) or not loss.is_floating_point():
-        came = f"a tensor of {loss.dtype}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise TypeError(f"scale_loss: loss is {came}; wanted a floating-point tensor")
-    stash = next(stash for stash in stashes if stash.enabled)
-    model_state.refuse_sharded_since((ref() for stash in stashes for ref in stash.models), "scale_loss")
-    scaler = scaler_of(stash, loss_id).to(loss.device)
-
+    scaler = _checked_scaler(loss, targets, loss_id)
     with ScaledBackward(targets, scaler, scaler.scales) as backward:
-        with regions.everywhere(stash.policy):
+        with regions.everywhere(known_stash(targets[0]).policy):
             yield backward.scaled(loss)
-        backward.now.local = any(map(_gradients_stay_local, targets))
-        delay_unscale = backward.must_delay() or delay_unscale or backward.now.local
+        delay_unscale = backward.must_delay() or delay_unscale
         if delay_unscale:
             backward.delay()
         else:
@@ -98,13 +81,23 @@ def scale_loss(
         scaler.update()
 
 
+def _checked_scaler(loss: Any, targets: list[Any], loss_id: int) -> LossScaler:
+    """The scaler of `loss`, on its device; raises where `scale_loss` cannot go on with these arguments."""
+    if not isinstance(loss, Tensor) or not loss.is_floating_point():
+        came = f"a tensor of {loss.dtype}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise TypeError(f"scale_loss: loss is {came}; wanted a floating-point tensor")
+    stashes = [known_stash(target) for target in targets]
+    model_state.refuse_sharded_since((ref() for stash in stashes for ref in stash.around.models), "scale_loss")
+    return scaler_of(stashes[0], loss_id).to(loss.device)
+
+
 def targets_of(optimizers: Any, caller: str = "scale_loss") -> list[Any]:
     """The innermost optimizers, each once."""
     targets = {id(t): t for t in map(innermost, as_list(optimizers))}
     if not targets:
         raise TypeError(f"{caller}: optimizers is empty; wanted the optimizer, or a list of those, of this loss")
     for target in targets.values():
-        if getattr(target, "_amp_stash", None) is None:
+        if stash_of(target) is None:
             raise RuntimeError(
                 f"{caller}: this {type(target).__name__} never went through initialize(); call "
                 "`model, optimizer = amp.initialize(model, optimizer, opt_level=...)` first"
@@ -115,12 +108,6 @@ def targets_of(optimizers: Any, caller: str = "scale_loss") -> list[Any]:
     return list(targets.values())
 
 
-def _gradients_stay_local(optimizer: Any) -> bool:
-    """Whether the gradients of the last backward wait for a later one to be reduced: `no_sync()`."""
-    models = [model for ref in optimizer._amp_stash.models if (model := ref()) is not None]
-    return any(map(model_forward.gradients_stay_local, models))
-
-
 def scaler_of(stash: Stash, loss_id: int, caller: str = "scale_loss") -> LossScaler:
     count = len(stash.scalers)
     if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < count:
@@ -128,306 +115,3 @@ def scaler_of(stash: Stash, loss_id: int, caller: str = "scale_loss") -> LossSca
             f"{caller}: loss_id is {loss_id!r}; initialize(num_losses={count}) made 0 to {count - 1}, so raise it"
         )
     return stash.scalers[loss_id]
-
-
-Pair = tuple[Tensor, Tensor]  # (param, master)
-
-
-class _Bystander(NamedTuple):
-    """A parameter of the training that belongs to no optimizer of this call."""
-
-    param: Tensor
-    earlier: gradients.Earlier | None
-    stash: Stash | None  # of the optimizer that it belongs to, if any
-    bodies: int  # how many bodies that one had begun
-    cleared: int  # how often that one had cleared its gradients
-
-
-class ScaledBackward(Block):
-    """The stages of one `scale_loss`: in its `with` block `scaled`, the body, then `delay` or `finish`.
-
-    Nothing here syncs with the device. An exception anywhere in the block, also at the entry of `__exit__`, abandons
-    what the body did.
-
-    Args:
-        optimizers: those that take part, each once.
-        scaler: of the loss.
-        scaling: False where the loss is not multiplied: then nothing is unscaled and nothing is checked.
-    """
-
-    def __init__(self, optimizers: list[Any], scaler: LossScaler, scaling: bool) -> None:
-        self.optimizers = optimizers
-        self.stashes: list[Stash] = [optimizer._amp_stash for optimizer in optimizers]
-        self.scaler = scaler
-        self.scaling = scaling
-        self.now = Pending(scaler)  # an inner body may move the scaler before this one ends
-        self.scale = self.now.scale
-        self.bystanders: list[_Bystander] = []
-        self.siblings: list[Any] = []  # the training's other optimizers
-        self.models: dict[int, tuple[nn.Module, int]] = {}  # with how often each had cleared its gradients
-        self.had_grad: set[int] | None = None  # when all is ready for the body: who had a gradient
-        self.begun = self.done = False
-        self.failed = False  # whether an exception has ended the body
-        self._announced = False  # whether observers wait for its end
-        self._left: Any = None
-
-    def __enter__(self) -> ScaledBackward:
-        self._left = when_left(self, lambda _: self.close())
-        self.begin()
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self.close()
-
-    def begin(self) -> None:
-        """Leave in the model's gradients only what this backward may be added to.
-
-        Gradients with masters that the optimizer's last delayed exit did not leave there come from somewhere else (a
-        GAN's generator loss fills the discriminator's) and are dropped. Gradients that an earlier exit unscaled, of
-        parameters that are their own master, are taken away, so that what backward adds is checked by itself; `finish`
-        adds the two. What a delayed exit left stays: a DDP must reduce the sum.
-        """
-        self._announced = True
-        observers.tell("body_begins", self)
-        if any(stash.open for stash in self.stashes):
-            raise RuntimeError(
-                "scale_loss: an optimizer of this call is in the body of another scale_loss already; end that one "
-                "first (gradients add up over several), or add the losses"
-            )
-        if any(any(stash.beside.values()) and self._is_reached(optimizer) for optimizer, stash in self._both()):
-            raise RuntimeError(
-                "scale_loss: called in the body of another scale_loss whose scaled backward has already reached "
-                "parameters of this call's optimizers; end that body first, or call zero_grad() on them"
-            )
-        held = [stash.pending for stash in self.stashes if stash.pending is not None and stash.pending.held_back]
-        if not all(pending.has_scale_of(self.scaler) for pending in held):
-            raise RuntimeError(
-                "scale_loss: fully_shard holds gradients of an earlier micro-batch back that were scaled otherwise "
-                "than this loss is; give all losses of such an iteration one loss_id, or call "
-                "model.set_requires_gradient_sync(True) before the last backward with another loss_id"
-            )
-        self._settle_shared()
-        self.begun = True
-        Stash.turns += 1
-        if self.scaling or any(stash.policy.master_weights for stash in self.stashes):
-            self._tell_siblings()
-        if self.scaling:
-            for stash in self.stashes:
-                self._note_models(stash)
-            self._set_bystanders_aside()
-        for optimizer, stash in self._both():
-            stash.open, stash.scale, stash.scaling = True, self.scale, self.scaling
-            stash.bodies += 1
-            recover(optimizer, stash)
-        accumulating = []
-        for stash, pairs, new in self._parts():
-            if stash.pending is None:
-                for param, master in new:
-                    if param is not master:
-                        param.grad = None
-                if all(master.grad is None for _, master in pairs):
-                    stash.clear_found()
-                elif self.scaling:
-                    accumulating.append((stash, new))
-                continue
-            stash.forget_cleared(pairs)
-            if not stash.pending.has_scale_of(self.scaler):
-                gradients.rescale(new, (self.scale.double() / stash.pending.scale.double()).float())
-                stash.pending = self.now
-        for stash, new in accumulating:  # when all have looked: they may share parameters
-            for param, master in new:
-                if param is master and (earlier := gradients.take(param)) is not None:
-                    stash.earlier[id(param)] = earlier
-        self.had_grad = {id(param) for param, _ in distinct_pairs(self.optimizers) if param.grad is not None}
-
-    def _settle_shared(self) -> None:
-        """Unscale what a delayed exit left for others, of parameters that they share with optimizers of this call."""
-        own = set(map(id, self.stashes))
-        for optimizer, stash in self._both():
-            left = [known.pending for _, known in sharing(stash) if known.pending is not None and id(known) not in own]
-            if any(pending.local or pending.held_back for pending in left):
-                raise RuntimeError(
-                    "scale_loss: optimizers that share parameters with this call's wait for gradients of theirs, which "
-                    "no_sync() or fully_shard holds back, to be reduced with later ones; give those optimizers too"
-                )
-            if left:
-                settle(optimizer)
-
-    def _both(self) -> Iterator[tuple[Any, Stash]]:
-        return zip(self.optimizers, self.stashes, strict=True)
-
-    @staticmethod
-    def _is_reached(optimizer: Any) -> bool:
-        """Whether gradients that this backward would be added to are there: an outer body has taken its own away."""
-        stash: Stash = optimizer._amp_stash
-        pairs = stash.masters.pairs(optimizer.param_groups)
-        return any(p.grad is not None and (p is master or stash.pending is not None) for p, master in pairs)
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """What the body runs backward on: the loss times the scale, FP32 (FP64 for an FP64 loss)."""
-        observers.tell("loss_scaled", self, loss)
-        if self.scaling:
-            return self.scaler.scale(loss)
-        return loss.float() if loss.dtype in LOW_PRECISION else loss
-
-    def must_delay(self) -> bool:
-        """Whether FSDP modules hold gradients back, so that only a later backward can bring them all."""
-        modules = {id(m): m for stash in self.stashes for ref in stash.sharded if (m := ref()) is not None}
-        self.now.held_back = self.scaling and fsdp.hold_gradients_back(modules.values())
-        return self.now.held_back
-
-    def delay(self) -> None:
-        """The gradients stay where they are, scaled, and are known to be so; with them what was taken in `begin`."""
-        self._forget_cleared()
-        for stash, param, earlier in self._taken():
-            stash.earlier[id(param)] = gradients.put_back_scaled(param, earlier, self.scale)
-        for stash in self.stashes:
-            stash.pending = self.now
-        self.done = True
-
-    def finish(self) -> None:
-        """Unscaled gradients in the masters, added to earlier ones; overflow recorded on the device."""
-        self._forget_cleared()
-        unscale(self.optimizers, self.scaler, inverse_of(self.scale) if self.scaling else None)
-        self.done = True
-
-    def abandon(self) -> None:
-        """After an exception in the body: no scaled gradient of it stays, the scale and the overflows are as before.
-
-        Gradients that an earlier exit unscaled are what they were, bit for bit. Those that wait, scaled, for the rest
-        of a delayed iteration stay, with whatever backward added before it failed; all others are dropped.
-        """
-        self.failed = True
-        self._forget_cleared()
-        for _, _, new in self._parts():
-            for param, _ in new:
-                if self.had_grad is not None and id(param) not in self.had_grad:
-                    param.grad = None
-        self._put_back()
-
-    def close(self) -> None:
-        """Bring back what was taken from the bystanders, with this backward's share of it unscaled.
-
-        What is not done is abandoned. After an exception in here the next call does the rest.
-        """
-        try:
-            self._close()
-        finally:
-            if self._announced:
-                self._announced = self.begun
-                observers.tell("body_ends", self)
-
-    def _close(self) -> None:
-        if not self.begun:
-            return
-        if not self.done:
-            self.abandon()
-            self.done = True
-        Stash.turns += 1
-        for stash in self.stashes:
-            stash.open, stash.scale, stash.scaling, stash.ended = False, None, False, Stash.turns
-        for other in self.siblings:
-            if (left := getattr(other, "_amp_stash", None)) is not None:
-                left.beside.pop(id(self), None)
-        while self.bystanders:
-            owner = self.bystanders[-1].stash
-            self._bring_back([bystander for bystander in self.bystanders if bystander.stash is owner])
-            self.bystanders = [bystander for bystander in self.bystanders if bystander.stash is not owner]
-        self.begun, self._left = False, None
-
-    def _bring_back(self, group: list[_Bystander]) -> None:
-        """Give bystanders of one optimizer, or of none, their gradients again, with what this backward adds."""
-        params, (owner, bodies, cleared) = [bystander.param for bystander in group], group[0][2:]
-        if owner is not None and owner.pending is not None:
-            for param in params:
-                param.grad = None
-        added = [param for param in params if param.grad is not None]
-        kept = {id(b.param): b.earlier for b in group if b.earlier and (owner is None or owner.cleared == cleared)}
-        own = owner is not None and owner.bodies != bodies  # a body of its own, inside this one, has unscaled them
-        inverse = None if own else inverse_of(self.scale)
-        try:
-            found = gradients.gather([(param, param) for param in params], inverse, earlier=kept)
-            if added and owner is not None and not own:
-                for found_inf in distributed.agree(found, added).values():
-                    owner.note_found(self.scaler, found_inf.to(self.scale.device))
-        except BaseException:  # rather none than one that may be scaled, or have overflowed unnoticed
-            for param in params:
-                param.grad = None
-            raise
-
-    def _note_models(self, stash: Stash) -> None:
-        for ref in stash.models:
-            if (model := ref()) is not None:
-                self.models[id(model)] = model, model_forward.times_cleared(model)
-
-    def _forget_cleared(self) -> None:
-        """The body may have called `model.zero_grad()`, which does not find what was taken away."""
-        cleared = (model for model, before in self.models.values() if model_forward.times_cleared(model) != before)
-        gone = {id(param) for model in cleared for param in model.parameters()}
-        if gone:
-            for stash in self.stashes:
-                stash.earlier = {key: earlier for key, earlier in stash.earlier.items() if key not in gone}
-            self.bystanders = [b._replace(earlier=None) if id(b.param) in gone else b for b in self.bystanders]
-
-    def _taken(self) -> list[tuple[Stash, Tensor, gradients.Earlier]]:
-        """What `begin` took away and nothing has brought back."""
-        if not any(stash.earlier for stash in self.stashes):
-            return []
-        return [
-            (stash, param, stash.earlier[id(param)])
-            for stash, _, new in self._parts()
-            for param, _ in new
-            if stash.pending is None and id(param) in stash.earlier
-        ]
-
-    def _put_back(self) -> None:
-        for stash, param, earlier in self._taken():
-            gradients.put_back(param, earlier)
-            del stash.earlier[id(param)]
-
-    def _parts(self) -> Iterator[tuple[Stash, list[Pair], list[Pair]]]:
-        """Per optimizer its stash, its pairs, and those of them that no optimizer before it holds.
-
-        First those whose gradients wait, scaled: a parameter that they share with others is theirs.
-        """
-        seen: set[int] = set()
-        for optimizer, stash in sorted(self._both(), key=lambda both: both[1].pending is None):
-            pairs = stash.masters.pairs(optimizer.param_groups)
-            yield stash, pairs, [pair for pair in pairs if id(pair[0]) not in seen]
-            seen.update(id(param) for param, _ in pairs)
-
-    def _tell_siblings(self) -> None:
-        """Let the training's other optimizers know of the body, in which they cannot step."""
-        own = set(map(id, self.optimizers))
-        siblings = {
-            id(other): other for stash in self.stashes for ref in stash.siblings if (other := ref()) is not None
-        }
-        for key, other in siblings.items():
-            if key not in own and getattr(other, "_amp_stash", None) is not None:
-                self.siblings.append(other)
-                other._amp_stash.beside[id(self)] = self.scaling
-
-    def _set_bystanders_aside(self) -> None:
-        """Take the gradients of the training's other parameters out of reach of this backward.
-
-        Of their parameters with masters, `begin` drops what other losses left; unless they wait, scaled, for the rest
-        of a delayed iteration: then they come back as they are.
-        """
-        known = {id(param) for param, _ in distinct_pairs(self.optimizers)}
-        for other in self.siblings:
-            stash: Stash = other._amp_stash
-            self._note_models(stash)
-            for param, master in stash.masters.pairs(other.param_groups):
-                if id(param) not in known:
-                    known.add(id(param))
-                    if not stash.open and (param is master or stash.pending is not None):
-                        self._set_aside(param, stash)
-        for stash in self.stashes:
-            for param in stash.unowned:
-                if id(param) not in known:
-                    known.add(id(param))
-                    self._set_aside(param, None)
-
-    def _set_aside(self, param: Tensor, stash: Stash | None) -> None:
-        before = (0, 0) if stash is None else (stash.bodies, stash.cleared)
-        self.bystanders.append(_Bystander(param, gradients.take(param), stash, *before))

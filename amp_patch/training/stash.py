@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -21,26 +21,7 @@ from amp_patch.support.device_numbers import DeviceNumbers
 from amp_patch.training import ddp
 from amp_patch.training.loss_scaler import LossScaler
 
-_TRANSIENT = (
-    "brought",
-    "earlier",
-    "handles",
-    "models",
-    "names",
-    "owner",
-    "prepared",
-    "process_group",
-    "quiet",
-    "set_aside",
-    "sharded",
-    "sharing",
-    "siblings",
-    "spent",
-    "step_frame",
-    "stepped",
-    "unowned",
-    "wrappers",
-)
+_ATTRIBUTE = "_amp_stash"  # of optimizers: Apex's name, which scripts read
 
 
 class Pending:
@@ -87,9 +68,103 @@ class DeviceSkip:
         return overflowed(self.scalers, self._flags.read())
 
 
+class OfThisProcess:
+    """A part of a `Stash` that means nothing elsewhere: a copy and a pickle of the stash begin with a fresh one."""
+
+
+@dataclass
+class BackwardState(OfThisProcess):
+    """What the bodies of `scale_loss` need of one optimizer, from the first that begins to the step that follows.
+
+    Attributes:
+        turns: how often a body of any optimizer of the process has begun or ended.
+        open: whether a body of this optimizer is running.
+        scale: that body's, FP32, shape [].
+        scaling: whether that body's loss is multiplied.
+        beside: the running bodies of the training's other optimizers, by id: whether their losses are multiplied.
+        ended: what `turns` was when the last body of this optimizer had ended.
+        cleared: how often the optimizer's `zero_grad` was called.
+        earlier: by the parameter's id the unscaled gradients of parameters that are their own master, taken away while
+            a body runs; after a delayed exit what of them no scaled gradient can hold.
+        left: ids of the parameters with masters whose gradients were kept on the model (`keeps_scaled_gradients`).
+        brought: the first gradient that an exit has left unscaled for the next step.
+    """
+
+    turns: ClassVar[int] = 0
+
+    open: bool = False
+    scale: Tensor | None = None
+    scaling: bool = False
+    beside: dict[int, bool] = field(default_factory=dict)
+    ended: int = -1
+    cleared: int = 0
+    earlier: dict[int, Earlier] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)
+    brought: TensorWeakRef | None = None
+
+
+@dataclass
+class StepState(OfThisProcess):
+    """What one `step` of an optimizer needs, from its pre-hook to its post-hook, or to the next that looks after it.
+
+    Attributes:
+        depth: how many calls of `step` are running: a subclass's may call its parent's.
+        frame: the outermost of these calls, if no exception has left it.
+        prepared: whether the pre-hook is done: what writes to a master from then on is the step.
+        told: whether the optimizer was given the overflow flag of this step, on the device.
+        quiet: the region without casts that the step runs in.
+        set_aside: what a skipped step must find again afterwards.
+        spent: masters with their gradients, which are done with but stay for a wrapper that looks after the step.
+    """
+
+    depth: int = 0
+    frame: FrameType | None = None
+    prepared: bool = False
+    told: bool = False
+    quiet: regions.region | None = None
+    set_aside: SkippedStep | None = None
+    spent: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+@dataclass
+class Surroundings(OfThisProcess):
+    """The objects around an optimizer, and what is known of its parameters by their id.
+
+    Optimizers, models, modules and wrappers are held weakly: a stash keeps none of them alive.
+
+    Attributes:
+        owner: the optimizer itself.
+        siblings: all optimizers of its training, itself among them.
+        sharing: those of the others that hold parameters of this one.
+        models: those models of the training that have parameters of this optimizer.
+        sharded: the FSDP modules of its parameters.
+        unowned: the models' trainable parameters that no optimizer holds.
+        wrappers: the wrappers around it that were given a class (`AmpWrapper`).
+        handles: of the hooks that were registered with it and with its wrappers.
+        process_group: over which overflows are agreed on.
+        names: id(param) -> its qualified name, for messages.
+        stepped: id(master) -> how much state the optimizer had of it after a step that the host knows was taken.
+    """
+
+    owner: weakref.ref[Any] | None = None
+    siblings: list[weakref.ref[Any]] = field(default_factory=list)
+    sharing: list[weakref.ref[Any]] = field(default_factory=list)
+    models: list[weakref.ref[nn.Module]] = field(default_factory=list)
+    sharded: list[weakref.ref[Any]] = field(default_factory=list)
+    unowned: list[Tensor] = field(default_factory=list)
+    wrappers: list[weakref.ref[Any]] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)
+    process_group: Any = None
+    names: dict[int, str] = field(default_factory=dict)
+    stepped: dict[int, int] = field(default_factory=dict)
+
+
 @dataclass
 class Stash:
     """Everything amp_patch knows of one optimizer: `optimizer._amp_stash`.
+
+    Its own fields outlive the process: they are pickled and copied with the optimizer. What one backward pass needs,
+    what one step needs and what is around the optimizer are parts of their own, which a pickle or a copy has fresh.
 
     Attributes:
         policy: of the training that the optimizer belongs to.
@@ -97,57 +172,33 @@ class Stash:
         enabled: False after `initialize(enabled=False)`: every call passes through.
         masters: the pairs of parameters and masters.
         pending: set while the model's gradients are still scaled (`delay_unscale=True`).
-        earlier: by id the unscaled gradients of parameters that are their own master, taken away while a body runs;
-            where the exit was delayed, what of them no scaled gradient can hold.
+        found: per scaler what its backward passes found since the last step, on the device.
+        gathered: whether a backward has brought gradients since the last step.
+        bodies: how many bodies of `scale_loss` were begun.
+        last_skipped: whether the last step was skipped, of those that the host has heard of.
+        device_skips: the steps that skipped on the device, or did not, which it has not heard of yet; the newest last.
+        wrapped: whether something around the optimizer may look at gradients after its step.
+        two_passes: whether weights are moved between backward and step, by a wrapper such as SAM.
         keeps_scaled_gradients: whether low-precision gradients stay on the model, scaled, when masters have got them.
     """
 
     keeps_scaled_gradients: ClassVar[bool] = False
-    turns: ClassVar[int] = 0  # how often a body of any optimizer of the process has begun or ended
 
     policy: Policy
     scalers: list[LossScaler]
     enabled: bool = True
     masters: Masters = field(default_factory=Masters)
     pending: Pending | None = None
-    earlier: dict[int, Earlier] = field(default_factory=dict)
-    last_skipped: bool = False  # of the last step that is no verdict
-    # Of steps that skipped on the device or did not: the newest last.
-    verdicts: list[DeviceSkip] = field(default_factory=list)
-    # id of a master -> how much state the optimizer had of it after a step that the host knows was taken.
-    stepped: dict[int, int] = field(default_factory=dict)
-    # Per scaler what its backward passes found since the last step, on the device.
     found: list[tuple[LossScaler, Tensor]] = field(default_factory=list)
-    told: bool = False  # whether the optimizer has the overflow flag of the step that is running
-    step_depth: int = 0
-    prepared: bool = False  # whether the pre-hook has done its part: what moves a master from then on is the step
-    step_frame: FrameType | None = None  # the call of `step` that is running, if it has not been left by an exception
-    open: bool = False  # whether a `scale_loss` body of this optimizer is running
-    scale: Tensor | None = None  # that body's
-    scaling: bool = False  # whether that body's loss is multiplied
-    # Which bodies of the training's other optimizers are running; whether their losses are multiplied.
-    beside: dict[int, bool] = field(default_factory=dict)
-    bodies: int = 0  # how many were begun
-    ended: int = -1  # `turns` when the last has ended
-    cleared: int = 0  # how often `zero_grad` was called
-    wrapped: bool = False  # whether something around the optimizer may look at gradients after its step
-    spent: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # masters, and gradients left for the wrapper
-    two_passes: bool = False  # whether weights are moved between backward and step, by a wrapper such as SAM
-    wrappers: list[weakref.ref[Any]] = field(default_factory=list)  # those that were given a class
-    left: set[int] = field(default_factory=set)  # ids of the parameters whose gradients were kept on the model
-    gathered: bool = False  # whether a backward has brought gradients since the last step
-    brought: TensorWeakRef | None = None  # the first gradient that `scale_loss` has left unscaled for the next step
-    unowned: list[Tensor] = field(default_factory=list)  # the models' trainable parameters that no optimizer holds
-    set_aside: SkippedStep | None = None
-    names: dict[int, str] = field(default_factory=dict)  # id(param) -> qualified name, for messages
-    siblings: list[Any] = field(default_factory=list)  # weak references to the training's optimizers
-    sharing: list[Any] = field(default_factory=list)  # to those others that hold parameters of this one
-    models: list[weakref.ref[nn.Module]] = field(default_factory=list)  # those that have parameters of this optimizer
-    process_group: Any = None
-    sharded: list[Any] = field(default_factory=list)  # weak references to the FSDP modules of its parameters
-    handles: list[Any] = field(default_factory=list)
-    owner: weakref.ref[Any] | None = None  # the optimizer
-    quiet: regions.region | None = None  # the region without casts that a running step is in
+    gathered: bool = False
+    bodies: int = 0
+    last_skipped: bool = False
+    device_skips: list[DeviceSkip] = field(default_factory=list)
+    wrapped: bool = False
+    two_passes: bool = False
+    backward: BackwardState = field(default_factory=BackwardState)
+    step: StepState = field(default_factory=StepState)
+    around: Surroundings = field(default_factory=Surroundings)
 
     @property
     def step_skipped(self) -> bool:
@@ -164,11 +215,11 @@ class Stash:
         self.last_skipped = skipped
 
     def hear(self, *, wait: bool = False) -> None:
-        """Take note of the verdicts that have arrived; of all of them if `wait`, which syncs."""
-        while self.verdicts and (wait or self.verdicts[0].here()):
-            overflowed = self.verdicts.pop(0).read()
-            self.last_skipped = bool(overflowed)
-            for scaler in overflowed:
+        """Take note of the device's skips that have arrived; of all of them if `wait`, which syncs."""
+        while self.device_skips and (wait or self.device_skips[0].here()):
+            skipping = self.device_skips.pop(0).read()
+            self.last_skipped = bool(skipping)
+            for scaler in skipping:
                 scaler.skipped(lambda: "not known, the step was skipped on the device")
 
     @property
@@ -178,47 +229,23 @@ class Stash:
 
     def __getstate__(self) -> dict[str, Any]:
         self.hear(wait=True)
-        return {name: value for name, value in vars(self).items() if name not in _TRANSIENT}
+        return {name: value for name, value in vars(self).items() if not isinstance(value, OfThisProcess)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(
-            state,
-            handles=[],
-            owner=None,
-            quiet=None,
-            brought=None,
-            siblings=[],
-            models=[],
-            sharded=[],
-            sharing=[],
-            unowned=[],
-            wrappers=[],
-            spent=[],
-            process_group=None,
-            names={},
-            set_aside=None,
-            left=set(),  # ids of another process
-            earlier={},
-            ended=-1,
-            stepped={},
-            told=False,
-            step_depth=0,
-            prepared=False,
-            step_frame=None,
-            open=False,
-            scale=None,
-            scaling=False,
-            beside={},
-        )
+        vars(self).update(state)
+        for part in fields(self):
+            if isinstance(part.default_factory, type) and issubclass(part.default_factory, OfThisProcess):
+                setattr(self, part.name, part.default_factory())
         if self.policy.master_weights:
             clipping.install()  # this may be another process
             ddp.install()
 
     def forget_cleared(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Of gradients that a delayed exit left scaled, those that were set to None since take their rest with them."""
-        if self.earlier:
+        taken = self.backward.earlier
+        if taken:
             there = {id(param) for param, _ in pairs if param.grad is not None}
-            self.earlier = {key: earlier for key, earlier in self.earlier.items() if key in there}
+            self.backward.earlier = {key: earlier for key, earlier in taken.items() if key in there}
 
     def clear_found(self) -> None:
         """The gradients that overflowed are gone: forget it, unless weights were moved by them, for the next ones."""
@@ -240,7 +267,7 @@ def distinct_pairs(optimizers: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
         {
             id(param): (param, master)
             for optimizer in optimizers
-            for param, master in optimizer._amp_stash.masters.pairs(optimizer.param_groups)
+            for param, master in known_stash(optimizer).masters.pairs(optimizer.param_groups)
         }.values()
     )
 
@@ -253,13 +280,23 @@ def note_sharing(optimizers: Sequence[Any]) -> None:
         if (stash := stash_of(optimizer)) is not None
     ]
     for optimizer, stash, own in held:
-        stash.sharing = [weakref.ref(o) for o, _, params in held if o is not optimizer and not own.isdisjoint(params)]
+        others = [other for other, _, params in held if other is not optimizer and not own.isdisjoint(params)]
+        stash.around.sharing = [weakref.ref(other) for other in others]
+
+
+def siblings(stash: Stash) -> list[tuple[Any, Stash]]:
+    """The optimizers of the training, this one among them, which are still in it."""
+    return _still_in_training(stash.around.siblings)
 
 
 def sharing(stash: Stash) -> list[tuple[Any, Stash]]:
     """The other optimizers of the training that hold parameters of this one, which are still in it."""
-    alive = [other for ref in stash.sharing if (other := ref()) is not None]
-    return [(other, known) for other in alive if (known := stash_of(other)) is not None]
+    return _still_in_training(stash.around.sharing)
+
+
+def _still_in_training(refs: list[weakref.ref[Any]]) -> list[tuple[Any, Stash]]:
+    alive = [optimizer for ref in refs if (optimizer := ref()) is not None]
+    return [(optimizer, known) for optimizer in alive if (known := stash_of(optimizer)) is not None]
 
 
 def drop_spent(stash: Stash) -> None:
@@ -268,10 +305,10 @@ def drop_spent(stash: Stash) -> None:
     Those that it left to others which share masters too: this optimizer would add to them, or step with them.
     """
     for holder in (stash, *(known for _, known in sharing(stash))):
-        for master, grad in holder.spent:
+        for master, grad in holder.step.spent:
             if master.grad is grad:
                 master.grad = None
-        holder.spent = []
+        holder.step.spent = []
 
 
 def overflowed(scalers: list[LossScaler], flags: list[float]) -> list[LossScaler]:
@@ -283,7 +320,24 @@ def overflowed(scalers: list[LossScaler], flags: list[float]) -> list[LossScaler
 
 
 def stash_of(optimizer: Any) -> Stash | None:
-    return getattr(optimizer, "_amp_stash", None)
+    """What amp_patch knows of `optimizer`; None where that went through no `initialize`."""
+    return getattr(optimizer, _ATTRIBUTE, None)
+
+
+def known_stash(optimizer: Any) -> Stash:
+    """What amp_patch knows of `optimizer`, which went through `initialize`."""
+    stash: Stash = getattr(optimizer, _ATTRIBUTE)
+    return stash
+
+
+def give_stash(optimizer: Any, stash: Stash) -> None:
+    """Let `optimizer` have `stash`, in place of another if there is one."""
+    setattr(optimizer, _ATTRIBUTE, stash)
+
+
+def take_stash(optimizer: Any) -> None:
+    """Undo `give_stash`."""
+    delattr(optimizer, _ATTRIBUTE)
 
 
 def name_parameters(stash: Stash, models: list[nn.Module]) -> None:
@@ -291,4 +345,4 @@ def name_parameters(stash: Stash, models: list[nn.Module]) -> None:
     for index, model in enumerate(models):
         prefix = f"models[{index}]." if len(models) > 1 else ""
         for name, param in model.named_parameters():
-            stash.names.setdefault(id(param), prefix + name)
+            stash.around.names.setdefault(id(param), prefix + name)

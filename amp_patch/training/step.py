@@ -9,7 +9,7 @@ from typing import Any
 from amp_patch.casts import regions, thread_state
 from amp_patch.casts import state as casts_state
 from amp_patch.masters import stalled_averages
-from amp_patch.masters.masters import publish, publish_written, reconcile
+from amp_patch.masters.masters import Linked, publish, publish_written, reconcile
 from amp_patch.support.compiled import not_traced
 from amp_patch.support.generated_class import base_class
 from amp_patch.training import observers
@@ -21,8 +21,8 @@ from amp_patch.training.overflow import (
     read_found,
     skips_on_device,
 )
-from amp_patch.training.stash import DeviceSkip, SkippedStep, Stash, drop_spent, stash_of
-from amp_patch.training.unscale import settle
+from amp_patch.training.stash import BackwardState, DeviceSkip, SkippedStep, Stash, drop_spent, siblings, stash_of
+from amp_patch.training.unscale import unscale_pending
 
 
 @not_traced
@@ -35,12 +35,13 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     if stash is None or not stash.enabled:
         return None
     recover(optimizer, stash)
-    if stash.open or stash.beside:
+    if stash.backward.open or stash.backward.beside:
         _refuse_in_body(optimizer, stash)
-    stash.step_depth += 1
-    if stash.step_depth > 1:  # a subclass's step that calls super().step() fires the hooks twice
+    step = stash.step
+    step.depth += 1
+    if step.depth > 1:  # a subclass's step that calls super().step() fires the hooks twice
         return None
-    stash.step_frame = sys._getframe(1)
+    step.frame = sys._getframe(1)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is not None and stash.scales_loss:
         recover(optimizer, stash, running=False)
@@ -49,16 +50,17 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
             "the check for overflow; under loss scaling call the closure's body first, then step() without it"
         )
     drop_spent(stash)
-    stalled_averages.compare(stash.models)
-    settle(optimizer)
-    reconcile(stash.masters.linked())
-    _warn_of_ungathered(optimizer, stash)
+    stalled_averages.compare(stash.around.models)
+    unscale_pending(optimizer)
+    linked = stash.masters.linked()
+    reconcile(linked)
+    _warn_of_ungathered(optimizer, stash, linked)
     _drop_removed(optimizer, stash)
     stash.hear()
     if skips_on_device(optimizer, stash):
-        stash.verdicts.append(DeviceSkip(stash.found))
-        optimizer.grad_scale, optimizer.found_inf = None, stash.verdicts[-1].overflow
-        stash.told = True
+        stash.device_skips.append(DeviceSkip(stash.found))
+        optimizer.grad_scale, optimizer.found_inf = None, stash.device_skips[-1].overflow
+        step.told = True
     else:
         overflowed = read_found(stash)
         stash.step_skipped = bool(overflowed)
@@ -66,17 +68,17 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
             scaler.skipped(lambda: culprits(optimizer))
         if overflowed:
             # An optimizer does nothing where there is no gradient; what some count per group is put back afterwards.
-            grads = [(m, m.grad) for _, m in stash.masters.pairs(optimizer.param_groups) if m.grad is not None]
+            grads = [(m, m.grad) for group in optimizer.param_groups for m in group["params"] if m.grad is not None]
             values = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            stash.set_aside = SkippedStep(grads, values)
+            step.set_aside = SkippedStep(grads, values)
             for master, _ in grads:
                 master.grad = None
     watched = None if closure is None else regions.as_now(closure)
     if casts_state.current() is not None:  # what an optimizer computes is computed in the types of what it updates
-        stash.quiet = regions.region(None)
-        stash.quiet.call = stash.step_frame
-        stash.quiet.__enter__()
-    stash.prepared = True
+        step.quiet = regions.region(None)
+        step.quiet.call = step.frame
+        step.quiet.__enter__()
+    step.prepared = True
     if watched is None:
         return None
     return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
@@ -86,22 +88,24 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
 def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Post-hook of `step`: publish the masters, or put back what a skipped step must not have changed."""
     stash = stash_of(optimizer)
-    if stash is None or not stash.enabled or stash.step_depth == 0:
+    if stash is None or not stash.enabled or stash.step.depth == 0:
         return
-    stash.step_depth -= 1
-    if stash.step_depth > 0:
+    step = stash.step
+    step.depth -= 1
+    if step.depth > 0:
         return
-    skipped = stash.set_aside is not None
-    if stash.set_aside is not None:
-        for master, grad in stash.set_aside.grads:
+    skipped = step.set_aside is not None
+    if step.set_aside is not None:
+        for master, grad in step.set_aside.grads:
             master.grad = grad
-    elif not stash.told and may_skip_on_device(optimizer, stash):
+    elif not step.told and may_skip_on_device(optimizer, stash):
         note_stepped(optimizer, stash)
     casts_state.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
-    consume(optimizer, stash)
+    linked = stash.masters.linked()
+    consume(optimizer, stash, linked)
     if not skipped:  # of a step that the device skipped, the values that are there already
-        publish(stash.masters.linked())
-    stalled_averages.remember(stash.models)
+        publish(linked)
+    stalled_averages.remember(stash.around.models)
     # Last, and publish behind consume: `recover` asks after an exception whether these were done.
     recover(optimizer, stash, running=False)
 
@@ -122,24 +126,27 @@ def _guarded_step(base: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
     stash = stash_of(optimizer)
     if stash is not None:
         recover(optimizer, stash)
-    if stash is None or not stash.enabled or stash.step_depth > 0:
+    if stash is None or not stash.enabled or stash.step.depth > 0:
         return base.step(optimizer, *args, **kwargs)
     called, kwargs = before_step(optimizer, (optimizer, *args), kwargs) or ((optimizer, *args), kwargs)
-    skipped = stash.set_aside is not None
+    skipped = stash.step.set_aside is not None
     result = None if skipped else base.step(*called, **kwargs)
     after_step(optimizer, called, kwargs)
     return result
 
 
-def consume(optimizer: Any, stash: Stash) -> None:
-    """Forget the gradients that a step, taken or skipped, was for: the masters' that nobody waits for."""
-    stash.gathered, stash.brought = False, None
-    stash.left.clear()
+def consume(optimizer: Any, stash: Stash, linked: list[Linked]) -> None:
+    """Forget the gradients that a step, taken or skipped, was for: those of its masters (`linked`) that nobody awaits.
+
+    Another optimizer of the training awaits a gradient of a master that it holds too and has yet to step with.
+    """
+    stash.gathered, stash.backward.brought = False, None
+    stash.backward.left.clear()
     stash.found.clear()
     awaited = _awaited_by_others(optimizer, stash)
-    masters = [link.master for _, link in stash.masters.linked() if id(link.master) not in awaited]
+    masters = [link.master for _, link in linked if id(link.master) not in awaited]
     if stash.wrapped:  # Lookahead moves what has a gradient, after the step
-        stash.spent = [(master, master.grad) for master in masters if master.grad is not None]
+        stash.step.spent = [(master, master.grad) for master in masters if master.grad is not None]
         return
     for master in masters:
         master.grad = None  # consumed: scripts that clear only the model's gradients never see it
@@ -148,11 +155,9 @@ def consume(optimizer: Any, stash: Stash) -> None:
 def _awaited_by_others(optimizer: Any, stash: Stash) -> set[int]:
     """The masters (ids) that another optimizer of the training holds too and has yet to step with."""
     awaited: set[int] = set()
-    for ref in stash.siblings:
-        other = ref()
-        other_stash = None if other is None or other is optimizer else stash_of(other)
-        if other_stash is not None and other_stash.gathered:
-            awaited.update(id(link.master) for _, link in other_stash.masters.linked())
+    for other, known in siblings(stash):
+        if other is not optimizer and known.gathered:
+            awaited.update(id(link.master) for _, link in known.masters.linked())
     return awaited
 
 
@@ -163,22 +168,23 @@ def recover(optimizer: Any, stash: Stash, running: bool | None = None) -> None:
     the caller knows. Gradients that overflowed stay away: they may have been cleared since. What the step has written
     into masters is published. After an exception in here the next call does the rest.
     """
-    if stash.step_depth == 0 and stash.step_frame is None:
+    step = stash.step
+    if step.depth == 0 and step.frame is None:
         return
     left = running is None
-    if thread_state.is_running(stash.step_frame) if running is None else running:
+    if thread_state.is_running(step.frame) if running is None else running:
         return
-    if stash.told:
+    if step.told:
         optimizer.grad_scale = optimizer.found_inf = None
         del optimizer.grad_scale, optimizer.found_inf
-        stash.told = False
-    if stash.quiet is not None:
-        stash.quiet.__exit__(None, None, None)
-        stash.quiet = None
+        step.told = False
+    if step.quiet is not None:
+        step.quiet.__exit__(None, None, None)
+        step.quiet = None
     put_back(optimizer, stash)
-    if left and publish_written(stash.masters.linked()) and stash.prepared:
-        consume(optimizer, stash)
-    stash.step_depth, stash.step_frame, stash.prepared = 0, None, False
+    if left and publish_written(linked := stash.masters.linked()) and step.prepared:
+        consume(optimizer, stash, linked)
+    step.depth, step.frame, step.prepared = 0, None, False
 
 
 def _drop_removed(optimizer: Any, stash: Stash) -> None:
@@ -187,9 +193,10 @@ def _drop_removed(optimizer: Any, stash: Stash) -> None:
     It wants those parameters left alone (frozen for a while), as happens where they are the optimizer's own. All of
     them None is a script that has done with the model's gradients: the masters' are there to step with.
     """
-    if not stash.left:
+    left = stash.backward.left
+    if not left:
         return
-    kept = [pair for pair in stash.masters.pairs(optimizer.param_groups) if id(pair[0]) in stash.left]
+    kept = [pair for pair in stash.masters.pairs(optimizer.param_groups) if id(pair[0]) in left]
     removed = [master for param, master in kept if param.grad is None]
     if len(removed) < len(kept):
         for master in removed:
@@ -198,13 +205,14 @@ def _drop_removed(optimizer: Any, stash: Stash) -> None:
 
 def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
     """Raise if the running body of a `scale_loss` has the gradients of this step, or has them to unscale yet."""
+    body = stash.backward
     pairs = stash.masters.pairs(optimizer.param_groups)
     own = any(param is master for param, master in pairs)
-    if stash.open and stash.scaling:
+    if body.open and body.scaling:
         where = "where its gradients are scaled and unchecked"
-    elif any(stash.beside.values()) and (own or stash.pending is not None):
+    elif any(body.beside.values()) and (own or stash.pending is not None):
         where = "whose scaled backward may reach its parameters: its own gradients are away until that ends"
-    elif any(p is not master and (stash.open or (p.grad is not None and master.grad is None)) for p, master in pairs):
+    elif any(p is not master and (body.open or (p.grad is not None and master.grad is None)) for p, master in pairs):
         where = "where its gradients are on the low-precision parameters, not on their masters"
     else:
         return
@@ -215,21 +223,21 @@ def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
     )
 
 
-def _warn_of_ungathered(optimizer: Any, stash: Stash) -> None:
+def _warn_of_ungathered(optimizer: Any, stash: Stash, linked: list[Linked]) -> None:
     """Warn of gradients of cast parameters that no exit of `scale_loss` has brought to their masters.
 
     Other optimizers' bodies may leave such gradients on the model, and rightly so (a GAN's generator loss fills the
     discriminator's): after one of those only an optimizer none of whose masters has a gradient is warned about.
     """
-    linked = stash.masters.linked()
     strays = {id(link.master): param for param, link in linked if param.grad is not None}
     if not strays or (stash.keeps_scaled_gradients and stash.bodies > 0):  # those may have been gathered
         return
-    others = bool(stash.beside) or stash.ended != Stash.turns  # whether another body is running, or was since
+    # Whether a body of another optimizer is running, or was since the last one of this optimizer.
+    others = bool(stash.backward.beside) or stash.backward.ended != BackwardState.turns
     if others and any(link.master.grad is not None for _, link in linked):
         return
     named = [
-        stash.names.get(id(strays[id(master)]), f"group {index}, parameter {position}")
+        stash.around.names.get(id(strays[id(master)]), f"group {index}, parameter {position}")
         for index, group in enumerate(optimizer.param_groups)
         for position, master in enumerate(group["params"])
         if id(master) in strays

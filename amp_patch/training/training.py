@@ -15,7 +15,6 @@ from amp_patch.masters import clipping
 from amp_patch.model import averages, fsdp, shielded_copies
 from amp_patch.model import forward as model_forward
 from amp_patch.model import tensors as model_tensors
-from amp_patch.model.fp32_copy import fp32_copy
 from amp_patch.model.keep_fp32 import kept_modules
 from amp_patch.policy import OPT_LEVELS, Policy
 from amp_patch.support.generated_class import base_class
@@ -25,8 +24,16 @@ from amp_patch.training import optimizer as optimizer_side
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.optimizer import AmpOptimizer
 from amp_patch.training.scale_loss import targets_of
-from amp_patch.training.stash import Stash, name_parameters, note_sharing
-from amp_patch.training.unscale import settle
+from amp_patch.training.stash import (
+    Stash,
+    Surroundings,
+    give_stash,
+    known_stash,
+    name_parameters,
+    note_sharing,
+    stash_of,
+)
+from amp_patch.training.unscale import unscale_pending
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ def leave_all(trainings: list[Training]) -> None:
     attempt.finish()
 
 
-def check(
+def check_arguments(
     models: list[nn.Module],
     targets: list[Any],
     policy: Policy,
@@ -114,9 +121,9 @@ def check(
     if not models:
         raise ValueError("initialize: models is empty; wanted a torch.nn.Module or a list of them")
     for model in models:
-        model_tensors.check(model, methods)
+        model_tensors.check_model(model, methods)
     for target in targets:
-        optimizer_side.check(target, policy)
+        optimizer_side.check_optimizer(target, policy)
     if len({id(target) for target in targets}) < len(targets):
         raise ValueError("initialize: an optimizer is in optimizers twice; give each once")
     model_tensors.check_methods(models, methods)
@@ -125,9 +132,9 @@ def check(
         if model_forward.policy_of(model) is None and not dialect.models_may_be_low_precision:
             model_tensors.check_fp32(model, policy, kept)
         model_tensors.check_steps(model, policy)
-    fsdp.check(models, policy, kept)
+    fsdp.check_shards(models, policy, kept)
     retyped = {id(p) for model in models for p in model_tensors.not_cast_to(model, kept, policy.cast_model_type)}
-    ddp.check(models, retyped, policy, process_group)
+    ddp.check_ddp(models, retyped, policy, process_group)
     return kept
 
 
@@ -138,11 +145,11 @@ def leave_earlier(models: list[nn.Module], targets: list[Any], kept: list[nn.Mod
     if recast:
         params = {id(p) for model in recast for p in model.parameters()}
         earlier = [o for t in trainings for ref in t.optimizers if (o := ref()) is not None]
-        initialized = (o for o in earlier if getattr(o, "_amp_stash", None) is not None)
-        holders = [o for o in initialized if any(id(p) in params for p, _ in o._amp_stash.masters.linked())]
+        initialized = [(o, stash) for o in earlier if (stash := stash_of(o)) is not None]
+        holders = [o for o, stash in initialized if any(id(p) in params for p, _ in stash.masters.linked())]
         leave(recast, list({id(o): o for o in holders}.values()))
     for target in targets:
-        if getattr(target, "_amp_stash", None) is not None:
+        if stash_of(target) is not None:
             optimizer_side.restore(target, recast_state=False)
 
 
@@ -166,14 +173,16 @@ def enter(
         stash = training.dialect.stash(
             policy,
             training.scalers,
-            siblings=training.optimizers,
-            unowned=unowned,
-            process_group=process_group,
-            # With those of no optimizer yet, whose parameters may be added to this one.
-            sharded=[weakref.ref(module) for module, inside in sharded if held & inside or not owned & inside],
+            around=Surroundings(
+                siblings=training.optimizers,
+                models=[weakref.ref(m) for m in models if any(id(p) in held for p in m.parameters())],
+                # With those of no optimizer yet, whose parameters may be added to this one.
+                sharded=[weakref.ref(module) for module, inside in sharded if held & inside or not owned & inside],
+                unowned=unowned,
+                process_group=process_group,
+            ),
         )
         name_parameters(stash, models)
-        stash.models = [weakref.ref(m) for m in models if any(id(p) in held for p in m.parameters())]
         optimizer_side.enter_training(target, stash, about_to_be_cast, training.dialect.optimizer)
     if len(targets) > 1:
         note_sharing(targets)
@@ -191,7 +200,7 @@ def enter(
     if targets and (policy.master_weights or policy.scales_loss):
         ddp.follow(models, training.scalers)
     if policy.cast_model_type is not None:
-        averages.install(fp32_copy)
+        averages.install()
     dynamo.hook()
     if policy.patch_torch_functions or policy.emulates:
         install.install(policy.op_lists)
@@ -203,8 +212,8 @@ def enter(
 def leave_alone(dialect: Dialect, targets: list[Any]) -> None:
     """Let `scale_loss` know these optimizers as ones that it does nothing for."""
     for target in targets:
-        if getattr(target, "_amp_stash", None) is None:
-            target._amp_stash = dialect.stash(OPT_LEVELS["O0"], [], enabled=False)
+        if stash_of(target) is None:
+            give_stash(target, dialect.stash(OPT_LEVELS["O0"], [], enabled=False))
     observers.tell("training_begun", None)
 
 
@@ -215,7 +224,7 @@ def leave(models: list[nn.Module], targets: list[Any]) -> None:
         RuntimeError: one that cannot be restored, by name, when all others are.
     """
     attempt = Attempts()
-    steps = ((settle, targets), (model_forward.restore, models), (optimizer_side.restore, targets))
+    steps = ((unscale_pending, targets), (model_forward.restore, models), (optimizer_side.restore, targets))
     for undo, subjects in steps:
         for subject in subjects:
             attempt(_by_name, undo, subject)
@@ -245,7 +254,7 @@ def scalers_of(optimizers: Any, caller: str) -> list[LossScaler]:
     """The loss scalers of the optimizers' training; of the newest one without any."""
     if optimizers is None:
         return [] if (training := newest_training()) is None else training.scalers
-    stashes = [stash for target in targets_of(optimizers, caller) if (stash := target._amp_stash).enabled]
+    stashes = [stash for target in targets_of(optimizers, caller) if (stash := known_stash(target)).enabled]
     found = {id(stash.scalers): stash.scalers for stash in stashes}
     if len(found) > 1:
         raise ValueError(

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from amp_patch.masters.gradients import Earlier, gather
+from amp_patch.masters.gradients import Earlier, gather, held
+from amp_patch.multi_tensor import inverse_of
 from amp_patch.support import distributed
 from amp_patch.training.innermost import innermost
-from amp_patch.training.loss_scaler import LossScaler, inverse_of
-from amp_patch.training.stash import Stash, distinct_pairs, drop_spent, sharing, stash_of
+from amp_patch.training.loss_scaler import LossScaler
+from amp_patch.training.stash import Stash, distinct_pairs, drop_spent, known_stash, sharing, siblings, stash_of
 
 
 def first_gradient(optimizer: Any) -> Tensor | None:
@@ -40,7 +41,8 @@ def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | Non
     except BaseException:
         drop(pairs)
         for optimizer in optimizers:
-            optimizer._amp_stash.pending, optimizer._amp_stash.earlier = None, {}
+            stash = known_stash(optimizer)
+            stash.pending, stash.backward.earlier = None, {}
         raise
 
 
@@ -53,31 +55,32 @@ def drop(pairs: list[tuple[Tensor, Tensor]]) -> None:
 def _unscale(
     optimizers: Sequence[Any], pairs: list[tuple[Tensor, Tensor]], scaler: LossScaler, inverse: Tensor | None
 ) -> None:
-    stashes: list[Stash] = [optimizer._amp_stash for optimizer in optimizers]
+    stashes = [known_stash(optimizer) for optimizer in optimizers]
     for stash in stashes:
         drop_spent(stash)
     earlier: dict[int, Earlier] = {}
     for stash in stashes:
         if stash.pending is not None:
             stash.forget_cleared(pairs)
-        earlier.update(stash.earlier)
+        earlier.update(stash.backward.earlier)
     found = gather(pairs, inverse, keep=any(stash.keeps_scaled_gradients for stash in stashes), earlier=earlier)
     for optimizer, stash in zip(optimizers, stashes, strict=True):
         stash.pending = None
-        stash.earlier.clear()
+        stash.backward.earlier.clear()
         stash.gathered = True
         first = first_gradient(optimizer)
-        stash.brought = None if first is None else TensorWeakRef(first)
+        stash.backward.brought = None if first is None else TensorWeakRef(first)
         if stash.keeps_scaled_gradients:
             own = stash.masters.pairs(optimizer.param_groups)
-            stash.left = {id(param) for param, master in own if param is not master and param.grad is not None}
+            stash.backward.left = {id(param) for param, master in own if param is not master and param.grad is not None}
     if inverse is None:
         return
     found = distributed.agree(found, [param for param, _ in pairs])
     overall = torch.zeros_like(scaler.scale_tensor)
     for found_inf in found.values():
         overall = torch.maximum(overall, found_inf.to(overall.device))
-    for group in {id(s.process_group): s.process_group for s in stashes if s.process_group is not None}.values():
+    groups = {id(group): group for stash in stashes if (group := stash.around.process_group) is not None}
+    for group in groups.values():
         torch.distributed.all_reduce(overall, torch.distributed.ReduceOp.MAX, group=group)
     # One overflow skips the step, whatever follows: only a loss's first before a step moves its scale.
     known = [f.to(overall.device) for stash in stashes for s, f in stash.found if s is scaler]
@@ -101,11 +104,11 @@ def _move_nothing(optimizer: Any, stash: Stash) -> None:
     overflow = torch.stack([found_inf.to(stash.found[0][1].device) for _, found_inf in stash.found]).amax() > 0
     for _, master in stash.masters.pairs(optimizer.param_groups):
         if master.grad is not None:
-            grad = master.grad._values() if master.grad.is_sparse else distributed.local(master.grad)
+            grad = held(master.grad)
             grad.masked_fill_(overflow.to(grad.device), 0)
 
 
-def settle(optimizer: Any) -> None:
+def unscale_pending(optimizer: Any) -> None:
     """Unscale gradients that a delayed exit of `scale_loss` left scaled; no sync.
 
     Those of all optimizers of that exit: they may share parameters, and one that overflowed holds the others up. And
@@ -117,8 +120,7 @@ def settle(optimizer: Any) -> None:
     for holder, known in ((optimizer, stash), *sharing(stash)):
         if (pending := known.pending) is None:
             continue
-        others = [other for ref in known.siblings if (other := ref()) is not None and other is not holder]
-        left = [o for o in others if (its := stash_of(o)) is not None and its.pending is pending]
+        left = [other for other, its in siblings(known) if its.pending is pending and other is not holder]
         unscale([holder, *left], pending.scaler, inverse_of(pending.scale) if pending.scaling else None)
         if pending.updates == pending.scaler.updates:  # else this loss moved its scale since, with another optimizer
             pending.scaler.update()

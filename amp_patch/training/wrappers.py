@@ -11,8 +11,8 @@ from amp_patch.masters.masters import publish_written
 from amp_patch.support import generated_class
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.training.innermost import innermost, layers, makes_two_passes
-from amp_patch.training.stash import stash_of
-from amp_patch.training.unscale import settle
+from amp_patch.training.stash import known_stash, stash_of
+from amp_patch.training.unscale import unscale_pending
 
 
 class AmpWrapper(Generated):
@@ -29,14 +29,14 @@ class AmpWrapper(Generated):
             innermost(self).zero_grad(*args, **kwargs)  # which knows of the model's gradients too
 
         def first_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            settle(innermost(self))
+            unscale_pending(innermost(self))
             result = base.first_step(self, *args, **kwargs)  # type: ignore[attr-defined]
             # The forward would do so, but not a compiled one, nor that of a part of the model.
-            publish_written(innermost(self)._amp_stash.masters.linked())
+            publish_written(known_stash(innermost(self)).masters.linked())
             return result
 
         def second_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            settle(innermost(self))  # what has no gradient is not moved back
+            unscale_pending(innermost(self))  # what has no gradient is not moved back
             return base.second_step(self, *args, **kwargs)  # type: ignore[attr-defined]
 
         hooked = issubclass(base, torch.optim.Optimizer)  # a scheduler may have captured its step
@@ -57,9 +57,9 @@ def enter_wrappers(optimizer: Any) -> None:
             continue
         stash.masters.follow(wrapper)
         generated_class.give(wrapper, AmpWrapper)
-        stash.wrappers.append(weakref.ref(wrapper))
+        stash.around.wrappers.append(weakref.ref(wrapper))
         if isinstance(wrapper, torch.optim.Optimizer):
-            stash.handles.append(wrapper.register_step_pre_hook(refuse_closure))
+            stash.around.handles.append(wrapper.register_step_pre_hook(refuse_closure))
 
 
 def refuse_closure(wrapper: Any, args: Any, kwargs: Any) -> None:

@@ -19,7 +19,7 @@ def is_zero(optimizer: Any) -> bool:
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
-def check(optimizer: Any, policy: Policy) -> None:
+def check_zero(optimizer: Any, policy: Policy) -> None:
     """Raise unless `initialize` can take this optimizer, which may be any."""
     if not is_zero(optimizer):
         return

@@ -15,7 +15,7 @@ from torch import nn
 from training import LEVELS, SGD, backward, convnet, linear
 
 from amp_patch import amp
-from amp_patch.training.loss_scaler import inverse_of
+from amp_patch.multi_tensor import inverse_of
 
 
 def step(model, optimizer, number=0):

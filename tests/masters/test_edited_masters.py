@@ -18,7 +18,7 @@ from torch import nn
 from training import LEVELS, backward, convnet, images, linear
 
 from amp_patch import amp
-from amp_patch.masters.masters import Master, Noted, Watch, _Noted, _Watch
+from amp_patch.masters.masters import Master, Noted, PlainNoted, PlainWatch, Watch
 
 CAST = ("O2", "O5")
 MASTERED = [level for level in LEVELS if level != "O3"]
@@ -220,7 +220,7 @@ def test_a_torch_that_keeps_no_such_list_gets_plain_masters(monkeypatch):
     assert output(model) == 2.0
 
 
-@pytest.mark.parametrize("kinds", [(Noted, Watch), (_Noted, _Watch)], ids=["default", "python"])
+@pytest.mark.parametrize("kinds", [(Noted, Watch), (PlainNoted, PlainWatch)], ids=["default", "python"])
 def test_versions_tell_which_of_many_tensors_were_written(kinds):
     noted_kind, watch_kind = kinds
     tensors = [torch.zeros(2) for _ in range(5)]

@@ -1,4 +1,4 @@
-"""README.md and docs: their links lead somewhere, their Python runs, and the README stays short."""
+"""README.md, CONTRIBUTING.md and docs: links and files that they name are there, their Python runs, two stay short."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from torch import nn
 
 from amp_patch import amp, apex
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# The README names these before they are written.
-AWAITED = [ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -45,20 +43,38 @@ def test_each_relative_link_and_anchor_resolves(page):
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        if target in AWAITED and not target.exists():
-            continue
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     assert broken == []
 
 
 def test_each_page_can_be_reached_from_the_readme():
-    linked = set(re.findall(r"\]\((docs/[\w-]+\.md)", (ROOT / "README.md").read_text()))
-    assert {f"docs/{page.name}" for page in PAGES[1:]} <= linked
+    linked = set(re.findall(r"\]\(([\w/-]+\.md)", (ROOT / "README.md").read_text()))
+    assert {str(page.relative_to(ROOT)) for page in PAGES[1:]} <= linked
 
 
-def test_the_readme_is_read_in_a_minute():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+@each_page
+def test_each_source_that_a_page_names_is_there(page):
+    """Named by its path in the repository, in amp_patch/ or in the row of its folder; `path/*.py` is any such file."""
+    text = page.read_text()
+    named = re.findall(r"(?<![\w./-])((?:[\w*-]+/)+[\w*-]+\.(?:py|sh|h|cpp|cu|toml))\b", text)
+    for folder, files in re.findall(r"^\| `(\w+/)` \| (.*) \|$", text, re.MULTILINE):
+        named += [folder + name for name in re.findall(r"`(\w+\.py)`", files)]
+    missing = [path for path in named if not any(any(base.glob(path)) for base in (ROOT, ROOT / "amp_patch"))]
+    assert missing == []
+
+
+@pytest.mark.parametrize(("name", "lines"), [("README.md", 120), ("CONTRIBUTING.md", 40)])
+def test_the_first_pages_are_read_in_a_minute(name, lines):
+    assert len((ROOT / name).read_text().splitlines()) <= lines
+
+
+def test_the_floors_of_the_architecture_are_those_that_lint_holds():
+    contract = re.search(r"^layers = \[.*?\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    floors = re.findall(r"^\| (\d+) \| (.*?) \|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    held = [set(re.findall(r"\w+", line)) for line in re.findall(r'"(.*)"', contract[1])]
+    assert [set(re.findall(r"\w+", wings)) for _, wings in floors] == held
+    assert [int(floor) for floor, _ in floors] == list(range(len(held), 0, -1))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)

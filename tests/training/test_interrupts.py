@@ -18,7 +18,7 @@ from amp_patch.apex.amp.opt import OptimWrapper
 from amp_patch.casts import install, regions, thread_state
 from amp_patch.casts import state as casts_state
 from amp_patch.model import state as model_state
-from amp_patch.training.scale_loss import ScaledBackward
+from amp_patch.training.scaled_backward import ScaledBackward
 
 INPUTS = {
     "first": torch.tensor([[1.0, 2.0, 0.0], [3.0, -1.0, 1.0]]),

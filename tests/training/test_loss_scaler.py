@@ -8,8 +8,9 @@ import pytest
 import torch
 from conftest import DEVICES
 
+from amp_patch.multi_tensor import inverse_of
 from amp_patch.policy import Policy
-from amp_patch.training.loss_scaler import LossScaler, inverse_of
+from amp_patch.training.loss_scaler import LossScaler
 
 
 def scaler(loss_scale="dynamic", *, minimum=2.0**-24, maximum=2.0**24, **kwargs):

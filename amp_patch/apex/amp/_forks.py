@@ -5,6 +5,7 @@ Source: ROCm/apex (apex/amp/frontend.py) and Ascend/apex (patch/npu.patch): name
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager
@@ -20,6 +21,7 @@ from amp_patch.masters.masters import master_of, publish
 from amp_patch.policy import LOW_PRECISION, boolean, scale_number
 from amp_patch.support.blocks import block
 from amp_patch.training.innermost import innermost
+from amp_patch.training.stash import stash_of
 
 _DTYPES: dict[str, torch.dtype | None] = {
     "float16": torch.float16,
@@ -80,19 +82,28 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def switches(given: dict[str, Any], caller: str) -> dict[str, Any]:
-    """Huawei's switches, checked. `caller` is the module that calls `initialize`.
+def switches(
+    combine_grad: Any, combine_ddp: Any, ddp_replica_count: Any, user_cast_preferred: Any, check_combined_tensors: Any
+) -> dict[str, Any]:
+    """Huawei's switches, checked, by name. For `initialize` alone: it looks which module has called that.
 
     Raises:
         TypeError, ValueError: a value that cannot be. RuntimeError: combine_ddp without a process group; DeepSpeed in
             several processes without it.
     """
-    count = given["ddp_replica_count"]
+    count = ddp_replica_count
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"initialize: ddp_replica_count is {count!r}; wanted a positive integer")
-    checked = {name: boolean(name, value) for name, value in given.items() if name != "ddp_replica_count"}
+    given = {
+        "combine_grad": combine_grad,
+        "combine_ddp": combine_ddp,
+        "user_cast_preferred": user_cast_preferred,
+        "check_combined_tensors": check_combined_tensors,
+    }
+    checked = {name: boolean(name, value) for name, value in given.items()}
     together = distributed.is_available() and distributed.is_initialized()
-    if caller == _DEEPSPEED and together and distributed.get_world_size() > 1 and not checked["combine_ddp"]:
+    several = together and distributed.get_world_size() > 1
+    if several and not checked["combine_ddp"] and _calls_initialize() == _DEEPSPEED:
         # It averages what `param.grad` of the model holds after scale_loss, which has unscaled and checked by then: one
         # process would skip where another steps, and at O2 the masters would get nothing of it.
         raise RuntimeError(
@@ -105,6 +116,14 @@ def switches(given: dict[str, Any], caller: str) -> dict[str, Any]:
             "torch.distributed.init_process_group() first, or leave combine_ddp out"
         )
     return {**checked, "ddp_replica_count": count}
+
+
+def _calls_initialize() -> str:
+    """The name of the module that has called `initialize`, three calls up from here; "" where it has none."""
+    frame = inspect.currentframe()
+    for _ in range(3):
+        frame = None if frame is None else frame.f_back
+    return "" if frame is None else frame.f_globals.get("__name__", "")
 
 
 def say_what_has_no_effect(chosen: dict[str, Any]) -> None:
@@ -128,13 +147,14 @@ def broadcast(models: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
     masters = {id(p): p for optimizer in optimizers for p in master_params(optimizer)}
     own = [p for key, p in params.items() if key not in masters and master_of(p) is None]
     flat_dist_call([*masters.values(), *own], distributed.broadcast, (0,))
-    for optimizer in optimizers:
-        publish(innermost(optimizer)._amp_stash.masters.linked())
+    for target in _innermost(optimizers):
+        if (stash := stash_of(target)) is not None:
+            publish(stash.masters.linked())
 
 
 def averages(optimizers: Any) -> bool:
     """Whether the training of these optimizers has combine_ddp."""
-    found = (getattr(target, "_amp_stash", None) for target in _innermost(optimizers))
+    found: list[Any] = [stash_of(target) for target in _innermost(optimizers)]
     return any(stash is not None and getattr(stash.properties, "combine_ddp", None) for stash in found)
 
 
@@ -155,7 +175,8 @@ def _average(targets: Iterable[Any]) -> None:
     params = {
         id(param): param
         for target in targets
-        for param, _ in target._amp_stash.masters.pairs(target.param_groups)
+        if (stash := stash_of(target)) is not None
+        for param, _ in stash.masters.pairs(target.param_groups)
         if param.requires_grad
     }
     for param in params.values():

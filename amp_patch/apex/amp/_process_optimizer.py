@@ -11,9 +11,10 @@ from torch import Tensor
 from amp_patch import policy
 from amp_patch.masters.gradients import take
 from amp_patch.masters.masters import publish
+from amp_patch.multi_tensor import inverse_of
 from amp_patch.training import optimizer as optimizer_side
 from amp_patch.training import step as optimizer_step
-from amp_patch.training.loss_scaler import LossScaler, inverse_of
+from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.stash import Pending, Stash
 from amp_patch.training.unscale import unscale
 
@@ -98,7 +99,7 @@ class AmpOptimizerState(Stash):
         return [param for group in self.fp32_from_fp32_groups for param in group]
 
     def _groups(self) -> list[Pairs]:
-        optimizer = None if self.owner is None else self.owner()
+        optimizer = None if self.around.owner is None else self.around.owner()
         groups = [] if optimizer is None else optimizer.param_groups
         return [[pair for pair in self.masters.pairs([group]) if pair[0].requires_grad] for group in groups]
 
@@ -133,10 +134,10 @@ class AmpOptimizer(optimizer_side.AmpOptimizer):
         self._amp_lazy_init()
         stash = self._amp_stash
         optimizer_step.recover(self, stash)
-        stash.earlier.clear()
+        stash.backward.earlier.clear()
         for param, master in stash.masters.pairs(self.param_groups):
             if param is master and (earlier := take(param)) is not None:
-                stash.earlier[id(param)] = earlier
+                stash.backward.earlier[id(param)] = earlier
             param.grad = None
 
     def _post_amp_backward(self, loss_scaler: LossScaler) -> None:

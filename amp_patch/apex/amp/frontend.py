@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +17,12 @@ from amp_patch.frontend import initialize_as
 from amp_patch.frontend import load_state_dict as load_scales
 from amp_patch.frontend import state_dict as scales
 from amp_patch.policy import OPT_LEVELS, Policy, resolve
+from amp_patch.training.stash import stash_of
 from amp_patch.training.training import newest_training
 
 _CASTS_FUNCTIONS = ("O1", "O4")
+# The options of which a level has its own, in the order in which contradictions are told.
+_CONSTRAINED = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
 
 __all__ = [
     "O0",
@@ -200,72 +202,84 @@ def initialize(
     if not enabled:
         _amp_state.opt_properties = Properties()
         return initialize_as(dialect(), models, optimizers, None)
+    _refuse_fp16_optimizers(optimizers)
+    options = {
+        "dtype": dtype,
+        "cast_model_type": cast_model_type,
+        "patch_torch_functions": patch_torch_functions,
+        "keep_batchnorm_fp32": keep_batchnorm_fp32,
+        "master_weights": master_weights,
+        "loss_scale": loss_scale,
+        "cast_model_outputs": cast_model_outputs,
+        "min_loss_scale": min_loss_scale,
+        "max_loss_scale": max_loss_scale,
+        "allow_banned": allow_banned,
+        "cpu_fp16": cpu_fp16,
+    }
+    options = _without_contradictions(opt_level, options, patch_torch_functions_type)
+    moves = _forks.movement(dynamic_init_scale, scale_growth_factor, scale_backoff_factor, scale_window)
+    chosen = _forks.switches(combine_grad, combine_ddp, ddp_replica_count, user_cast_preferred, check_combined_tensors)
+    policy = _resolved(opt_level, options, moves)
+    register_edits(policy.dtype)
+    out = initialize_as(dialect(), models, optimizers, policy, num_losses, verbosity, keep_fp32, process_group, methods)
+    _present_newest_training(verbosity, min_loss_scale, max_loss_scale, chosen)
+    return out
+
+
+def _refuse_fp16_optimizers(optimizers: Any) -> None:
     for optimizer in optimizers if isinstance(optimizers, list | tuple) else [optimizers]:
         if isinstance(optimizer, FP16_Optimizer):
             raise RuntimeError(
                 "initialize: optimizers holds an FP16_Optimizer, which keeps masters and a loss scale by itself; pass "
                 "the optimizer that it was made from"
             )
-    overrides: dict[str, Any] = {
-        "cast_model_type": cast_model_type,
-        "patch_torch_functions": patch_torch_functions,
-        "keep_batchnorm_fp32": keep_batchnorm_fp32,
-        "master_weights": master_weights,
-    }
-    patched = _forks.low_precision("initialize: patch_torch_functions_type", patch_torch_functions_type)
-    for name, value in {**overrides, "patch_torch_functions_type": patched}.items():
-        if (objection := _objection(opt_level, name, value, dtype)) is not None:
+
+
+def _without_contradictions(opt_level: str, options: dict[str, Any], patched_type: Any) -> dict[str, Any]:
+    """The options, None in the place of each that contradicts the level, of which `warn_or_err` tells.
+
+    `patched_type`, of the patched functions, is only checked: it says what the level says, or is dropped.
+    """
+    checked = {name: options[name] for name in _CONSTRAINED}
+    checked["patch_torch_functions_type"] = _forks.low_precision("initialize: patch_torch_functions_type", patched_type)
+    kept = dict(options)
+    for name, value in checked.items():
+        if (objection := _objection(opt_level, name, value, options["dtype"])) is not None:
             warn_or_err(f"initialize: {name}={value} contradicts opt_level {opt_level!r}: {objection}")
-            overrides[name] = None
-    overrides.pop("patch_torch_functions_type", None)  # it says what the level says, or was dropped
-    moves = _forks.movement(dynamic_init_scale, scale_growth_factor, scale_backoff_factor, scale_window)
-    chosen = _forks.switches(
-        {
-            "combine_grad": combine_grad,
-            "combine_ddp": combine_ddp,
-            "ddp_replica_count": ddp_replica_count,
-            "user_cast_preferred": user_cast_preferred,
-            "check_combined_tensors": check_combined_tensors,
-        },
-        sys._getframe(1).f_globals.get("__name__", ""),
-    )
-    opt_level, options = overridden(
-        opt_level,
-        {
-            "dtype": dtype,
-            "loss_scale": loss_scale,
-            "cast_model_outputs": cast_model_outputs,
-            "min_loss_scale": min_loss_scale,
-            "max_loss_scale": max_loss_scale,
-            "allow_banned": allow_banned,
-            "cpu_fp16": cpu_fp16,
-            **overrides,
-        },
-    )
-    policy = resolve(opt_level, **options)
-    policy = replace(policy, op_lists="apex", **moves)
+            if name in kept:
+                kept[name] = None
+    return kept
+
+
+def _resolved(opt_level: str, options: dict[str, Any], moves: dict[str, Any]) -> Policy:
+    """The policy of a level with these options, on Apex's op lists; the environment has the last word."""
+    opt_level, options = overridden(opt_level, options)
+    policy = replace(resolve(opt_level, **options), op_lists="apex", **moves)
     if options["cast_model_type"] is False:
         # Weights stay as they came, and those that came in half get masters all the same.
         policy = replace(policy, cast_model_type=None)
-    register_edits(policy.dtype)
-    result = initialize_as(
-        dialect(), models, optimizers, policy, num_losses, verbosity, keep_fp32, process_group, methods
-    )
+    return policy
+
+
+def _present_newest_training(
+    verbosity: int, min_loss_scale: float | None, max_loss_scale: float, switches: dict[str, Any]
+) -> None:
+    """Let `_amp_state` and the optimizers speak of the newest training, and do what its switches ask for."""
+    _amp_state.verbosity = verbosity
+    _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     training = newest_training()
     assert training is not None
     _amp_state.opt_properties = properties = _describe(training.policy, Properties())
-    properties.options.update(chosen)
-    _amp_state.verbosity = verbosity
-    _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
+    properties.options.update(switches)
     _amp_state.handle = AmpHandle(training.policy.loss_scale, verbose=verbosity == 2, training=training)
     targets = [optimizer for ref in training.optimizers if (optimizer := ref()) is not None]
     for optimizer in targets:
-        optimizer._amp_stash.properties = properties
-    if chosen["combine_ddp"]:
+        stash: Any = stash_of(optimizer)
+        stash.properties = properties
+    if switches["combine_ddp"]:
         _forks.broadcast([model for ref in training.models if (model := ref()) is not None], targets)
     maybe_print(f"amp_patch (apex.amp): {training.policy}", rank0=True)
-    _forks.say_what_has_no_effect(chosen)
-    return result
+    _forks.say_what_has_no_effect(switches)
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from amp_patch.policy import OPT_LEVELS, Policy, resolve
 from amp_patch.training import optimizer as optimizer_side
 from amp_patch.training.innermost import innermost
 from amp_patch.training.scale_loss import scale_loss as scale_loss_of
+from amp_patch.training.stash import stash_of
 from amp_patch.training.training import Dialect, Training, begin_training
 
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
@@ -130,7 +131,7 @@ class AmpHandle:
             if (model := model_ref()) is not None and model_forward.policy_of(model) is before:
                 model_forward.set_policy(model, after)
         for ref in self._training.optimizers:
-            stash = None if (optimizer := ref()) is None else getattr(optimizer, "_amp_stash", None)
+            stash = None if (optimizer := ref()) is None else stash_of(optimizer)
             if stash is not None and stash.policy is before:  # it may have begun another training since
                 stash.policy = after
 
@@ -150,7 +151,7 @@ class AmpHandle:
         """As `amp.scale_loss`, for an optimizer that nothing has prepared, too."""
         if not self._active:
             return nullcontext(loss)
-        if getattr(innermost(optimizer), "_amp_stash", None) is None:
+        if stash_of(innermost(optimizer)) is None:
             self._adopt(optimizer, 1)
         return scale_loss_of(loss, optimizer)
 
@@ -158,7 +159,7 @@ class AmpHandle:
         target = innermost(optimizer)
         policy = self._policy if self._training is None else self._training.policy
         assert policy is not None
-        optimizer_side.check(target, policy)
+        optimizer_side.check_optimizer(target, policy)
         optimizer_side.restore(target, recast_state=False)
         begin_training(dialect(), policy, [], [target], num_loss, verbosity=_amp_state.verbosity)
 
@@ -207,8 +208,8 @@ class NoOpHandle:
 def _enabled(optimizers: Any) -> bool:
     """False where `opt_properties.enabled` of the optimizers' training is; of the newest one where they have none."""
     many = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-    stashes = [getattr(innermost(o), "_amp_stash", None) for o in many if o is not None]
-    stashes = [stash for stash in stashes if stash is not None]
+    found = (stash_of(innermost(optimizer)) for optimizer in many if optimizer is not None)
+    stashes = [stash for stash in found if stash is not None]
     newest = [getattr(_amp_state, "opt_properties", None)] if not stashes else []
     properties = [getattr(stash, "properties", None) for stash in stashes] + newest
     return all(p is None or p.enabled for p in properties)

@@ -183,7 +183,7 @@ class LossScaler(core.LossScaler):
         sources, results = map(list, zip(*pairs, strict=True))
         scale = self._scale_on(sources[0].device, scale_override)
         found_inf = torch.zeros((), device=sources[0].device)
-        multi_tensor.multi_tensor_scale(sources, results, core.inverse_of(scale), found_inf)
+        multi_tensor.multi_tensor_scale(sources, results, multi_tensor.inverse_of(scale), found_inf)
         self._note(found_inf)
 
     @torch.no_grad()
@@ -209,7 +209,7 @@ class LossScaler(core.LossScaler):
         have, stashed_have, wanted = scale_override or (None, 1.0, 1.0)
         found_inf = torch.zeros((), device=device)
         multi_tensor.multi_tensor_axpby(
-            core.inverse_of(self._scale_on(device, have)) * wanted,
+            multi_tensor.inverse_of(self._scale_on(device, have)) * wanted,
             new,
             wanted / stashed_have,
             stashed,
@@ -220,7 +220,7 @@ class LossScaler(core.LossScaler):
         self._note(found_inf)
 
     def _scale_on(self, device: torch.device, override: float | None) -> Tensor:
-        return self.to(device)._scale if override is None else torch.tensor(override, device=device)
+        return self.to(device).scale_tensor if override is None else torch.tensor(override, device=device)
 
     def _note(self, found_inf: Tensor) -> None:
         buffer = self._overflow_buf

@@ -1,163 +1,29 @@
-"""Graph: a training step, or an inference, as one call on torch.compile, in the words of OneFlow's nn.Graph."""
+"""Graph: one call compiles and runs a step; here is what it checks at its first call, and what each call does."""
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from amp_patch.casts import regions
 from amp_patch.casts.autocast import autocast
-from amp_patch.grad_scaler import GradScaler as AnyGradScaler
-from amp_patch.grad_scaler import OlderGradScaler
+from amp_patch.grad_scaler import GradScaler, forget_gradients
+from amp_patch.graph.compile_report import CompileReport
+from amp_patch.graph.config import GraphConfig
+from amp_patch.graph.micro_batches import joined, micro_batches
+from amp_patch.graph.noted_losses import NotedLosses
 from amp_patch.model import tensors as model_tensors
-from amp_patch.policy import LOW_PRECISION, scale_number
+from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import tree
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.training.innermost import innermost
 from amp_patch.training.scale_loss import scale_loss
-from amp_patch.training.stash import Stash
-
-__all__ = ["GradScaler", "Graph", "GraphConfig", "StaticGradScaler"]
-
-
-class GradScaler(OlderGradScaler):
-    """`amp_patch.GradScaler` with OneFlow's arguments: `GradScaler(2.0**16, 2.0, 0.5, 2000)`.
-
-    The scale is on CUDA where there is a device. Source: oneflow.amp.GradScaler.
-    """
-
-
-class StaticGradScaler(AnyGradScaler):
-    """A loss scale that stays what it is. A step whose gradients overflow is skipped, where OneFlow's would take it.
-
-    Args:
-        scale_factor: the scale, a positive number.
-
-    Raises:
-        ValueError: a scale that cannot be.
-
-    Source: oneflow.amp.StaticGradScaler.
-    """
-
-    def __init__(self, scale_factor: float) -> None:
-        scale = scale_number("StaticGradScaler: scale_factor", scale_factor)
-        super().__init__(init_scale=scale, min_scale=scale, max_scale=scale)
-
-
-# What OneFlow's config has beside what is served here, and where it is to be had.
-_ELSEWHERE = {
-    "enable_zero": "give add_optimizer a torch.distributed.optim.ZeroRedundancyOptimizer, or use fully_shard",
-    "set_zero_redundancy_optimizer_mode": "give add_optimizer a torch.distributed.optim.ZeroRedundancyOptimizer",
-    "enable_auto_parallel": "use torch.distributed",
-    "enable_tensorrt": "config.compile(backend='tensorrt') with the package torch_tensorrt",
-    "enable_xla_jit": "config.compile(backend='openxla') with the package torch_xla",
-    "enable_openvino": "config.compile(backend='openvino') with the package openvino",
-}
-
-
-class GraphConfig:
-    """How a `Graph` computes: `graph.config`. It can be changed until the first call of the graph."""
-
-    def __init__(self, owner: str) -> None:
-        self._owner = owner
-        self._frozen = False
-        self.training = False
-        self.amp_dtype: torch.dtype | None = None
-        self.accumulation_steps = 1
-        self.compile_options: dict[str, Any] = {}
-
-    def enable_amp(self, mode: bool = True, *, dtype: torch.dtype = torch.float16) -> None:
-        """Run `build` under `amp.autocast(dtype=dtype)`; `mode=False` takes that back.
-
-        A model that went through `amp.initialize` has its casts already, and needs none of this.
-        """
-        self.check_open("enable_amp")
-        if not isinstance(mode, bool):
-            raise TypeError(f"enable_amp: mode is {mode!r}; wanted True or False, and the type as dtype=")
-        if dtype not in LOW_PRECISION:
-            raise ValueError(f"enable_amp: dtype is {dtype!r}; wanted {' or '.join(map(str, LOW_PRECISION))}")
-        self.amp_dtype = dtype if mode else None
-
-    def set_gradient_accumulation_steps(self, value: int) -> None:
-        """Take each call's batch in `value` micro-batches, with one optimizer step for all of them.
-
-        Every tensor given to the graph, those of shape [] aside, is split along its first dimension, which `value` must
-        divide. The gradients are the sum over the micro-batches: where the loss is a mean, divide it by `value`, as in
-        OneFlow. Of what `build` returns, tensors are concatenated along their first dimension, and those of shape []
-        become one of shape [value].
-        """
-        self.check_open("set_gradient_accumulation_steps")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"set_gradient_accumulation_steps: value is {value!r}; wanted a positive integer")
-        self.accumulation_steps = value
-
-    def compile(
-        self,
-        *,
-        backend: Any = "inductor",
-        mode: str | None = None,
-        fullgraph: bool = False,
-        dynamic: bool | None = None,
-        options: dict[str, Any] | None = None,
-        disable: bool = False,
-    ) -> None:
-        """Choose how `build` is compiled; the arguments are `torch.compile`'s.
-
-        Not called, and with neither `mode` nor `options`, "inductor" records CUDA graphs where the graph's modules are
-        on a CUDA device ("reduce-overhead") and nothing is accumulated. `fullgraph=True` makes a graph break in `build`
-        an error. `disable=True`, or `backend="eager"`, which computes as Python does, are for debugging.
-        """
-        self.check_open("compile")
-        given = {"mode": mode, "dynamic": dynamic, "options": options}
-        self.compile_options = {
-            "backend": backend,
-            "fullgraph": fullgraph,
-            "disable": disable,
-            **{name: value for name, value in given.items() if value is not None},
-        }
-
-    def _left_to_the_compiler(self, mode: Any = True) -> None:
-        """Accepted, without effect: the compiler fuses, orders and chooses by itself."""
-
-    allow_fuse_model_update_ops = _left_to_the_compiler
-    allow_fuse_add_to_output = _left_to_the_compiler
-    allow_fuse_cast_scale = _left_to_the_compiler
-    enable_cudnn_conv_heuristic_search_algo = _left_to_the_compiler
-    enable_straighten_algorithm = _left_to_the_compiler
-    set_outputs_buffer_size = _left_to_the_compiler
-
-    def check_open(self, call: str) -> None:
-        """Raise if the graph has been called."""
-        if self._frozen:
-            raise RuntimeError(
-                f"{call}: {self._owner} has been called already, and is compiled as it was then; set it up in "
-                "__init__, or make another graph"
-            )
-
-    def freeze(self) -> None:
-        """Changes are errors from now on."""
-        self._frozen = True
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _ELSEWHERE:
-            raise AttributeError(f"GraphConfig.{name}: not served here; {_ELSEWHERE[name]}")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __repr__(self) -> str:
-        parts = [f"training={self.training}"]
-        if self.amp_dtype is not None:
-            parts.append(f"amp={self.amp_dtype}")
-        if self.accumulation_steps > 1:
-            parts.append(f"gradient_accumulation_steps={self.accumulation_steps}")
-        parts += [f"{name}={value!r}" for name, value in self.compile_options.items() if value]
-        return f"GraphConfig({', '.join(parts)})"
+from amp_patch.training.stash import Stash, stash_of
 
 
 class Graph:
@@ -217,7 +83,7 @@ class Graph:
         self.config = GraphConfig(self._name)
         self._optimizers: list[tuple[Any, Any]] = []  # (optimizer, scheduler or None)
         self._grad_scaler: torch.amp.GradScaler | None = None
-        self._noting = _Noting()
+        self._noted = NotedLosses()
         self._run: Callable[..., Any] | None = None
         self._casts: AbstractContextManager[Any] = nullcontext()
         self._by_level = False  # whether the optimizers went through `initialize`, and scale with its scalers
@@ -234,7 +100,7 @@ class Graph:
             self._run = self._prepared()
         if self._debug_level < 0:
             return self._called(args, kwargs)
-        with _Report(self._name, self._debug_level):
+        with CompileReport(self._name, self._debug_level):
             return self._called(args, kwargs)
 
     def add_optimizer(self, optim: Any, *, lr_sch: Any = None) -> None:
@@ -372,8 +238,26 @@ class Graph:
             if isinstance(value, Graph):
                 raise TypeError(f"{self._name}: attribute {name!r} is a Graph, and graphs cannot be nested")
         stashes = self._stashes()
+        config = self.config
+        self._by_level = self._grad_scaler is None and bool(stashes)
+        self._check_scaling(stashes)
+        modules = self._modules().values()
+        on_cpu = model_tensors.use_cpu(modules)
+        if config.amp_dtype is not None:
+            self._casts = autocast("cpu" if on_cpu else "cuda", config.amp_dtype)
+        elif stashes:
+            self._casts = regions.region(stashes[0].policy)
+        options = {"backend": "inductor", **config.compile_options}
+        self._cuda_graphs = options["backend"] == "inductor" and not on_cpu
+        if self._cuda_graphs and config.accumulation_steps == 1 and not options.keys() & {"mode", "options"}:
+            options["mode"] = "reduce-overhead"
+        config.freeze()
+        return torch.compile(self.build, **options)
+
+    def _check_scaling(self, stashes: list[Stash]) -> None:
+        """Raise where casts or scales would come from two sides; warn where float16 has no scale at all."""
         scaler, config = self._grad_scaler, self.config
-        if stashes and scaler is not None and not isinstance(scaler, AnyGradScaler):
+        if stashes and scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(
                 f"{self._name}: torch's GradScaler does not know the optimizers of amp.initialize; leave "
                 "set_grad_scaler out (the level scales), or set an amp.GradScaler"
@@ -388,32 +272,19 @@ class Graph:
                 f"{self._name}: some of its optimizers went through amp.initialize and some did not; give all to it, "
                 "or set one amp.GradScaler for all"
             )
-        self._by_level = scaler is None and bool(stashes)
         if config.amp_dtype is torch.float16 and config.training and scaler is None and not self._by_level:
             warnings.warn(
                 f"{self._name}: trains in float16 without a grad scaler, so small gradients are lost; call "
                 "self.set_grad_scaler(amp.GradScaler()), or enable_amp(dtype=torch.bfloat16)",
-                stacklevel=3,
+                stacklevel=4,
             )
-        modules = self._modules().values()
-        on_cpu = model_tensors.use_cpu(modules)
-        if config.amp_dtype is not None:
-            self._casts = autocast("cpu" if on_cpu else "cuda", config.amp_dtype)
-        elif stashes:
-            self._casts = regions.region(stashes[0].policy)
-        options = {"backend": "inductor", **config.compile_options}
-        self._cuda_graphs = options["backend"] == "inductor" and not on_cpu
-        if self._cuda_graphs and config.accumulation_steps == 1 and not options.keys() & {"mode", "options"}:
-            options["mode"] = "reduce-overhead"
-        config.freeze()
-        return torch.compile(self.build, **options)
 
     def _modules(self) -> dict[str, nn.Module]:
         return {name: value for name, value in vars(self).items() if isinstance(value, nn.Module)}
 
     def _stashes(self) -> list[Stash]:
         """What amp_patch knows of those optimizers that went through `initialize`."""
-        found = [getattr(innermost(optim), "_amp_stash", None) for optim, _ in self._optimizers]
+        found = [stash_of(innermost(optim)) for optim, _ in self._optimizers]
         return [stash for stash in found if stash is not None and stash.enabled]
 
     def _parts(self) -> dict[str, Any]:
@@ -444,7 +315,7 @@ class Graph:
             return self._given_back(outputs)
         steps = self.config.accumulation_steps
         results = []
-        for index, (some_args, some_kwargs) in enumerate(_micro_batches(args, kwargs, steps)):
+        for index, (some_args, some_kwargs) in enumerate(micro_batches(args, kwargs, steps)):
             outputs, losses = self._built(some_args, some_kwargs)
             total = self._total(losses)
             if index == 0:
@@ -457,25 +328,25 @@ class Graph:
         for _, lr_sch in self._optimizers:
             if lr_sch is not None:
                 lr_sch.step()
-        return results[0] if steps == 1 else _joined(results)
+        return results[0] if steps == 1 else joined(results)
 
     def _built(self, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
         """What `build` returns, and the losses that called `backward()` in it."""
         assert self._run is not None
-        noting = self._noting
+        noted = self._noted
         try:
             # The modes stay outside of what is compiled: where Python in `build` breaks the graph, they hold on.
-            with self._casts, noting:
+            with self._casts, noted:
                 outputs = self._run(*args, **kwargs)
-            if noting.arguments:
+            if noted.arguments:
                 raise RuntimeError(
-                    f"{self._name}: build calls backward({', '.join(noting.arguments)}); in a graph backward() takes "
+                    f"{self._name}: build calls backward({', '.join(noted.arguments)}); in a graph backward() takes "
                     "none of these: it is that of a scalar loss, into the optimizers' parameters"
                 )
-            return outputs, list(noting.losses)
+            return outputs, list(noted.losses)
         finally:
-            noting.losses.clear()
-            noting.arguments.clear()
+            noted.losses.clear()
+            noted.arguments.clear()
 
     def _total(self, losses: list[Tensor]) -> Tensor:
         if not losses:
@@ -526,108 +397,13 @@ class Graph:
     def _zero_grad(self) -> None:
         for optim, _ in self._optimizers:
             optim.zero_grad()
-            if self._grad_scaler is not None:  # it may know of gradients of a call that an exception ended
-                self._grad_scaler._per_optimizer_states.pop(id(optim), None)
+            if self._grad_scaler is not None:  # an exception may have ended the last call before its update()
+                forget_gradients(self._grad_scaler, optim)
 
     def _given_back(self, outputs: Any) -> Any:
         """Detached; where they may lie in the memory of a CUDA graph, which the next call overwrites, copied."""
         copied = self._cuda_graphs
         return tree.map_tensors(lambda tensor: tensor.detach().clone() if copied else tensor.detach(), outputs)
-
-
-class _Noting(TorchFunctionMode):
-    """Notes the losses that call `backward()` instead of running it, which would break the compiled graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses: list[Tensor] = []
-        self.arguments: list[str] = []  # given to backward(), though a graph cannot honour them
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.Tensor.backward:
-            return self._note(*args, **(kwargs or {}))
-        return function(*args, **(kwargs or {}))
-
-    def _note(
-        self,
-        loss: Tensor,
-        gradient: Any = None,
-        retain_graph: Any = None,  # one backward serves all losses, so it changes nothing
-        create_graph: bool = False,
-        inputs: Any = None,
-    ) -> None:
-        self.losses.append(loss)
-        if gradient is not None:
-            self.arguments.append("gradient")
-        if create_graph:
-            self.arguments.append("create_graph")
-        if inputs is not None:
-            self.arguments.append("inputs")
-
-
-class _Report:
-    """Prints what was compiled in its block."""
-
-    def __init__(self, name: str, level: int) -> None:
-        self._name, self._level = name, level
-
-    def __enter__(self) -> None:
-        self._graphs, self._breaks, self._start = *_compiled(), time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        graphs, breaks = _compiled()
-        if graphs == self._graphs:
-            return
-        seconds = time.perf_counter() - self._start
-        new = {reason: count for reason, count in breaks.items() if count > self._breaks.get(reason, 0)}
-        print(
-            f"{self._name}: compiled {graphs - self._graphs} graph(s) in {seconds:.1f} s, {len(new)} graph break(s)",
-            flush=True,
-        )
-        if self._level >= 1:
-            for reason in new:
-                print(f"{self._name}: graph break: {reason}", flush=True)
-
-
-def _compiled() -> tuple[int, dict[str, int]]:
-    """How many graphs this process has compiled, and its graph breaks: reason to count."""
-    from torch._dynamo.utils import counters  # a second to import, which torch.compile has paid
-
-    return counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-
-
-def _micro_batches(args: Any, kwargs: Any, steps: int) -> Iterator[tuple[Any, Any]]:
-    """The arguments in `steps` parts along the tensors' first dimension."""
-    if steps == 1:
-        yield args, kwargs
-        return
-
-    def part(index: int) -> Any:
-        def take(tensor: Tensor) -> Tensor:
-            if tensor.dim() == 0:
-                return tensor
-            if tensor.shape[0] % steps:
-                raise ValueError(
-                    f"Graph: a tensor of shape {list(tensor.shape)} does not split into {steps} micro-batches "
-                    "(set_gradient_accumulation_steps)"
-                )
-            return tensor.chunk(steps)[index] if tensor.shape[0] else tensor
-
-        return tree.map_tensors(take, (args, kwargs))
-
-    yield from [part(index) for index in range(steps)]
-
-
-def _joined(results: list[Any]) -> Any:
-    """One structure of tensors out of those of the micro-batches; what is no tensor is the first's."""
-    leaves = [tree.tensors(result) for result in results]
-    columns = iter(zip(*leaves, strict=True))
-
-    def join(_: Tensor) -> Tensor:
-        column = next(columns)
-        return torch.cat(column) if column[0].dim() else torch.stack(column)
-
-    return tree.map_tensors(join, results[0])
 
 
 def _can(value: Any, *methods: str) -> bool:

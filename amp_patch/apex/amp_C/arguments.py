@@ -1,0 +1,53 @@
+"""What the functions of `amp_C` are given: lists of tensors, and the flag that tells of what is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Lists = Sequence[Sequence[Tensor]]
+
+
+def lists_of(name: str, lists: Lists, *wanted: str) -> list[list[Tensor]]:
+    """The lists, which must be as many as `wanted` names, each as long as the first."""
+    given = [list(tensors) for tensors in lists]
+    if len(given) != len(wanted) or len({len(tensors) for tensors in given}) > 1:
+        raise ValueError(
+            f"{name}: tensor_lists holds lists of {[len(tensors) for tensors in given]} tensors, wanted are "
+            f"{len(wanted)} lists of one length: {', '.join(wanted)}"
+        )
+    return given
+
+
+def flag_of(name: str, noop_flag: Any) -> Tensor:
+    """`noop_flag` as a tensor of shape [1] that shares its memory."""
+    if not isinstance(noop_flag, Tensor) or noop_flag.numel() != 1:
+        raise TypeError(
+            f"{name}: noop_flag is {noop_flag!r}, a tensor of one element is wanted: torch.cuda.IntTensor([0])"
+        )
+    return noop_flag.view(1)
+
+
+@contextmanager
+def raising(name: str, noop_flag: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """A `found_inf` for the kernels, on the tensors' device; when the block ends, what it holds is set in the flag."""
+    flag = flag_of(name, noop_flag)
+    found_inf = torch.zeros((), device=tensors[0].device if tensors else flag.device)
+    yield found_inf
+    flag.masked_fill_(found_inf.to(flag.device) != 0, 1)
+
+
+def skip_flag(name: str, noop_flag: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """1.0 where the flag is set, else 0.0, on the tensors' device: what torch's fused kernels skip by."""
+    flag = flag_of(name, noop_flag) != 0
+    return flag.to(device=tensors[0].device if tensors else flag.device, dtype=torch.float32)
+
+
+def publish_unless(masters: Sequence[Tensor], copies: Sequence[Tensor], skipped: Tensor) -> None:
+    """Round the masters into their low-precision copies, in place, but where `skipped` is not 0; no sync."""
+    for master, copy in zip(masters, copies, strict=True):
+        copy.copy_(torch.where(skipped != 0, copy, master.to(copy.dtype)))

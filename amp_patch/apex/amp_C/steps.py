@@ -1,0 +1,324 @@
+"""The functions of `amp_C` that take a step of an optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch import multi_tensor
+from amp_patch.apex.amp_C.arguments import Lists, lists_of, publish_unless, skip_flag
+from amp_patch.apex.amp_C.tensor_lists import blend_into
+from amp_patch.optimizers.adagrad import adagrad
+from amp_patch.optimizers.adam import adam
+from amp_patch.optimizers.common import computable, wide
+from amp_patch.optimizers.lamb import lamb, lamb_apply, lamb_update
+from amp_patch.optimizers.novograd import novograd
+from amp_patch.optimizers.sgd import sgd
+
+
+@torch.no_grad()
+def multi_tensor_sgd(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    wd: float,
+    momentum: float,
+    dampening: float,
+    lr: float,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float = 1.0,
+) -> None:
+    """A step of SGD for the lists [grads, params, momentum buffers] or with low-precision copies of params as a fourth.
+
+    Gradients are multiplied by `scale` first. Nothing is written where the flag is set.
+    """
+    name = "multi_tensor_sgd"
+    wanted = ("grads", "params", "momentum_buffers", "copies")
+    grads, params, buffers, *copies = lists_of(name, tensor_lists, *wanted[: max(3, min(len(tensor_lists), 4))])
+    skipped = skip_flag(name, noop_flag, params)
+    if scale != 1.0:
+        scaled = [torch.empty_like(g, dtype=wide(p.dtype)) for g, p in zip(grads, params, strict=True)]
+        multi_tensor.multi_tensor_scale(grads, scaled, scale)
+        grads = scaled
+    sgd(
+        params,
+        grads,
+        buffers,
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=wd,
+        nesterov=nesterov,
+        wd_after_momentum=wd_after_momentum,
+        first_run=first_run,
+        found_inf=skipped,
+    )
+    if copies:
+        publish_unless(params, copies[0], skipped)
+
+
+@torch.no_grad()
+def multi_tensor_adam(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """A step of Adam (mode 0) or AdamW (mode 1) for the lists [grads, params, exp_avgs, exp_avg_sqs]."""
+    grads, params, *states = lists_of("multi_tensor_adam", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
+    adam(
+        params,
+        grads,
+        *states,
+        step=step,
+        lr=lr,
+        betas=(beta1, beta2),
+        eps=epsilon,
+        weight_decay=weight_decay,
+        decoupled=mode == 1,
+        bias_correction=bool(bias_correction),
+    )
+
+
+def _adam_capturable(name: str, noop_flag: Tensor, lists: list[list[Tensor]], *rest: Any) -> Tensor:
+    grads, params, exp_avgs, exp_avg_sqs = lists
+    lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale = rest
+    skipped = skip_flag(name, noop_flag, params)
+    unscaled = [torch.empty_like(g, dtype=wide(p.dtype)) for g, p in zip(grads, params, strict=True)]
+    multi_tensor.multi_tensor_scale(grads, unscaled, inv_scale)
+    adam(
+        params,
+        unscaled,
+        exp_avgs,
+        exp_avg_sqs,
+        step=step,
+        lr=lr,
+        betas=(beta1, beta2),
+        eps=epsilon,
+        weight_decay=weight_decay,
+        decoupled=mode == 1,
+        bias_correction=bool(bias_correction),
+        found_inf=skipped,
+    )
+    return skipped
+
+
+@torch.no_grad()
+def multi_tensor_adam_capturable(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: Tensor,
+) -> None:
+    """`multi_tensor_adam` of gradients times `inv_scale`, with lr, step and inv_scale tensors on the device.
+
+    Nothing is written where the flag is set.
+    """
+    name = "multi_tensor_adam_capturable"
+    lists = lists_of(name, tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
+    numbers = (lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale)
+    _adam_capturable(name, noop_flag, lists, *numbers)
+
+
+@torch.no_grad()
+def multi_tensor_adam_capturable_master(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: Tensor,
+) -> None:
+    """`multi_tensor_adam_capturable` of masters: the lists are [grads, params, exp_avgs, exp_avg_sqs, masters].
+
+    Masters are rounded into params.
+    """
+    name = "multi_tensor_adam_capturable_master"
+    wanted = ("grads", "params", "exp_avgs", "exp_avg_sqs", "masters")
+    grads, params, exp_avgs, exp_avg_sqs, masters = lists_of(name, tensor_lists, *wanted)
+    numbers = (lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale)
+    skipped = _adam_capturable(name, noop_flag, [grads, masters, exp_avgs, exp_avg_sqs], *numbers)
+    publish_unless(masters, params, skipped)
+
+
+@torch.no_grad()
+def multi_tensor_adagrad(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: float,
+    epsilon: float,
+    mode: int,
+    weight_decay: float,
+) -> None:
+    """A step of Adagrad for the lists [grads, params, sums]; weight decay in the gradient (mode 0) or apart (1)."""
+    grads, params, sums = lists_of("multi_tensor_adagrad", tensor_lists, "grads", "params", "sums")
+    adagrad(params, grads, sums, lr=lr, eps=epsilon, weight_decay=weight_decay, decoupled=mode == 1)
+
+
+@torch.no_grad()
+def multi_tensor_novograd(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    grad_norms: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    norm_type: int,
+) -> None:
+    """A step of NovoGrad for the lists [grads, params, exp_avgs]; `grad_norms`, shape [len(params)], is written too.
+
+    Mode 0 divides by the norm and adds the weight decay inside the momentum, mode 1 after it. Sets the flag.
+    """
+    name = "multi_tensor_novograd"
+    grads, params, exp_avgs = lists_of(name, tensor_lists, "grads", "params", "exp_avgs")
+    blend_into(name, noop_flag, grads, grad_norms, beta2, 1 - beta2, norm_type)
+    novograd(
+        params,
+        grads,
+        exp_avgs,
+        grad_norms,
+        step=step,
+        lr=lr,
+        betas=(beta1, beta2),
+        eps=epsilon,
+        weight_decay=weight_decay,
+        bias_correction=bool(bias_correction),
+        grad_averaging=bool(grad_averaging),
+        reg_inside_moment=mode == 0,
+    )
+
+
+@torch.no_grad()
+def multi_tensor_lamb(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: Tensor,
+    max_grad_norm: float,
+    use_nvlamb: bool | None = None,
+) -> None:
+    """A step of LAMB for the lists [grads, params, exp_avgs, exp_avg_sqs], as FusedLAMB takes it."""
+    grads, params, *states = lists_of("multi_tensor_lamb", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
+    lamb(
+        params,
+        grads,
+        *states,
+        step=step,
+        lr=lr,
+        betas=(beta1, beta2),
+        eps=epsilon,
+        weight_decay=weight_decay,
+        decoupled=mode == 1,
+        bias_correction=bool(bias_correction),
+        grad_averaging=bool(grad_averaging),
+        grad_norm=global_grad_norm,
+        max_grad_norm=max_grad_norm,
+        use_nvlamb=bool(use_nvlamb),
+    )
+
+
+@torch.no_grad()
+def multi_tensor_lamb_stage1_cuda(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    per_tensor_decay: Tensor,
+    step: int,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    global_grad_norm: Tensor,
+    max_global_grad_norm: float,
+) -> None:
+    """LAMB's direction into updates, for the lists [grads, params, exp_avgs, exp_avg_sqs, updates].
+
+    `per_tensor_decay` has shape [len(params)]; steps are counted from 0 here.
+    """
+    wanted = ("grads", "params", "exp_avgs", "exp_avg_sqs", "updates")
+    grads, params, exp_avgs, exp_avg_sqs, updates = lists_of("multi_tensor_lamb_stage1_cuda", tensor_lists, *wanted)
+    if not params:
+        return
+    with computable([params, exp_avgs, exp_avg_sqs], [grads]) as ((p, m, v), (g,)):
+        directions = lamb_update(
+            p,
+            g,
+            m,
+            v,
+            corrections=(1 - beta1 ** (step + 1), 1 - beta2 ** (step + 1)),
+            betas=(beta1, beta2),
+            eps=epsilon,
+            weight_decay=0.0,
+            decoupled=True,
+            grad_averaging=True,
+            grad_norm=global_grad_norm,
+            max_grad_norm=max_global_grad_norm,
+            decays=per_tensor_decay,
+        )
+    multi_tensor.multi_tensor_scale(directions, updates, 1.0)
+
+
+@torch.no_grad()
+def multi_tensor_lamb_stage2_cuda(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    per_tensor_param_norm: Tensor,
+    per_tensor_update_norm: Tensor,
+    lr: float,
+    weight_decay: float = 0.0,
+    use_nvlamb: bool | None = None,
+) -> None:
+    """`p -= lr * ratio * update` for the lists [params, updates], with norms of shape [len(params)] each.
+
+    The ratio is 1 without weight decay unless `use_nvlamb`.
+    """
+    params, updates = lists_of("multi_tensor_lamb_stage2_cuda", tensor_lists, "params", "updates")
+    if not params:
+        return
+    with computable([params], []) as ((p,), _):
+        mine = [torch.empty_like(t) for t in p]
+        multi_tensor.multi_tensor_scale(updates, mine, 1.0)
+        norms = (per_tensor_param_norm, per_tensor_update_norm) if use_nvlamb or weight_decay else None
+        lamb_apply(p, mine, lr=lr, norms=norms)

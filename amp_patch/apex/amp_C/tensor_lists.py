@@ -1,0 +1,144 @@
+"""The functions of `amp_C` that scale, add and measure lists of tensors, and the one that moves a loss scale."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from amp_patch import multi_tensor
+from amp_patch.apex.amp_C.arguments import Lists, flag_of, lists_of, raising
+from amp_patch.optimizers.common import wide
+from amp_patch.optimizers.novograd import NORMS, blend_norms, norms_of
+
+_CHECK: dict[int, Literal["both", "x", "y"]] = {-1: "both", 0: "x", 1: "y"}
+
+
+@torch.no_grad()
+def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float | Tensor) -> None:
+    """`dst = src * scale` for the lists [src, dst]; sets the flag."""
+    src, dst = lists_of("multi_tensor_scale", tensor_lists, "src", "dst")
+    with raising("multi_tensor_scale", noop_flag, src) as found_inf:
+        multi_tensor.multi_tensor_scale(src, dst, scale, found_inf)
+
+
+@torch.no_grad()
+def multi_tensor_axpby(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    a: float | Tensor,
+    b: float | Tensor,
+    arg_to_check: int = -1,
+) -> None:
+    """`out = a * x + b * y` for the lists [x, y, out]; sets the flag by both (-1), by x (0) or by y (1)."""
+    x, y, out = lists_of("multi_tensor_axpby", tensor_lists, "x", "y", "out")
+    if arg_to_check not in _CHECK:
+        raise ValueError(f"multi_tensor_axpby: arg_to_check={arg_to_check!r}, wanted -1 (both), 0 (x) or 1 (y)")
+    with raising("multi_tensor_axpby", noop_flag, x) as found_inf:
+        multi_tensor.multi_tensor_axpby(a, x, b, y, out, found_inf, check=_CHECK[arg_to_check])
+
+
+def _norms(name: str, noop_flag: Tensor, x: list[Tensor], per_tensor: bool | None) -> tuple[Tensor, Tensor]:
+    """`multi_tensor_l2norm` for the function of that `name`."""
+    flag = flag_of(name, noop_flag)
+    if not x:
+        return torch.zeros(1, device=flag.device), torch.zeros(0, device=flag.device)
+    total, each = multi_tensor.multi_tensor_l2norm(x, per_tensor=True)
+    flag.masked_fill_(~total.isfinite().to(flag.device), 1)
+    return total.reshape(1), each if per_tensor else each[:0]
+
+
+@torch.no_grad()
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """The 2-norm of [x], shape [1], and of each tensor, shape [len(x)] (else [0]); sets the flag if not finite."""
+    (x,) = lists_of("multi_tensor_l2norm", tensor_lists, "x")
+    return _norms("multi_tensor_l2norm", noop_flag, x, per_tensor)
+
+
+@torch.no_grad()
+def multi_tensor_l2norm_mp(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """`multi_tensor_l2norm`, under the name that Apex has for it with bfloat16."""
+    (x,) = lists_of("multi_tensor_l2norm_mp", tensor_lists, "x")
+    return _norms("multi_tensor_l2norm_mp", noop_flag, x, per_tensor)
+
+
+@torch.no_grad()
+def multi_tensor_l2norm_scale(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float, per_tensor: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """The norms of src as `multi_tensor_l2norm` has them, and `dst = src * scale`, for the lists [src, dst]."""
+    src, dst = lists_of("multi_tensor_l2norm_scale", tensor_lists, "src", "dst")
+    norms = _norms("multi_tensor_l2norm_scale", noop_flag, src, per_tensor)  # dst may be src
+    multi_tensor.multi_tensor_scale(src, dst, scale)
+    return norms
+
+
+@torch.no_grad()
+def multi_tensor_unscale_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, inv_scale: Tensor, per_tensor: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """The norms of `x * inv_scale` as `multi_tensor_l2norm` has them; x is only read. `inv_scale`: one element."""
+    (x,) = lists_of("multi_tensor_unscale_l2norm", tensor_lists, "x")
+    unscaled = [torch.empty_like(t, dtype=wide(t.dtype)) for t in x]
+    if x:
+        multi_tensor.multi_tensor_scale(x, unscaled, torch.as_tensor(inv_scale, device=x[0].device).float().reshape(()))
+    return _norms("multi_tensor_unscale_l2norm", noop_flag, unscaled, per_tensor)
+
+
+@torch.no_grad()
+def multi_tensor_norm_out(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, out: Tensor, alpha: float, beta: float, norm_type: int
+) -> None:
+    """Blend the norm of each tensor of [x] into `out`, shape [len(x)], in place; sets the flag if one is not finite.
+
+    `out = sqrt(alpha * out**2 + beta * norm**2)` for the 2-norm (norm_type 2), `alpha * out + beta * norm` for the
+    largest absolute value (0).
+    """
+    (x,) = lists_of("multi_tensor_norm_out", tensor_lists, "x")
+    blend_into("multi_tensor_norm_out", noop_flag, x, out, alpha, beta, norm_type)
+
+
+def blend_into(
+    name: str, noop_flag: Tensor, x: list[Tensor], out: Tensor, alpha: float, beta: float, norm_type: int
+) -> None:
+    """`multi_tensor_norm_out` for the function of that `name`, which the errors begin with."""
+    if norm_type not in NORMS:
+        raise ValueError(f"{name}: norm_type={norm_type!r}, wanted 2 (the 2-norm) or 0 (the largest absolute value)")
+    if out.shape != (len(x),):
+        raise ValueError(f"{name}: the norms have shape {list(out.shape)}, [{len(x)}] is wanted, one for each tensor")
+    if not x:
+        return
+    flag, norms = flag_of(name, noop_flag), norms_of(x, norm_type)
+    flag.masked_fill_(~norms.isfinite().all().to(flag.device), 1)
+    out.copy_(blend_norms(out.to(norms), norms, alpha, beta, norm_type))
+
+
+@torch.no_grad()
+def update_scale_hysteresis(
+    current_scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+) -> Tensor:
+    """`amp_patch.multi_tensor.update_scale` without bounds, in place; returns `current_scale`."""
+    multi_tensor.update_scale(
+        current_scale,
+        growth_tracker,
+        found_inf,
+        growth_factor,
+        backoff_factor,
+        growth_interval,
+        hysteresis=max(hysteresis, 1),
+        hysteresis_tracker=hysteresis_tracker,
+    )
+    return current_scale

@@ -1,0 +1,36 @@
+"""What `Graph.debug` prints: how many graphs a call compiled, in what time, and why they broke."""
+
+from __future__ import annotations
+
+import time
+
+
+class CompileReport:
+    """A context manager that prints what was compiled in its block; at `level` 1 or more also why graphs broke."""
+
+    def __init__(self, name: str, level: int) -> None:
+        self._name, self._level = name, level
+
+    def __enter__(self) -> None:
+        self._graphs, self._breaks, self._start = *_compiled(), time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        graphs, breaks = _compiled()
+        if graphs == self._graphs:
+            return
+        seconds = time.perf_counter() - self._start
+        new = {reason: count for reason, count in breaks.items() if count > self._breaks.get(reason, 0)}
+        print(
+            f"{self._name}: compiled {graphs - self._graphs} graph(s) in {seconds:.1f} s, {len(new)} graph break(s)",
+            flush=True,
+        )
+        if self._level >= 1:
+            for reason in new:
+                print(f"{self._name}: graph break: {reason}", flush=True)
+
+
+def _compiled() -> tuple[int, dict[str, int]]:
+    """How many graphs this process has compiled, and its graph breaks: reason to count."""
+    from torch._dynamo.utils import counters  # a second to import, which torch.compile has paid
+
+    return counters["stats"]["unique_graphs"], dict(counters["graph_break"])

@@ -1,0 +1,45 @@
+"""A graph's arguments in micro-batches, and the results of the micro-batches as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch.support import tree
+
+
+def micro_batches(args: Any, kwargs: Any, steps: int) -> Iterator[tuple[Any, Any]]:
+    """The arguments in `steps` parts along the tensors' first dimension."""
+    if steps == 1:
+        yield args, kwargs
+        return
+
+    def part(index: int) -> Any:
+        def take(tensor: Tensor) -> Tensor:
+            if tensor.dim() == 0:
+                return tensor
+            if tensor.shape[0] % steps:
+                raise ValueError(
+                    f"Graph: a tensor of shape {list(tensor.shape)} does not split into {steps} micro-batches "
+                    "(set_gradient_accumulation_steps)"
+                )
+            return tensor.chunk(steps)[index] if tensor.shape[0] else tensor
+
+        return tree.map_tensors(take, (args, kwargs))
+
+    yield from [part(index) for index in range(steps)]
+
+
+def joined(results: list[Any]) -> Any:
+    """One structure of tensors out of those of the micro-batches; what is no tensor is the first's."""
+    leaves = [tree.tensors(result) for result in results]
+    columns = iter(zip(*leaves, strict=True))
+
+    def join(_: Tensor) -> Tensor:
+        column = next(columns)
+        return torch.cat(column) if column[0].dim() else torch.stack(column)
+
+    return tree.map_tensors(join, results[0])

@@ -1,0 +1,60 @@
+"""What a copy and a pickle of an optimizer's stash keep, and what they begin afresh."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import dataclass, field, fields
+
+import pytest
+import torch
+from torch import nn
+
+from amp_patch import amp
+from amp_patch.policy import OPT_LEVELS
+from amp_patch.training.loss_scaler import LossScaler
+from amp_patch.training.stash import BackwardState, OfThisProcess, Stash, StepState, Surroundings
+
+
+@dataclass
+class _Note(OfThisProcess):
+    text: str = ""
+
+
+@dataclass
+class _Extended(Stash):
+    outlives: str = ""
+    note: _Note = field(default_factory=_Note)
+
+
+def duplicate(stash, way):
+    return copy.deepcopy(stash) if way == "copy" else pickle.loads(pickle.dumps(stash))
+
+
+@pytest.mark.parametrize("way", ["copy", "pickle"])
+def test_all_that_is_declared_to_be_of_this_process_begins_afresh(way):
+    scaler = LossScaler(128.0, min_loss_scale=1.0, max_loss_scale=2.0**24)
+    stash = _Extended(OPT_LEVELS["O2"], [scaler], bodies=3, wrapped=True, outlives="yes", note=_Note("here"))
+    stash.backward.open, stash.backward.ended, stash.backward.earlier = True, 5, {1: None}
+    stash.step.depth, stash.step.told = 2, True
+    stash.around.names, stash.around.handles = {1: "weight"}, [lambda: None]  # which nothing can pickle
+    twin = duplicate(stash, way)
+    assert (twin.backward, twin.step, twin.around, twin.note) == (BackwardState(), StepState(), Surroundings(), _Note())
+    assert (twin.bodies, twin.wrapped, twin.outlives, twin.scalers[0].loss_scale()) == (3, True, "yes", 128.0)
+    assert vars(twin).keys() == {part.name for part in fields(_Extended)}
+    assert stash.note.text == "here" and stash.backward.open and stash.around.names == {1: "weight"}
+
+
+@pytest.mark.parametrize("way", ["copy", "pickle"])
+def test_an_optimizer_between_backward_and_step_is_copied_with_what_outlives_it(way):
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0)
+    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    stash = optimizer._amp_stash
+    twin = duplicate(optimizer, way)._amp_stash
+    assert stash.backward.brought is not None and twin.backward.brought is None
+    assert twin.gathered and twin.bodies == 1 and len(twin.found) == 1
+    assert twin.around.owner() is not optimizer and len(twin.around.handles) == 2
+    assert not twin.around.siblings and not twin.around.names and len(stash.around.names) == 1
