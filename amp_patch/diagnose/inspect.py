@@ -58,7 +58,7 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
     if not isinstance(model, nn.Module):
         raise TypeError(f"inspect: model is a {type(model).__name__}; wanted a torch.nn.Module")
     distributed.refuse(model, "inspect")
-    while [name for name, _ in model.named_children()] == ["module"] and not model._parameters:
+    while [name for name, _ in model.named_children()] == ["module"] and not [*model.parameters(recurse=False)]:
         model = model.get_submodule("module")
     one_or_many = optimizers if isinstance(optimizers, list | tuple) else [] if optimizers is None else [optimizers]
     targets = [innermost(each) for each in one_or_many]
