@@ -10,19 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch.casts import install
 from amp_patch.casts import state as casts_state
-from amp_patch.casts.cpu_fp16 import settle
+from amp_patch.casts.cpu_fp16 import resolve_cpu_fp16
 from amp_patch.environment import overridden
-from amp_patch.masters import clipping, masters
-from amp_patch.model import averages, fast_path, fsdp, shielded_copies
+from amp_patch.model import fsdp
 from amp_patch.model import tensors as model_tensors
 from amp_patch.model.fsdp import no_masters
 from amp_patch.policy import Policy, resolve, scale_number
 from amp_patch.support import compiled
 from amp_patch.support.distributed import is_first_rank
-from amp_patch.support.patches import Attempts
-from amp_patch.training import ddp
+from amp_patch.support.patches import Attempts, installations
 from amp_patch.training.innermost import as_list, innermost
 from amp_patch.training.scale_loss import scaler_of, targets_of
 from amp_patch.training.stash import stash_of
@@ -170,7 +167,7 @@ def initialize_as(
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
     kept = check_arguments(model_list, targets, policy, keep_fp32, methods, dialect, process_group)
-    policy = settle(policy, on_cpu=model_tensors.use_cpu(model_list))
+    policy = resolve_cpu_fp16(policy, on_cpu=model_tensors.use_cpu(model_list))
 
     leave_earlier(model_list, targets, kept, policy)
     begin_training(
@@ -291,10 +288,8 @@ def restore() -> None:
     attempt(leave_all, trainings)
     trainings.clear()
     attempt(casts_state.set_default, None)
-    for room in (install, clipping, ddp, masters, averages):
-        attempt(room.uninstall)
-    attempt(fast_path.allow_fast_path)
-    attempt(shielded_copies.unshield)
+    for installation in installations():
+        attempt(installation.uninstall)
     attempt.finish()
 
 

@@ -35,7 +35,7 @@ class Policy:
             `LossScaler`. What Huawei's Apex lets a script choose.
         allow_banned: run functions that have no safe low-precision form in FP32 instead of refusing them.
         cpu_fp16: how FP16 tensors on a CPU are multiplied: "native", or "emulate" (cpu_fp16.py); "auto" until
-            `cpu_fp16.settle` has decided.
+            `cpu_fp16.resolve_cpu_fp16` has decided.
         op_lists: whose rules the patched functions follow: "torch", or "apex" (oplists.py), for scripts that were
             written for Apex; `casts.install("apex")` then installs the names that only Apex listed.
     """

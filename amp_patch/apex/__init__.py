@@ -13,13 +13,12 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-import threading
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from amp_patch.support.patches import Patches
+from amp_patch.support.patches import Installation, Patches
 
 # Modules of Apex that stand beside the package `apex`: its compiled extensions.
 TOP_LEVEL = ("amp_C", "apex_C")
@@ -35,8 +34,7 @@ ELSEWHERE = {
     "fused_dense": "NVIDIA's apex still has apex.fused_dense; torch.nn.Linear and GELU compute the same",
 }
 
-_lock = threading.RLock()
-_patches: Patches | None = None
+_installation = Installation(of_process=True)
 
 
 def install() -> None:
@@ -45,45 +43,33 @@ def install() -> None:
     Where a real Apex is installed it stays, and only the modules and names that it lacks are added to it (its present
     releases have no `apex.amp`, `apex.parallel` and `apex.fp16_utils`).
     """
-    global _patches
-    with _lock:
-        if _patches is not None:
-            return
-        ours = dict(modules())
-        real: set[str] = set()
-        patches = Patches()
-        try:
-            for name, module in ours.items():
-                parent = name.rpartition(".")[0]
-                # Below a package that is ours everything is: a search there would load our files a second time.
-                found = _real(name) if not parent or parent in real else None
-                if found is None:
-                    _register(patches, name, module, below_real=parent in real)
-                else:
-                    real.add(name)
-                    _add_missing(patches, found, module)
-            finder = _Elsewhere()
-            patches.apply(lambda: sys.meta_path.append(finder), lambda: sys.meta_path.remove(finder))
-        except BaseException:
-            patches.remove()
-            raise
-        _patches = patches
+    _installation.install(_serve)
+
+
+def _serve(patches: Patches) -> None:
+    ours = dict(modules())
+    real: set[str] = set()
+    for name, module in ours.items():
+        parent = name.rpartition(".")[0]
+        # Below a package that is ours everything is: a search there would load our files a second time.
+        found = _real(name) if not parent or parent in real else None
+        if found is None:
+            _register(patches, name, module, below_real=parent in real)
+        else:
+            real.add(name)
+            _add_missing(patches, found, module)
+    finder = _Elsewhere()
+    patches.apply(lambda: sys.meta_path.append(finder), lambda: sys.meta_path.remove(finder))
 
 
 def uninstall() -> None:
     """Undo `install`: imports of Apex find what they found before. Names that scripts hold already stay usable."""
-    global _patches
-    with _lock:
-        if _patches is not None:
-            try:
-                _patches.remove()
-            finally:
-                _patches = None
+    _installation.uninstall()
 
 
 def installed() -> bool:
     """Whether `install` is in force."""
-    return _patches is not None
+    return _installation.installed
 
 
 def modules() -> Iterator[tuple[str, ModuleType]]:

@@ -10,13 +10,11 @@ import torch.utils.checkpoint
 from torch.compiler import is_dynamo_compiling
 
 from amp_patch.casts import dynamo
-from amp_patch.casts.cpu_fp16 import settle
+from amp_patch.casts.cpu_fp16 import resolve_cpu_fp16
 from amp_patch.casts.install import install, installed
 from amp_patch.casts.regions import region
 from amp_patch.policy import LOW_PRECISION, Policy
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Regions of the user's.
+from amp_patch.support.compiled import constant_in_traces
 
 
 def disable_casts() -> region:
@@ -27,13 +25,11 @@ def disable_casts() -> region:
     return region(None, claims=True)
 
 
+@constant_in_traces
 def _install_in_trace() -> None:
     if not installed():
         install()
         dynamo.start_late()
-
-
-_install_in_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see regions.traced
 
 
 class autocast(region):
@@ -47,7 +43,7 @@ class autocast(region):
     a weight at every use (None: as torch does around it). The first entry installs the casts. Regions nest, and one
     object may be entered again, also by other threads.
 
-    Beside `torch.autocast` the inner one has the word. Inside this region, enabled or not, torch's is off
+    Of this and `torch.autocast`, the inner one decides. Inside this region, enabled or not, torch's is off
     (`torch.is_autocast_enabled()`, which speaks of torch's alone, is False), and back on afterwards; inside a
     torch.autocast that is entered in here, enabled or not, these casts do not act.
 
@@ -83,7 +79,8 @@ def autocast_policy(device_type: Any, dtype: Any, enabled: bool) -> Policy | Non
     if dtype is not None and dtype not in LOW_PRECISION:
         raise ValueError(f"autocast: dtype is {dtype!r}; wanted {' or '.join(map(str, LOW_PRECISION))}, or None")
     if enabled and device_type == "cuda" and not torch.cuda.is_available():
-        # A GradScaler of "cuda" is off here too: casts to FP16 would lose small gradients.
+        # torch's GradScaler of "cuda" turns itself off here as well: with casts to FP16, and a loss that nobody scales,
+        # small gradients would be lost.
         warnings.warn(
             "autocast: device_type is 'cuda', but CUDA is not available, so nothing is cast; for tensors on the CPU "
             "say 'cpu', or leave device_type out",
@@ -91,7 +88,7 @@ def autocast_policy(device_type: Any, dtype: Any, enabled: bool) -> Policy | Non
         )
         return None
     policy = Policy("O1", dtype=default if dtype is None else dtype, patch_torch_functions=True)
-    return settle(policy, on_cpu=device_type == "cpu") if enabled else None
+    return resolve_cpu_fp16(policy, on_cpu=device_type == "cpu") if enabled else None
 
 
 def _autocast_dtype(device_type: Any) -> torch.dtype:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from amp_patch.casts.state import is_plain_eager
 from amp_patch.policy import Policy
 from amp_patch.support.blocks import saving_through
+from amp_patch.support.compiled import constant_in_traces
 
 _FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp"}  # Linux's names for FP16 arithmetic; amx_bf16 and f16c are not it
 
@@ -40,6 +41,7 @@ def has_fp16_arithmetic() -> bool:
         return platform.machine() == "arm64"  # macOS calls it so, and every Apple processor has it
 
 
+@constant_in_traces
 def _machine_has_fp16() -> bool:
     return has_fp16_arithmetic()
 
@@ -47,18 +49,15 @@ def _machine_has_fp16() -> bool:
 _is_autocast_enabled = torch.is_autocast_enabled  # torch's own, whatever no_cuda.py lets scripts see
 
 
+@constant_in_traces
 def _in_torchs_autocast() -> bool:
     return _is_autocast_enabled("cpu")
 
 
-for _function in (_machine_has_fp16, _in_torchs_autocast):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see regions.traced
-
-
-def settle(policy: Policy, on_cpu: bool) -> Policy:
+def resolve_cpu_fp16(policy: Policy, on_cpu: bool) -> Policy:
     """`policy` with its `cpu_fp16` decided for this machine: "emulate" or "native".
 
-    Without FP16 on a CPU (`on_cpu` False, another type, no casts at all) it is "native": nothing is patched for it.
+    It is "native", and nothing is patched for it, where the policy makes no FP16 tensors or `on_cpu` is False.
     """
     wanted = policy.cpu_fp16
     if wanted == "auto":
@@ -93,10 +92,10 @@ def rounded(result: Any) -> Any:
 
 
 class _Kept(NamedTuple):
-    """What autograd keeps: a tensor that it saves, or an operand in place of (a view of) its upcast."""
+    """What autograd keeps for backward: the tensor itself, or an FP16 operand in place of (a view of) its upcast."""
 
     tensor: Tensor
-    version: int  # hooks take it on themselves to notice a change before backward
+    version: int  # of `tensor`: where hooks pack what is saved, autograd leaves it to them to notice a later change
     view: tuple[torch.Size, tuple[int, ...], Any] | None = None  # of the upcast: size, stride, offset
 
 
@@ -129,8 +128,8 @@ class Upcast:
     def _pack(self, saved: Tensor) -> _Kept:
         operand = self._operands.get(saved.untyped_storage()._cdata) if type(saved) is Tensor else None
         if operand is None:
-            # Detached: a result that its own function saves would hold the graph, and the graph it, for ever. Autograd
-            # attaches what it unpacks to the graph again.
+            # Detached: where a function saves its own result, that would hold the graph, and the graph it, for ever.
+            # Autograd attaches what it unpacks to the graph again.
             return _Kept(saved.detach(), saved._version)
         return _Kept(operand, operand._version, (saved.size(), saved.stride(), saved.storage_offset()))
 

@@ -5,7 +5,8 @@ before it traces a frame, how to read them: a call of a function, a method or an
 its rule (rules.py) for the policy that acts. Regions (regions.py) say which one that is; at the start of a frame it is
 the thread's, and a guard has the frame compiled again where another one acts.
 
-This is the one file that needs the inside of Dynamo. Nothing here imports it: `hook` waits until somebody else has.
+This file hooks into Dynamo and traced_calls.py speaks to it; no other file needs its inside. Nothing here imports it:
+`hook` waits until somebody else has.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import importlib.util
 import logging
 import pkgutil
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-from amp_patch.casts import regions, traced_regions
+from amp_patch.casts import regions, traced_calls, traced_regions, wrapped
 from amp_patch.casts import state as casts_state
-from amp_patch.casts.rules import EMULATED, RULES
 from amp_patch.policy import Policy
+from amp_patch.support.patches import Installation, Patches
 
 logger = logging.getLogger("amp_patch")
 
@@ -55,55 +55,14 @@ _USED = tuple(
     )
 )
 
+# Parts of amp_patch that Dynamo passes over. They keep books on optimizers and gradients in Python: Dynamo would try to
+# compile that, and find nothing to compile.
+NEVER_TRACED = ("frontend", "masters", "multi_tensor", "recording", "training")
 
-# What these do to optimizers and gradients is Python's: Dynamo would find nothing there to compile, and try.
-_BOOKKEEPING = ("frontend", "masters", "multi_tensor", "recording", "training")
-
-
-class Wrapped:
-    """A function or method with a wrapper in front of it, and its rules by either list."""
-
-    __slots__ = ("apex_rule", "original", "rule")
-
-    def __init__(self, original: Any, rule: str, apex_rule: str) -> None:
-        self.original, self.rule, self.apex_rule = original, rule, apex_rule
-
-    def rule_of(self, policy: Policy | None) -> str | None:
-        """The name of the rule that a call follows while `policy` acts; None: the call is made as it is."""
-        if policy is None:
-            return None
-        rule = self.apex_rule if policy.op_lists == "apex" else self.rule
-        return rule if rule != "none" and (policy.patch_torch_functions or rule in EMULATED) else None
-
-
-_functions: dict[int, tuple[Any, Wrapped]] = {}  # id of a wrapper -> the wrapper, and what it stands for
-_methods: dict[str, Wrapped] = {}  # of torch.Tensor, by name
-_own_methods: set[Any] = set()  # of torch.Tensor, those that a wrapper ever stood for
-_told: set[int] = set()  # ids of the wrappers that stand in `_table`
-_table: dict[Any, Any] | None = None  # Dynamo's, of torch's functions; it makes a new one after a process group began
-_hooked = False
-_attached = False
-_stale = False  # whether there may be frames that were compiled before
-
-
-def know(owner: Any, name: str, wrapper: Any, original: Any, rule: str, apex_rule: str) -> None:
-    """Note that `wrapper` stands at `owner.name`, for when Dynamo meets it."""
-    wrapped = Wrapped(original, rule, apex_rule)
-    _functions[id(wrapper)] = wrapper, wrapped
-    if owner is torch.Tensor:
-        _methods[name] = wrapped
-        if isinstance(original, (types.MethodDescriptorType, types.WrapperDescriptorType)):
-            _own_methods.add(original)
-
-
-def wrapped_by(wrapper: Any) -> Wrapped | None:
-    """What `wrapper` stands for; None if it is no wrapper."""
-    return _functions.get(id(wrapper), (None, None))[1]
-
-
-def forget_methods() -> None:
-    """torch.Tensor has its own methods again."""
-    _methods.clear()
+_hooks = Installation(of_process=True)  # in Dynamo, for as long as the process lives
+_hooked = False  # whether `_attach` was called, or will be by the import of Dynamo
+_attached = False  # whether Dynamo was as expected so far
+_stale = False  # whether Dynamo may hold frames that were compiled before it was hooked: no guard asks whose casts act
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -128,7 +87,7 @@ def _casts_of(policy: Policy) -> Policy:
 
 
 def start_late() -> None:
-    """The casts were installed while Dynamo traces a frame, by the first region of the process."""
+    """Catch up with the trace that this thread is in the middle of: the code in it has just installed the casts."""
     if _attached:
         _start(sys.modules[_DYNAMO].InstructionTranslator.current_tx())
 
@@ -143,7 +102,7 @@ def hook() -> None:
             _stale = _attached
         else:
             sys.meta_path.insert(0, _Finder())
-    # Frames compiled before ask nobody whose casts act. Dropped in the middle of a trace, they would take its own.
+    # Drop the stale frames, but not in the middle of a trace: what Dynamo has of that would go too.
     if _stale and importlib.import_module("torch._guards").TracingContext.try_get() is None:
         _stale = False
         dynamo: Any = sys.modules["torch._dynamo"]
@@ -181,13 +140,15 @@ def _unknown(found: object) -> None:
 
 
 def _attach(module: Any) -> None:
+    """Hook into Dynamo, whose `symbolic_convert` is `module`; where it is not as expected, leave it alone."""
     global _attached
     try:
         for name in _USED:
             pkgutil.resolve_name(name)
-        for name in _BOOKKEEPING:
+        for name in NEVER_TRACED:
             importlib.import_module("torch._dynamo.trace_rules").add(f"amp_patch.{name}")
-        # Called between graphs by regions that begin and end there; in traced code regions never come to these.
+        # The state's methods run as plain Python: a region that begins or ends between two graphs calls them. Regions
+        # in traced code never do, they follow the trace (traced_regions.py).
         for function in vars(casts_state.PythonState).values():
             if isinstance(function, types.FunctionType):
                 importlib.import_module("torch._dynamo.eval_frame").skip_code(function.__code__)
@@ -195,12 +156,13 @@ def _attach(module: Any) -> None:
         _unknown(repr(error))
         return
     _attached = True
-    translator: Any = module.InstructionTranslator
-    tensor = importlib.import_module("torch._dynamo.variables.tensor").TensorVariable
-    builtin = importlib.import_module("torch._dynamo.variables.builtin").BuiltinVariable
-    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
-    started, run, found = translator.__init__, translator.run, rules.get_tensor_method
-    call_method, call_operator = tensor.call_method, builtin._handle_insert_op_in_graph
+    _hooks.install(functools.partial(_follow_traces, translator=module.InstructionTranslator))
+    _hooks.add(_follow_calls)
+
+
+def _follow_traces(patches: Patches, translator: Any) -> None:
+    """Be called when the trace of a frame begins, and around it."""
+    started, run = translator.__init__, translator.run
 
     @functools.wraps(started)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -209,58 +171,60 @@ def _attach(module: Any) -> None:
 
     @functools.wraps(run)
     def quiet_run(self: Any) -> Any:
-        # What the trace and the backend call of torch for themselves, and the Python inside of a graph's nodes, is not
-        # to be cast: the casts are nodes by themselves.
+        # No casts while Dynamo traces. It and the backend call torch's functions for purposes of their own, and the
+        # casts of the traced code become nodes of its graph.
         with regions.region(None):
             return run(self)
 
+    patches.set(translator, "__init__", __init__)
+    patches.set(translator, "run", quiet_run)
+
+
+def _follow_calls(patches: Patches) -> None:
+    """Have methods and operators of tensors traced by their rules. (Functions are: see `traced_calls.tell`.)"""
+    tensor = importlib.import_module("torch._dynamo.variables.tensor").TensorVariable
+    builtin = importlib.import_module("torch._dynamo.variables.builtin").BuiltinVariable
+    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
+    call_method, call_operator, found = tensor.call_method, builtin._handle_insert_op_in_graph, rules.get_tensor_method
+
     @functools.wraps(call_method)
     def cast_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        wrapped = _methods.get(name)
-        if wrapped is not None and (rule := _rule_now(wrapped, name)) is not None:
-            return _inline(tx, rule, _method(name), [self, *args], kwargs)
+        entry = wrapped.tensor_methods.get(name)
+        if entry is not None and (rule := traced_calls.rule_now(entry, name)) is not None:
+            return traced_calls.inline(tx, rule, traced_calls.method_of(name), [self, *args], kwargs)
         return call_method(self, tx, name, args, kwargs)
 
     @functools.wraps(call_operator)
     def cast_operator(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(self.fn, "__name__", "").strip("_")
         name = f"__{name}__" if args and isinstance(args[0], tensor) else f"__r{name}__"
-        wrapped = _methods.get(name)
-        if wrapped is not None and (rule := _rule_now(wrapped, name)) is not None:
-            return _inline(tx, rule, _operator(self.fn, name), list(args), kwargs)
+        entry = wrapped.tensor_methods.get(name)
+        if entry is not None and (rule := traced_calls.rule_now(entry, name)) is not None:
+            return traced_calls.inline(tx, rule, traced_calls.operator_of(self.fn, name), list(args), kwargs)
         return call_operator(self, tx, args, kwargs)
 
     @functools.wraps(found)
     def tensor_methods() -> frozenset[Any]:
-        # Dynamo looks once what torch.Tensor has. Behind wrappers are methods too, and when those are gone.
-        return found() | _own_methods
+        # Dynamo collects torch.Tensor's own methods once. Where wrappers stand there by then, it misses the methods
+        # behind them, which are called all the same, and are back after `uninstall`.
+        return found() | wrapped.own_tensor_methods
 
     tensor_methods.cache_clear = found.cache_clear  # type: ignore[attr-defined]
-    rules.get_tensor_method = tensor_methods
+    patches.set(rules, "get_tensor_method", tensor_methods)
     builtin.call_function_handler_cache.clear()  # it may hold the original
-    translator.__init__, translator.run = __init__, quiet_run
-    tensor.call_method, builtin._handle_insert_op_in_graph = cast_method, cast_operator
-
-
-class _Inside(threading.local):
-    """The calls that the trace on this thread is in the middle of, by name: they are cast already."""
-
-    names: list[str] = []  # noqa: RUF012  begun anew for each trace
-    emulated = False  # whether the trace has emulated FP16 in it
-
-
-_inside = _Inside()
+    patches.set(tensor, "call_method", cast_method)
+    patches.set(builtin, "_handle_insert_op_in_graph", cast_operator)
 
 
 def _start(tx: Any) -> None:
     """Dynamo is about to trace a frame. Whatever fails here must not keep it from compiling."""
     global _attached
     traced_regions.begin_trace(None, None)
-    _inside.names, _inside.emulated = [], False
+    traced_calls.begin()
     if not _attached:
         return
     try:
-        _tell()
+        traced_calls.tell()
         _guard(tx)
         if tx.output.compiler_fn is not None:
             tx.output.compiler_fn = _quiet_backend(tx.output.compiler_fn)
@@ -294,7 +258,7 @@ def _quiet_backend(backend: Any) -> Any:
 
     @functools.wraps(backend)
     def compile_quietly(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        with _keeping_roundings() if _inside.emulated else nullcontext():
+        with _keeping_roundings() if traced_calls.have_emulated() else nullcontext():
             compiled = backend(graph, *args, **kwargs)
         _give_kernels_back()
 
@@ -333,116 +297,5 @@ def _give_kernels_back() -> None:
     """
     kernels = getattr(sys.modules.get("torch._inductor.select_algorithm"), "extern_kernels", None)
     for name, function in list(vars(kernels).items()) if kernels is not None else ():
-        if id(function) in _functions:
-            setattr(kernels, name, _functions[id(function)][1].original)
-
-
-def _rule_now(wrapped: Wrapped, name: str) -> str | None:
-    return None if name in _inside.names else wrapped.rule_of(traced_regions.traced())
-
-
-def _inline(tx: Any, rule: str, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Trace `rule(function, args, kwargs, policy)`."""
-    variables = importlib.import_module("torch._dynamo.variables")
-    policy = traced_regions.traced()
-    assert policy is not None
-    call = _traceable(rule, function, policy)
-    _inside.names.append(function.__name__)
-    _inside.emulated = _inside.emulated or policy.emulates
-    try:
-        return variables.UserFunctionVariable(call).call_function(tx, args, kwargs)
-    finally:
-        _inside.names.pop()
-
-
-@functools.cache
-def _traceable(rule: str, function: Any, policy: Policy) -> Callable[..., Any]:
-    apply = RULES[rule]
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if kwargs and kwargs.get("out") is not None:
-            return function(*args, **kwargs)
-        return apply(function, args, kwargs, policy)
-
-    return call
-
-
-@functools.cache
-def _method(name: str) -> Callable[..., Any]:
-    def call(own: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(own, name)(*args, **kwargs)
-
-    call.__name__ = name
-    return call
-
-
-@functools.cache
-def _operator(function: Any, name: str) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        return function(*args)
-
-    call.__name__ = name
-    return call
-
-
-def _tell() -> None:
-    """Tell Dynamo what it does not know yet of our wrappers."""
-    global _table
-    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
-    known = rules.get_torch_obj_rule_map()
-    if known is not _table:
-        _told.clear()
-        _table = known
-    new = [entry for key, entry in _functions.items() if key not in _told]
-    if not new:
-        return
-    builder = importlib.import_module("torch._dynamo.variables.builder")
-    variable = _variable_class()
-    # Dynamo reads a policy's fields as the constants that they are.
-    handlers = builder.SourcelessBuilder._type_handlers
-    handlers.setdefault(Policy, lambda tx, value: builder.UserDefinedObjectVariable(value))
-    by_id = builder.VariableBuilder._id_dispatch()
-    for wrapper, wrapped in new:
-        _told.add(id(wrapper))
-        if rules.hashable(wrapper) and wrapper in known:  # Dynamo made its table when the wrapper was there
-            known[wrapped.original] = known.pop(wrapper)
-
-        def build(self: Any, value: Any, wrapped: Wrapped = wrapped) -> Any:
-            self.install_guards(builder.GuardBuilder.ID_MATCH)
-            return variable(wrapped, source=self.source)
-
-        by_id[id(wrapper)] = build
-        if type(wrapper).__module__ == "amp_patch._C.casts":  # a method, of whose call a TorchFunctionMode is told
-            handlers.setdefault(type(wrapper), lambda tx, value: variable(_functions[id(value)][1]))
-    names = {wrapped.original.__name__ for _, wrapped in new if hasattr(wrapped.original, "__name__")}
-    for function in vars(torch.nn.functional).values():
-        # A composite function that is a node of the graph calls its parts by itself: let Dynamo see them.
-        if isinstance(function, types.FunctionType) and not names.isdisjoint(function.__code__.co_names):
-            known[function] = builder.UserFunctionVariable
-
-
-@functools.cache
-def _variable_class() -> type:
-    rules = importlib.import_module("torch._dynamo.trace_rules")
-    functions = importlib.import_module("torch._dynamo.variables.functions")
-    torch_functions: Any = importlib.import_module("torch._dynamo.variables.torch").TorchInGraphFunctionVariable
-
-    class CastFunctionVariable(torch_functions):
-        def __init__(self, wrapped: Any, **kwargs: Any) -> None:
-            self.wrapped = wrapped
-            super().__init__(wrapped.original, **kwargs)
-
-        def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-            original = self.wrapped.original
-            name = getattr(original, "__name__", "")
-            if isinstance(original, (types.MethodDescriptorType, types.WrapperDescriptorType)):
-                original = _method(name)
-            rule = _rule_now(self.wrapped, name)
-            if rule is not None:
-                return _inline(tx, rule, original, list(args), kwargs)
-            if isinstance(original, types.FunctionType) and original.__module__ in ("torch.nn.functional", __name__):
-                # As a node of the graph it would call what it calls by itself, and not with the casts of the trace.
-                return functions.UserFunctionVariable(original).call_function(tx, args, kwargs)
-            return rules.lookup(original)(original).call_function(tx, args, kwargs)
-
-    return CastFunctionVariable
+        if (entry := wrapped.wrapped_by(function)) is not None:
+            setattr(kernels, name, entry.original)

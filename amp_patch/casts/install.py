@@ -6,7 +6,6 @@ import functools
 import importlib
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,8 +18,9 @@ from amp_patch.casts import dynamo
 from amp_patch.casts.oplists import rules_by_name
 from amp_patch.casts.regions import as_default, as_now
 from amp_patch.casts.state import PythonState, state, use_state
+from amp_patch.casts.wrapped import Wrapped, forget_methods, know, wrapped_by
 from amp_patch.casts.wrappers import BACKENDS, backend, wrapper_at
-from amp_patch.support.patches import Patches
+from amp_patch.support.patches import Installation, Patches
 
 
 @contextmanager
@@ -52,8 +52,7 @@ def use_backend(name: str) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Installation. The one process-wide state besides the default policy, because torch's namespace is process-wide.
 
-_lock = threading.RLock()
-_patches: Patches | None = None
+_installation = Installation()
 _installed: set[str] = set()  # which op lists, while installed
 # (id of the owner, name) -> the owner, and what a wrapper replaced there, while installed
 _originals: dict[tuple[int, str], tuple[Any, Any]] = {}
@@ -68,59 +67,50 @@ def install(op_lists: str = "torch") -> None:
     needs them, and a process without one does not pay for them. Without a policy (`region`, `set_default`) the wrappers
     call straight through. If anything fails, nothing is replaced. A name that this torch does not have is left out.
     """
-    global _patches
     if op_lists in _installed:
         dynamo.hook()
         return
-    with _lock:
-        if op_lists in _installed:
-            return
-        patches = _patches or Patches()
-        torchs, apexs = rules_by_name("torch"), rules_by_name("apex")
-        try:
-            for address, name in rules_by_name(op_lists):
-                if _patches is not None and (address, name) in torchs:
-                    continue
-                owner = resolve_address(address)
-                # What the user registered takes the place of the lists.
-                if hasattr(owner, name) and (id(owner), name) not in _registered:
-                    key = address, name
-                    _replace(patches, owner, name, torchs.get(key, "none"), apexs[key])
-            if _patches is None:
-                _keep_regions_in_checkpoints(patches)
-                _keep_default_in_replicas(patches)
-                for owner, name, rule in _registered.values():
-                    _replace(patches, owner, name, rule, rule)
-        except BaseException:
-            patches.remove()
-            _forget_installation()
-            raise
-        dynamo.hook()
-        _patches = patches
-        _installed.update(("torch", op_lists))
+    with _installation.lock:
+        if op_lists not in _installed:
+            _installation.add(functools.partial(_replace_listed, op_lists=op_lists, first=not installed()))
+
+
+def _replace_listed(patches: Patches, op_lists: str, first: bool) -> None:
+    """Replace what `op_lists` names; if not `first`, what torch's lists name has been replaced already."""
+    torchs, apexs = rules_by_name("torch"), rules_by_name("apex")
+    if first:
+        patches.on_remove(_forget_installation)
+    for address, name in rules_by_name(op_lists):
+        if not first and (address, name) in torchs:
+            continue
+        owner = resolve_address(address)
+        # What the user registered takes the place of the lists.
+        if hasattr(owner, name) and (id(owner), name) not in _registered:
+            key = address, name
+            _replace(patches, owner, name, torchs.get(key, "none"), apexs[key])
+    if first:
+        _keep_regions_in_checkpoints(patches)
+        _keep_default_in_replicas(patches)
+        for owner, name, rule in _registered.values():
+            _replace(patches, owner, name, rule, rule)
+    dynamo.hook()
+    _installed.update(("torch", op_lists))
 
 
 def uninstall() -> None:
     """Put back every attribute that `install` replaced: the very objects, inherited ones inherited again."""
-    with _lock:
-        if _patches is not None:
-            try:
-                _patches.remove()
-            finally:
-                _forget_installation()
+    _installation.uninstall()
 
 
 def _forget_installation() -> None:
-    global _patches
-    _patches = None
-    dynamo.forget_methods()
+    forget_methods()
     _originals.clear()
     _installed.clear()
 
 
 def installed() -> bool:
     """Whether torch's functions are replaced by wrappers now."""
-    return _patches is not None
+    return _installation.installed
 
 
 def _keep_regions_in_checkpoints(patches: Patches) -> None:
@@ -190,7 +180,7 @@ class Place(NamedTuple):
     owner: Any
     name: str
     wrapper: Any
-    wrapped: dynamo.Wrapped
+    wrapped: Wrapped
     registered: bool
 
 
@@ -200,7 +190,7 @@ def places() -> list[Place]:
     return [
         Place(owner, name, wrapper, wrapped, (id(owner), name) in _registered)
         for owner, name, wrapper in found
-        if (wrapped := dynamo.wrapped_by(wrapper)) is not None  # else somebody has put another thing there
+        if (wrapped := wrapped_by(wrapper)) is not None  # else somebody has put another thing there
     ]
 
 
@@ -212,7 +202,7 @@ def _replace(patches: Patches, owner: Any, name: str, rule: str, apex_rule: str)
         _wrappers[key] = (original, wrapper_at(owner, name, original, rule, apex_rule))
     wrapper = _wrappers[key][1]
     patches.set(owner, name, wrapper)
-    dynamo.know(owner, name, wrapper, original, rule, apex_rule)
+    know(owner, name, wrapper, original, rule, apex_rule)
 
 
 def register(module: Any, name: str, rule: str, caller: str) -> None:
@@ -221,7 +211,7 @@ def register(module: Any, name: str, rule: str, caller: str) -> None:
         raise ValueError(f"{caller}: {where} has no function named {name!r}")
     if not callable(getattr(module, name)):
         raise TypeError(f"{caller}: {where}.{name} is not a function, it is {getattr(module, name)!r}")
-    with _lock:
-        if _patches is not None:
-            _replace(_patches, module, name, rule, rule)
+    with _installation.lock:
+        if installed():
+            _replace(_installation.patches, module, name, rule, rule)
         _registered[id(module), name] = (module, name, rule)

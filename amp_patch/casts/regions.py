@@ -63,7 +63,7 @@ class region(blocks.Block):
         entry = Entry(self)
         entry.left = blocks.when_left(self, functools.partial(_leave, entry))
         stack.append(entry)
-        self._begin(entry)
+        self.on_entry(entry)
         entry.depth, entry.task, entry.silenced = state().begin(self.claims)
         _follow(entry)
         return self
@@ -76,16 +76,16 @@ class region(blocks.Block):
             if entry.region is self:
                 _leave(entry)
                 return
-        self._end_elsewhere()
+        self.on_exit_elsewhere()
 
-    def _begin(self, entry: Entry) -> None:
-        """What a kind of region does on entry besides."""
+    def on_entry(self, entry: Entry) -> None:
+        """What a subclass does on entry, before the region holds."""
 
-    def _end(self, entry: Entry) -> None:
-        """Undo `_begin`: done already, half or not at all."""
+    def on_exit(self, entry: Entry) -> None:
+        """Undo `on_entry`, of which all, a part (after an interrupt) or nothing may have been done."""
 
-    def _end_elsewhere(self) -> None:
-        """`__exit__` on a thread that is not in the region: undo of `_begin` what other threads share."""
+    def on_exit_elsewhere(self) -> None:
+        """`__exit__` was called on a thread that is not in the region: undo that part of `on_entry` that all share."""
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` with its body in the region; of a generator function, every step of the body."""
@@ -125,10 +125,10 @@ class no_casts_within(region):
     def __init__(self) -> None:
         super().__init__(None, claims=True)
 
-    def _begin(self, entry: Entry) -> None:
+    def on_entry(self, entry: Entry) -> None:
         this_thread.firm.append(entry)
 
-    def _end(self, entry: Entry) -> None:
+    def on_exit(self, entry: Entry) -> None:
         if entry in this_thread.firm:
             this_thread.firm.remove(entry)
 
@@ -141,23 +141,23 @@ class everywhere(region):
     exit the thread forgets the weights that it has cast, nested or not.
     """
 
-    def _begin(self, entry: Entry) -> None:
+    def on_entry(self, entry: Entry) -> None:
         with default_lock:
             overrides.append(entry)
             refresh_default()
 
-    def _end(self, entry: Entry) -> None:
+    def on_exit(self, entry: Entry) -> None:
         drop_cache()
         with default_lock:
             if entry in overrides:
                 overrides.remove(entry)
             refresh_default()
 
-    def _end_elsewhere(self) -> None:
+    def on_exit_elsewhere(self) -> None:
         # An entry that has a `with` statement goes with that.
         for entry in reversed(overrides):
             if entry.region is self and entry.left is None:
-                self._end(entry)
+                self.on_exit(entry)
                 return
 
 
@@ -201,11 +201,11 @@ def _leave(entry: Entry, _: Any = None) -> None:
     """
     stack = this_thread.stack
     if entry not in stack:
-        entry.region._end(entry)  # its generator has ended on another thread: the process default is everyone's
+        entry.region.on_exit(entry)  # its generator has ended on another thread: the process default is everyone's
         return
     if entry.silenced:
         _unsilence(entry, stack)
-    entry.region._end(entry)
+    entry.region.on_exit(entry)
     while True:
         rest = _innermost_but(entry, stack)
         if rest is None:

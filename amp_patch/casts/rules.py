@@ -1,9 +1,10 @@
-"""The cast rules: what each rule of the op lists does to one call."""
+"""The cast rules: what each rule of the op lists does to one call, and what else there is to know of it."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     Args = tuple[Any, ...]
     Kwargs = dict[str, Any]
-    Rule = Callable[[Callable[..., Any], Args, Kwargs, Policy], Any]
+    Apply = Callable[[Callable[..., Any], Args, Kwargs, Policy], Any]
     CastOne = Callable[[Tensor, torch.dtype], Tensor]
 
 _FLOAT16, _BFLOAT16, _FLOAT32 = torch.float16, torch.bfloat16, torch.float32
@@ -150,8 +151,8 @@ def _emulate_in_place(function: Callable[..., Any], args: Args, kwargs: Kwargs, 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The rules: (function, args, kwargs, policy) -> the function's result. They run only while casts act; those in EMULATED
-# also while FP16 is emulated and nothing is cast (O2, O3).
+# What the rules do: (function, args, kwargs, policy) -> the function's result. They are called only while casts act;
+# those whose entry in the table says `emulates`, also while FP16 is emulated and nothing is cast (O2, O3).
 
 
 def _lower(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy, saves_low: bool = True) -> Any:
@@ -161,11 +162,11 @@ def _lower(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Pol
     return _emulate(function, args, kwargs, policy, saves_low)
 
 
-def _of_several(rule: Rule) -> Rule:
+def _of_several(apply: Apply) -> Apply:
     def einsum(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
         # Of one operand it is a view (whose writer means the operand itself), or sums: nothing is multiplied.
         several = sum(1 for _ in _tensors((args, kwargs))) > 1
-        return rule(function, args, kwargs, policy) if several else function(*args, **kwargs)
+        return apply(function, args, kwargs, policy) if several else function(*args, **kwargs)
 
     return einsum
 
@@ -313,26 +314,55 @@ def _user_promote(function: Callable[..., Any], args: Args, kwargs: Kwargs, poli
     return function(*args, **kwargs)
 
 
-RULES: dict[str, Rule] = {
-    "lower": _lower,
-    "einsum": _of_several(_lower),
-    "rnn": _rnn,
-    "fp32": _fp32,
-    "widest": _promote,
-    "emulated": _widest_emulated,
-    "match_self": _match_self,
-    "banned": _banned,
-    "rnn_input": _rnn_input,
-    "disabled": _disabled,
-    "none": _none,
-    "einsum_widest": _of_several(_widest_emulated),
-    "mixed_fp32": _mixed_fp32,
-    "in_place_fp32": _in_place_fp32,
-    "user_lower": _user_lower,
-    "user_bfloat16": _user_bfloat16,
-    "user_fp32": _user_fp32,
-    "user_widest": _user_promote,
-}
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
 
-# What acts also while FP16 is emulated and nothing is cast; all others wait for `policy.patch_torch_functions`.
-EMULATED = frozenset({"lower", "einsum", "einsum_widest", "rnn", "fp32", "emulated", "match_self", "disabled"})
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """A rule by which calls are cast, and what the wrappers, the compiler's side and `explain` ask about it.
+
+    Attributes:
+        name: as in the op lists (oplists.py says what each of theirs means).
+        apply: does one call: (function, args, kwargs, policy) -> the function's result.
+        emulates: the rule also acts where a policy emulates FP16 on a CPU and casts nothing (O2, O3). All others wait
+            for `policy.patch_torch_functions`.
+        shown: what `explain` calls the rule. None: the functions that follow it compute nothing, and are not shown.
+        registered_by: which function of `amp` registers a user's function under this rule; "" if none does. `explain`
+            shows that instead where it was.
+        for_users: the rule is for functions of the user's alone. It looks for tensors in all containers of the call,
+            and what the function itself calls follows the op lists.
+        in_cpp: the extension does the rule by itself (csrc/casts/rules.h). Calls by the others go to Python.
+    """
+
+    name: str
+    apply: Apply
+    emulates: bool = False
+    shown: str | None = None
+    registered_by: str = ""
+    for_users: bool = False
+    in_cpp: bool = False
+
+
+_HALF = "register_half_function"
+_TABLE = (
+    Rule("none", _none, shown="none", registered_by="leave_alone", in_cpp=True),
+    Rule("lower", _lower, emulates=True, shown="lower", registered_by=_HALF, in_cpp=True),
+    Rule("einsum", _of_several(_lower), emulates=True, shown="lower (einsum)", registered_by=_HALF),
+    Rule("rnn", _rnn, emulates=True, shown="lower (rnn)", registered_by=_HALF),
+    Rule("fp32", _fp32, emulates=True, shown="fp32", in_cpp=True),
+    Rule("widest", _promote, shown="widest", in_cpp=True),
+    Rule("emulated", _widest_emulated, emulates=True, shown="widest", in_cpp=True),
+    Rule("match_self", _match_self, emulates=True, shown="match_self", in_cpp=True),
+    Rule("banned", _banned, shown="banned"),
+    Rule("rnn_input", _rnn_input),
+    Rule("disabled", _disabled, emulates=True),
+    Rule("einsum_widest", _of_several(_widest_emulated), emulates=True, shown="widest (einsum)"),
+    Rule("mixed_fp32", _mixed_fp32, shown="widest (mixed_fp32)", in_cpp=True),
+    Rule("in_place_fp32", _in_place_fp32, shown="fp32 (in place)"),
+    Rule("user_lower", _user_lower, shown="lower", registered_by=_HALF, for_users=True),
+    Rule("user_bfloat16", _user_bfloat16, shown="lower", registered_by="register_bfloat16_function", for_users=True),
+    Rule("user_fp32", _user_fp32, shown="fp32", registered_by="register_float_function", for_users=True),
+    Rule("user_widest", _user_promote, shown="widest", registered_by="register_promote_function", for_users=True),
+)
+RULES = {rule.name: rule for rule in _TABLE}

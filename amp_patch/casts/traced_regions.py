@@ -10,6 +10,7 @@ import torch
 
 from amp_patch.casts.thread_state import DEVICE_TYPES, Traced, is_enabled, native_depth, stepped_aside, this_thread
 from amp_patch.policy import Policy
+from amp_patch.support.compiled import constant_in_traces
 
 
 def begin_trace(acting: Policy | None, silence: Callable[[str], Callable[[], object]] | None) -> None:
@@ -22,7 +23,8 @@ def begin_trace(acting: Policy | None, silence: Callable[[str], Callable[[], obj
 
 
 def enter_trace_of(acting: Policy | None, claims: bool) -> None:
-    """As `follow`, in code that is being traced; `leave_traced` ends it."""
+    """A region begins in code that is being traced; `leave_traced` ends it. `acting`, `claims`: as of `region`."""
+    # As plain constants: Dynamo hands no others to `enter_traced`.
     if acting is None:
         enter_traced(None, claims)
     else:
@@ -31,13 +33,13 @@ def enter_trace_of(acting: Policy | None, claims: bool) -> None:
         )
 
 
-# Dynamo calls these three while it traces, with constants, and nothing of them is left in what it compiles: that is
-# what `torch.compiler.assume_constant_result` asks for, without importing the compiler. It really enters torch.autocast
-# when it comes to one. Where nobody has begun the trace, nothing acts.
+# Dynamo calls the next three while it traces. Where it comes to a `torch.autocast` it really enters that, so torch
+# itself tells in how many of those the trace is. In a trace that nobody has begun by `begin_trace`, nothing acts.
 
 
+@constant_in_traces
 def traced() -> Policy | None:
-    """What acts at the point that a trace has come to."""
+    """What acts at the point to which this thread's trace has come."""
     if not this_thread.traced:
         return None
     inner = this_thread.traced[-1]
@@ -46,22 +48,21 @@ def traced() -> Policy | None:
     return stepped_aside(inner.acting)
 
 
+@constant_in_traces
 def enter_traced(casts: tuple[Any, ...] | None, claims: bool) -> None:
+    """What `enter_trace_of` does; `casts` are the arguments of `casts_policy`, None where none act."""
     if this_thread.traced:
         silence = this_thread.silence if claims else None
         undo = [silence(kind) for kind in DEVICE_TYPES if is_enabled(kind)] if silence is not None else []
         this_thread.traced.append(Traced(None if casts is None else casts_policy(*casts), native_depth(), undo))
 
 
+@constant_in_traces
 def leave_traced() -> None:
+    """The innermost region of the traced code ends."""
     if this_thread.traced:
         for undo in reversed(this_thread.traced.pop().undo):
             undo()
-
-
-_constants: tuple[Any, ...] = (traced, enter_traced, leave_traced)
-for _function in _constants:
-    _function._dynamo_marked_constant = True
 
 
 @functools.cache

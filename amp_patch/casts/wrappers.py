@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from amp_patch.casts.rules import EMULATED, RULES
+from amp_patch.casts.rules import RULES
 from amp_patch.casts.state import PythonState, current, state
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -68,14 +68,15 @@ def wrap(original: Any, rule: str, reduced: tuple[Any, ...], apex_rule: str | No
     `apex_rule` takes its place under a policy of Apex's lists.
     """
     differs = apex_rule is not None and apex_rule != rule
-    torchs, apexs = (RULES[rule], rule in EMULATED), (RULES[apex_rule or rule], (apex_rule or rule) in EMULATED)
+    by_torch, by_apex = RULES[rule], RULES[apex_rule or rule]
+    torchs, apexs = (by_torch.apply, by_torch.emulates), (by_apex.apply, by_apex.emulates)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         policy = current()
         if policy is None or (kwargs and kwargs.get("out") is not None):
             return original(*args, **kwargs)
-        apply, emulated = apexs if differs and policy.op_lists == "apex" else torchs
-        if not (policy.patch_torch_functions or emulated):  # what acts is only the emulation of FP16 on a CPU
+        apply, emulates = apexs if differs and policy.op_lists == "apex" else torchs
+        if not (policy.patch_torch_functions or emulates):  # what acts is only the emulation of FP16 on a CPU
             return original(*args, **kwargs)
         return apply(original, args, kwargs, policy)
 
@@ -115,7 +116,7 @@ def wrapper_at(owner: Any, name: str, original: Any, rule: str, apex_rule: str) 
     if isinstance(wrapper, types.FunctionType) and getattr(original, "__module__", None) is None:
         # A method that torch.Tensor inherits from its C base: give it an address where it can be found, for pickle.
         wrapper.__module__, wrapper.__qualname__ = module, path
-    if backend() == "cpp" and isinstance(original, _COMPILED) and not rule.startswith("user_"):
+    if backend() == "cpp" and isinstance(original, _COMPILED) and not RULES[rule].for_users:
         wrapper = state().wrap(original, wrapper, rule, apex_rule)
     if isinstance(original, types.BuiltinFunctionType):
         register_with_jit(wrapper, original)

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from amp_patch.casts import install
 from amp_patch.casts import state as casts_state
-from amp_patch.casts.rules import RULES
+from amp_patch.casts.rules import Rule
 from amp_patch.diagnose.explanation import EMULATED, UNDECIDED, Explanation, OpCall, Types
 from amp_patch.diagnose.trial_forward import undone
 from amp_patch.model import buffers
@@ -26,22 +26,6 @@ from amp_patch.support import distributed, tree
 from amp_patch.support.compiled import eagerly, uncompiled
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Patches
-
-# Rules of the op lists that are special cases of another one.
-_LISTS = {
-    "einsum": "lower (einsum)",
-    "einsum_widest": "widest (einsum)",
-    "emulated": "widest",
-    "in_place_fp32": "fp32 (in place)",
-    "mixed_fp32": "widest (mixed_fp32)",
-    "rnn": "lower (rnn)",
-}
-_REGISTERED = {
-    "user_bfloat16": "register_bfloat16_function",
-    "user_fp32": "register_float_function",
-    "user_widest": "register_promote_function",
-}
-_NO_OPS = ("rnn_input", "disabled")  # rules of what computes nothing
 
 
 def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation | None:
@@ -232,7 +216,7 @@ class _CallNotes(TorchFunctionMode):
             rule = place.wrapped.rule_of(policy)
             if policy is None or rule is None:
                 return call(*args, **kwargs)
-            if rule in _NO_OPS:
+            if rule.shown is None:  # what follows it computes nothing
                 with self._unseen():
                     return call(*args, **kwargs)
             return self._follow(place, rule, policy, function, args, kwargs)
@@ -242,7 +226,7 @@ class _CallNotes(TorchFunctionMode):
             return classmethod(frame)
         return staticmethod(frame) if isinstance(wrapper, staticmethod) else frame
 
-    def _follow(self, place: install.Place, rule: str, policy: Policy, function: Any, args: Any, kwargs: Any) -> Any:
+    def _follow(self, place: install.Place, rule: Rule, policy: Policy, function: Any, args: Any, kwargs: Any) -> Any:
         """Do what the wrapper does: call `function` by its rule. See rules.py."""
         index = self._begin(_address_at(place), (args, kwargs))
         inner: Types = ()  # what the function itself gave
@@ -260,7 +244,7 @@ class _CallNotes(TorchFunctionMode):
             return result
 
         with self._unseen():
-            result = RULES[rule](spy, args, kwargs, policy)
+            result = rule.apply(spy, args, kwargs, policy)
         decided = [_decided(place, rule)] if policy.patch_torch_functions else []
         if policy.emulates and _types(result) != inner:
             decided.append(EMULATED)
@@ -269,7 +253,7 @@ class _CallNotes(TorchFunctionMode):
             ran = tuple(_rounded(dtype) for dtype in got) if policy.patch_torch_functions else got
             self.calls[index] = replace(self.calls[index], ran=ran)
         given = args[0] if place.name == "__setitem__" else result
-        self._end(index, given, ", ".join(decided) or None, parts_count=rule.startswith("user_"))
+        self._end(index, given, ", ".join(decided) or None, parts_count=rule.for_users)
         return result
 
     @contextmanager
@@ -335,9 +319,9 @@ def _types(value: Any) -> Types:
         return tuple(tensor.dtype for tensor in tree.tensors(value))
 
 
-def _ran(rule: str, given: Any) -> Types:
+def _ran(rule: Rule, given: Any) -> Types:
     types = _types(given)
-    if rule == "rnn" and torch.is_autocast_enabled("cuda"):  # which casts the weights into cuDNN's one buffer
+    if rule.name == "rnn" and torch.is_autocast_enabled("cuda"):  # which casts the weights into cuDNN's one buffer
         low = torch.get_autocast_dtype("cuda")
         types = tuple(low if dtype.is_floating_point else dtype for dtype in types)
     return types
@@ -347,10 +331,8 @@ def _rounded(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype in (torch.float32, torch.bfloat16) else dtype
 
 
-def _decided(place: install.Place, rule: str) -> str:
-    if place.registered:
-        return f"your {_REGISTERED.get(rule, 'register_half_function')}"
-    return _LISTS.get(rule, rule)
+def _decided(place: install.Place, rule: Rule) -> str:
+    return f"your {rule.registered_by}" if place.registered else str(rule.shown)
 
 
 def _address_at(place: install.Place) -> str:

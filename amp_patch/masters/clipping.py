@@ -16,18 +16,18 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from amp_patch.masters.masters import master_of
-from amp_patch.support.patches import Patches
+from amp_patch.support.patches import Installation, Patches
 
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
-_patches = Patches()
-_installed = False
+_installation = Installation()
 
 
 def install() -> None:
     """Redirect torch's clipping functions, also where a script imported them by name earlier; idempotent."""
-    global _installed
-    if _installed:
-        return
+    _installation.install(_redirect)
+
+
+def _redirect(patches: Patches) -> None:
     for name in _FUNCTIONS:
         function = getattr(clip_grad, name, None)
         if function is None:  # not in this torch
@@ -35,19 +35,11 @@ def install() -> None:
         cell = _cell_of(function)
         if cell is not None:
             # torch wraps both in a no_grad function: what that calls is one closure cell, which every reference shares.
-            _patches.set_cell(cell, _redirected(cell.cell_contents))
+            patches.set_cell(cell, _redirected(cell.cell_contents))
             continue
         redirected = _redirected(function)
         for owner in (clip_grad, torch.nn.utils):
-            _patches.set(owner, name, redirected)
-    _installed = True
-
-
-def uninstall() -> None:
-    """Undo `install`."""
-    global _installed
-    _patches.remove()
-    _installed = False
+            patches.set(owner, name, redirected)
 
 
 def _redirected(function: Callable[..., Any]) -> Callable[..., Any]:

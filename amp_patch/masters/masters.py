@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from amp_patch import multi_tensor
 from amp_patch.masters.recycled_memory import Recycled
 from amp_patch.support.blocks import without_grad
-from amp_patch.support.patches import Patches
+from amp_patch.support.patches import Installation
 
 
 class Master(nn.Parameter):
@@ -105,7 +105,7 @@ _links: dict[int, tuple[weakref.ref[Tensor], Link]] = {}
 _changes = 0  # how often a parameter got a master, lost it, or died with it
 
 _FOREACH_TYPES = "_foreach_supported_types"  # for which torch's optimizers choose their foreach form by themselves
-_patches = Patches()
+_installation = Installation()
 
 
 def link_of(param: Tensor) -> Link | None:
@@ -149,13 +149,8 @@ def _install() -> bool:
     module = importlib.import_module("torch.optim.optimizer")  # torch.optim has no attribute of this name
     types = getattr(module, _FOREACH_TYPES, None)
     if isinstance(types, list) and Master not in types:
-        _patches.set(module, _FOREACH_TYPES, [*types, Master])
+        _installation.add(lambda patches: patches.set(module, _FOREACH_TYPES, [*types, Master]))
     return isinstance(types, list)
-
-
-def uninstall() -> None:
-    """Leave torch as it was before the first master."""
-    _patches.remove()
 
 
 def linked(params: Iterable[Tensor]) -> list[Linked]:

@@ -18,15 +18,17 @@ from amp_patch.model import buffers
 from amp_patch.model.forward import AmpModel
 from amp_patch.model.fp32_copy import fp32_copy
 from amp_patch.policy import LOW_PRECISION
-from amp_patch.support.patches import Patches
+from amp_patch.support.patches import Installation, Patches
 
-_patches = Patches()
+_installation = Installation()
 
 
 def install() -> None:
     """Let AveragedModel hold an `fp32_copy` of such a model, and read its masters; idempotent."""
-    if len(_patches):
-        return
+    _installation.install(_replace)
+
+
+def _replace(patches: Patches) -> None:
     init, update = AveragedModel.__init__, AveragedModel.update_parameters
 
     @functools.wraps(init)
@@ -38,13 +40,8 @@ def install() -> None:
         in_fp32 = _is_low_precision(model) and not any(p.dtype in LOW_PRECISION for p in self.module.parameters())
         update(self, _Exact(model) if in_fp32 else model)  # type: ignore[arg-type]
 
-    _patches.set(AveragedModel, "__init__", with_copy)
-    _patches.set(AveragedModel, "update_parameters", from_masters)
-
-
-def uninstall() -> None:
-    """Undo `install`."""
-    _patches.remove()
+    patches.set(AveragedModel, "__init__", with_copy)
+    patches.set(AveragedModel, "update_parameters", from_masters)
 
 
 class _Exact:

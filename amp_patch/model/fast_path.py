@@ -1,19 +1,15 @@
-"""torch's fused encoder layers, which would meet children of another type: turned off, and on again."""
+"""torch's fused encoder layers, which would meet children of another type: turned off until `restore`."""
 
 from __future__ import annotations
 
 import torch
 
-from amp_patch.support.patches import Patches
+from amp_patch.support.patches import Installation
 
-_fast_path = Patches()
+_installation = Installation()
 
 
 def forbid_fast_path() -> None:
     """Keep encoder layers from their one fused call in eval mode: kept children would differ in type."""
-    _fast_path.set(torch.backends.mha, "_is_fastpath_enabled", False)
-
-
-def allow_fast_path() -> None:
-    """Undo `forbid_fast_path`."""
-    _fast_path.remove()
+    # Each time: the user may have turned it on again since the last.
+    _installation.add(lambda patches: patches.set(torch.backends.mha, "_is_fastpath_enabled", False))

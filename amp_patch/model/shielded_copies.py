@@ -23,9 +23,11 @@ from amp_patch.casts import regions
 from amp_patch.casts import state as casts_state
 from amp_patch.support import generated_class
 from amp_patch.support.generated_class import Generated
+from amp_patch.support.patches import Installation
 
 _NEWOBJ: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 _copies: WeakSet[nn.Module] = WeakSet()
+_installation = Installation()
 
 
 class FP32Copy(Generated):
@@ -72,14 +74,15 @@ def note(plain: nn.Module, shielded: bool) -> None:
 
 
 def shield() -> None:
-    """Hold the casts of the process off all FP32 copies."""
+    """Hold the casts of the process off all FP32 copies, until `restore`."""
+    _installation.install(lambda patches: patches.on_remove(_unshield))
     for plain in list(_copies):
         for module in plain.modules():
             if module is plain or not _is_known_by_its_class(module):
                 _give(module)
 
 
-def unshield() -> None:
+def _unshield() -> None:
     """Give all FP32 copies their plain classes back."""
     for plain in list(_copies):
         for module in plain.modules():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,27 +15,26 @@ from typing import Any
 from torch import nn
 
 from amp_patch.support.forward_hook import CompiledForward, before_compiled
-from amp_patch.support.patches import Patches
+from amp_patch.support.patches import Installation, Patches
 
 Listener = Callable[[nn.Module, Any, Any], None]  # is given the compiled model, and its arguments
 
-_lock = threading.Lock()
 _listeners: list[Listener] = []
-_patches = Patches()  # in force while there are listeners
+_installation = Installation(of_process=True)  # in force while there are listeners
 _patched: list[Any] = []  # Dynamo's module, once it is patched
 
 
 def add(listener: Listener) -> None:
     """Tell `listener` of the forwards of compiled models, of those that `watch` was given."""
-    with _lock:
+    with _installation.lock:
         _listeners.append(listener)
 
 
 def remove(listener: Listener) -> None:
-    with _lock:
+    with _installation.lock:
         _listeners.remove(listener)
         if not _listeners:
-            _patches.remove()
+            _installation.uninstall()
 
 
 def watch(model: nn.Module) -> None:
@@ -57,10 +55,12 @@ def _patch_dynamo() -> None:
         compile(self, *args, **kwargs)
         _replace_call(self)
 
-    with _lock:
-        _patches.set(optimized, "__call__", before_compiled(optimized.__call__, _tell))
-        _patches.set(nn.Module, "compile", compile_and_tell)
-        _patches.apply(lambda: _patched.append(dynamo), _patched.clear)
+    def replace(patches: Patches) -> None:
+        patches.set(optimized, "__call__", before_compiled(optimized.__call__, _tell))
+        patches.set(nn.Module, "compile", compile_and_tell)
+        patches.apply(lambda: _patched.append(dynamo), _patched.clear)
+
+    _installation.add(replace)
 
 
 def _replace_call(model: nn.Module) -> None:
@@ -76,8 +76,8 @@ def _replace_call(model: nn.Module) -> None:
             model._compiled_call_impl = found.compiled
 
     ours = CompiledForward(model, compiled, _tell)
-    with _lock:  # not by `_patches.set`, which would hold the model until then
-        _patches.apply(lambda: setattr(model, "_compiled_call_impl", ours), undo)
+    # Not by `patches.set`, which would hold the model until then.
+    _installation.add(lambda patches: patches.apply(lambda: setattr(model, "_compiled_call_impl", ours), undo))
 
 
 def _tell(model: nn.Module, args: Any, kwargs: Any) -> None:

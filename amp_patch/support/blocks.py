@@ -43,23 +43,23 @@ _fetched = _Fetched()
 class _Exit:
     def __get__(self, block: Any, owner: Any = None) -> Any:
         if block is None:
-            return owner._leave  # contextlib.ExitStack binds it by itself
-        held = _Held(type(block)._leave, block)
+            return owner.leave_block  # contextlib.ExitStack binds it by itself
+        held = _Held(type(block).leave_block, block)
         _fetched.newest = weakref.ref(held)
         return held
 
 
 class Block:
-    """The base of context managers: the first class on it that has an `__exit__` writes it as ever."""
+    """The base of context managers. The first subclass writes its `__exit__` as ever; it becomes `leave_block`."""
 
     __exit__: Any = _Exit()
-    _leave: Any = None  # what that class wrote
+    leave_block: Any = None  # what that class wrote
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # A user's subclass with another one keeps that, and may call its parent's.
-        if cls._leave is None and "__exit__" in vars(cls):
-            cls._leave = vars(cls)["__exit__"]
+        if cls.leave_block is None and "__exit__" in vars(cls):
+            cls.leave_block = vars(cls)["__exit__"]
             del cls.__exit__
 
 

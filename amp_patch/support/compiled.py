@@ -6,9 +6,11 @@ import functools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def eagerly() -> AbstractContextManager[Any]:
@@ -31,8 +33,18 @@ def eager_only(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def not_traced(function: Any) -> Any:
-    """Mark a function of `_BOOKKEEPING` that compiled code calls."""
+    """Mark a function that compiled code calls, and that lies where Dynamo traces nothing (casts/dynamo.py)."""
     function._torchdynamo_disable = True
+    return function
+
+
+def constant_in_traces(function: Function) -> Function:
+    """Mark a function that Dynamo calls, with constants, at the point to which its trace has come.
+
+    The result is a constant of what it compiles, in which nothing is left of the call. That is what
+    `torch.compiler.assume_constant_result` does, without the import of the compiler.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
     return function
 
 

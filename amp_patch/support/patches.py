@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, MutableMapping
 from types import CellType
 from typing import Any
@@ -86,6 +87,10 @@ class Patches:
         if failure is not None:
             raise failure
 
+    def on_remove(self, undo: Callable[[], Any]) -> None:
+        """Call `undo` in `remove`."""
+        self._undo.append(undo)
+
     def apply(self, change: Callable[[], Any], undo: Callable[[], Any]) -> None:
         """Call `change` now, and `undo` in `remove`."""
         # The undo goes in first: an interrupt between the two lines must not leave a change that nobody can undo.
@@ -95,6 +100,60 @@ class Patches:
         except BaseException:
             self._undo.pop()
             raise
+
+
+class Installation:
+    """What one file of amp_patch replaces in torch for the whole process: once, and undone as a whole.
+
+    Any thread may call any method. An installation in force is known to `installations`, by which
+    `amp_patch.restore()` undoes it, unless it is `of_process`: then only its own `uninstall` does.
+
+    Attributes:
+        lock: held while something is replaced or put back; the thread that holds it may take it again.
+        patches: what is replaced now. Whoever adds to it holds the lock.
+        installed: whether an `install` or `add` is in force.
+    """
+
+    def __init__(self, of_process: bool = False) -> None:
+        self.of_process = of_process
+        self.lock = threading.RLock()
+        self.patches = Patches()
+        self.installed = False
+
+    def install(self, change: Callable[[Patches], Any]) -> None:
+        """`add(change)`, unless something is installed already."""
+        if not self.installed:
+            with self.lock:
+                if not self.installed:
+                    self.add(change)
+
+    def add(self, change: Callable[[Patches], Any]) -> None:
+        """Call `change(patches)`, which replaces things. If it raises, all of this installation is undone."""
+        with self.lock:
+            _in_force[self] = None  # first: after an interrupt in here, `restore` undoes what there is
+            try:
+                change(self.patches)
+                self.installed = True
+            except BaseException:
+                self.uninstall()
+                raise
+
+    def uninstall(self) -> None:
+        """Undo everything, last first, as `Patches.remove`. Does nothing where nothing is installed."""
+        with self.lock:
+            self.installed = False
+            try:
+                self.patches.remove()
+            finally:
+                _in_force.pop(self, None)
+
+
+_in_force: dict[Installation, None] = {}  # in the order in which they were begun
+
+
+def installations() -> list[Installation]:
+    """The installations in force that are not `of_process`, newest first."""
+    return [found for found in reversed(list(_in_force)) if not found.of_process]
 
 
 class Attempts:

@@ -22,13 +22,12 @@ from torch.nn.parallel import distributed as torch_ddp
 from amp_patch.masters.masters import linked, publish
 from amp_patch.policy import Policy
 from amp_patch.support import distributed
-from amp_patch.support.patches import Patches
+from amp_patch.support.patches import Installation, Patches
 from amp_patch.training.loss_scaler import LossScaler
 
 _DDP = torch_ddp.DistributedDataParallel
 _FUNCTION = "_sync_module_states"  # by which torch's DDP broadcasts the weights
-_patches = Patches()
-_installed = False
+_installation = Installation()
 _scalers: WeakKeyDictionary[nn.Module, list[LossScaler]] = WeakKeyDictionary()
 
 
@@ -77,9 +76,13 @@ def follow(models: Iterable[nn.Module], scalers: list[LossScaler]) -> None:
 
 def install() -> None:
     """Let torch's DistributedDataParallel broadcast masters and scales, and tell of `no_sync`; idempotent."""
-    global _installed
+    _installation.install(_replace)
+
+
+def _replace(patches: Patches) -> None:
+    patches.on_remove(_scalers.clear)
     original = getattr(torch_ddp, _FUNCTION, None)
-    if _installed or original is None:
+    if original is None:  # not in this torch
         return
 
     @functools.wraps(original)
@@ -98,10 +101,9 @@ def install() -> None:
         _broadcast_scales(given["module"], given["process_group"], given["broadcast_bucket_size"], given["src"])
         return result
 
-    _patches.set(torch_ddp, _FUNCTION, with_masters)
-    _patches.set(_DDP, "no_sync", _telling(_DDP.no_sync))
-    _patches.set(nn.DataParallel, "replicate", _of_edited_masters(nn.DataParallel.replicate))
-    _installed = True
+    patches.set(torch_ddp, _FUNCTION, with_masters)
+    patches.set(_DDP, "no_sync", _telling(_DDP.no_sync))
+    patches.set(nn.DataParallel, "replicate", _of_edited_masters(nn.DataParallel.replicate))
 
 
 def _broadcast_scales(module: nn.Module, process_group: Any, bucket_size: int, src: int) -> None:
@@ -150,11 +152,3 @@ def _of_edited_masters(replicate: Any) -> Any:
         return replicate(self, module, *args, **kwargs)
 
     return up_to_date
-
-
-def uninstall() -> None:
-    """Undo `install`."""
-    global _installed
-    _patches.remove()
-    _scalers.clear()
-    _installed = False

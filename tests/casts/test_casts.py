@@ -301,10 +301,10 @@ def test_arguments_that_need_no_cast_arrive_as_they_are() -> None:
 
     x, items = torch.ones(2, dtype=HALF), [torch.ones(2, dtype=HALF)]
     full = torch.ones(2, dtype=FULL)
-    rules.RULES["fp32"](function, (x, full), {"dtype": FULL}, o1())
+    rules.RULES["fp32"].apply(function, (x, full), {"dtype": FULL}, o1())
     assert seen.pop()[0] == (x, full), "an explicit type asks for no cast before the call"
     for rule in ("lower", "widest", "match_self"):
-        rules.RULES[rule](function, (x, items), {"y": items}, o1())
+        rules.RULES[rule].apply(function, (x, items), {"y": items}, o1())
         args, kwargs = seen.pop()
         assert args[0] is x and args[1] is items and kwargs["y"] is items
 
@@ -653,7 +653,7 @@ def test_a_region_that_ends_while_another_one_is_left_takes_itself_away(kind: st
     """As where the garbage collector finds a suspended generator in the middle of an exit."""
 
     class EndsAnother(regions.region):
-        def _end(self, entry: Any) -> None:
+        def on_exit(self, entry: Any) -> None:
             other.close()
 
     other = suspended_in(REGIONS[kind]())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_patch import amp
+from amp_patch.casts import dynamo
 from amp_patch.policy import OPT_LEVELS
 
 # What torch's own tracing does, in plain scripts too.
@@ -502,6 +504,12 @@ def test_methods_are_known_though_wrappers_stood_there_first(wrappers):
     environment = {**os.environ, "PYTHONPATH": ":".join(sys.path), "AMP_PATCH_BACKEND": wrappers}
     done = subprocess.run([sys.executable, "-W", "error", "-c", GONE], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", dynamo.NEVER_TRACED)
+def test_what_dynamo_passes_over_is_there(name):
+    """It takes any name: what has moved would be traced again, without a word."""
+    assert importlib.util.find_spec(f"amp_patch.{name}") is not None
 
 
 UNKNOWN = """

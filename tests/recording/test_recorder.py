@@ -55,7 +55,7 @@ def untouched():
         and not torch_hooks._global_optimizer_post_hooks
         and not recording._recorders
         and not compiled_forwards._listeners
-        and not compiled_forwards._patches
+        and not compiled_forwards._installation.installed
     )
 
 

@@ -1,13 +1,16 @@
-"""patch.py: replaced attributes come back exactly, in any kind of owner and after failures."""
+"""patches.py: replaced attributes come back exactly, in any kind of owner and after failures; installations."""
 
 from __future__ import annotations
 
+import threading
+import time
 import types
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from amp_patch.support.patches import Patches
+from amp_patch.support.patches import Installation, Patches, installations
 
 
 class Base:
@@ -161,3 +164,85 @@ def test_one_failing_undo_does_not_keep_the_others_from_running() -> None:
     with pytest.raises(AttributeError, match="fresh"):
         patches.remove()
     assert module.kept == "original" and len(patches) == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Installations
+
+
+@pytest.fixture
+def installation() -> Iterator[Installation]:
+    made = Installation()
+    yield made
+    made.uninstall()
+
+
+def test_an_installation_is_made_once_and_undone_as_a_whole(installation: Installation) -> None:
+    calls = []
+
+    def change(patches: Patches) -> None:
+        calls.append("change")
+        patches.on_remove(lambda: calls.append("undone"))
+        patches.set(Derived, "own", 1)
+
+    for _ in range(2):
+        installation.install(change)
+        installation.install(change)
+        assert installation.installed and installation in installations() and Derived.own == 1
+        installation.uninstall()
+        installation.uninstall()
+        assert not installation.installed and installation not in installations() and Derived.own == "own"
+    assert calls == ["change", "undone"] * 2
+
+
+def test_what_is_added_goes_with_the_rest(installation: Installation) -> None:
+    installation.install(lambda patches: patches.set(Derived, "own", 1))
+    installation.add(lambda patches: patches.set(Derived, "own", 2))
+    assert Derived.own == 2
+    installation.uninstall()
+    assert Derived.own == "own"
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("before", [0, 1])
+def test_an_installation_that_fails_half_way_is_undone(
+    error: type[BaseException], before: int, installation: Installation
+) -> None:
+    def change(patches: Patches) -> None:
+        patches.set(Derived, "static", len)
+        raise error("half way")
+
+    for _ in range(before):
+        installation.add(lambda patches: patches.set(Derived, "own", 1))
+    with pytest.raises(error, match="half way"):
+        installation.add(change)
+    assert not installation.installed and installation not in installations()
+    assert Derived.own == "own" and Derived.static() == "static"
+
+
+def test_the_newest_installation_is_undone_first_and_those_of_the_process_by_themselves() -> None:
+    old, new, lasting = Installation(), Installation(), Installation(of_process=True)
+    for made in (old, new, lasting):
+        made.install(lambda patches: patches.on_remove(lambda: None))
+    assert [found for found in installations() if found in (old, new, lasting)] == [new, old]
+    for made in (old, new, lasting):
+        made.uninstall()
+
+
+def test_threads_that_install_together_install_once(installation: Installation) -> None:
+    ready, changes = threading.Barrier(4), []
+
+    def change(patches: Patches) -> None:
+        changes.append(1)
+        time.sleep(0.01)  # lets the others come
+
+    def run() -> None:
+        ready.wait()
+        installation.install(change)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert changes == [1] and installation.installed

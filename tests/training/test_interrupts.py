@@ -420,9 +420,9 @@ def test_ctrl_c_at_the_exit_of_a_region_of_the_user(wrappers, keeps_the_tracebac
             torch.ones(2, 2) @ torch.ones(2, 2)
 
     run()
-    at = entry_of(type(region)._leave, run)
+    at = entry_of(type(region).leave_block, run)
     raised = Raise(at)(run)
-    assert raised.place[0] is type(region)._leave.__code__
+    assert raised.place[0] is type(region).leave_block.__code__
     if not keeps_the_traceback:
         raised.raised = None
     assert surroundings() == before

@@ -17,7 +17,7 @@ from amp_patch.apex.amp.opt import OptimWrapper
 from amp_patch.apex.amp.scaler import LossScaler
 from amp_patch.casts import install, regions
 from amp_patch.casts import state as casts_state
-from amp_patch.casts.cpu_fp16 import settle
+from amp_patch.casts.cpu_fp16 import resolve_cpu_fp16
 from amp_patch.environment import LEVEL, overridden
 from amp_patch.model import forward as model_forward
 from amp_patch.policy import OPT_LEVELS, Policy, resolve
@@ -93,7 +93,7 @@ class AmpHandle:
                     f"amp.init: the environment variable {LEVEL} is {level!r}, which casts a model, and amp.init() is "
                     "given none; wanted O0, O1 or O4, or a script that calls amp.initialize(model, optimizer)"
                 )
-            self._policy = settle(replace(policy, op_lists="apex"), on_cpu=True)
+            self._policy = resolve_cpu_fp16(replace(policy, op_lists="apex"), on_cpu=True)
             if policy.patch_torch_functions:
                 register_edits(self._policy.dtype)
                 install.install("apex")

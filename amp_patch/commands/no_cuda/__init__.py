@@ -20,14 +20,12 @@ place and still has the original. Parameters and what was computed from them sta
 
 from __future__ import annotations
 
-import threading
-
 from amp_patch.commands.no_cuda import machine
 from amp_patch.commands.no_cuda.autocast import redirect_autocast
 from amp_patch.commands.no_cuda.devices import redirect_checkpoints, redirect_devices, redirect_moves, redirect_types
 from amp_patch.commands.no_cuda.parallel import redirect_parallel
 from amp_patch.recording.peak_memory import PeakMemory
-from amp_patch.support.patches import Patches
+from amp_patch.support.patches import Installation, Patches
 
 _REDIRECTIONS = (
     redirect_devices,
@@ -39,32 +37,20 @@ _REDIRECTIONS = (
     redirect_parallel,
 )
 
-_lock = threading.RLock()
-_patches: Patches | None = None
+_installation = Installation(of_process=True)
 
 
 def install() -> None:
     """Let CUDA be the CPU for this process, until `uninstall`. Idempotent. Call it before the script's own imports."""
-    global _patches
-    with _lock:
-        if _patches is not None:
-            return
-        patches, peak = Patches(), PeakMemory()
-        try:
-            for redirect in _REDIRECTIONS:
-                redirect(patches)
-        except BaseException:
-            patches.remove()
-            raise
-        _patches, machine.peak = patches, peak
+    _installation.install(_redirect)
+
+
+def _redirect(patches: Patches) -> None:
+    patches.set(machine, "peak", PeakMemory())
+    for redirect in _REDIRECTIONS:
+        redirect(patches)
 
 
 def uninstall() -> None:
     """Undo `install`. What was made meanwhile lies on the CPU and stays there."""
-    global _patches
-    with _lock:
-        if _patches is not None:
-            try:
-                _patches.remove()
-            finally:
-                _patches = machine.peak = None
+    _installation.uninstall()

@@ -15,9 +15,10 @@ import torch
 
 from amp_patch.casts import autocast as casts_autocast
 from amp_patch.casts import state as casts_state
-from amp_patch.casts.cpu_fp16 import settle
+from amp_patch.casts.cpu_fp16 import resolve_cpu_fp16
 from amp_patch.commands.no_cuda.devices import is_cuda
 from amp_patch.policy import Policy
+from amp_patch.support.compiled import constant_in_traces
 from amp_patch.support.patches import Patches
 
 
@@ -48,7 +49,7 @@ def redirect_autocast(patches: Patches) -> None:
         return torch.float16 if _emulates() else told("cpu")
 
     for function, asked_for in ((is_enabled, "is_autocast_enabled"), (dtype_of, "get_autocast_dtype")):
-        vars(function)["_dynamo_marked_constant"] = True  # as in traced_regions.py
+        constant_in_traces(function)
         patches.set(torch, asked_for, function)
     policy_of = casts_autocast.autocast_policy
 
@@ -82,7 +83,7 @@ def _instead(autocast: Any) -> casts_autocast.autocast | None:
     if (
         _torchs.compiled
         or (autocast.device, autocast.fast_dtype) != ("cpu", torch.float16)
-        or not settle(fp16, on_cpu=True).emulates
+        or not resolve_cpu_fp16(fp16, on_cpu=True).emulates
     ):
         return None
     return casts_autocast.autocast("cpu", torch.float16, autocast._enabled, autocast._cache_enabled)

@@ -1,0 +1,165 @@
+"""Calls in code that torch.compile traces: how Dynamo is told to read a wrapper, and a call of one.
+
+Everything here runs while Dynamo traces, and needs its inside; dynamo.py makes sure that it is as expected, and calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from amp_patch.casts import traced_regions, wrapped
+from amp_patch.casts.rules import Rule
+from amp_patch.casts.wrapped import Wrapped
+from amp_patch.policy import Policy
+
+
+class _Tracing(threading.local):
+    """The calls that the trace on this thread is in the middle of, by name: they are cast already."""
+
+    names: list[str] = []  # noqa: RUF012  begun anew for each trace
+    emulates = False  # whether one of the trace's calls has emulated FP16
+
+
+_tracing = _Tracing()
+
+
+def begin() -> None:
+    """A trace begins on this thread."""
+    _tracing.names, _tracing.emulates = [], False
+
+
+def have_emulated() -> bool:
+    """Whether the trace on this thread has put emulated FP16 into its graph."""
+    return _tracing.emulates
+
+
+def rule_now(entry: Wrapped, name: str) -> Rule | None:
+    """The rule by which a call of `name` is traced at this point; None: it is traced as it is."""
+    return None if name in _tracing.names else entry.rule_of(traced_regions.traced())
+
+
+def inline(tx: Any, rule: Rule, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Trace `rule.apply(function, args, kwargs, policy)`."""
+    variables = importlib.import_module("torch._dynamo.variables")
+    policy = traced_regions.traced()
+    assert policy is not None
+    call = _traceable(rule, function, policy)
+    _tracing.names.append(function.__name__)
+    _tracing.emulates = _tracing.emulates or policy.emulates
+    try:
+        return variables.UserFunctionVariable(call).call_function(tx, args, kwargs)
+    finally:
+        _tracing.names.pop()
+
+
+@functools.cache
+def _traceable(rule: Rule, function: Any, policy: Policy) -> Callable[..., Any]:
+    apply = rule.apply
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs and kwargs.get("out") is not None:
+            return function(*args, **kwargs)
+        return apply(function, args, kwargs, policy)
+
+    return call
+
+
+@functools.cache
+def method_of(name: str) -> Callable[..., Any]:
+    """The method `name`, as a function that Dynamo can trace."""
+
+    def call(own: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(own, name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+@functools.cache
+def operator_of(function: Any, name: str) -> Callable[..., Any]:
+    """An operator of Python's, as a function of the name under which torch.Tensor has it."""
+
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    call.__name__ = name
+    return call
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What Dynamo is told about the wrappers
+
+_told: set[int] = set()  # ids of the wrappers that stand in `_table`
+_table: dict[Any, Any] | None = None  # Dynamo's, of torch's functions; it makes a new one after a process group began
+
+
+def tell() -> None:
+    """Tell Dynamo of the wrappers that it does not know yet."""
+    global _table
+    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
+    known = rules.get_torch_obj_rule_map()
+    if known is not _table:
+        _told.clear()
+        _table = known
+    new = [entry for key, entry in wrapped.by_id.items() if key not in _told]
+    if not new:
+        return
+    builder = importlib.import_module("torch._dynamo.variables.builder")
+    variable = _variable_class()
+    # Dynamo reads a policy's fields as the constants that they are.
+    handlers = builder.SourcelessBuilder._type_handlers
+    handlers.setdefault(Policy, lambda tx, value: builder.UserDefinedObjectVariable(value))
+    by_id = builder.VariableBuilder._id_dispatch()
+    for wrapper, entry in new:
+        _told.add(id(wrapper))
+        if rules.hashable(wrapper) and wrapper in known:  # Dynamo made its table when the wrapper was there
+            known[entry.original] = known.pop(wrapper)
+
+        def build(self: Any, value: Any, entry: Wrapped = entry) -> Any:
+            self.install_guards(builder.GuardBuilder.ID_MATCH)
+            return variable(entry, source=self.source)
+
+        by_id[id(wrapper)] = build
+        if type(wrapper).__module__ == "amp_patch._C.casts":  # a method, of whose call a TorchFunctionMode is told
+            handlers.setdefault(type(wrapper), lambda tx, value: variable(wrapped.by_id[id(value)][1]))
+    names = {entry.original.__name__ for _, entry in new if hasattr(entry.original, "__name__")}
+    for function in vars(torch.nn.functional).values():
+        # A composite function that is a node of the graph calls its parts by itself: let Dynamo see them.
+        if isinstance(function, types.FunctionType) and not names.isdisjoint(function.__code__.co_names):
+            known[function] = builder.UserFunctionVariable
+
+
+@functools.cache
+def _variable_class() -> type:
+    rules = importlib.import_module("torch._dynamo.trace_rules")
+    functions = importlib.import_module("torch._dynamo.variables.functions")
+    torch_functions: Any = importlib.import_module("torch._dynamo.variables.torch").TorchInGraphFunctionVariable
+
+    class CastFunctionVariable(torch_functions):
+        """A wrapper, as Dynamo holds it while it traces."""
+
+        def __init__(self, entry: Any, **kwargs: Any) -> None:
+            self.entry = entry
+            super().__init__(entry.original, **kwargs)
+
+        def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+            original = self.entry.original
+            name = getattr(original, "__name__", "")
+            if isinstance(original, (types.MethodDescriptorType, types.WrapperDescriptorType)):
+                original = method_of(name)
+            rule = rule_now(self.entry, name)
+            if rule is not None:
+                return inline(tx, rule, original, list(args), kwargs)
+            if isinstance(original, types.FunctionType) and original.__module__ in ("torch.nn.functional", __name__):
+                # As a node of the graph it would call what it calls by itself, and not with the casts of the trace.
+                return functions.UserFunctionVariable(original).call_function(tx, args, kwargs)
+            return rules.lookup(original)(original).call_function(tx, args, kwargs)
+
+    return CastFunctionVariable
