@@ -34,7 +34,7 @@ def _known() -> dict[str, Any]:
     """What scripts reach through the state object or the optimizer, by the attribute's name: an instance or a class."""
     amp = modules()
     return {
-        "_amp_state": amp["apex.amp._amp_state"]._amp_state,
+        "_amp_state": vars(amp["apex.amp._amp_state"])["_amp_state"],
         "loss_scalers": amp["apex.amp.scaler"].LossScaler(1.0),  # each of them
         "opt_properties": amp["apex.amp.frontend"].Properties(),
         "handle": amp["apex.amp.handle"].AmpHandle,

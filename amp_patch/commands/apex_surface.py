@@ -1,4 +1,4 @@
-"""The surface of Apex as data: what serves each name here, and what differs. `check` and docs/apex.md read it.
+"""The surface of Apex as data: what serves each name here, and what differs. `check` and docs/apex.md show it.
 
 A difference is something that a script could notice. The rows hold every public name of `amp_patch.apex` and the
 private names that scripts use; the names themselves are asked of the modules (apex_served.py).
@@ -264,14 +264,3 @@ NATIVE = (
         "stays torch's, and knows nothing of amp_patch's autocast",
     ),
 )
-
-
-def markdown() -> str:
-    """The rows as the table of docs/apex.md."""
-    lines = ["| name | served by | differs from Apex |", "|---|---|---|"]
-    for row in ROWS:
-        names = row.names.split()
-        family = f"`{row.owner}`: " + ", ".join(f"`{name}`" for name in names)
-        shown = f"`{row.owner}.{names[0]}`" if len(names) == 1 else family
-        lines.append(f"| {shown} | {row.served_by} | {row.difference or 'nothing'} |")
-    return "\n".join(lines)

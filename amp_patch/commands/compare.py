@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from amp_patch.commands.run import wanted_cuda
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.machine import machine
-from amp_patch.comparison.plan import LEVELS, Plan, settle
+from amp_patch.comparison.plan import LEVELS, Plan, name_as_asked
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.recording.run import Run, loads
 
@@ -168,7 +168,7 @@ def _run(plan: Plan, args: argparse.Namespace, run: Run) -> None:
                 child.kill()
                 child.wait()
             _take(run, rest + lines.read())
-            settle(run, asked)
+            name_as_asked(run, asked)
     if run.error is None and child.returncode:
         run.error = _died(child.returncode, args.out / log)
     elif run.error is None and not _is_whole(record):

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from amp_patch.comparison.plan import newest, words
+from amp_patch.comparison.plan import newest_figures, progress_line
 from amp_patch.recording.run import Run
 
 _COLOURS = {"waiting": "dim", "running": "bold", "done": "green", "failed": "red"}
@@ -43,7 +43,7 @@ class Progress:
         if self.steps is None and run.error is None:
             self.steps = run.steps  # what the others can be expected to take
         if not self.live:
-            self.console.print(Text(words(run, self.asked)), soft_wrap=True)
+            self.console.print(Text(progress_line(run, self.asked)), soft_wrap=True)
 
     def table(self) -> Table:
         """The rows around the run that is under way, as many as the terminal has room for."""
@@ -55,7 +55,7 @@ class Progress:
         first = max(0, min(current - room // 2, len(self.runs) - room))
         for run, state in list(zip(self.runs, self.states, strict=True))[first : first + room]:
             words = state if run.error is None else f"{state}: {run.error}"
-            cells = [run.level, str(run.seed), self._step(run), *newest(run)]
+            cells = [run.level, str(run.seed), self._step(run), *newest_figures(run)]
             last = Text(words, style=_COLOURS[state], no_wrap=True, overflow="ellipsis")
             table.add_row(*cells, last)
         return table

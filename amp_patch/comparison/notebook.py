@@ -18,7 +18,7 @@ from amp_patch.casts import install
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.machine import machine
 from amp_patch.comparison.outcome import failure
-from amp_patch.comparison.plan import LEVELS, Plan, settle, words
+from amp_patch.comparison.plan import LEVELS, Plan, name_as_asked, progress_line
 from amp_patch.comparison.seeds import seeded
 from amp_patch.frontend import initialize, restored
 from amp_patch.recording.recorder import Enough, Recorder, log
@@ -98,6 +98,17 @@ def compare(
     if isinstance(levels, str):
         raise TypeError(f"compare: levels is {levels!r}; wanted a list, as ['O0', 'O2']")
     plan = Plan(tuple(levels), seeds, steps, named, metric or "loss", maximize, inspect)
+    runs = _train_all(build_fn, plan, evaluate, verbosity)
+    if metric is None and any(_EVALUATION in run.logged for run in runs):
+        metric = _EVALUATION
+    title = getattr(build_fn, "__name__", type(build_fn).__name__)
+    return Compared(title, runs, metric or "loss", maximize, steps, machine())
+
+
+def _train_all(
+    build_fn: Callable[[], Any], plan: Plan, evaluate: Callable[[nn.Module], Any] | None, verbosity: int
+) -> list[Run]:
+    """Make the runs of the plan; those that were begun when an interrupt came."""
     runs = plan.runs()
     known: list[weakref.ref[nn.Module]] = []
     for index, run in enumerate(runs):
@@ -106,13 +117,10 @@ def compare(
         except KeyboardInterrupt:
             runs = runs[: index + 1]
         if verbosity:
-            print(words(run, steps))
+            print(progress_line(run, plan.steps))
         if run is runs[-1]:
             break
-    if metric is None and any(_EVALUATION in run.logged for run in runs):
-        metric = _EVALUATION
-    title = getattr(build_fn, "__name__", type(build_fn).__name__)
-    return Compared(title, runs, metric or "loss", maximize, steps, machine())
+    return runs
 
 
 def _train_once(
@@ -143,7 +151,7 @@ def _train_once(
         environment.remove()
         if run.device == "cpu":
             run.peak_memory = None  # the process has been larger, perhaps, in an earlier run
-    settle(run, asked)
+    name_as_asked(run, asked)
     run.error = failure(recorder, run, error)
     if isinstance(error, KeyboardInterrupt):
         raise error

@@ -67,18 +67,18 @@ class Plan:
         return named if self.dtype is None else {**named, "AMP_PATCH_DTYPE": self.dtype}
 
 
-def words(run: Run, asked_steps: int | None) -> str:
+def progress_line(run: Run, asked_steps: int | None) -> str:
     """How a run went, in a line."""
     if run.error is not None:
         return f"{run.level} seed {run.seed}: failed: {run.error}"
-    loss, ms = newest(run)
+    loss, ms = newest_figures(run)
     of = f" of {asked_steps}" if asked_steps is not None else ""
     return f"{run.level} seed {run.seed}: " + "; ".join(
         [f"{run.steps}{of} steps, loss {loss}, {ms} ms a step", *run.notes]
     )
 
 
-def newest(run: Run) -> tuple[str, str]:
+def newest_figures(run: Run) -> tuple[str, str]:
     """The newest loss, and the median time of the newest steps in milliseconds."""
     if not run.steps:
         return "", ""
@@ -86,8 +86,8 @@ def newest(run: Run) -> tuple[str, str]:
     return f"{run.loss[-1]:.4g}", f"{1000 * statistics.median(times):.3g}" if times else ""
 
 
-def settle(run: Run, asked: Run) -> None:
-    """Name a run by what was asked for, and note where the script did otherwise."""
+def name_as_asked(run: Run, asked: Run) -> None:
+    """Give `run` the level and the seed of `asked`, and note it if the script trained at another level."""
     if run.level != asked.level:
         run.notes.append(f"asked for {asked.level}, the script trained at {run.level}")
     run.level, run.seed = asked.level, asked.seed

@@ -23,7 +23,7 @@ _MODULES = 3  # of each level, the worst
 def tables(comparison: Comparison) -> list[Any]:
     """What `rich.console.Console.print` takes, one after the other: at most 80 columns, whatever the numbers.
 
-    The levels with their figures, the verdicts, where the time of a step and the memory went, what the microscope saw
+    The levels with their figures, the verdicts, where the time of a step and the memory went, what `amp.inspect` saw
     (of the worst modules), the notes, and last the recommendation.
     """
     parts: list[list[Any]] = []

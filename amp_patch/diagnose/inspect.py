@@ -23,6 +23,7 @@ from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
 from amp_patch.support.compiled import eagerly
 from amp_patch.training.innermost import innermost
+from amp_patch.training.stash import stash_of
 
 _TENSOR: Any = Tensor
 _GRAD = _TENSOR.grad.__get__
@@ -57,7 +58,7 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
     if not isinstance(model, nn.Module):
         raise TypeError(f"inspect: model is a {type(model).__name__}; wanted a torch.nn.Module")
     distributed.refuse(model, "inspect")
-    while [name for name, _ in model.named_children()] == ["module"] and not model._parameters:
+    while [name for name, _ in model.named_children()] == ["module"] and not [*model.parameters(recurse=False)]:
         model = model.get_submodule("module")
     one_or_many = optimizers if isinstance(optimizers, list | tuple) else [] if optimizers is None else [optimizers]
     targets = [innermost(each) for each in one_or_many]
@@ -70,9 +71,7 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
                 yield seen
         finally:
             watch.conclude()
-            stashes = [
-                stash for t in targets if (stash := getattr(t, "_amp_stash", None)) is not None and stash.scalers
-            ]
+            stashes = [stash for t in targets if (stash := stash_of(t)) is not None and stash.scalers]
             if watch.scale is not None:
                 seen.scale = float(watch.scale)
             elif scaler is not None:
@@ -235,7 +234,7 @@ class _NumberLog(TorchFunctionMode):
         if self.scaler is not None:
             scale = getattr(self.scaler, "_scale", None)  # its tensor; None until the first loss
         else:
-            stashes = (getattr(target, "_amp_stash", None) for target in self.targets)
+            stashes = map(stash_of, self.targets)
             # Of several optimizers only those whose loss is in `scale_loss` now have one.
             scales = (stash.backward.scale for stash in stashes if stash is not None)
             scale = next((scale for scale in scales if scale is not None), None)

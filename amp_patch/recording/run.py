@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -168,17 +167,6 @@ def dumps(value: Any, **options: Any) -> str:
 def loads(text: str) -> Any:
     """What `dumps` was given."""
     return _numbers(json.loads(text))
-
-
-def read_lines(lines: Iterable[str]) -> list[Event]:
-    """The events of a recording; a last line that was cut off (the process was killed) is left out."""
-    events = []
-    for line in lines:
-        try:
-            events.append(loads(line))
-        except json.JSONDecodeError:
-            break
-    return events
 
 
 def _named(value: Any) -> Any:

@@ -326,7 +326,18 @@ def test_each_public_name_is_in_the_table():
     assert not {name for name in public if name not in paths and id(apex_served.resolve(name)) not in told}
 
 
+def markdown(rows: tuple[apex_surface.Row, ...]) -> str:
+    """The rows as the table of docs/apex.md."""
+    lines = ["| name | served by | differs from Apex |", "|---|---|---|"]
+    for row in rows:
+        names = row.names.split()
+        family = f"`{row.owner}`: " + ", ".join(f"`{name}`" for name in names)
+        shown = f"`{row.owner}.{names[0]}`" if len(names) == 1 else family
+        lines.append(f"| {shown} | {row.served_by} | {row.difference or 'nothing'} |")
+    return "\n".join(lines)
+
+
 def test_the_page_on_apex_shows_the_table():
     page = (ROOT / "docs" / "apex.md").read_text()
     shown = page.partition("<!-- surface: begin -->\n")[2].partition("\n<!-- surface: end -->")[0]
-    assert shown == apex_surface.markdown()
+    assert shown == markdown(apex_surface.ROWS)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from paths import ROOT
+from recordings import read_lines
 from rich.console import Console
 from torch import nn
 from training import ADAM, ConvNet, convnet, images, train
@@ -29,7 +30,7 @@ from amp_patch.comparison.outcome import failure
 from amp_patch.comparison.plan import Plan
 from amp_patch.comparison.seeds import seeded
 from amp_patch.recording.recorder import Enough, Recorder
-from amp_patch.recording.run import PARTS, Run, dumps, loads, read_lines
+from amp_patch.recording.run import PARTS, Run, dumps, loads
 from amp_patch.training.training import newest_training
 
 # Draws from every kind of generator that a script has, and prints what it drew and its losses, to the bit.

@@ -136,7 +136,7 @@ def test_what_the_user_wrote_is_text(tmp_path):
     text = path.read_text(encoding="utf-8")
     tree = Tree(text)
     assert not tree.all("script", "img") and len(tree.all("style")) == 1 and not tree.open
-    # Title and heading, machine (twice), policy, notes, error, what the microscope found (five), and the metric.
+    # Title and heading, machine (twice), policy, notes, error, what amp.inspect found (five), and the metric.
     seen = tree.text.count(NASTY.replace("\udcff", "?"))
     assert seen >= 13, f"only {seen}"
     assert any(NASTY.replace("\udcff", "?") in (attrs["aria-label"] or "") for attrs in tree.all("svg"))

@@ -17,6 +17,7 @@ import pytest
 import torch
 from apexed import apex_amp  # noqa: F401  the fixture `apex`
 from conftest import DEVICES
+from recordings import read_lines
 from syncs import count
 from torch import nn
 from training import ADAM, LEVELS, SGD, backward, convnet, images, linear, same, train, weights
@@ -25,7 +26,7 @@ from amp_patch import amp
 from amp_patch.recording import compiled_forwards, outbox
 from amp_patch.recording import recorder as recording
 from amp_patch.recording.recorder import Enough, Recorder
-from amp_patch.recording.run import PARTS, Run, read_lines
+from amp_patch.recording.run import PARTS, Run
 from amp_patch.recording.sinks import JsonLines
 from amp_patch.training import observers
 

@@ -7,8 +7,9 @@ import json
 import math
 
 import pytest
+from recordings import read_lines
 
-from amp_patch.recording.run import PARTS, Look, Run, dumps, loads, read_lines
+from amp_patch.recording.run import PARTS, Look, Run, dumps, loads
 
 
 def step(loss: float, seconds: float = 0.5) -> dict:

@@ -1,0 +1,19 @@
+"""Recordings that a process has left behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from amp_patch.recording.run import Event, loads
+
+
+def read_lines(lines: Iterable[str]) -> list[Event]:
+    """The events of a recording; a last line that was cut off (the process was killed) is left out."""
+    events = []
+    for line in lines:
+        try:
+            events.append(loads(line))
+        except json.JSONDecodeError:
+            break
+    return events
