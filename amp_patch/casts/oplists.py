@@ -3,10 +3,12 @@
 After today's torch: the CUDA lists of its autocast op reference, on every device. Apex's lists are the ancestor, and
 add what torch's reference leaves to other mechanisms; `APEX` says where they gave another type. The rules:
 
-    lower       FP32 (and the other half type) tensors become `policy.dtype`.
+    lower       FP32 (and the other half type) tensors become `policy.dtype`: products, which are fast in it and are
+                summed in FP32.
     einsum      the same, for two operands and more: of one nothing is multiplied.
     rnn         the same for fused recurrent networks, whose weights form one buffer.
-    fp32        FP16 and BF16 tensors become FP32.
+    fp32        FP16 and BF16 tensors become FP32: exponentials, logarithms and powers overflow soon (exp(12) in FP16),
+                sums over many elements (softmax, norms, losses) lose the small ones among large ones.
     widest      all floating tensors become the widest floating type among them.
     emulated    the same; a sum of products, so FP16 on a CPU may be emulated (cpu_fp16.py), as for lower and rnn.
     match_self  in place: the other floating tensors take the type of the first argument.

@@ -1,4 +1,8 @@
-"""What a step does about an overflow: it is skipped on the host or on the device, and the culprits are named."""
+"""What a step does about an overflow: it is skipped, on the host or on the device, and the culprits are named.
+
+The flag comes from the backward passes before it (`unscale.py`), and the scale falls at their end (`loss_scaler.py`). Here
+it takes the gradients away, or goes to the optimizer. `step.py` calls this, and puts back afterwards what a skip took.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,31 @@ from amp_patch.masters.gradients import held
 from amp_patch.masters.masters import Master
 from amp_patch.support import distributed
 from amp_patch.training.loss_scaler import LossScaler
-from amp_patch.training.stash import Stash, known_stash, overflowed
+from amp_patch.training.stash import DeviceSkip, SkippedStep, Stash, known_stash, overflowed
+
+
+def skip_if_overflowed(optimizer: Any, stash: Stash) -> None:
+    """Let the coming step do nothing if a gradient that went into it overflowed.
+
+    An optimizer that can (`skips_on_device`) is given the flag. For any other the host reads it, which is one sync where
+    a loss is scaled; after an overflow it takes all gradients away, since an optimizer does nothing without them.
+    """
+    if skips_on_device(optimizer, stash):
+        stash.device_skips.append(DeviceSkip(stash.found))
+        optimizer.grad_scale, optimizer.found_inf = None, stash.device_skips[-1].overflow
+        stash.step.told = True
+        return
+    scalers = read_found(stash)
+    stash.step_skipped = bool(scalers)
+    for scaler in scalers:
+        scaler.skipped(lambda: culprits(optimizer))
+    if scalers:
+        grads = [(m, m.grad) for group in optimizer.param_groups for m in group["params"] if m.grad is not None]
+        # What some optimizers count per group is put back afterwards.
+        values = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        stash.step.set_aside = SkippedStep(grads, values)
+        for master, _ in grads:
+            master.grad = None
 
 
 def culprits(optimizer: Any) -> str:

@@ -13,15 +13,8 @@ from amp_patch.masters.masters import Linked, publish, publish_written, reconcil
 from amp_patch.support.compiled import not_traced
 from amp_patch.support.generated_class import base_class
 from amp_patch.training import observers
-from amp_patch.training.overflow import (
-    culprits,
-    may_skip_on_device,
-    note_stepped,
-    put_back,
-    read_found,
-    skips_on_device,
-)
-from amp_patch.training.stash import BackwardState, DeviceSkip, SkippedStep, Stash, drop_spent, siblings, stash_of
+from amp_patch.training.overflow import may_skip_on_device, note_stepped, put_back, skip_if_overflowed
+from amp_patch.training.stash import BackwardState, Stash, drop_spent, siblings, stash_of
 from amp_patch.training.unscale import unscale_pending
 
 
@@ -58,22 +51,7 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     _warn_of_ungathered(optimizer, stash, linked)
     _drop_removed(optimizer, stash)
     stash.hear()
-    if skips_on_device(optimizer, stash):
-        stash.device_skips.append(DeviceSkip(stash.found))
-        optimizer.grad_scale, optimizer.found_inf = None, stash.device_skips[-1].overflow
-        step.told = True
-    else:
-        overflowed = read_found(stash)
-        stash.step_skipped = bool(overflowed)
-        for scaler in overflowed:
-            scaler.skipped(lambda: culprits(optimizer))
-        if overflowed:
-            # An optimizer does nothing where there is no gradient; what some count per group is put back afterwards.
-            grads = [(m, m.grad) for group in optimizer.param_groups for m in group["params"] if m.grad is not None]
-            values = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            step.set_aside = SkippedStep(grads, values)
-            for master, _ in grads:
-                master.grad = None
+    skip_if_overflowed(optimizer, stash)
     watched = None if closure is None else regions.as_now(closure)
     if casts_state.current() is not None:  # the casts that act here are not for the optimizer's own arithmetic
         step.quiet = regions.region(None)
