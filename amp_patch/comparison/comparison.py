@@ -171,7 +171,7 @@ class Comparison:
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure, for `runs.dumps`."""
+        """Every figure, for `run.dumps`."""
         return {
             "title": self.title,
             "metric": self.metric,
@@ -237,7 +237,7 @@ class Comparison:
 
     @staticmethod
     def _same_level(levels: list[LevelResult], wanted: LevelResult | None) -> LevelResult | None:
-        """Which of `levels` is `wanted`, by its name: what is known of it may have grown."""
+        """The one of `levels` that has the level and the dtype of `wanted`; its other figures may be known by now."""
         if wanted is None:
             return None
         return next(each for each in levels if (each.level, each.dtype) == (wanted.level, wanted.dtype))

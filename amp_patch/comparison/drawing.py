@@ -101,11 +101,20 @@ def picture(
     rows: int | None = None,
     above: float = 0.0,
 ) -> Picture:
-    """Make one; `rows` bars decide its height, `above` inches more are for a legend."""
+    """Draw a picture, 4 inches wide.
+
+    Args:
+        name: what the ids inside begin with, so that no two pictures of a page share one.
+        draw: is given the axes.
+        alt: what the picture shows, in words.
+        height: in inches.
+        rows: in place of a height: how many bars there are.
+        above: with `rows`, inches for a legend above them.
+    """
     if rows is not None:
         height = max(1.5, 0.75 + 0.27 * rows) + above
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
-        # A letter that matplotlib's font lacks: the page's may well have it.
+        # matplotlib warns of letters that its own font lacks. The words stay words, and the page's font may have them.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure = Figure(figsize=(4.0, height), layout="constrained")
         draw(figure.add_subplot())
@@ -131,6 +140,7 @@ def _for_a_page(svg: str, name: str, alt: str) -> str:
 
 
 def name_rows(axes: Axes, names: list[str]) -> None:
+    """Label the rows 0, 1, ... of a picture with bars, the first on top."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0, labelcolor=STAND_INS["ink"])
@@ -138,6 +148,7 @@ def name_rows(axes: Axes, names: list[str]) -> None:
 
 
 def show_powers(axes: Axes, left: int, right: int) -> None:
+    """An axis of exponents from `left` to `right`, labelled as powers of two."""
     axes.set_xlim(left, right)
     stride = max(4, 4 * math.ceil((right - left) / 36))
     ticks = [e for e in range(left, right) if e % stride == 0]
@@ -145,13 +156,18 @@ def show_powers(axes: Axes, left: int, right: int) -> None:
 
 
 def raised(exponent: int) -> str:
+    """The number in superscript digits."""
     return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def thin(values: np.ndarray) -> np.ndarray:
+    """At most `_POINTS` of the values, evenly chosen, the first and the last among them."""
     return values[np.linspace(0, len(values) - 1, _POINTS).round().astype(int)] if len(values) > _POINTS else values
 
 
 def cut(name: str, length: int = 28) -> str:
-    name = name.encode(errors="replace").decode()  # half a letter, of a file name, say, has no form
+    """The name in at most so many letters: its beginning and its end."""
+    name = name.encode(
+        errors="replace"
+    ).decode()  # a file name can hold bytes that are no letter
     return name if len(name) <= length else f"{name[: length // 2 - 1]}…{name[-(length // 2) :]}"

@@ -122,6 +122,7 @@ def measured(level: LevelResult, base: LevelResult | None) -> LevelResult:
 
 
 def went_well(run: Run) -> bool:
+    """Whether the run ended without an error and recorded something."""
     return run.error is None and bool(run.loss or run.logged)
 
 
@@ -131,6 +132,7 @@ def faults(level: LevelResult) -> list[Run]:
 
 
 def failures_in_words(level: LevelResult) -> str:
+    """The errors of a level, each once, with the seeds that had it."""
     errors: dict[str, list[int]] = {}
     for run in level.failed:
         errors.setdefault(run.error or "recorded no step", []).append(run.seed)
@@ -147,7 +149,7 @@ def same_losses(run: Run, other: Run) -> bool:
 
 
 def seeds_change_nothing(base: LevelResult) -> bool:
-    """Whether its runs, two or more, are one run."""
+    """Whether its runs, two or more, gave the same losses to the bit: the script does not use the seeds."""
     return len(base.runs) > 1 and len(set(base.final)) == 1 and all(same_losses(run, base.runs[0]) for run in base.runs)
 
 
@@ -175,15 +177,16 @@ def is_smaller(level: LevelResult, base: LevelResult) -> bool:
     if peaks and of_base:
         return max(peaks) < _LESS_MEMORY * min(of_base)
     if any(run.peak_memory is not None for run in (*level.runs, *base.runs)):
-        return False  # what the tensors save is lost in what the process takes
+        return False  # the peaks tell nothing of the training, so what the tensors save is lost in the process's memory
     return level.bytes_ratio is not None and level.bytes_ratio < _LESS_MEMORY
 
 
 def level_dict(level: LevelResult) -> dict[str, Any]:
+    """What `Comparison.to_dict` says of a level."""
     plain = {
         name: value
         for name, value in vars(level).items()
-        if name not in ("runs", "failed", "speedup", "verdict")  # the runs are told elsewhere
+        if name not in ("runs", "failed", "speedup", "verdict")  # `to_dict` has the runs in a list of their own
     }
     return {
         **plain,

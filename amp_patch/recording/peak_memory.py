@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-# Of torch itself: under `run --device cpu` torch.cuda plays a device, whose figures come from here.
+# torch's own function. `run --device cpu` puts another in its place, for which the figures of this file are a GPU's.
 _has_cuda = torch.cuda.is_initialized
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -42,7 +42,7 @@ class PeakMemory:
                 self._banked[kind] = max(peak, self._banked.get(kind, 0))
 
     def restart(self) -> None:
-        """Forget the peak until now; on a CPU a peak is still what the process has grown by since the making."""
+        """Forget the peak until now. On a CPU the next one still counts from what the process held at the making."""
         _reset()
         self._banked.clear()
 
@@ -66,7 +66,7 @@ class PeakMemory:
             return max(0, peak - self._resident)
         peak = _largest_ever()
         if peak is None or self._before is None or peak == self._before:
-            return None  # the largest may have been before
+            return None  # the process was larger before this measurement began, and nothing tells its peak since
         return peak - self._before
 
 
@@ -74,7 +74,7 @@ _measuring: weakref.WeakSet[PeakMemory] = weakref.WeakSet()
 
 
 def _reset() -> None:
-    """Let the system's peaks begin anew, which there is one of for all who measure."""
+    """Let the system's peaks begin anew. All who measure share them, so each notes the peak until now first."""
     for measurement in list(_measuring):
         measurement.bank()
     if _has_cuda():

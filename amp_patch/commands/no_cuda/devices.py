@@ -102,7 +102,7 @@ def redirect_moves(patches: Patches) -> None:
     patches.set(Tensor, "cuda", cuda)
     patches.set(Tensor, "pin_memory", lambda self, device=None: self)
     patches.set(Tensor, "record_stream", lambda self, stream: None)
-    sequence = torch.nn.utils.rnn.PackedSequence  # asks where its tensors have come to
+    sequence = torch.nn.utils.rnn.PackedSequence  # its own `cuda` asks of the moved tensors whether they are on CUDA
     patches.set(sequence, "cuda", lambda self, *args, **kwargs: self.to("cuda"))
 
     # A loader that pins its batches warns that there is no device, or starts a thread that asks for one.
