@@ -16,7 +16,7 @@ LEVEL, DTYPE = "AMP_PATCH_OPT_LEVEL", "AMP_PATCH_DTYPE"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in LOW_PRECISION}
 _OF_EITHER_DTYPE = ("O1", "O2", "O3")
 
-# The options that say what a level is, dtype first: others may contradict it. The rest has no part in that.
+# The options that say what a level is, and so may contradict one. dtype comes first: the others are tried beside it.
 _OPTIONS = (
     "dtype",
     "cast_model_type",
@@ -69,7 +69,7 @@ def overridden(opt_level: str, options: dict[str, Any]) -> tuple[str, dict[str, 
 
 
 def _accepts(level: str, options: dict[str, Any], undone: bool) -> bool:
-    """Whether the level takes the options; with `undone`, also if nothing of its casts is left then."""
+    """Whether the level takes the options. If they undo its own casts, only where `undone`."""
     try:
         policy = resolve(level, **options)
     except (TypeError, ValueError):

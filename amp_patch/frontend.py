@@ -1,4 +1,4 @@
-"""The public calls: initialize, master_params, state_dict, restore. This file composes the others."""
+"""The public calls: initialize, master_params, loss_scale, state_dict, restore, fsdp_policy. The work is done below."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ def restored() -> Iterator[None]:
         attempt = Attempts()
         attempt(leave_all, [made for made in trainings if all(made is not known for known in before)])
         trainings[:] = before
-        if before:  # these need torch's namespace as it is
+        if before:  # the trainings from before need the casts that are installed
             casts_state.set_default(default)
         else:
             attempt(restore)
@@ -311,6 +311,7 @@ def restored() -> Iterator[None]:
 
 
 def _apex_form(models: Any, optimizers: Any, optimizer_list: list[Any]) -> Any:
+    """What `initialize` returns, in Apex's form: lists for lists, and the models alone where there is no optimizer."""
     model = list(models) if isinstance(models, list | tuple) else models
     if optimizers is None:
         return model
@@ -340,7 +341,7 @@ def fsdp_policy(
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     options: dict[str, Any] = {"dtype": dtype}
-    if opt_level != "O0":  # which is the word for modules that stay FP32 at any level
+    if opt_level != "O0":  # asked for here, O0 is for modules that stay FP32 at any level
         opt_level, options = overridden(opt_level, options)
     policy = resolve(opt_level, **options)
     if policy.cast_model_type is not None and not policy.master_weights:

@@ -1,4 +1,4 @@
-"""GradScaler: torch.amp's interface on the multi-tensor kernels, and what its users asked for."""
+"""GradScaler: `torch.amp.GradScaler` on the multi-tensor kernels, for FP16 gradients and FP32 masters too."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class GradScaler(torch.amp.GradScaler):
         self._process_group = process_group
         self._init_hysteresis_tracker = hysteresis
         self._hysteresis_tracker: Tensor | None = None
-        self._has_scaled = False  # since the last update
+        self._has_scaled = False  # whether a loss was scaled since the last update
         if self._enabled:
             _scalers.add(self)
             self._init_scale = min(max(self._init_scale, lowest or 0.0), highest or float("inf"))
@@ -115,7 +115,8 @@ class GradScaler(torch.amp.GradScaler):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
             assert self._scale is not None
-            return outputs * self._scale.to(outputs.device, non_blocking=True)  # torch.compile does not trace torch's
+            # Written out here: torch.compile cannot trace torch's `scale`.
+            return outputs * self._scale.to(outputs.device, non_blocking=True)
         if isinstance(outputs, str | bytes | Mapping) or not isinstance(outputs, Iterable):
             raise ValueError(
                 f"GradScaler.scale: outputs must be a Tensor or an iterable of Tensors, got a {type(outputs).__name__}"
@@ -172,7 +173,7 @@ class GradScaler(torch.amp.GradScaler):
                 "GradScaler.step: this optimizer has stepped since the last update(); call update() first"
             )
         sharded = any(distributed.is_dtensor(p) for group in optimizer.param_groups for p in group["params"])
-        # The flag on the device would have to be a DTensor too.
+        # torch's fused optimizers want the flag of DTensors to be a DTensor, which ours is not.
         on_device = getattr(optimizer, "_step_supports_amp_scaling", False) and not sharded
         if state["stage"] is OptState.READY and (_stash(optimizer) is not None or not on_device):
             self.unscale_(optimizer)
@@ -186,7 +187,8 @@ class GradScaler(torch.amp.GradScaler):
             return stepped if result is None else result
         stepped = not any(found.item() for found in state["found_inf_per_device"].values())
         result = optimizer.step(*args, **kwargs) if stepped else None
-        casts_state.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
+        # fully_shard gathers new values into the old tensor, at the old version: the cache would not see the change.
+        casts_state.drop_cache()
         if not stepped and isinstance(optimizer, torch.optim.Optimizer):
             optimizer._opt_called = True  # type: ignore[attr-defined] # else the scheduler warns that it came before the first step
         state["stage"] = OptState.STEPPED
@@ -266,6 +268,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._init_hysteresis_tracker if tracker is None else int(tracker.item())
 
     def _note_gradients(self, optimizer: Any) -> None:
+        """Remember which gradients were unscaled, by the first of them: `_refuse_mixtures` of other scalers asks."""
         grad = first_gradient(optimizer)
         self._per_optimizer_states[id(optimizer)]["grad"] = None if grad is None else TensorWeakRef(grad)
 
@@ -301,7 +304,7 @@ class GradScaler(torch.amp.GradScaler):
                     f"GradScaler has, which no optimizer has stepped with; {advice}"
                 )
 
-    # What torch's methods call.
+    # Methods of torch's scaler that its own methods call.
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
@@ -343,7 +346,7 @@ class GradScaler(torch.amp.GradScaler):
         return found
 
     def _everywhere(self, found: FoundInf, device: torch.device) -> FoundInf:
-        """What one process of the group found, all have found. A process without gradients takes part too."""
+        """Let an overflow that one process of the group found count in all; those without gradients take part."""
         if self._process_group is None:
             return found
         overall = torch.zeros((), device=device)
@@ -353,7 +356,7 @@ class GradScaler(torch.amp.GradScaler):
         return {device: overall}
 
 
-_scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # the enabled ones
+_scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # every enabled scaler of the process
 
 
 class OlderGradScaler(GradScaler):
@@ -391,4 +394,5 @@ def _stash(optimizer: Any) -> Any:
 
 
 def _found(state: dict[str, Any]) -> list[Tensor]:
+    """The overflow flags, one a device, that torch's scaler keeps of one optimizer."""
     return list(state["found_inf_per_device"].values())

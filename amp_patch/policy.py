@@ -127,15 +127,7 @@ def resolve(
         policy = _with_dtype(policy, low)
 
     policy = _cast_model_type(policy, cast_model_type, explicit_dtype=low)
-    patch = boolean("patch_torch_functions", patch_torch_functions)
-    if patch is not None and patch != policy.patch_torch_functions:
-        if patch:
-            raise ValueError(
-                f"initialize: patch_torch_functions=True contradicts opt_level {opt_level!r}, whose model runs in one "
-                "type already; choose opt_level='O1' to patch torch's functions"
-            )
-        policy = replace(policy, patch_torch_functions=False)
-
+    policy = _with_patching(policy, opt_level, boolean("patch_torch_functions", patch_torch_functions))
     keep = boolean("keep_batchnorm_fp32", keep_batchnorm_fp32)
     masters = boolean("master_weights", master_weights)
     if keep is not None or masters is not None:
@@ -153,21 +145,10 @@ def resolve(
                 f"initialize: cast_model_outputs is {cast_model_outputs!r}, not a floating dtype such as torch.float32"
             )
         policy = replace(policy, cast_model_outputs=cast_model_outputs)
-
     if cpu_fp16 not in CPU_FP16:
         raise ValueError(f"initialize: cpu_fp16 is {cpu_fp16!r}; wanted {' or '.join(map(repr, CPU_FP16))}")
-
-    low_end = (
-        _DEFAULT_MIN_SCALE if min_loss_scale is None else scale_number("initialize: min_loss_scale", min_loss_scale)
-    )
-    high_end = scale_number("initialize: max_loss_scale", max_loss_scale)
-    if min_loss_scale is None:
-        low_end = min(low_end, high_end)
-    if low_end > high_end:
-        raise ValueError(f"initialize: min_loss_scale {low_end:g} is above max_loss_scale {high_end:g}")
-    return replace(
-        policy, min_loss_scale=low_end, max_loss_scale=high_end, allow_banned=bool(allow_banned), cpu_fp16=cpu_fp16
-    )
+    policy = _with_scale_range(policy, min_loss_scale, max_loss_scale)
+    return replace(policy, allow_banned=bool(allow_banned), cpu_fp16=cpu_fp16)
 
 
 def parse_loss_scale(loss_scale: Any) -> float | str:
@@ -232,6 +213,25 @@ def _cast_model_type(policy: Policy, wanted: Any, explicit_dtype: torch.dtype | 
     if explicit_dtype is not None and explicit_dtype is not wanted:
         raise ValueError(f"initialize: cast_model_type={wanted} contradicts dtype={explicit_dtype}")
     return _with_dtype(policy, wanted)
+
+
+def _with_patching(policy: Policy, opt_level: str, patch: bool | None) -> Policy:
+    if patch and not policy.patch_torch_functions:
+        raise ValueError(
+            f"initialize: patch_torch_functions=True contradicts opt_level {opt_level!r}, whose model runs in one "
+            "type already; choose opt_level='O1' to patch torch's functions"
+        )
+    return replace(policy, patch_torch_functions=False) if patch is False else policy
+
+
+def _with_scale_range(policy: Policy, smallest: float | None, largest: float) -> Policy:
+    low_end = _DEFAULT_MIN_SCALE if smallest is None else scale_number("initialize: min_loss_scale", smallest)
+    high_end = scale_number("initialize: max_loss_scale", largest)
+    if smallest is None:
+        low_end = min(low_end, high_end)
+    if low_end > high_end:
+        raise ValueError(f"initialize: min_loss_scale {low_end:g} is above max_loss_scale {high_end:g}")
+    return replace(policy, min_loss_scale=low_end, max_loss_scale=high_end)
 
 
 def _refuse_where_weights_stay_fp32(policy: Policy, opt_level: str, keep: bool | None, masters: bool | None) -> None:

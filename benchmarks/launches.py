@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor as mt
-from amp_patch.multi_tensor import backends
 
 ROUTES = ("auto", "arguments", "buffer")
 COUNTS = (10, 74, 200, 600, 1000, 2000, 4000)
@@ -46,7 +45,7 @@ def calls_of(count: int) -> dict[str, Callable[[], Any]]:
     wide, found = [t.float() for t in low], torch.zeros((), device="cuda")
 
     def by(route: str, low: list[Tensor] = low, wide: list[Tensor] = wide) -> None:
-        backends._C.cuda_metadata(route)
+        mt.extension().cuda_metadata(route)
         mt.multi_tensor_scale(low, wide, 1.0, found)
 
     return {route: (lambda route=route: by(route)) for route in ROUTES}
@@ -72,7 +71,7 @@ def main() -> None:
             figures = [round(statistics.median(times[route]), 1) for times in (host, device)]
             rows.append(dict(zip(WIDTHS, [count, route, *figures], strict=True)))
             print(timing.line([*rows[-1].values()], WIDTHS), flush=True)
-    backends._C.cuda_metadata("auto")
+    mt.extension().cuda_metadata("auto")
     timing.write_json(options, rows)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from typing import Any, NamedTuple
@@ -215,23 +215,29 @@ def compare(options: argparse.Namespace, kind: str, batch: int, compiled: bool =
     ]
 
 
-def main() -> None:
-    parser = timing.parser(__doc__, repeats=21)
+def main(
+    description: str | None = __doc__,
+    models: Sequence[str] = ("gpt", "convnet"),
+    batches: Sequence[int] = (1, 8),
+    compiled: bool = False,
+) -> None:
+    """Print the table of these models and batch sizes, unless the command line asks for others."""
+    parser = timing.parser(description, repeats=21)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--size", choices=SIZES, default="12m", help="parameters of the GPT")
-    parser.add_argument("--models", nargs="+", choices=("gpt", "convnet"), default=("gpt", "convnet"))
-    parser.add_argument("--batches", nargs="+", type=int, default=(1, 8))
+    parser.add_argument("--models", nargs="+", choices=("gpt", "convnet"), default=models)
+    parser.add_argument("--batches", nargs="+", type=int, default=batches)
     parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=RIVALS)
     options = parser.parse_args()
     if BASELINE not in options.rivals:
         parser.error(f"--rivals must name {BASELINE}: every ratio is over it")
 
-    print(f"{timing.heading(options)}; ratios over {BASELINE}, {options.dtype}")
+    print(f"{timing.heading(options)}; ratios over {BASELINE}, {options.dtype}{', all compiled' if compiled else ''}")
     print(timing.line(list(COLUMNS), COLUMNS))
     rows = []
     for kind in options.models:
         for batch in options.batches:
-            for row in compare(options, kind, batch):
+            for row in compare(options, kind, batch, compiled):
                 rows.append(row)
                 cells = (kind, batch, "", row["rival"], row["milliseconds"], row["ratio"], row["first_loss"])
                 print(timing.line(cells, COLUMNS), flush=True)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 __all__ = ["flatten", "unflatten"]
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """All elements one after another: a new tensor of shape [sum of numel]. One dtype and device."""
-    return torch._utils._flatten_dense_tensors(tensors)
+    return _flatten_dense_tensors(tensors)
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Views of `flat` with the shapes of `tensors`, in order."""
-    return torch._utils._unflatten_dense_tensors(flat, tensors)
+    return _unflatten_dense_tensors(flat, tensors)

@@ -133,5 +133,5 @@ def _call_under(casts: _Casts, outside: _Casts, function: Callable[..., Any], *a
         for kind in {*native, *outside.native}:
             if native.get(kind) is not outside.native.get(kind):
                 stack.enter_context(torch.autocast(kind, native.get(kind), enabled=kind in native))
-        with regions.region(policy):  # after torch's, inside of which ours would step aside
+        with regions.region(policy):  # inside torch's: the inner one decides
             return function(*args, **kwargs)

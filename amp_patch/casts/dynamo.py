@@ -66,7 +66,7 @@ _stale = False  # whether Dynamo may hold frames that were compiled before it wa
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Whose casts act. A frame is compiled for one answer, and a guard asks `acting` again before it is used.
+# Whose casts act. A frame is compiled for one answer. A guard calls `acting` before each use of the compiled code.
 
 
 def acting() -> Policy | None:
@@ -130,7 +130,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _unknown(found: object) -> None:
-    """Say once that this torch's compiler is not the one that this file was written for."""
+    """Say that this torch's compiler is not the one that this file was written for. Called once."""
     logger.warning(
         "the compiler of torch %s is not known here (%s): the casts of O1, O4 and amp.autocast act in compiled code "
         "only where its graphs break; everything else, eager code above all, is as ever",
@@ -236,7 +236,7 @@ def _start(tx: Any) -> None:
 
 
 def _guard(tx: Any) -> None:
-    """What is compiled for this frame serves only where the same policy acts."""
+    """Have Dynamo use what it compiles for this frame only where `acting` gives the policy of now."""
     guards = importlib.import_module("torch._dynamo.guards")
     source = importlib.import_module("torch._dynamo.source")
     tracing = importlib.import_module("torch._guards").tracing
@@ -254,7 +254,7 @@ def _without_autocast(tx: Any, kind: str) -> Callable[[], object]:
 
 
 def _quiet_backend(backend: Any) -> Any:
-    """`backend`; what it makes of Dynamo's graph runs without casts: they are nodes of it already."""
+    """`backend`, such that what it makes of a graph runs without casts: the graph's own nodes have done them."""
 
     @functools.wraps(backend)
     def compile_quietly(graph: Any, *args: Any, **kwargs: Any) -> Any:
@@ -275,8 +275,8 @@ def _quiet_backend(backend: Any) -> Any:
 def _keeping_roundings() -> Iterator[None]:
     """While Inductor compiles in here, it keeps each rounding to FP16, of which emulated FP16 is made.
 
-    Else it takes a rounding and the cast that follows for nothing, and goes on with FP32's number where FP16 is
-    infinite. Backward is compiled at once, since the setting is gone when it is asked for.
+    Else it leaves out a rounding to FP16 that a cast to FP32 follows, and goes on with FP32's number even where FP16
+    would be infinite. Backward is compiled at once: by the time of the first backward the setting is gone.
     """
     options = (
         ("torch._inductor.config", "emulate_precision_casts"),
@@ -291,9 +291,10 @@ def _keeping_roundings() -> Iterator[None]:
 
 
 def _give_kernels_back() -> None:
-    """Inductor's code calls torch's functions as it found them when it was imported: wrapped, if that was late.
+    """Give Inductor torch's own functions where it has found wrappers.
 
-    A cast of what the code has laid out for itself would be read as what it is not, in forward and in backward.
+    Its code calls the functions that stood in torch when it was imported. It takes for granted what type and strides
+    their results have: a result that was cast it would read wrongly, in forward and in backward.
     """
     kernels = getattr(sys.modules.get("torch._inductor.select_algorithm"), "extern_kernels", None)
     for name, function in list(vars(kernels).items()) if kernels is not None else ():

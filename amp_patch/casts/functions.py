@@ -1,4 +1,4 @@
-"""Functions of the user's in the casts: decorators, and a registry of names."""
+"""The user's own functions in the casts: decorators, and the registration of names."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from typing import Any
 from amp_patch.casts.install import register, resolve_address
 from amp_patch.casts.oplists import OPLISTS
 from amp_patch.casts.wrappers import CastFunction, wrap
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Functions of the user's.
 
 
 def half_function(function: Any) -> Any:
@@ -89,7 +86,10 @@ def leave_alone(module: Any, name: str) -> None:
 
 
 def _half_rule(module: Any, name: str) -> str:
-    """Of a function whose FP16 may be emulated the rule that does both: the user's would leave it native."""
+    """The rule for `module.name`. Where the op lists have one that also emulates FP16 on a CPU, it is that one.
+
+    "user_lower" would cast the arguments alone, and leave the CPU to multiply in FP16.
+    """
     for address, rules in OPLISTS.items():
         for rule in ("lower", "einsum", "rnn", "emulated"):
             if name in rules.get(rule, ()) and resolve_address(address) is module:

@@ -50,11 +50,11 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Installation. The one process-wide state besides the default policy, because torch's namespace is process-wide.
+# Installation. It is the process's, as torch's namespace is.
 
 _installation = Installation()
 _installed: set[str] = set()  # which op lists, while installed
-# (id of the owner, name) -> the owner, and what a wrapper replaced there, while installed
+# (id of the owner, name) -> the owner, and what a wrapper replaced there; while installed
 _originals: dict[tuple[int, str], tuple[Any, Any]] = {}
 _wrappers: dict[tuple[int, str, str, str], tuple[Any, Any]] = {}  # (id of the original, rules, backend) -> both
 _registered: dict[tuple[int, str], tuple[Any, str, str]] = {}  # the user's: (owner, name, rule)
@@ -116,9 +116,10 @@ def installed() -> bool:
 def _keep_regions_in_checkpoints(patches: Patches) -> None:
     """Let activation checkpointing compute again under the casts of the first time, as it does with torch.autocast.
 
-    Backward runs after the regions of the forward, or in the one of `scale_loss`: without `disable_casts` and modules
-    kept in FP32 inside. The two functions below are what `torch.utils.checkpoint.checkpoint`, which users import by
-    name, looks up when it is called: they take what is to be called again.
+    What is checkpointed is computed again during backward. By then the regions that it was first computed in have
+    ended: those of `disable_casts`, say, or of modules that are kept in FP32. Patched are the two functions that
+    `torch.utils.checkpoint.checkpoint` looks up at each call, and hands what is to be called again: users may have
+    imported `checkpoint` itself by name.
     """
 
     def wrap(original: Callable[..., Any], index: int) -> Callable[..., Any]:
@@ -138,7 +139,8 @@ def _keep_regions_in_checkpoints(patches: Patches) -> None:
 def _keep_default_in_replicas(patches: Patches) -> None:
     """Let the process default hold in DataParallel's threads.
 
-    Each of them enters torch.autocast to be as the caller's is. Where that is off, it is nobody's word.
+    Each of these enters a torch.autocast first, enabled or not as on the caller's thread, and inside of one our casts
+    step aside. Where it is disabled nobody has asked for that: the thread then follows the default.
     """
     parallel_apply = torch.nn.DataParallel.parallel_apply
 
@@ -152,9 +154,9 @@ def _keep_default_in_replicas(patches: Patches) -> None:
 
 
 def in_force(function: Any) -> Any:
-    """What the casts have put in the place of `function`, by whose own name torch has it now; else `function` itself.
+    """The wrapper that stands at the name of `function` now, if it wraps `function`; else `function` itself.
 
-    For a function that was taken from torch's namespace before they were installed.
+    For who has taken a function from torch's namespace before the casts were installed.
     """
     owner = sys.modules.get(getattr(function, "__module__", None) or "")
     found = getattr(owner, getattr(function, "__name__", ""), None)
@@ -163,6 +165,7 @@ def in_force(function: Any) -> Any:
 
 
 def resolve_address(address: str) -> Any:
+    """The module or class of a dotted name such as "torch.Tensor", as the op lists have it."""
     module, _, rest = address.partition(".")
     owner: Any = importlib.import_module(module)
     for name in rest.split(".") if rest else ():
@@ -171,6 +174,7 @@ def resolve_address(address: str) -> Any:
 
 
 def _at(owner: Any, name: str) -> Any:
+    """What stands at `owner.name`; of a class the very slot, a staticmethod for one."""
     return inspect.getattr_static(owner, name, None) if isinstance(owner, type) else getattr(owner, name)
 
 
@@ -206,6 +210,14 @@ def _replace(patches: Patches, owner: Any, name: str, rule: str, apex_rule: str)
 
 
 def register(module: Any, name: str, rule: str, caller: str) -> None:
+    """Put `module.name` under a rule of its own: now if the casts are installed, and at each later `install`.
+
+    Args:
+        caller: the user's function that errors name.
+
+    Raises:
+        ValueError: `module` has no such name. TypeError: what is there cannot be called.
+    """
     where = getattr(module, "__name__", repr(module))
     if not hasattr(module, name):
         raise ValueError(f"{caller}: {where} has no function named {name!r}")

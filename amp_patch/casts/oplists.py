@@ -23,8 +23,8 @@ In Apex's variant alone:
 What promotes by itself (arithmetic, comparisons, `cat`, `stack`, `where`, most two-tensor math) is not listed: what
 needs no cast costs nothing. Nor are batch and instance norms: their kernels take FP16 and BF16 beside FP32 weights and
 statistics, compute in FP32 and give the input's type. (Without weights and statistics a CPU rounds its means, too, to
-the input's type, as under torch.autocast.) `tests/test_oplists.py` calls every name here, `tests/test_apex_lists.py`
-those of `APEX`.
+the input's type, as under torch.autocast.) `tests/casts/test_oplists.py` calls every name here,
+`tests/apex_surface/test_apex_lists.py` those of `APEX`.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ _EXP_LOG_POW = (
     "tan",
 )
 
-# `mean` is not here (nor in torch's or today's Apex's list): its result lies in the range of its input. `std` and
-# `var` are Apex's: a variance does not. `nansum` goes with `sum`.
+# `mean` is not here, nor in torch's list or that of today's Apex: its result lies in the range of its input. A variance
+# may leave that range, so `std` and `var` are here, as in Apex. `nansum` goes with `sum`.
 _REDUCTIONS = ("cumprod", "cumsum", "dist", "nansum", "norm", "prod", "renorm", "std", "sum", "var")
 
 # These have no half kernels at all (quantile, linear algebra, FFT: some, on some devices).

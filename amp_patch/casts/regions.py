@@ -29,10 +29,10 @@ from amp_patch.support import blocks
 class region(blocks.Block):
     """A region of this thread in which `policy` holds; its casts act there if it patches torch's functions.
 
-    A context manager and a decorator. Costs a few microseconds. One object may be entered again while it is
-    entered, and by several threads: what is restored on exit lives in the thread. Regions may end in any order (a
-    generator that is suspended inside one, say): each takes only itself away, exceptions or not. When the thread leaves
-    its outermost region it forgets the weights it has cast.
+    A context manager and a decorator. Costs a few microseconds. One object may be entered again while it is entered,
+    and by several threads: what is restored on exit lives in the thread. Regions may end in any order, as where a
+    generator is suspended inside one: each takes only itself away, exceptions or not. When the thread leaves its
+    outermost region it forgets the weights it has cast.
 
     Args:
         policy: None for a region in which no casts of ours act.
@@ -40,14 +40,14 @@ class region(blocks.Block):
             policy patches torch's functions.
 
     Attributes:
-        call: where a hook enters the region and another one leaves it, the call that they belong to. If an exception
-            ends it in between, the thread's next region takes this one away.
+        call: the frame of the call for which one hook enters the region and another one leaves it; else None. If an
+            exception ends that call in between, the next region that this thread enters takes this one away.
     """
 
     def __init__(self, policy: Policy | None, claims: bool | None = None) -> None:
         self.policy = policy
         self.acting = acting_part(policy)
-        # Traced code has no cached functions, and only `acting` counts there.
+        # Dynamo cannot trace a `functools.cache`, and traced code does not ask for `aside`.
         self.aside = None if is_dynamo_compiling() else stepped_aside(self.acting)
         self.claims = policy is not None and policy.patch_torch_functions if claims is None else claims
         self.caches = True
@@ -117,9 +117,9 @@ class region(blocks.Block):
 
 
 class no_casts_within(region):
-    """A region of this thread without casts; regions inside of it, those of models included, do not bring them back.
+    """A region of this thread without casts, also in all regions inside of it, those of models included.
 
-    Source: Apex's `disable_casts`. Ours, `casts.disable_casts`, ends where a model of another training begins.
+    Source: Apex's `disable_casts`. (Inside `amp.disable_casts` the forward of a training's model has its casts again.)
     """
 
     def __init__(self) -> None:
@@ -136,9 +136,9 @@ class no_casts_within(region):
 class everywhere(region):
     """A region that is also the process default while it lasts.
 
-    Autograd's own threads recompute checkpointed activations on CUDA devices, and no region of ours is entered there.
-    Two of these that overlap in time on different threads share those autograd threads; there the later one holds. On
-    exit the thread forgets the weights that it has cast, nested or not.
+    For autograd's own threads: they recompute checkpointed activations on CUDA devices, and no region of ours is
+    entered there. Where two such regions overlap in time on different threads, both share autograd's threads, and the
+    later one holds there. On exit the thread forgets the weights that it has cast, be this its outermost region or not.
     """
 
     def on_entry(self, entry: Entry) -> None:
@@ -154,7 +154,7 @@ class everywhere(region):
             refresh_default()
 
     def on_exit_elsewhere(self) -> None:
-        # An entry that has a `with` statement goes with that.
+        # An entry that a `with` statement made goes with that statement.
         for entry in reversed(overrides):
             if entry.region is self and entry.left is None:
                 self.on_exit(entry)
@@ -173,7 +173,10 @@ def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_default(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, to be called on a thread that has just begun: the process default holds, torch.autocast or not."""
+    """`function`, to be called on a new thread, in a region of the process default.
+
+    Else the default would step aside for a torch.autocast that somebody has entered on that thread before.
+    """
 
     def later(*args: Any, **kwargs: Any) -> Any:
         with region(effective_default()):
@@ -183,21 +186,24 @@ def as_default(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _follow(entry: Entry) -> None:
+    """Have the thread follow the region of `entry`, now its innermost one."""
     inner = entry.region
     acting, aside = (None, None) if this_thread.firm else (inner.acting, inner.aside)
     state().follow(acting, aside, inner.caches, entry.depth, entry.task)
 
 
 def _is_over(entry: Entry) -> bool:
-    """Whether an entry that is still there should not be: its hook, or its generator on another thread, has ended."""
+    """Whether an entry is still there though its `with` statement, or the call around its hooks, has ended."""
     left, call = entry.left, entry.region.call
     return (left is not None and left() is None) or (call is not None and not is_running(call))
 
 
 def _leave(entry: Entry, _: Any = None) -> None:
-    """Take `entry` away. After an exception in here the next call does the rest: what is looked for goes last.
+    """Take `entry` away.
 
-    Anything in here may run the garbage collector, and that may end another region of the thread.
+    An interrupt may come at any line: the entry leaves the stack last, so that the next call finds it there and does
+    all that is left to do. And any line may run the garbage collector, which may end another region of the thread:
+    which region is the innermost now is asked again after it was followed.
     """
     stack = this_thread.stack
     if entry not in stack:
@@ -219,13 +225,14 @@ def _leave(entry: Entry, _: Any = None) -> None:
 
 
 def _innermost_but(entry: Entry, stack: list[Entry]) -> Entry | None:
+    """The innermost entry of `stack` that is not `entry`."""
     if stack[-1] is not entry:
         return stack[-1]
     return stack[-2] if len(stack) > 1 else None
 
 
 def _unsilence(ended: Entry, stack: list[Entry]) -> None:
-    """`ended` turns torch.autocast on again, or leaves that to a region that began later and wants it off."""
+    """Turn torch.autocast on again, or leave that to a region that began later, claims the thread and still lasts."""
     for entry in stack[stack.index(ended) + 1 :]:
         if entry.region.claims and entry.depth == ended.depth:
             entry.silenced |= ended.silenced

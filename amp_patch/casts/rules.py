@@ -164,7 +164,7 @@ def _lower(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Pol
 
 def _of_several(apply: Apply) -> Apply:
     def einsum(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-        # Of one operand it is a view (whose writer means the operand itself), or sums: nothing is multiplied.
+        # Of one operand einsum multiplies nothing: it sums, or gives a view, through which the user may mean to write.
         several = sum(1 for _ in _tensors((args, kwargs))) > 1
         return apply(function, args, kwargs, policy) if several else function(*args, **kwargs)
 
@@ -176,21 +176,21 @@ def _rnn(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Polic
     if isinstance(first, Tensor) and first.is_cuda and first.dtype in (_FLOAT16, _BFLOAT16, _FLOAT32):
         if not policy.patch_torch_functions:
             return function(*args, **kwargs)
-        # cuDNN wants the weights in one buffer. Cast one by one they are not, which costs a copy and a warning a call;
-        # torch's autocast casts them into a buffer.
+        # cuDNN wants the weights in one buffer. Weights that are cast one by one are not, which costs a copy and a
+        # warning at each call. torch.autocast has a cast of its own for them, into one buffer.
         with torch.autocast("cuda", dtype=policy.dtype):
             return function(*args, **kwargs)
-    # Its steps save the same weights again and again: they may as well share the one FP32 copy.
+    # Each time step saves the weights for backward: the steps share the one FP32 copy of them.
     return _lower(function, args, kwargs, policy, saves_low=False)
 
 
 def _fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     if not policy.patch_torch_functions:  # O2, O3
-        typed = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))  # the user's word
+        typed = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))  # the user chose the type
         emulated = _name(function) in SLOW_HALF and not typed
         return _emulate(function, args, kwargs, policy) if emulated else function(*args, **kwargs)
     if kwargs:
-        if kwargs.get("dtype") is not None:  # an explicit type is the user's word, as in torch's autocast
+        if kwargs.get("dtype") is not None:  # the user chose the type; so does torch.autocast
             return function(*args, **kwargs)
         kwargs = _cast_kwargs(kwargs, _raised, _FLOAT32)
     return function(*_cast_args(args, _raised, _FLOAT32), **kwargs)
@@ -222,7 +222,7 @@ def _mixed_fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy
 
 
 def _refuse_fp64(values: Any, name: str) -> None:
-    """Apex promotes low precision with FP32 and nothing else. (It refused FP32 with FP64 too, which torch promotes.)"""
+    """Raise where low precision meets FP64, as Apex does. (Apex refuses FP32 with FP64 too: torch promotes that.)"""
     found = {tensor.dtype for tensor in _tensors(values)}
     if torch.float64 in found and (_FLOAT16 in found or _BFLOAT16 in found):
         low = _FLOAT16 if _FLOAT16 in found else _BFLOAT16
@@ -280,7 +280,7 @@ def _rnn_input(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy:
         module, given = args[0], args[1]
         wanted = module._flat_weights[0].dtype
         if given.dtype is not wanted and given.dtype in _WIDTH and wanted in _WIDTH:
-            # The method looks at type and shape only: hand it a stand-in of one element, not a cast copy.
+            # The method looks at dtype and shape alone: an expanded tensor of one element does, in place of a cast.
             args = (module, given.new_empty((), dtype=wanted).expand(given.shape), *args[2:])
     return function(*args, **kwargs)
 

@@ -26,26 +26,33 @@ from amp_patch.policy import Policy
 
 
 class PythonState:
-    """Whose casts act, and the weights that each thread has cast: the one place where wrappers and rules read it.
+    """Whose casts act, and the weights that each thread has cast: what wrappers and rules read at each call.
 
-    `amp_patch._C.casts` holds the same functions in C++, where the patched functions in C read it without a call.
+    `amp_patch._C.casts` has the same functions in C++. Its wrappers read what they keep without a call.
     """
 
     def __init__(self) -> None:
         self._default: Policy | None = None
 
     def current(self) -> Policy | None:
-        """What this thread follows: what `follow` said last, or the default; what is left of it inside torch's."""
+        """The policy whose casts act on this thread: what `follow` said last, or the default outside regions.
+
+        Inside a torch.autocast it is what of that policy still acts there.
+        """
         acting = this_thread.acting if this_thread.inside else self._default
         return acting if acting is None or self._holds() else stepped_aside(acting)
 
     def _holds(self) -> bool:
+        """Whether no torch.autocast has been entered since the innermost region began; see thread_state.py."""
         if torch._C._is_any_autocast_enabled():
             return False
         return native_depth() <= this_thread.depth or torch._C._current_graph_task_id() not in (-1, this_thread.task)
 
     def begin(self, claims: bool) -> tuple[int, int, Any]:
-        """(depth, task, silenced) of a region that begins here; if it `claims`, torch.autocast is off from now on."""
+        """A region begins: what its `Entry` keeps, (depth, task, silenced).
+
+        If the region `claims` the thread, torch.autocast is off from now on, for the device types in `silenced`.
+        """
         silenced = frozenset(kind for kind in DEVICE_TYPES if claims and is_enabled(kind))
         depth, task = native_depth(), torch._C._current_graph_task_id()
         for kind in silenced:
@@ -53,29 +60,34 @@ class PythonState:
         return depth, task, silenced
 
     def end(self, silenced: Any, depth: int) -> None:
-        """Undo a `begin`, unless the torch.autocast that it has turned off is gone, or one inside is left open."""
+        """Turn torch.autocast on again for what `begin` has silenced at `depth`.
+
+        Not at another depth: the torch.autocast that was turned off has ended meanwhile, or one inside is still open.
+        """
         if native_depth() == depth:
             for kind in silenced:
                 set_enabled(kind, True)
 
     def follow(self, acting: Policy | None, aside: Policy | None, caches: bool, depth: int, task: int) -> None:
-        """This thread is in a region: it follows `acting`, and remembers the weights it casts if `caches`.
+        """This thread is in a region: from now on `acting` acts, and casts of weights are remembered if `caches`.
 
-        Inside a torch.autocast that is deeper than `depth`, or is on, it follows `aside`.
+        Inside a torch.autocast (one that is enabled, or makes torch's count exceed `depth`) `aside` acts instead.
         """
         this_thread.inside, this_thread.acting, this_thread.caches = True, acting, caches
         this_thread.depth, this_thread.task = depth, task
 
     def leave(self) -> None:
-        """This thread is outside regions again: it follows the default and forgets its cast weights."""
+        """This thread is outside regions again: the default acts, and the thread forgets the weights it has cast."""
         this_thread.inside, this_thread.acting, this_thread.caches = False, None, False
         this_thread.depth, this_thread.task = 0, -1
         this_thread.casts.clear()
 
     def set_default(self, acting: Policy | None, aside: Policy | None) -> None:
+        """What acts outside regions, on all threads; `aside` inside a torch.autocast, as for `follow`."""
         self._default = acting
 
     def drop_cache(self) -> None:
+        """See `drop_cache` below."""
         this_thread.casts.clear()
 
     def cached(self) -> int:
@@ -83,6 +95,7 @@ class PythonState:
         return len(this_thread.casts)
 
     def cast_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `cast_weight` below."""
         if not this_thread.caches or not _may_remember(weight):
             return weight.to(dtype)
         casts = this_thread.casts
@@ -93,18 +106,18 @@ class PythonState:
         if entry is not None and entry[0]() is weight and entry[1] == version:
             return entry[2]
         cast = weight.to(dtype)
-        if this_thread.caches:  # what ran meanwhile may have left the region
+        if this_thread.caches:  # still: the garbage collector may have ended the region during the cast
             casts[key] = (weakref.ref(weight, functools.partial(_forget, casts, key)), version, cast)
         return cast
 
 
 _state: Any = PythonState() if (_extension := multi_tensor.extension()) is None else _extension.casts
 
-# The process default is what the casts follow outside regions. `everywhere` overrides it for a while; overlapping
-# overrides (threads) may end in any order, so each takes out its own entry.
-default_lock = threading.RLock()  # a region may end wherever the garbage collector finds its generator
-_base: Policy | None = None
-overrides: list[Entry] = []
+# The process default is the policy whose casts act outside regions: what `set_default` said, or while regions of the
+# kind `everywhere` last, that of the newest one. Those of several threads may end in any order.
+default_lock = threading.RLock()  # re-entrant: the garbage collector may end a region while this thread holds it
+_base: Policy | None = None  # what `set_default` said
+overrides: list[Entry] = []  # the regions `everywhere` that last, newest last
 
 
 def current() -> Policy | None:
@@ -130,7 +143,7 @@ def outside() -> bool:
 
 
 def set_default(policy: Policy | None) -> None:
-    """Make `policy` the process default: what the casts follow outside regions. One that does not patch is None."""
+    """Make `policy` the process default, whose casts act outside regions. None, or one that casts nothing: no casts."""
     global _base
     with default_lock:
         _base = acting_part(policy)
@@ -148,7 +161,7 @@ def state() -> Any:
 
 
 def use_state(state: Any) -> None:
-    """Put `state` in the place of the one in use, for `casts.use_backend`. Every thread must be outside regions."""
+    """Put `state` in the place of the one in use, for `install.use_backend`. No thread may be in a region."""
     global _state
     with default_lock:
         _state.set_default(None, None)
@@ -169,8 +182,8 @@ def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     `inference_mode` cannot be saved for backward). An edit through `.data` does not move the version counter: call
     `drop_cache` after one in the middle of a region.
 
-    The tensor is held weakly and its entry goes when it goes. (A cast that autograd can differentiate holds its weight
-    itself, until the region ends.)
+    The weight is held weakly: when it dies, its cast is forgotten. (A cast that autograd can differentiate holds its
+    weight itself, until the region ends.)
     """
     return weight.to(dtype) if is_dynamo_compiling() else _state.cast_weight(weight, dtype)
 
@@ -180,7 +193,7 @@ def _may_remember(weight: Tensor) -> bool:
         return False
     if not weight.requires_grad and not issubclass(type(weight), torch.nn.Parameter):
         return False
-    return is_plain_eager()  # else the result is dead or wrong afterwards
+    return is_plain_eager()  # else the cast is a stand-in too, which means nothing after the transform or the trace
 
 
 def is_plain_eager() -> bool:
@@ -193,20 +206,23 @@ def is_plain_eager() -> bool:
 
 
 def _forget(casts: dict[Any, Any], key: Any, reference: Any) -> None:
-    # The id may have been reused, and the entry with it, before this call came.
+    # Another tensor may have got the id, and an entry under it, before this call came.
     entry = casts.get(key)
     if entry is not None and entry[0] is reference:
         del casts[key]
 
 
 def acting_part(policy: Policy | None) -> Policy | None:
+    """`policy` if it has anything to do with torch's functions (it casts, or emulates FP16), else None."""
     return policy if policy is not None and (policy.patch_torch_functions or policy.emulates) else None
 
 
 def refresh_default() -> None:
+    """Tell the state in use what the process default is now. The caller holds `default_lock`."""
     acting = effective_default()
     _state.set_default(acting, stepped_aside(acting))
 
 
 def effective_default() -> Policy | None:
+    """The process default: the newest override's, else what `set_default` said."""
     return overrides[-1].region.acting if overrides else _base

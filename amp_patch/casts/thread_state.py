@@ -16,10 +16,15 @@ from torch import Tensor
 
 from amp_patch.policy import Policy
 
-# Ours and torch.autocast side by side: the inner one wins. A region of ours that casts, or whose word is "no casts",
-# turns torch's off while it lasts. A torch.autocast entered inside of one (torch counts them), on or off, has the word
-# in there: our casts step aside. FP16 on a CPU is emulated all the same where torch's is off: that casts nothing.
-# Backward is the exception: what torch enters by itself, switched off, is its custom_bwd, for a forward without it.
+# Regions of ours and of torch.autocast may be nested in any order. The inner one decides what is cast:
+#
+# - A region of ours that claims the thread (it casts, or it is there to keep casts off) turns torch.autocast off while
+#   it lasts.
+# - A torch.autocast that is entered inside a region of ours, enabled or not, has our casts step aside. It is known by
+#   torch's count of the torch.autocasts that a thread is in, which is higher than it was when our region began.
+# - FP16 on a CPU is emulated inside it all the same, unless it is enabled for CPUs: the emulation casts nothing.
+# - A higher count says nothing during backward. There torch's own `custom_bwd` enters a torch.autocast that is off, if
+#   the forward ran under none.
 DEVICE_TYPES = tuple(
     kind
     for kind in ("cpu", "cuda", "mtia", "maia", "xpu", "ipu", "hpu", "xla", "privateuseone", "mps")
@@ -39,7 +44,7 @@ def native_depth() -> int:
 
 @functools.cache
 def stepped_aside(acting: Policy | None) -> Policy | None:
-    """What is left of `acting` where it steps aside."""
+    """What of `acting` still acts inside a torch.autocast: the emulation of FP16 on a CPU, or nothing (None)."""
     return replace(acting, patch_torch_functions=False) if acting is not None and acting.emulates else None
 
 
@@ -49,9 +54,9 @@ class Entry:
 
     Attributes:
         region: the `regions.region`.
-        depth: how many torch.autocast regions the thread was in.
-        task: the pass of autograd that it was in; -1 for none.
-        silenced: the device types whose torch.autocast it has turned off, in the form of the state in use.
+        depth: how many torch.autocasts the thread was in.
+        task: torch's number of the backward pass that the thread was in; -1 for none.
+        silenced: the device types whose torch.autocast the region has turned off: what `begin` of the state returned.
         left: takes the entry away when the `with` statement is over, if `__exit__` has not; see blocks.py.
     """
 
@@ -64,7 +69,13 @@ class Entry:
 
 @dataclass(slots=True)
 class Traced:
-    """A region in code that is being traced: as an `_Entry`, and how to turn torch.autocast on again."""
+    """A region in code that is being traced.
+
+    Attributes:
+        acting: the policy whose casts act in it.
+        depth: in how many torch.autocasts the trace was at its beginning.
+        undo: turn torch.autocast on again in what is traced from there on.
+    """
 
     acting: Policy | None
     depth: int
@@ -73,22 +84,24 @@ class Traced:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.stack: list[Entry] = []  # innermost last
-        self.acting: Policy | None = None
-        self.depth, self.task = 0, -1  # of the innermost region; outside these
-        self.inside = False
-        self.caches = False
-        self.firm: list[Entry] = []  # the regions of the kind `no_casts_within` that the thread is in
-        self.casts: dict[Any, tuple[weakref.ref[Tensor], int, Tensor]] = {}
-        self.traced: list[Traced] = []  # what acts in the code that torch.compile traces, innermost last
-        self.silence: Callable[[str], Callable[[], object]] | None = None
+        self.stack: list[Entry] = []  # the regions that the thread is in, innermost last
+        self.firm: list[Entry] = []  # those of them that are `no_casts_within`
+        # What `PythonState` keeps for the thread.
+        self.inside = False  # whether it is in a region
+        self.acting: Policy | None = None  # in a region: whose casts act
+        self.depth, self.task = 0, -1  # of the innermost region, as in its entry; outside regions these
+        self.caches = False  # whether the casts of weights are remembered now
+        self.casts: dict[Any, tuple[weakref.ref[Tensor], int, Tensor]] = {}  # those that are
+        # The code that torch.compile traces on this thread.
+        self.traced: list[Traced] = []  # the regions in it, innermost last; the first is the frame itself
+        self.silence: Callable[[str], Callable[[], object]] | None = None  # see `traced_regions.begin_trace`
 
 
 this_thread = _Thread()
 
 
 def is_running(call: FrameType | None) -> bool:
-    """Whether this thread is inside of `call`, a frame, which may be referred to after its end."""
+    """Whether this thread is in the middle of `call`, a frame. (Whoever holds a frame may hold it after its end.)"""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame is not call:
         frame = frame.f_back

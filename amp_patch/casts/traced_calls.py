@@ -21,10 +21,11 @@ from amp_patch.policy import Policy
 
 
 class _Tracing(threading.local):
-    """The calls that the trace on this thread is in the middle of, by name: they are cast already."""
+    """What is known of the trace on this thread."""
 
-    names: list[str] = []  # noqa: RUF012  begun anew for each trace
-    emulates = False  # whether one of the trace's calls has emulated FP16
+    # The calls that it is in the middle of, by name. Their arguments are cast already. A new list for each trace.
+    names: list[str] = []  # noqa: RUF012
+    emulates = False  # whether one of its calls emulates FP16
 
 
 _tracing = _Tracing()
@@ -113,13 +114,13 @@ def tell() -> None:
         return
     builder = importlib.import_module("torch._dynamo.variables.builder")
     variable = _variable_class()
-    # Dynamo reads a policy's fields as the constants that they are.
+    # A policy in traced code: Dynamo reads its fields as constants.
     handlers = builder.SourcelessBuilder._type_handlers
     handlers.setdefault(Policy, lambda tx, value: builder.UserDefinedObjectVariable(value))
     by_id = builder.VariableBuilder._id_dispatch()
     for wrapper, entry in new:
         _told.add(id(wrapper))
-        if rules.hashable(wrapper) and wrapper in known:  # Dynamo made its table when the wrapper was there
+        if rules.hashable(wrapper) and wrapper in known:  # Dynamo has made its table while the wrapper stood in torch
             known[entry.original] = known.pop(wrapper)
 
         def build(self: Any, value: Any, entry: Wrapped = entry) -> Any:
@@ -127,11 +128,13 @@ def tell() -> None:
             return variable(entry, source=self.source)
 
         by_id[id(wrapper)] = build
-        if type(wrapper).__module__ == "amp_patch._C.casts":  # a method, of whose call a TorchFunctionMode is told
+        # Under a TorchFunctionMode a wrapper in C of a method comes as a mere value, the `func` that the mode is told.
+        if type(wrapper).__module__ == "amp_patch._C.casts":
             handlers.setdefault(type(wrapper), lambda tx, value: variable(wrapped.by_id[id(value)][1]))
     names = {entry.original.__name__ for _, entry in new if hasattr(entry.original, "__name__")}
     for function in vars(torch.nn.functional).values():
-        # A composite function that is a node of the graph calls its parts by itself: let Dynamo see them.
+        # Dynamo is to trace into a function that calls wrapped ones. As one node of the graph it would call them when
+        # the graph runs, where nothing is cast.
         if isinstance(function, types.FunctionType) and not names.isdisjoint(function.__code__.co_names):
             known[function] = builder.UserFunctionVariable
 
@@ -158,7 +161,7 @@ def _variable_class() -> type:
             if rule is not None:
                 return inline(tx, rule, original, list(args), kwargs)
             if isinstance(original, types.FunctionType) and original.__module__ in ("torch.nn.functional", __name__):
-                # As a node of the graph it would call what it calls by itself, and not with the casts of the trace.
+                # Traced into, as above; what it calls has casts of its own.
                 return functions.UserFunctionVariable(original).call_function(tx, args, kwargs)
             return rules.lookup(original)(original).call_function(tx, args, kwargs)
 

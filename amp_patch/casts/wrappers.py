@@ -12,15 +12,13 @@ from typing import Any
 from amp_patch.casts.rules import RULES
 from amp_patch.casts.state import PythonState, current, state
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Backends: in "cpp" a C callable stands in front of each Python wrapper of the op lists. It does the frequent rules by
-# itself, in a tenth of the time, and has the Python wrapper do all others.
-
+# With "cpp" a callable in C stands in front of each Python wrapper of the op lists. It does the frequent rules by
+# itself, in a tenth of the time, and calls the Python wrapper for all others.
 BACKENDS = ("cpp", "python")
 
 
 def backend() -> str:
-    """``"cpp"`` or ``"python"``: the wrappers that `install` takes; the first where the extension is there.
+    """Which wrappers `install` takes: ``"cpp"`` where the extension is there, else ``"python"``.
 
     ``AMP_PATCH_BACKEND=torch`` in the environment turns to Python here as it turns to plain torch in `multi_tensor`.
     """
@@ -34,8 +32,9 @@ def backend() -> str:
 class CastFunction(staticmethod):
     """A wrapper that does not bind as a method, like the builtin that it wraps: `class A: act = torch.exp` works.
 
-    A staticmethod because that is callable at C speed. Copies are the object itself. A pickle holds the address, or
-    for a decorated function the decorator and the original, and finds whatever is there when it is loaded.
+    It is a staticmethod since Python calls that without a frame of its own. A copy is the object itself. A pickle holds
+    the wrapper's address in torch, and gives whatever stands there when it is loaded; that of a decorated function
+    holds the decorator and the original.
     """
 
     def __init__(self, call: Callable[..., Any], original: Callable[..., Any], reduced: tuple[Any, ...]) -> None:
@@ -100,11 +99,13 @@ def register_with_jit(wrapper: Any, original: Any) -> None:
         builtins._register_builtin(wrapper, operator)
 
 
-# What the op lists name. Functions that users hand in are left to Python, which keeps all that they may be.
+# The kinds of object that the op lists name, for which there are wrappers in C. What users hand in may be any callable,
+# and gets a Python wrapper.
 _COMPILED = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
 def wrapper_at(owner: Any, name: str, original: Any, rule: str, apex_rule: str) -> Any:
+    """What is to stand at `owner.name` in place of `original`, by the backend in use."""
     if isinstance(owner, type):
         module, path = owner.__module__, f"{owner.__qualname__}.{name}"
     else:

@@ -144,7 +144,7 @@ def _preparation_data(original: Callable[[str], dict[str, Any]], device: str | N
         return {key: value for key, value in data.items() if not key.startswith("init_main")}
     # The child reads this with a sys.path of its own, on which amp_patch need not be. `prepare` sets that, and will
     # again, from the rest of the data.
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(amp_patch.apex.__path__[0])))
     data["amp_patch"] = (
         _Call(multiprocessing.spawn.prepare, {"sys_path": [*data["sys_path"], ours]}),
         _Call(begin, device),

@@ -81,12 +81,12 @@ class Graph:
         Graph._made[kind] = count + 1
         self._name = f"{kind}_{count}"
         self.config = GraphConfig(self._name)
-        self._optimizers: list[tuple[Any, Any]] = []  # (optimizer, scheduler or None)
+        self._optimizers: list[tuple[Any, Any]] = []  # (optimizer, its scheduler or None)
         self._grad_scaler: torch.amp.GradScaler | None = None
         self._noted = NotedLosses()
         self._run: Callable[..., Any] | None = None
         self._casts: AbstractContextManager[Any] = nullcontext()
-        self._by_level = False  # whether the optimizers went through `initialize`, and scale with its scalers
+        self._by_level = False  # whether the scales are those of `initialize`, which the optimizers went through
         self._cuda_graphs = False
         self.debug(debug_v_level)
 
@@ -221,14 +221,14 @@ class Graph:
         return f"{self._name}(\n  {body}\n)"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_run": None}  # which is this graph's; a copy compiles its own
+        return {**vars(self), "_run": None}  # the compiled `build` is bound to this graph: a copy compiles its own
 
     def __getattr__(self, name: str) -> Any:
         if name in ("config", "_run", "_optimizers", "_name", "_debug_level"):
             raise RuntimeError(f"{type(self).__name__}: call super().__init__() first in its __init__")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    # The first call.
+    # What the first call does.
 
     def _prepared(self) -> Callable[..., Any]:
         """Check the setup, and return the compiled `build`."""
@@ -288,7 +288,7 @@ class Graph:
         return [stash for stash in found if stash is not None and stash.enabled]
 
     def _parts(self) -> dict[str, Any]:
-        """Everything with a state, under its key; never an empty list."""
+        """Everything that has a state dict, by its key in `state_dict`: an object, or a list of at least one."""
         scalers = {id(scaler): scaler for stash in self._stashes() for scaler in stash.scalers}
         parts: dict[str, Any] = {
             **self._modules(),
@@ -299,9 +299,10 @@ class Graph:
         }
         return {name: part for name, part in parts.items() if part is not None and part != []}
 
-    # Each call.
+    # What each call does.
 
     def _called(self, args: Any, kwargs: Any) -> Any:
+        """One call of a graph that is set up: an inference, or an iteration of training."""
         if self._cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
         if not self._optimizers:
@@ -335,7 +336,7 @@ class Graph:
         assert self._run is not None
         noted = self._noted
         try:
-            # The modes stay outside of what is compiled: where Python in `build` breaks the graph, they hold on.
+            # Both are entered outside of what is compiled, so that they hold where Python in `build` breaks the graph.
             with self._casts, noted:
                 outputs = self._run(*args, **kwargs)
             if noted.arguments:
@@ -349,6 +350,7 @@ class Graph:
             noted.arguments.clear()
 
     def _total(self, losses: list[Tensor]) -> Tensor:
+        """The sum of the losses that called `backward()`, in FP32 at least: what one backward pass is run of."""
         if not losses:
             raise RuntimeError(
                 f"{self._name}: the graph has an optimizer, but build calls no loss.backward(); call it there (by the "
@@ -379,6 +381,7 @@ class Graph:
             loss.backward()
 
     def _step(self) -> None:
+        """Unscale and clip where a group asks for it, step every optimizer, and move the scale."""
         scaler = self._grad_scaler
         for optim, _ in self._optimizers:
             clipped = [group for group in optim.param_groups if group.get("clip_grad_max_norm") is not None]
@@ -401,7 +404,7 @@ class Graph:
                 forget_gradients(self._grad_scaler, optim)
 
     def _given_back(self, outputs: Any) -> Any:
-        """Detached; where they may lie in the memory of a CUDA graph, which the next call overwrites, copied."""
+        """The outputs, detached; copies where the memory may be a CUDA graph's, which the next call overwrites."""
         copied = self._cuda_graphs
         return tree.map_tensors(lambda tensor: tensor.detach().clone() if copied else tensor.detach(), outputs)
 

@@ -34,7 +34,7 @@ def micro_batches(args: Any, kwargs: Any, steps: int) -> Iterator[tuple[Any, Any
 
 
 def joined(results: list[Any]) -> Any:
-    """One structure of tensors out of those of the micro-batches; what is no tensor is the first's."""
+    """The results of the micro-batches as one: tensors are joined, all else is that of the first micro-batch."""
     leaves = [tree.tensors(result) for result in results]
     columns = iter(zip(*leaves, strict=True))
 

@@ -31,7 +31,7 @@ class NotedLosses(TorchFunctionMode):
         self,
         loss: Tensor,
         gradient: Any = None,
-        retain_graph: Any = None,  # one backward serves all losses, so it changes nothing
+        retain_graph: Any = None,  # ignored: one backward serves all losses
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:

@@ -1,4 +1,4 @@
-"""What the plugins for `lightning` and for `pytorch_lightning` share: it knows their hooks, and imports neither."""
+"""What the plugins for `lightning` and for `pytorch_lightning` share: Lightning's hooks. It imports neither package."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OptLevel:
     `amp.initialize`, and so are the children that `training_step` may call directly; then it is plain FP32 again, with
     the masters' values. The casts of O1 hold in the steps, not in the rest of the process.
 
-    A backward gives all optimizers unscaled gradients, but those that `toggle_optimizer` has switched off. Clipping
+    A backward gives all optimizers unscaled gradients, except those that `toggle_optimizer` has switched off. Clipping
     acts on the masters; `on_after_backward` and later hooks see unscaled gradients, at O2 and O5 those of the
     optimizers' parameters. A checkpoint holds FP32 weights, and the loss scale.
 
@@ -67,15 +67,18 @@ class OptLevel:
         return model, optimizers, lr_schedulers
 
     def _initialize(self, optimizers: list[Any]) -> None:
+        """`amp.initialize`, without turning on O1's casts for the whole process."""
         default = casts_state.default()
         initialize(self.models, optimizers, **self.options)
         casts_state.set_default(default)
 
     def forward_context(self) -> AbstractContextManager[Any]:
+        """The casts of the level, in which Lightning runs the steps."""
         policy = policy_of(self.models[0]) if self.models else None
         return nullcontext() if policy is None else regions.region(policy)
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Backward of the loss `tensor`, scaled, for the optimizers that are switched on."""
         on = [o for o in self.optimizers if any(p.requires_grad for p in master_params(o))] or self.optimizers
         # Under DDP's no_sync the sum stays in the model's gradients, for the backward that reduces it.
         wait = not getattr(model.trainer.strategy.model, "require_backward_grad_sync", True)
@@ -83,9 +86,11 @@ class OptLevel:
             model.backward(scaled, *args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
+        """The loss scales, for Lightning's checkpoint; syncs with the device."""
         return {f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(self.scalers)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave."""
         for index, scaler in enumerate(self.scalers):
             scaler.load_state_dict(state_dict[f"loss_scaler{index}"])
 
@@ -98,7 +103,10 @@ class OptLevel:
 
 
 def _closure_first(optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Lightning's closure runs backward; where losses are scaled a step looks at the gradients before it begins."""
+    """Run Lightning's closure, whose backward makes the gradients, before the step: amp looks at them before it begins.
+
+    A hook of torch's optimizers; it changes nothing where losses are not scaled.
+    """
     stash = stash_of(optimizer)
     if stash is None or not stash.scales_loss or kwargs.get("closure") is None:
         return None

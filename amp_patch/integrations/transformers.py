@@ -59,12 +59,14 @@ class OptLevelTrainer(Trainer):
         self.add_callback(LossScale())
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's optimizer, which goes through `amp.initialize` with the model."""
         super().create_optimizer(*args, **kwargs)
         if stash_of(innermost(self.optimizer)) is None:
             initialize(self.model, self.optimizer, **self._amp_options)
         return self.optimizer
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save FP32 weights, and a config that says float32, though the model's parameters are low precision."""
         policy, config = policy_of(self.model), getattr(self.model, "config", None)
         if policy is None or policy.cast_model_type is None or config is None:
             super().save_model(output_dir, _internal_call)
@@ -79,6 +81,7 @@ class OptLevelTrainer(Trainer):
             _says_fp32(Path(output_dir or self.args.output_dir or "", "config.json"), policy.cast_model_type)
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        """The Trainer's step, in which `accelerator.backward` scales the loss."""
         plain = self.accelerator.backward  # whatever loss a subclass's compute_loss has made arrives there
 
         def backward(loss: Tensor, **options: Any) -> None:

@@ -34,7 +34,8 @@ def _redirect(patches: Patches) -> None:
             continue
         cell = _cell_of(function)
         if cell is not None:
-            # torch wraps both in a no_grad function: what that calls is one closure cell, which every reference shares.
+            # Torch's function is a no_grad wrapper, and what it calls is in a closure cell. Every reference to the
+            # function shares that cell, also one that a script imported by name.
             patches.set_cell(cell, _redirected(cell.cell_contents))
             continue
         redirected = _redirected(function)

@@ -24,7 +24,7 @@ class Earlier(NamedTuple):
 
     Attributes:
         grad: the tensor that the parameter had, and gets back.
-        value: what it held: itself, or a copy where the next backward may write into its memory.
+        value: what that tensor held: the tensor itself, or a copy where the next backward may write into its memory.
     """
 
     grad: Tensor
@@ -41,7 +41,7 @@ def take(param: Tensor) -> Earlier | None:
         return None
     if grad.is_neg() or grad.is_conj():
         grad = grad.resolve_conj().resolve_neg()
-    # A part of a DDP's bucket, into which that reduces the next gradient.
+    # A view is a part of a DDP's bucket, into which DDP reduces the next gradient.
     earlier = Earlier(grad, grad.clone() if grad._is_view() else grad)
     param.grad = None  # last: an exception in here leaves it
     return earlier
@@ -60,8 +60,8 @@ def put_back_scaled(param: Tensor, earlier: Earlier, scale: Tensor) -> Earlier:
     """Add what was taken, times `scale` (FP32, shape []), to the scaled gradient of `param`; no sync.
 
     Returns:
-        What must be added when that is unscaled: the elements that overflow when they are scaled, or did before, which
-        would pass for an overflow of the gradients that are scaled now. 0 elsewhere.
+        What must be added after the sum is unscaled: the elements that overflow when they are scaled, or had overflowed
+        before, and 0 elsewhere. In the sum they would pass for an overflow of the gradients that are scaled now.
     """
     new, value = param.grad, earlier.value
     if value.is_sparse:
@@ -191,7 +191,7 @@ class _Batch:
             multi_tensor.multi_tensor_scale(sources, results, factor, watch)
         if self.added:
             sources, earlier, sums = map(list, zip(*self.added, strict=True))
-            # Only the new gradients are watched: an overflow in the earlier ones was flagged when they were made.
+            # Only the new gradients are checked: an overflow in the earlier ones was flagged when they were made.
             multi_tensor.multi_tensor_axpby(factor, sources, 1.0, earlier, sums, watch, check="x")
         return found_inf
 
@@ -215,9 +215,9 @@ def _sparse(like: Tensor, values: Tensor) -> Tensor:
 
 
 def _values(param: Tensor, grad: Tensor) -> Tensor:
-    """A gradient of `param` as dense real values, to be written in place: of a sparse one its values, coalesced first.
+    """A gradient of `param` as dense real values, to be written in place.
 
-    Of a sharded one what this process holds.
+    Of a sparse gradient these are its values, coalesced first; of a sharded one what this process holds.
     """
     if distributed.is_dtensor(grad):
         grad = distributed.local(grad)

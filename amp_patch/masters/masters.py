@@ -1,8 +1,7 @@
-"""Which FP32 master stands behind a low-precision parameter, and keeping the two in step.
+"""Which FP32 master stands behind a low-precision parameter, and how the two are kept in step.
 
-The association is one dictionary, keyed by the parameter's identity and holding it weakly: an attribute on the
-parameter would be written into every pickle of it. A parameter that two optimizers update has one master, as it has one
-value in FP32.
+One dictionary of the process says so, by the id of the parameter, which it holds weakly. An attribute of the parameter
+would be written into every pickle of it. A parameter that two optimizers update has one master for both.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ from amp_patch.support.patches import Installation
 
 
 class Master(nn.Parameter):
-    """The class of masters: plain parameters, save that their version counter tells of edits through `.data` too.
+    """The class of masters: plain parameters, save that their version counter counts edits through `.data` too.
 
-    Of the memory behind `.data` torch keeps no account, so that what Lookahead or a checkpoint writes there would never
-    reach the model. Here `.data` is `.detach()`, which shares the counter, and its assignment counts. An instance is
-    given the class and loses it again (`connect`, `disconnect`); copies of it keep it, pickles are plain parameters.
+    Torch gives the tensor of `.data` a version counter of its own, so that what Lookahead or a checkpoint writes there
+    would never reach the model. Here `.data` is `.detach()`, which shares the master's counter, and an assignment to
+    `.data` counts. `connect` gives a parameter this class and `disconnect` takes it away. Copies keep it; pickles are
+    plain parameters.
     """
 
     @property
@@ -44,7 +44,7 @@ class Master(nn.Parameter):
 
 
 class PlainNoted:
-    """A tensor, and its version counter when its value was last taken note of. In C++: csrc/versions.cpp."""
+    """A tensor, and its version when `note` was last called. In C++: csrc/masters/versions.cpp."""
 
     __slots__ = ("tensor", "version")
 
@@ -61,7 +61,7 @@ class PlainNoted:
 
 
 class PlainWatch:
-    """Several of them, asked at once."""
+    """Asks several `Noted` at once; in C++ too."""
 
     def __init__(self, noted: list[PlainNoted]) -> None:
         self.noted = noted
@@ -85,8 +85,8 @@ class Link:
 
     Attributes:
         master: FP32, the parameter's shape.
-        noted: the master's version when its value was last published to the parameter.
-        gradients: where the master's gradients are made.
+        noted: the master, and its version when its value was last published to the parameter.
+        gradients: the memory that the master's gradients are made in.
     """
 
     __slots__ = ("gradients", "master", "noted")
@@ -97,14 +97,15 @@ class Link:
         self.gradients = Recycled()
 
 
-# A parameter with the link to its master.
+# A parameter, and the link to its master.
 Linked = tuple[Tensor, Link]
 
-# By the parameter's id, which is its own until it dies, and then the reference takes the entry away.
+# id(parameter) -> a weak reference to it, and its link. When the parameter dies the callback of the reference takes the
+# entry away, so that an id is never another object's.
 _links: dict[int, tuple[weakref.ref[Tensor], Link]] = {}
 _changes = 0  # how often a parameter got a master, lost it, or died with it
 
-_FOREACH_TYPES = "_foreach_supported_types"  # for which torch's optimizers choose their foreach form by themselves
+_FOREACH_TYPES = "_foreach_supported_types"  # torch's list of the classes that its optimizers choose foreach for
 _installation = Installation()
 
 
@@ -145,7 +146,10 @@ def disconnect(param: Tensor) -> None:
 
 
 def _install() -> bool:
-    """Let torch's optimizers take masters for the parameters that they are, where they choose a form; idempotent."""
+    """Let torch's optimizers choose their foreach form for masters as for other parameters; idempotent.
+
+    Returns whether they do: False where this torch has no such list.
+    """
     module = importlib.import_module("torch.optim.optimizer")  # torch.optim has no attribute of this name
     types = getattr(module, _FOREACH_TYPES, None)
     if isinstance(types, list) and Master not in types:
@@ -178,9 +182,9 @@ def publish_written(pairs: Sequence[Linked]) -> list[Linked]:
 def reconcile(pairs: Sequence[Linked]) -> None:
     """Bring masters and parameters in step after edits by the user, in place, on the device; no sync.
 
-    A master that was written since it was published is published. Elsewhere each element of a parameter that is no
-    longer its master's rounded value was edited (weights clamped, initialized by hand), also through `.data`, which no
-    version counter tells: the master adopts it. All other elements keep the master's precision.
+    A master that was written since it was published is published. For the others values decide, since no version
+    counter tells of edits through `.data`: an element of the parameter that is not its master's, rounded, was edited
+    (weights clamped, initialized by hand), and the master adopts it. All other elements keep the master's precision.
     """
     written = publish_written(pairs)
     if written:
@@ -192,7 +196,7 @@ def reconcile(pairs: Sequence[Linked]) -> None:
 
 
 class Edits:
-    """What somebody wrote into the masters of a model's parameters since they were published."""
+    """Finds what somebody has written into the masters of one model's parameters since they were published."""
 
     __slots__ = ("_changes", "_linked", "_watch")
 
@@ -217,7 +221,7 @@ class Edits:
 
 def _forget(entries: dict[int, tuple[weakref.ref[Tensor], Link]], key: int, reference: weakref.ref[Tensor]) -> None:
     global _changes
-    # Disconnected and connected again, the parameter has another reference by now.
+    # A parameter that was disconnected and connected again has another reference by now.
     entry = entries.get(key)
     if entry is not None and entry[0] is reference:
         del entries[key]

@@ -16,8 +16,8 @@ from amp_patch.support.patches import Attempts
 class Masters:
     """The parameters of one optimizer as pairs (param, master), and what moves between the two.
 
-    The optimizer's groups hold the masters, in the user's order; the only state here is the way back from a master to
-    the model's parameter. Methods are handed the groups, so that nothing has to be kept in step with them.
+    The optimizer's groups hold the masters, in the user's order. All that is kept here is the way back from a master to
+    the model's parameter. The groups are arguments, so that nothing here has to be kept in step with them.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,10 @@ class Masters:
                 master.grad, param.grad = param.grad.to(master.dtype), None
 
     def detach(self, optimizer: Any) -> None:
-        """The way back: the parameters in the groups, with their state, and their gradients if they are FP32 again."""
+        """Undo `attach`: put the parameters into the groups again, and move the state to them.
+
+        A parameter that is FP32 again gets its master's gradient too.
+        """
         attempt = Attempts()
         for group in optimizer.param_groups:
             attempt(self._detach_group, optimizer, group)

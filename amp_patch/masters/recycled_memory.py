@@ -1,4 +1,4 @@
-"""Memory that waits for its next use, where new memory is dear."""
+"""Memory of a CPU that successive gradients are made in, because fresh memory is slow there."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 import torch
 from torch import Tensor
 
-# From this many bytes on the allocator of a CPU takes blocks from the system and gives them back; the next one is then
-# mapped page by page as it is first written, which takes up to ten times as long as the writing.
+# Blocks of at least this many bytes a CPU's allocator takes from the system and gives back. The system maps a new block
+# page by page as it is first written, which takes up to ten times as long as the writing itself.
 _WORTH_KEEPING = 2**16
 
 _use_count = getattr(torch._C, "_storage_Use_Count", None)  # absent from CPU builds of old torch: nothing is kept
@@ -18,8 +18,8 @@ class Recycled:
     """One block of FP32 memory on a CPU that successive tensors of one shape are made in, one at a time.
 
     A tensor is made in the memory of the one before it only if nobody can tell: no tensor, view, array, graph or other
-    process holds it any more. Else it gets memory of its own, as `torch.empty_like` gives it. Elsewhere than on a CPU
-    nothing is kept: torch has a cache of its own for that.
+    process holds that any more. Else it gets memory of its own, as from `torch.empty_like`. On other devices nothing is
+    kept: torch has a cache for their memory.
     """
 
     __slots__ = ("_pointer", "_storage")
@@ -45,7 +45,7 @@ class Recycled:
         return (
             self._storage is not None
             and _use_count(self._storage._cdata) == 1  # type: ignore[misc]  # no tensor, so no view and no array either
-            and sys.getrefcount(self._storage) == 2  # this attribute, and the argument
+            and sys.getrefcount(self._storage) == 2  # this attribute, and the argument of getrefcount
             and self._storage.data_ptr() == self._pointer  # it was not resized, nor moved to be shared
             and self._storage.nbytes() == size
         )

@@ -1,8 +1,8 @@
-"""Says when somebody averages low-precision weights: a copy of a cast model into which its weights are blended.
+"""Warns when somebody averages low-precision weights: blends a cast model's weights into a copy of it.
 
-Such an average hardly moves. A copy that is made equal to the model, loaded, pruned or trained is no average. So of a
-few of its weights three values are compared: what they were after the last step, what they are before the next, and
-the model's, which stay the same in between.
+Such an average hardly moves. A copy that is made equal to the model, loaded, pruned or trained is no average. To tell
+them apart a few weights of the copy are compared between two steps, while the model's stay the same: an average moves
+from what it was after the first step towards the model's weights, and stays between the two.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from amp_patch.masters.masters import link_of
 from amp_patch.policy import LOW_PRECISION
 
-_STEPS = 500  # for which a copy is watched
-_TENSORS, _ELEMENTS = 4, 64  # how much of it
-_EVERY = 50  # steps between looks on another device than a CPU, for which the host waits
+_STEPS = 500  # a copy is watched for so many steps
+_TENSORS, _ELEMENTS = 4, 64  # and this much of it is looked at
+_EVERY = 50  # one step in so many is looked at on other devices than a CPU, because the host must wait for them
 
 
 class CopyWatch:
-    """One copy of a model, from its making on. It holds neither."""
+    """Watches one copy of a model, from its making on. It keeps neither the copy nor the model alive."""
 
     def __init__(self, copied: nn.Module) -> None:
         self._copied = weakref.ref(copied)
@@ -34,7 +34,7 @@ class CopyWatch:
         self._found = 0
 
     def remember(self, model: nn.Module) -> bool:
-        """After a step of `model`. False: there is nothing more to look for."""
+        """Note what the copy is after a step of `model`. Returns whether to go on watching."""
         copied = self._copied()
         if copied is None or self._left == 0:
             return False
@@ -52,7 +52,10 @@ class CopyWatch:
         return True
 
     def compare(self, level: str) -> None:
-        """Before the next one. Warns where the copy was blended with the model a second time; few looks sync."""
+        """Compare before the next step. Warns when the copy was blended with the model a second time.
+
+        Syncs with the device, but few steps are looked at elsewhere than on a CPU.
+        """
         copied, tensors = self._copied(), self._tensors()
         if copied is None or self._before is None or not tensors:
             return
@@ -82,18 +85,18 @@ class CopyWatch:
         pairs = [
             (c, p) for first, second in self._pairs or () if (c := first()) is not None if (p := second()) is not None
         ]
-        # One with a master is trained, or averaged through its state dict, which is FP32.
+        # A copy with a master is trained, or averaged through its state dict, which is FP32.
         return [] if any(link_of(c) is not None or c.device != p.device for c, p in pairs) else pairs
 
 
 def remember(models: Iterable[weakref.ref[nn.Module]]) -> None:
-    """After a step that trained `models`."""
+    """Note, after a step that trained `models`, what their copies are."""
     for model, state in _with_copies(models):
         state.copies[:] = [watch for watch in state.copies if watch.remember(model)]
 
 
 def compare(models: Iterable[weakref.ref[nn.Module]]) -> None:
-    """Before one."""
+    """Look, before a step that trains `models`, whether a copy was averaged since the last one."""
     for _, state in _with_copies(models):
         for watch in state.copies:
             watch.compare(state.policy.opt_level)

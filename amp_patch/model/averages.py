@@ -1,7 +1,7 @@
 """torch's AveragedModel, given a model with low-precision weights, averages their FP32 masters, in FP32.
 
-A low-precision average hardly moves: with a decay of 0.999 a BF16 weight stays where it is until the model's is three
-times as large. And the model's weights are roundings of what training moves.
+A low-precision average hardly moves: with a decay of 0.999 a BF16 weight stays where it is until the model's weight is
+three times as large. And what training moves are the masters, of which the model's weights are roundings.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _replace(patches: Patches) -> None:
 
 
 class _Exact:
-    """What AveragedModel asks of a model, with the FP32 values behind low-precision ones."""
+    """The part of a model that AveragedModel reads, with the FP32 values behind its low-precision ones."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -1,7 +1,8 @@
-"""The buffers of a cast model: their exact FP32 values, and those that training writes where nothing moves.
+"""The buffers of a cast model: their exact FP32 values, and a warning of those that training writes.
 
-A buffer is cast as a weight is, but no optimizer holds a master of it. What the cast rounded away is kept beside it: in
-the `__dict__` of the module that owns the buffer, so that parts, copies and pickles of a model have it too.
+A buffer is cast as a weight is, but no optimizer holds a master of it. So its FP32 value is kept beside it where the
+cast has rounded it: in the `__dict__` of the module that owns the buffer, so that parts, copies and pickles of a model
+have it too.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from amp_patch.policy import LOW_PRECISION
 # A module that owns a buffer, and the buffer's name in it.
 Owned = tuple[nn.Module, str]
 
-_EXACT = "_amp_exact"  # in a module: name of a buffer -> its value in FP32, where low precision does not hold that
+_EXACT = "_amp_exact"  # attribute of a module: name of a buffer -> its FP32 value, where the cast has rounded that
 
 
 def are_all_that(module: nn.Module) -> bool:
     """Whether `module` computes from FP32 buffers and has no parameters at all: a rotary table, a window, a filter.
 
-    Not a container that is never called itself, whose buffers others read, nor a ScriptModule, whose class stays.
+    False for a container that is never called itself, whose buffers others read. False for a ScriptModule, which cannot
+    be given another class.
     """
     return (
         not isinstance(module, torch.jit.ScriptModule)
@@ -38,7 +40,7 @@ def are_all_that(module: nn.Module) -> bool:
 
 def cast(owned: Iterable[Owned], dtype: torch.dtype) -> None:
     """Cast FP32 buffers to `dtype` and remember their values. A tensor that two modules share stays shared."""
-    done: dict[int, tuple[Tensor, Tensor]] = {}  # the key is an id: both are held meanwhile
+    done: dict[int, tuple[Tensor, Tensor]] = {}  # by the buffer's id, which is its own while the value holds it
     for module, name in owned:
         buffer = module._buffers[name]
         assert buffer is not None
@@ -96,9 +98,10 @@ def _remember(module: nn.Module, name: str, value: Tensor, dtype: torch.dtype) -
 
 @torch.no_grad()
 def _exact(module: nn.Module, name: str, low: Tensor) -> Tensor:
-    """`low` in FP32. Elements that are the rounded ones of the remembered value have that; others were written since.
+    """`low` in FP32: elements that are the remembered ones, rounded, have the remembered value.
 
-    Values tell: a buffer is moved to other devices, copied, and broadcast by DDP, as other tensors with other versions.
+    The others were written since. Values tell, and not versions: a buffer that is moved to a device, copied, or
+    broadcast by DDP is another tensor with another version.
     """
     kept: Tensor | None = vars(module).get(_EXACT, {}).get(name)
     if kept is None or kept.shape != low.shape:
@@ -120,11 +123,11 @@ def _join(path: str, name: str) -> str:
 
 
 class BufferWatch:
-    """Looks on for two training forwards, and then names the cast buffers that both of them wrote.
+    """Looks at two training forwards of a model, and warns of the cast buffers that both have written.
 
-    One forward may fill a cache; what each writes is a running average, say, which stands still in low precision when
-    its decay is near 1, or a counter. Compiled forwards are not looked at. A copy of a model is not watched. The model
-    holds its watch, so that one holds the modules weakly.
+    A buffer that one forward writes may be a cache. A buffer that each forward writes is a counter, or a running
+    average, which stands still in low precision when its decay is near 1. Compiled forwards are not looked at, and
+    copies of a model are not watched. The model holds its watch, which therefore holds the modules weakly.
     """
 
     def __init__(self, model: nn.Module, owned: Iterable[Owned]) -> None:
@@ -135,11 +138,11 @@ class BufferWatch:
         self.looks = 0
 
     def before(self) -> list[tuple[Tensor | None, int]]:
-        """What the buffers are when a forward begins."""
+        """The buffers and their versions when a forward begins."""
         return [self._state(module(), name) for _, module, name in self.owned]
 
     def after(self, before: list[tuple[Tensor | None, int]]) -> bool:
-        """The forward is over: warn if it is the second. Returns whether there is more to look at."""
+        """Look at the buffers after the forward, and warn if it is the second. Returns whether to go on watching."""
         now = self.before()
         self.owned = [
             owned
@@ -176,6 +179,6 @@ def _is_statistic(module: nn.Module) -> bool:
 
 
 def _is_vector_of_a_norm(module: nn.Module, name: str) -> bool:
-    """Whether this is a vector of torch's spectral norm, which each forward improves: no average."""
+    """Whether this is a vector of torch's spectral norm: each forward writes it, and it is no average."""
     hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
     return any(name in (f"{hook.name}_u", f"{hook.name}_v") for hook in hooks)

@@ -1,4 +1,4 @@
-"""torch's fused encoder layers, which would meet children of another type: turned off until `restore`."""
+"""torch's fused encoder layers: turned off, where some of their children stay FP32, until `restore`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ _installation = Installation()
 
 
 def forbid_fast_path() -> None:
-    """Keep encoder layers from their one fused call in eval mode: kept children would differ in type."""
+    """Keep encoder layers from their one fused call in eval mode, which wants all their children of one type."""
     # Each time: the user may have turned it on again since the last.
     _installation.add(lambda patches: patches.set(torch.backends.mha, "_is_fastpath_enabled", False))

@@ -1,4 +1,4 @@
-"""The classes of models and kept modules: forward under the training's policy, an FP32 state dict, entry and undo."""
+"""The classes that models and kept modules are given: forward under the policy, FP32 state dict; and the way back."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class AmpModel(Generated):
         return state
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
-        # load_state_dict of this model or of a wrapper (DDP) arrives here first, then at the children, which copy the
-        # same values, rounded, into the low-precision weights.
+        # `load_state_dict` of this model, or of a wrapper such as DDP, calls this method here and then on the children.
+        # Those copy the same values, rounded, into the low-precision weights.
         policy = followed_policy(self)
         cast = policy is not None and policy.cast_model_type is not None
         if cast and local_metadata.get("assign_to_params_buffers", False):
@@ -106,7 +106,7 @@ class AmpModel(Generated):
             buffers.load(module, state_dict, prefix, vars(self)["_amp"].low_buffers)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        # .to(device), .float(), .half(), those of a wrapper around this model too: all end here.
+        # .to(device), .float() and .half() end here, also those of a wrapper around this model.
         policy = followed_policy(self)
         if policy is not None and policy.cast_model_type is not None:
             _refuse_another_type(self, fn, policy)
@@ -127,7 +127,7 @@ class AmpModel(Generated):
 
 
 class KeptModule(Generated):
-    """Forward of a module that stays FP32: FP32 inside; in a cast model its outputs have the type that came in."""
+    """Overrides of a module that stays FP32: it computes in FP32; in a cast model it returns the type that came in."""
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
@@ -137,11 +137,12 @@ class KeptModule(Generated):
             if policy is None:
                 return forward(self, *args, **kwargs)
             came = None
-            if policy.cast_model_type is not None:  # the layers around take one type; O1's take any
+            if policy.cast_model_type is not None:  # there the layers around take one type; those of O1 take any
                 inside = running.policy is not None or _in_backward()
                 came = _low_precision_of((args, kwargs)) or (policy.cast_model_type if inside else None)
             args, kwargs = tree.cast_floats((args, kwargs), torch.float32, LOW_PRECISION)
-            claims = policy.patch_torch_functions or policy.cast_model_type is not None  # O0 is the plain script
+            # At O0, where nothing is cast, a torch.autocast that the script is in acts here as anywhere.
+            claims = policy.patch_torch_functions or policy.cast_model_type is not None
             with regions.region(_NO_CASTS, claims):
                 output = forward(self, *args, **kwargs)
             return output if came is None else tree.cast_floats(output, came, (torch.float32,))
@@ -185,19 +186,19 @@ def enter_training(
         forbid_fast_path()
     for model in models:
         if isinstance(model, KeptModule):
-            continue  # given beside its parent, which wants it kept
+            continue  # it was given beside its parent, which keeps it
         state = ModelState(policy, low_buffers_of(model), on_demand, fast_path_off=fused)
         state.sharded = fsdp.is_fsdp(model)
         if policy.patch_torch_functions:
-            # A weight's cast must not outlive the gathered weight, or nothing is saved by giving that up.
+            # FSDP frees the gathered weights after a forward to save memory: their casts must go then too.
             state.handles = [m.register_forward_hook(_drop_casts) for m in fsdp.fsdp_modules([model])]
         _give(model, AmpModel, state, tuple(name for name in methods if hasattr(model, name)))
 
 
 def restore(model: nn.Module) -> None:
-    """Undo `cast` and `enter_training`: FP32 weights (the masters' values), FP32 buffers, the model's own class."""
+    """Undo the cast and `enter_training`: FP32 weights (the masters' values), FP32 buffers, the model's own class."""
     if isinstance(model, KeptModule):
-        _take(model)  # keep_fp32 names the whole model, or it was given beside its parent
+        _take(model)  # `keep_fp32` named the whole model, or the model was given beside its parent, which keeps it
     if not isinstance(model, AmpModel) or followed_policy(model) is None:
         return
     state, attempt = vars(model)["_amp"], Attempts()
@@ -217,7 +218,7 @@ def restore(model: nn.Module) -> None:
 
 
 def to_plain_fp32(model: nn.Module) -> None:
-    """Undo every training of ours inside `model`, and cast what is low precision still: a part of a cast model is."""
+    """Undo every training inside `model`, and cast to FP32 what is still low precision: parts of cast models are."""
     for module in list(model.modules()):
         for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, NoHook)]:
             del module._forward_pre_hooks[key]
@@ -274,7 +275,7 @@ def _give(module: nn.Module, mixin: type[Generated], state: ModelState, key: tup
 
 
 def _take(module: nn.Module) -> None:
-    vars(module).pop("_amp", None)  # without which it behaves as the base, where its class must stay
+    vars(module).pop("_amp", None)  # without it the module behaves as its base, even where it cannot lose its class
     if not _is_under_fsdp(module):
         generated_class.take(module)
 
@@ -288,7 +289,8 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
         if policy is None or running.policy is policy or _recomputed(policy, args, kwargs):
             return method(self, *args, **kwargs)
         own: ModelState = vars(self)["_amp"]
-        # Compiled, what was written into the masters arrives with the next step. Replicas have the weights already.
+        # A compiled forward does without: what was written into the masters arrives with the next step. DataParallel's
+        # replicas have it already.
         if not is_dynamo_compiling() and not getattr(self, "_is_replica", False):
             own.edits.publish(self)
         if (policy.cast_model_type is not None or policy.scales_loss) and torch.is_grad_enabled():
@@ -319,18 +321,18 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
 
 
 def _in_backward() -> bool:
-    """Whether autograd runs on this thread: then a module called is one that activation checkpointing calls again."""
+    """Whether autograd runs on this thread: a forward in it is one that activation checkpointing runs again."""
     return not is_dynamo_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _recomputed(policy: Policy, args: Any, kwargs: Any) -> bool:
-    """Whether this is a child's forward, called again by checkpointing with what its parent gave it: cast already."""
+    """Whether checkpointing runs this forward again, with inputs that its parent has already cast."""
     cast = policy.cast_model_type
     return cast is not None and _in_backward() and _low_precision_of((args, kwargs)) is cast
 
 
 class _Edits:
-    """What forward does to a dict that it was passed: the caller's own must see it, though forward got a cast copy."""
+    """What forward does to a dict argument is done to the caller's own dict too, though forward got a cast copy."""
 
     def __init__(self, given: tuple[Any, ...], passed: tuple[Any, ...]) -> None:
         self.copies = [
@@ -364,7 +366,7 @@ def _refuse_another_type(model: Any, fn: Callable[[Tensor], Tensor], policy: Pol
     for dtype in (torch.float32, low):
         try:
             became = fn(torch.empty(0, dtype=dtype)).dtype
-        except Exception:  # what it wants of a tensor is not known here
+        except Exception:  # `fn` wants a tensor of another kind: nothing can be told of it
             return
         if became is not dtype and became in (torch.float32, *LOW_PRECISION):
             raise RuntimeError(

@@ -16,14 +16,14 @@ from amp_patch.model import shielded_copies
 def fp32_copy(model: nn.Module) -> nn.Module:
     """An FP32 deep copy of `model`, without any trace of amp_patch, for EMA, export or evaluation.
 
-    Weights are the masters' exact values where there are masters, else the low-precision ones upcast; buffers those
-    from before the cast, where nothing wrote them since.
+    Weights are the masters' values where there are masters, else the low-precision ones, upcast. Buffers are those from
+    before the cast, where nothing has written them since.
 
-    The casts of an O1 or O4 training, which hold for all that is called outside of models, do not reach the copy: it
-    and its parts (torch's own layers inside it aside, called by themselves) run, trace and export in FP32. As long as
-    such a training lives they have generated classes for that, as trained models have; copies by `deepcopy` too.
-    Pickles are of the plain classes always. What the caller enters around the copy, `amp.autocast` or a model's
-    forward, acts in it as in any module.
+    The casts of an O1 or O4 training act in all that is called outside of models, but not in the copy: it and its parts
+    run, trace and export in FP32 (save torch's own layers inside it, where they are called by themselves). As long as
+    such a training lives, the copy and its parts have generated classes for that, and so have copies by `deepcopy`.
+    Pickles are always of the plain classes. What the caller enters around the copy, `amp.autocast` or the forward of a
+    model, acts in it as in any module.
     """
     reconcile(linked(set(model.parameters())))
     plain = copy.deepcopy(model)

@@ -1,6 +1,6 @@
-"""Parameters in shards: DTensors, and the modules of torch's `fully_shard`. All knowledge of the two is here.
+"""Modules that went through torch's `fully_shard` (FSDP2): what they gather their parameters in, and hold back.
 
-Nothing of torch.distributed is imported before somebody else has: a process without DTensors does not pay for them.
+Nothing of torch.distributed is imported here: a process that shards nothing does not pay for it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from torch import nn
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support.distributed import is_dtensor
 
-# ---------------------------------------------------------------------------------------------------------------------
-# FSDP2. What a module's state says of its policy and of its gradients is not public: `_policy_of` and `_param_groups`
-# look for it, and where a torch has it no more, nothing is refused and no gradient is known to be held back.
+# What a module's state says of its policy and of its gradients is not public: `_param_dtype` and `_param_groups` look
+# for it. In a torch that has it no more, nothing is refused and no gradient is known to be held back.
 
 
 def is_fsdp(module: Any) -> bool:
@@ -38,9 +37,9 @@ def fsdp_modules(models: Iterable[nn.Module]) -> list[Any]:
 
 
 def hold_gradients_back(modules: Iterable[Any]) -> bool:
-    """Whether some gradients of a backward pass now stay unreduced inside of these FSDP modules, out of sight.
+    """Whether a backward pass now would leave gradients unreduced inside of these FSDP modules, out of reach.
 
-    `set_requires_gradient_sync(False)` makes it so, for all micro-batches of an iteration but the last.
+    `set_requires_gradient_sync(False)` has them do so, for all micro-batches of an iteration but the last.
     """
     return any(
         not (getattr(group, "reduce_grads", True) and getattr(group, "all_reduce_grads", True))
@@ -92,6 +91,7 @@ def _check_shard(name: str, policy: Policy, stays: bool, fsdp: Any) -> None:
 
 
 def no_masters(policy: Policy) -> str:
+    """Why `policy`, which casts weights and makes no masters, is refused for sharded parameters."""
     return (
         f"opt_level {policy.opt_level!r} without master weights would keep no FP32 weights, but fully_shard's shards "
         "are FP32 and serve as masters at no further cost: choose opt_level='O2'"
@@ -107,7 +107,7 @@ def _governed(module: nn.Module, name: str, fsdp: Any) -> Iterator[tuple[str, nn
 
 
 def _param_dtype(module: Any) -> tuple[bool, torch.dtype]:
-    """Whether it is known, and in which type `module` gathers its FP32 parameters."""
+    """In which type `module` gathers its FP32 parameters, and before that whether this is known."""
     policy = getattr(_state(module), "_mp_policy", None)
     return policy is not None, getattr(policy, "param_dtype", None) or torch.float32
 

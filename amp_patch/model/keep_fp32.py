@@ -1,4 +1,4 @@
-"""Which modules stay FP32 inside a model that is cast: the user's rules, batch norms, tables, what hangs on these."""
+"""Which modules stay FP32 inside a model that is cast: by the user's rules, batch norms, tables of buffers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ KeepFP32 = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 
 
 def kept_modules(models: list[nn.Module], policy: Policy, rules: Iterable[KeepFP32]) -> list[nn.Module]:
-    """The outermost modules that stay FP32: by `rules`, batch norms where the policy keeps them, and in a cast model
-    those that have buffers and no parameters: low precision saves nothing there, and ruins a rotary table's angles.
+    """The outermost modules that stay FP32.
+
+    Those are: modules that `rules` name; batch norms, where the policy keeps them; in a cast model modules that have
+    buffers and no parameters, where low precision saves nothing and ruins a rotary table's angles; and modules that
+    share a weight with one of these, or read its weight.
 
     Raises:
         ValueError: a name that no model has, a class of which no model has an instance.
@@ -35,12 +38,12 @@ def kept_modules(models: list[nn.Module], policy: Policy, rules: Iterable[KeepFP
         roots = {id(model) for model in models}
         inside = (m for model in models for m in model.modules() if id(m) not in roots and not is_batch_norm(m))
         kept.update((id(m), m) for m in inside if buffers.are_all_that(m))
-    # Attention reads its projection's weight itself.
+    # Attention reads the weight of its output projection itself.
     for model in models:
         for module in model.modules():
             if isinstance(module, nn.MultiheadAttention) and id(module.out_proj) in kept:
                 kept[id(module)] = module
-    # Whatever shares a weight with them works in that weight's type.
+    # A module that shares a weight with a kept one works in that weight's type.
     stays = {id(p) for m in kept.values() for p in m.parameters()}
     for model in models:
         for module in model.modules():

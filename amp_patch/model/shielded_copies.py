@@ -1,7 +1,8 @@
-"""FP32 copies of models: plain modules, which the casts of the process leave alone.
+"""FP32 copies of models are shielded from the casts of the process.
 
-Outside of models the casts of the newest O1 training act in whatever is called, so such a copy would be cast. While
-there are such casts its modules have a generated class whose methods enter a region without them; else they are plain.
+Outside of models the casts of the newest O1 training act in whatever is called, and would act in such a copy. While
+there are such casts, the copy's modules have a generated class whose methods enter a region without casts. At other
+times they have their plain classes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class FP32Copy(Generated):
             return reduced
         # A pickle is loaded where amp_patch may not be.
         _, (_, _, function, args), *rest = reduced
-        if function is _NEWOBJ:  # which pickle takes for no class but that of the instance
+        if function is _NEWOBJ:  # which pickle refuses for any class but that of the instance
             function = args[0].__new__
         return (function, args, *rest)
 
@@ -57,7 +58,7 @@ class FP32Copy(Generated):
         return twin
 
     def __prepare_scriptable__(self) -> Any:
-        # torch.jit.script asks for what it should compile in place of this: the code of the plain class.
+        # torch.jit.script asks what it should compile in place of this module: one of the plain class.
         base: Any = self._amp_base
         twin = base.__new__(base)
         vars(twin).update(vars(self))
@@ -67,7 +68,7 @@ class FP32Copy(Generated):
 
 
 def note(plain: nn.Module, shielded: bool) -> None:
-    """Know `plain` as an FP32 copy; `shielded` if there are casts to hold off now."""
+    """Remember `plain` as an FP32 copy, and shield it if there are casts to hold off now (`shielded`)."""
     _copies.add(plain)
     if shielded:
         shield()
@@ -91,7 +92,7 @@ def _unshield() -> None:
 
 
 def _is_known_by_its_class(module: nn.Module) -> bool:
-    """Whether tools look at the very class: torch's layers (quantization, torch.fx), parametrized and scripted ones."""
+    """Whether tools ask for exactly this class: torch's own layers (quantization, torch.fx), parametrized, scripted."""
     own = type(module).__module__.partition(".")[0] == "torch" and next(module.children(), None) is None
     return own or parametrize.is_parametrized(module) or isinstance(module, torch.jit.ScriptModule)
 

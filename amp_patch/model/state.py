@@ -1,4 +1,4 @@
-"""What a model of a training knows of it, and what is running on this thread."""
+"""What a model of a training knows of it, and which policy's model runs on this thread."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ModelState:
         fast_path_off: whether torch's fused encoder layers would meet modules that were kept.
         sharded: whether the model went through `fully_shard` before.
         handles: of hooks on FSDP modules inside the model.
-        no_sync: whether DDP's `no_sync()` is entered (training/ddp.py says so).
+        no_sync: whether DDP's `no_sync()` is entered; training/ddp.py sets it.
         local: whether the gradients of the last forward stay on this process: it ran under `no_sync()`.
         watch: looks for cast buffers that training writes; None when it has seen enough.
         cleared: how often `zero_grad` was called.

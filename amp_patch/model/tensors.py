@@ -102,7 +102,7 @@ def check_steps(model: nn.Module, policy: Policy) -> None:
 def to_cast(models: list[nn.Module], kept: list[nn.Module]) -> tuple[list[nn.Parameter], list[buffers.Owned]]:
     """What a cast changes: the FP32 parameters outside of `kept`, each once, and the FP32 buffers (module, name).
 
-    Not sharded parameters: fully_shard gathers their FP32 shards in another type.
+    Sharded parameters are not cast: fully_shard gathers their FP32 shards in the type of its own policy.
     """
     modules = {id(m): m for model in models for m in model.modules()}
     for root in kept:
@@ -174,6 +174,7 @@ def was_changed(param: Tensor, master: Tensor) -> bool:
 
 
 def refuse_changed(model: nn.Module) -> None:
+    """Raise if somebody has given a parameter with a master another type, shape or device since `initialize`."""
     for name, param in model.named_parameters():
         master = master_of(param)
         if master is not None and was_changed(param, master):

@@ -72,10 +72,6 @@ def _plainly(in_torch: Callable[..., Any], *args: Any) -> Any:
     return in_torch(*args)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The kernels
-
-
 def multi_tensor_scale(src: Tensors, dst: Tensors, factor: Number, found_inf: Tensor | None = None) -> None:
     """``dst = src * factor``, rounded to dst's dtypes. With factor 1.0 and no found_inf it is the cast and the copy.
 

@@ -10,12 +10,9 @@ from types import ModuleType
 
 BACKENDS = ("cpp", "torch")
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Backends
-
 
 def _load() -> tuple[ModuleType | None, str]:
-    """(amp_patch._C or None, why)."""
+    """The extension `amp_patch._C`, or None; and the reason, in a line."""
     try:
         noted = importlib.import_module("amp_patch._build").REASON  # by setup.py, where something went wrong
     except ImportError:
@@ -40,7 +37,7 @@ if _forced == "cpp" and _C is None:
 
 
 def extension() -> ModuleType | None:
-    """``amp_patch._C`` if it is there and not turned off: what ``backend()`` is called ``"cpp"`` for."""
+    """The extension ``amp_patch._C``; None where it is absent or turned off, and ``backend()`` is ``"torch"``."""
     return None if _forced == "torch" else _C
 
 

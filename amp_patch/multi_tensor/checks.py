@@ -64,10 +64,12 @@ def _end(t: Tensor) -> int:
 
 
 def _is_wrapper(t: Tensor) -> bool:
+    """Whether `t` is of a subclass that answers operators itself, such as a DTensor."""
     return type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def _has_memory(t: Tensor) -> bool:
+    """Whether the elements of `t` lie in a storage of its own, where a kernel can read them."""
     if t.is_nested or t._is_zerotensor() or torch._is_functional_tensor(t):
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
@@ -86,6 +88,7 @@ def _check_unrecorded(name: str, which: str, written: Tensor) -> None:
 def check_one(
     name: str, which: str, t: object, device: torch.device, dtypes: tuple[torch.dtype, ...], written: bool
 ) -> None:
+    """Raise unless `t` is a plain tensor of one element, on `device` and of one of `dtypes`; `written`: in place."""
     wanted = f"a {' or '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)} tensor of one element on {device}"
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: {which} is a {type(t).__name__}, {wanted} is wanted")
@@ -101,7 +104,7 @@ def check_one(
 
 
 def is_number(value: object) -> bool:
-    """Whether the extension's binding and ``float`` take it: int, NumPy's, Fraction, but no text."""
+    """Whether the extension and ``float`` take the value as a number: int, NumPy's, Fraction; no text."""
     try:
         return isinstance(value, (SupportsFloat, SupportsIndex)) and (float(value), True)[1]
     except (TypeError, ValueError, OverflowError):  # an array of many elements, an int past 1.8e308
@@ -144,6 +147,13 @@ def check_lists(
     found_inf: object = None,
     numbers: dict[str, object] | None = None,
 ) -> None:
+    """Raise where the arguments of the kernel `name` break the contract of `amp_patch.multi_tensor`.
+
+    Args:
+        lists: by the arguments' names; all of one length, with tensors of one shape at each place.
+        written: the name of the list that is written in place, if one is.
+        found_inf, numbers: tensors of one element, or None; `numbers` may be plain numbers.
+    """
     for label, tensors in lists.items():
         if not isinstance(tensors, (list, tuple)):
             raise TypeError(f"{name}: {label} is a {type(tensors).__name__}, a list or tuple of tensors is wanted")

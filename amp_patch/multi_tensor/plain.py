@@ -1,4 +1,7 @@
-"""The kernels in plain torch: what runs where the extension is absent, and what its results are compared with."""
+"""The kernels in plain torch: what runs where the extension is absent, and what its results are compared with.
+
+They are called after the checks, and under `torch.no_grad`.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,6 @@ import torch
 from torch import Tensor
 
 from amp_patch.multi_tensor.checks import Number, Tensors
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The same in plain torch, under no_grad, after the checks
 
 # The smallest power of two whose inverse is finite in FP32.
 SMALLEST_SCALE = 2.0**-127
@@ -51,10 +51,12 @@ def axpby(
 ) -> None:
     if not x:
         return
+    # Where the list that is not watched is not finite, a result that is not finite does not count.
     excused = [
         torch.zeros_like(p, dtype=torch.bool) if watch_x and watch_y else ~(q if watch_x else p).isfinite()
         for p, q in zip(x, y, strict=True)
     ]
+    # A watched element that is not finite counts, even where the other list's is not finite either.
     raised = [
         torch.zeros_like(p, dtype=torch.bool) if watch_x and watch_y else ~(p if watch_x else q).isfinite()
         for p, q in zip(x, y, strict=True)

@@ -21,7 +21,7 @@ from amp_patch.optimizers.common import (
     numbers_to_device,
 )
 
-# A count of steps after which a bias correction 1 - beta ** count is 1, for every beta below 1.
+# At this count of steps every bias correction `1 - beta ** count` is 1: there is none.
 _FOREVER = 1e30
 
 
@@ -198,10 +198,11 @@ class FusedAdam(FusedOptimizer):
 
     def _update(self, work: list[tuple[Group, list[list[Tensor]]]]) -> None:
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if grad_scale is not None:  # before anything is counted
+        if grad_scale is not None:  # raises, if at all, before anything is counted
             check_unscalable([grad for _, batches in work for params in batches for grad in gradients(params)])
         if found_inf is not None:
-            found_inf = (found_inf != 0).float()  # torch.amp.GradScaler adds up what its devices found
+            # A GradScaler adds up the flags of its devices: an overflow may be 2.0.
+            found_inf = (found_inf != 0).float()
         for group, batches in work:
             step = count_on_device(group, found_inf) if self.capturable else count(group)
             for params in batches:

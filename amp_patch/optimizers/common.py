@@ -29,15 +29,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def computable(written: Sequence[Tensors], read: Sequence[Tensors]) -> Iterator[tuple[list[list[Tensor]], ...]]:
     """The lists as torch's fused kernels want them: of one type, FP32 or FP64, tensors of one place laid out alike.
 
-    What is so already is handed out itself; for the rest stand-ins are, and when the block ends those of `written` are
-    rounded once into their originals. torch's fused kernels read the memory of what is laid out otherwise in the wrong
-    order, without a word.
+    A tensor that is so already is handed out itself, any other has a stand-in. When the block ends, the stand-ins of
+    `written` are rounded once into their originals. (torch's fused kernels read tensors that are laid out differently
+    in the wrong order, without an error.) Of a sharded tensor the part that this process holds is handed out.
 
     Args:
         written: lists of floating tensors on one device, parameters first; their type decides.
         read: more of them. All of one length, tensors of one place of one shape.
-
-    Of sharded tensors what this process holds is computed on.
 
     Yields:
         The lists of `written`, and those of `read`.
@@ -67,7 +65,7 @@ def computable(written: Sequence[Tensors], read: Sequence[Tensors]) -> Iterator[
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """(from, to) each; types may differ."""
+    """Copy each (source, result); their types may differ."""
     same = [(a, b) for a, b in pairs if (a.dtype is torch.float64) == (b.dtype is torch.float64)]
     if same:
         sources, results = map(list, zip(*same, strict=True))
@@ -87,9 +85,9 @@ def descend(params: list[Tensor], updates: list[Tensor], lr: Number) -> None:
 
 
 def decay(params: list[Tensor], rate: Number, found_inf: Tensor | None = None) -> None:
-    """`params -= rate * params`, but where `found_inf` is not 0.
+    """`params -= rate * params`, unless `found_inf` is not 0; in place, no sync.
 
-    Not `params *= 1 - rate`, as torch has it: that factor's rounding in FP32 is the same at every step and adds up.
+    torch's `params *= 1 - rate` is less exact: FP32 rounds that factor the same way at every step, which adds up.
     """
     if found_inf is None and not isinstance(rate, Tensor):
         torch._foreach_add_(params, params, alpha=-rate)
@@ -114,10 +112,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     changes nothing, its count included: so a step that amp skips is exact.
     """
 
-    # The constructor's arguments that are no group's: torch's copies and pickles of an optimizer leave attributes out.
+    # Attributes to pickle and copy: torch's `Optimizer.__getstate__` keeps the groups and the state, no attributes.
     pickled_settings: tuple[str, ...] = ("set_grad_none",)
-    norms_of_tensors = False  # whether a parameter's update depends on norms of whole tensors
-    computes_in_fp32 = True  # for amp_patch.initialize, which warns of an eps that is 0 in the parameters' type
+    norms_of_tensors = False  # whether a parameter's update depends on norms of whole tensors: then no DTensors
+    computes_in_fp32 = True  # tells `initialize` not to warn of an eps that is 0 in the parameters' type
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool) -> None:
         name = type(self).__name__
@@ -176,6 +174,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _batches(self, index: int, group: Group) -> list[list[Tensor]]:
+        """The group's parameters that have gradients, in lists of one device and one wide type; else see `step`."""
         batches: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for position, param in enumerate(group["params"]):
             if param.grad is None:
@@ -211,7 +210,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return found
 
     def _masters(self, params: list[Tensor], dtypes: Sequence[torch.dtype] = LOW_PRECISION) -> list[Tensor]:
-        """What a step computes on: of parameters of these types the FP32 copies in the state, made here if need be."""
+        """What a step computes on: of parameters of these types FP32 copies, kept in the state; else the parameters."""
         for param in params:
             if param.dtype in dtypes:
                 self.state[param].setdefault("master_param", param.detach().float())
@@ -219,7 +218,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch's, but state of low-precision parameters stays FP32: torch rounds it to the parameters' type."""
-        loaded: dict[str, Any] = {}  # after the hooks of others
+        loaded: dict[str, Any] = {}  # the state as the hooks that others registered have left it
         handle = self.register_load_state_dict_pre_hook(lambda _, given: loaded.update(given))
         try:
             super().load_state_dict(state_dict)
@@ -233,12 +232,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 def gradients(params: Tensors) -> list[Tensor]:
-    """Of parameters that all have one."""
+    """The gradients of parameters that all have one."""
     return [param.grad for param in params if param.grad is not None]
 
 
 def numbers_to_device(group: Group) -> None:
-    """Make the learning rate and the count of steps tensors beside the group's parameters: no step reads them back."""
+    """Make the group's learning rate and count of steps tensors on its parameters' device, where steps use them."""
     if group["params"]:
         device = group["params"][0].device
         group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).detach().to(device, copy=True)
@@ -247,7 +246,7 @@ def numbers_to_device(group: Group) -> None:
 
 
 def count_on_device(group: Group, found_inf: Tensor | None) -> Tensor:
-    """Count a step of the group, but where `found_inf` is not 0: int32, shape [1], on the device; no sync."""
+    """Count a step of the group, unless `found_inf` is not 0: the count, int32, shape [1], on the device; no sync."""
     step = group.get("step", 0)
     if not isinstance(step, Tensor):
         device = group["params"][0].device if group["params"] else None
@@ -257,6 +256,6 @@ def count_on_device(group: Group, found_inf: Tensor | None) -> Tensor:
 
 
 def count(group: Group) -> int:
-    """Count a step of the group: its number, from 1."""
+    """Count a step of the group; returns the step's number, from 1."""
     group["step"] = int(group.get("step", 0)) + 1
     return group["step"]

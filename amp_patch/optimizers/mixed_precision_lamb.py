@@ -100,7 +100,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         for group in self.param_groups:
             numbers_to_device(group)
 
-    # Not by name: torch's GradScaler warns of optimizers that want it as an argument.
+    # `grad_scaler` is not in the signature: torch's GradScaler warns of optimizers whose `step` names it.
     def step(self, closure: Callable[[], Any] | None = None, **given: Any) -> Any:
         """One step; no sync with the device.
 
@@ -130,7 +130,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     def _update(self, work: list[tuple[Group, list[list[Tensor]]]]) -> None:
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None:
-            found_inf = (found_inf != 0).float().reshape(())  # a GradScaler adds up what its devices found
+            # A GradScaler adds up the flags of its devices: an overflow may be 2.0.
+            found_inf = (found_inf != 0).float().reshape(())
         grads = [[_readable(gradients(ps), grad_scale, found_inf) for ps in batches] for _, batches in work]
         norm = global_norm([grad for batches in grads for batch in batches for grad in batch])
         reduced = () if self.reduced_precision_dtype is None else (self.reduced_precision_dtype,)
@@ -163,9 +164,9 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
 
 def _readable(grads: list[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None) -> list[Tensor]:
-    """Gradients of one device over the scale, as new FP32 (FP64) tensors, which are 0 where `found_inf` is not.
+    """Gradients of one device divided by the scale: new FP32 (FP64) tensors, all 0 if `found_inf` is not 0.
 
-    The very tensors where there is neither. No sync.
+    Without a scale and a `found_inf` the gradients themselves. No sync.
     """
     if grad_scale is None and found_inf is None:
         return grads

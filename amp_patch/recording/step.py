@@ -11,7 +11,7 @@ from torch import Tensor
 from amp_patch.recording.run import PARTS, Event
 from amp_patch.recording.unread_events import UnreadEvent
 from amp_patch.support import tree
-from amp_patch.training.scale_loss import ScaledBackward
+from amp_patch.training.scaled_backward import ScaledBackward
 
 _NAN = float("nan")
 

@@ -2,8 +2,8 @@
 
 torch drops the node of a parameter whose type changes, and with it every hook that is on it: they would never be called
 again, without a word. Here the hooks go over to the new node. Hooks on the parameter itself (`register_hook`,
-`register_post_accumulate_grad_hook`) stay by themselves. Those that C++ has put there cannot be seen from here:
-replicas.py refuses their owner, DistributedDataParallel.
+`register_post_accumulate_grad_hook`) stay by themselves. Hooks that C++ has put on the node cannot be seen from here:
+training/ddp.py refuses their owner, DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ _KINDS = ("register_prehook", "register_hook")
 
 
 class _Moved:
-    """The hooks of a node that is no more, on the one that took its place; they are looked up at each call."""
+    """The hooks of a node that is gone, as one hook of the node that took its place.
+
+    `hooks` is the dictionary that the users' handles remove them from: it is read at each call.
+    """
 
     def __init__(self, hooks: Any) -> None:
         self.hooks = hooks
@@ -46,7 +49,7 @@ def set_data(param: Tensor, data: Tensor) -> None:
     for register, hooks in found:
         node = _node(param)
         getattr(node, register)((_Before if register == "register_prehook" else _After)(hooks))
-        hooks.amp_node = node  # autograd holds it weakly; it lives as long as the hooks, which the old node holds
+        hooks.amp_node = node  # autograd holds the node weakly; so it lives as long as the old one, which holds `hooks`
 
 
 def _node(param: Tensor) -> Any:

@@ -69,5 +69,6 @@ def agree(found: FoundInf, params: Iterable[Tensor]) -> FoundInf:
 
 
 def is_first_rank() -> bool:
+    """Whether this process is the one that speaks for all: rank 0, or the only one."""
     distributed = torch.distributed
     return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0

@@ -39,7 +39,7 @@ class Generated:
         return (_rebuild, rebuild, *rest)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # Not the base's: registries of a user's classes are for the user's.
+        # The base's is not called: where it keeps a registry of subclasses, that is for the user's own.
         pass
 
     @classmethod
@@ -65,7 +65,7 @@ class _MixinFirst(type):
 
 
 def _new_class(base: type, mixin: type[Generated], names: dict[str, Any]) -> type:
-    """A class of these bases and of the metaclass of `base`, whose `__new__`, if it is a user's, is for the user's."""
+    """A class of these bases, of the metaclass of `base`; the code of a user's metaclass is not called."""
     kind: Any = type(base)
     plain: Any = next(meta for meta in kind.__mro__ if meta.__module__ in ("abc", "builtins", "typing"))
     ordered = _MixinFirst if kind is type else type(kind.__name__, (_MixinFirst, kind), {"__module__": kind.__module__})

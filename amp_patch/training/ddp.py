@@ -1,8 +1,9 @@
-"""What torch's DataParallel and DistributedDataParallel do, as far as masters and loss scales must follow.
+"""Masters and loss scales follow what torch's DataParallel and DistributedDataParallel do to a model.
 
-What it makes equal on all processes when it wraps a model, and when the last of them leaves `join()`, these are too. It
-broadcasts the weights of one process, low-precision ones at O2. The masters behind them would keep what each process
-had, rounded differently: equal weights, updated differently. And gradients that are averaged must have one scale.
+DDP broadcasts the weights of one process to all when it wraps a model, and when the last process leaves `join()`. At O2
+these are low-precision weights. The masters behind them would keep what each process had before: equal weights, which
+each process would update differently. So masters are broadcast with the weights. So are loss scales: gradients that DDP
+averages must be scaled alike.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ def check_ddp(models: Iterable[nn.Module], retyped: Collection[int], policy: Pol
 
 
 def _hooked_from_outside() -> set[int]:
-    """The parameters (ids) of all DistributedDataParallels of this process. Nothing leads there from a parameter."""
+    """The ids of the parameters of all DistributedDataParallels of this process.
+
+    Nothing leads from a parameter to the DDP around it, so that the garbage collector is asked for all of them.
+    """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return set()
     if any(issubclass(type(found), _DDP) for found in gc.get_objects()):
@@ -75,7 +79,10 @@ def follow(models: Iterable[nn.Module], scalers: list[LossScaler]) -> None:
 
 
 def install() -> None:
-    """Let torch's DistributedDataParallel broadcast masters and scales, and tell of `no_sync`; idempotent."""
+    """Let torch's DDP broadcast masters and scales, and tell models of `no_sync()`; idempotent.
+
+    DataParallel's `replicate` publishes edited masters first.
+    """
     _installation.install(_replace)
 
 
@@ -119,7 +126,10 @@ def _broadcast_scales(module: nn.Module, process_group: Any, bucket_size: int, s
 
 
 def _telling(no_sync: Any) -> Any:
-    """DDP's `no_sync`, of which the models inside and around know: as in torch, the forward decides what is reduced."""
+    """DDP's `no_sync`, which tells the models inside of the DDP and around it.
+
+    Each notes in its forward whether `no_sync()` is entered: as in torch, the forward decides what backward reduces.
+    """
 
     @functools.wraps(no_sync)
     @contextmanager
@@ -142,7 +152,10 @@ def _telling(no_sync: Any) -> Any:
 
 
 def _of_edited_masters(replicate: Any) -> Any:
-    """DataParallel's `replicate`, which copies the weights before a forward has looked whether masters were edited."""
+    """DataParallel's `replicate`, which publishes edited masters first.
+
+    It copies the weights before any forward, which would do that, has begun.
+    """
 
     @functools.wraps(replicate)
     def up_to_date(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 def innermost(optimizer: Any) -> Any:
     """The optimizer inside of wrappers that keep it as `.optim` or `.optimizer` (LARC), or `.base_optimizer` (SAM)."""
-    if "_amp_stash" in getattr(optimizer, "__dict__", ()):  # `initialize` has found it to be that
+    if "_amp_stash" in getattr(optimizer, "__dict__", ()):  # `initialize` has found this one to be the innermost
         return optimizer
     *_, last = layers(optimizer)
     return last
@@ -27,9 +27,10 @@ def layers(optimizer: Any) -> Iterator[Any]:
         )
         if inner is None or isinstance(inner, type) or not callable(getattr(inner, "step", None)):
             break
-        # Some wrappers are Optimizers too, for the sake of schedulers. They say so on their class (LARC), were put
-        # around an optimizer of ours afterwards (Accelerate), step by calling the one inside (SAM), or have no hooks,
-        # because they never called Optimizer's __init__ (Lookahead).
+        # Some wrappers are Optimizers too, for the sake of schedulers. These are told from an optimizer that steps by
+        # any of four signs: their class says so (LARC); they were put around an optimizer of ours after `initialize`
+        # (Accelerate); they make two passes (SAM); they have no hooks, as they never called Optimizer's __init__
+        # (Lookahead).
         wraps = getattr(type(optimizer), "wraps_an_optimizer", False) or makes_two_passes(optimizer)
         later = hasattr(inner, "_amp_stash") and not hasattr(optimizer, "_amp_stash")
         hooked = hasattr(optimizer, "_optimizer_step_pre_hooks")
@@ -45,6 +46,7 @@ def makes_two_passes(wrapper: Any) -> bool:
 
 
 def as_list(one_or_many: Any) -> list[Any]:
+    """A list of what may be one object, a list or tuple of them, or None."""
     if one_or_many is None:
         return []
     return list(one_or_many) if isinstance(one_or_many, list | tuple) else [one_or_many]

@@ -15,7 +15,7 @@ from amp_patch.support.distributed import is_first_rank
 
 logger = logging.getLogger("amp_patch")
 
-# When this many steps in a row were skipped, the scale alone will not mend it: name the parameters.
+# After this many skipped steps in a row a lower scale will hardly help: the message names the parameters.
 _MANY_SKIPS = 10
 
 
@@ -39,8 +39,8 @@ class LossScaler:
         scales: whether the loss is multiplied at all: a static scale of 1 costs nothing and checks nothing.
         growth_interval: how many clean backward passes in a row let a dynamic scale grow.
         growth_factor, backoff_factor: what it is multiplied by then, and at an overflow.
-        updates, edits: how many times `update` ran and somebody set the scale, on the host: they tell without a sync
-            whether it can have changed.
+        updates, edits: how often `update` has run, and how often somebody has set the scale. The host counts both, so
+            that it knows without a sync whether the scale can have changed.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Who is told what happens in trainings: recordings listen here, so that nothing of a training has to be patched."""
+"""Observers of trainings: recordings are told here what happens, so that they need not patch any of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from amp_patch.support.compiled import not_traced
 
 
 class Observer:
-    """What can be heard of trainings. A subclass overrides the methods that it wants to be called.
+    """One method for each thing that observers are told of. A subclass overrides those that it wants to hear of.
 
     They are called where it happens, on the thread of the training, and must not wait for a device. All observers are
     told; what the first of them raises is raised afterwards.

@@ -31,7 +31,7 @@ class AmpOptimizer(Generated):
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
-        # torch's optimizers, and ours, do nothing at all where there is no gradient.
+        # torch's optimizers, and ours, do nothing at all where there is no gradient: hooks suffice to skip their step.
         if issubclass(base, torch.optim.Optimizer) and base.__module__.partition(".")[0] in ("torch", "amp_patch"):
             return {}
 
@@ -39,7 +39,8 @@ class AmpOptimizer(Generated):
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
             return guarded_step(base, self, args, kwargs)
 
-        step.hooked = True  # type: ignore[attr-defined]  # or torch calls the hooks around it, as it does around base's
+        # `hooked` keeps torch from calling the hooks around this method: it calls them around base's step already.
+        step.hooked = True  # type: ignore[attr-defined]
         return {"step": step}
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -70,7 +71,7 @@ class AmpOptimizer(Generated):
         group = self.param_groups[-1]  # type: ignore[attr-defined]
         if stash.scales_loss:
             for param in group["params"]:
-                param.grad = None  # scaled, by whichever backward passes reached it before it had an optimizer
+                param.grad = None  # backward passes may have reached it before it had an optimizer: it is scaled
         if stash.policy.master_weights:
             stash.masters.attach(self, group)
             zero.repartition(self)
@@ -90,7 +91,7 @@ class AmpOptimizer(Generated):
             parent(state)
         stash = stash_of(self)
         if stash is not None:
-            stash.around.stepped.clear()  # the state is another one now
+            stash.around.stepped.clear()  # which speaks of the state that was there before
             if not stash.around.handles:
                 register_hooks(self, stash)
 
@@ -131,14 +132,17 @@ def enter_training(
 
 
 def _lead_scheduler(optimizer: Any) -> None:
-    """Have the step that a scheduler captured, and put into the instance, call that of the class of now."""
+    """Lead the `step` that a scheduler has put into the instance to the class that the optimizer has now.
+
+    Such a scheduler has captured the `step` of the class that the optimizer had before.
+    """
     captured = vars(optimizer).get("step")
     if getattr(captured, "_wrapped_by_lr_sched", False) and "func" in captured.__code__.co_freevars:
         captured.__closure__[captured.__code__.co_freevars.index("func")].cell_contents = type(optimizer).step
 
 
 def register_hooks(optimizer: Any, stash: Stash) -> None:
-    """Be called around every `step`."""
+    """Register what runs before and after every `step` of `optimizer`."""
     stash.around.owner = weakref.ref(optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
         stash.around.handles = [

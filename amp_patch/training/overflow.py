@@ -35,6 +35,7 @@ def culprits(optimizer: Any) -> str:
 
 
 def read_found(stash: Stash) -> list[LossScaler]:
+    """The scalers whose losses overflowed since the last step; the others are told that they stepped. Syncs."""
     if not stash.found:
         return []
     flags = torch.stack([found_inf.to(stash.found[0][1].device) for _, found_inf in stash.found])
@@ -49,9 +50,9 @@ def waits(device: torch.device) -> bool:
 def skips_on_device(optimizer: Any, stash: Stash) -> bool:
     """Whether the coming step can be given its overflow flag on the device, as torch.amp.GradScaler gives it.
 
-    Then nothing waits: the host learns later what happened. The first step of a parameter is not one of these, because
-    torch's fused SGD fills its momentum by host knowledge that it was the first; nor is the one after a skip, so that
-    messages about several skips in a row can name the parameters.
+    Then the host does not wait, and learns later what happened. Two steps the host must know of at once. One is the
+    first of a parameter: torch's fused SGD starts its momentum where the host says that it is the first. The other is
+    the one after a skip, so that messages about several skips in a row can name the parameters.
     """
     if not may_skip_on_device(optimizer, stash) or stash.last_skipped:
         return False
@@ -65,12 +66,14 @@ def skips_on_device(optimizer: Any, stash: Stash) -> bool:
 
 
 def may_skip_on_device(optimizer: Any, stash: Stash) -> bool:
+    """Whether the optimizer can skip on the device, and all overflow flags are on one device that is worth it."""
     able = getattr(optimizer, "skips_on_device", getattr(optimizer, "_step_supports_amp_scaling", False))
     devices = {found_inf.device for _, found_inf in stash.found} if able else set()
     return len(devices) == 1 and waits(devices.pop())
 
 
 def note_stepped(optimizer: Any, stash: Stash) -> None:
+    """Note how much state the optimizer has of each master that it has just updated, which `skips_on_device` asks."""
     stepped = stash.around.stepped
     for group in optimizer.param_groups:
         for master in group["params"]:
@@ -79,6 +82,7 @@ def note_stepped(optimizer: Any, stash: Stash) -> None:
 
 
 def put_back(optimizer: Any, stash: Stash) -> None:
+    """Give the groups the values that they had before a skipped step, if the last one was; the gradients stay away."""
     if stash.step.set_aside is None:
         return
     for group, values in zip(optimizer.param_groups, stash.step.set_aside.group_values, strict=False):

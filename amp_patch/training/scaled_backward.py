@@ -1,4 +1,4 @@
-"""The stages of one `scale_loss`: what it does to the gradients of all optimizers around a backward pass."""
+"""The stages of one `scale_loss`: what happens to the gradients of a training before and after a backward pass."""
 
 from __future__ import annotations
 
@@ -33,13 +33,20 @@ Pair = tuple[Tensor, Tensor]  # (param, master)
 
 
 class _Bystander(NamedTuple):
-    """A parameter of the training that belongs to no optimizer of this call."""
+    """A parameter of the training that belongs to no optimizer of this call, while its gradient is taken away.
+
+    Attributes:
+        earlier: the gradient that was taken off it, if it had one.
+        stash: of the optimizer that it belongs to, if any.
+        bodies: how many bodies that optimizer had begun then.
+        cleared: how often its `zero_grad` had been called then.
+    """
 
     param: Tensor
     earlier: gradients.Earlier | None
-    stash: Stash | None  # of the optimizer that it belongs to, if any
-    bodies: int  # how many bodies that one had begun
-    cleared: int  # how often that one had cleared its gradients
+    stash: Stash | None
+    bodies: int
+    cleared: int
 
 
 class ScaledBackward(Block):
@@ -52,6 +59,16 @@ class ScaledBackward(Block):
         optimizers: those that take part, each once.
         scaler: of the loss.
         scaling: False where the loss is not multiplied: then nothing is unscaled and nothing is checked.
+
+    Attributes:
+        now: how this body scales its gradients; an inner body may move the scaler before this one ends.
+        bystanders: the training's other parameters, whose gradients are away.
+        siblings: the training's other optimizers.
+        models: the models of all these optimizers, each with how often it had cleared its gradients.
+        had_grad: ids of the parameters that had a gradient when the body began; None before that.
+        begun: whether there is something to close.
+        done: whether `delay`, `finish` or `abandon` has dealt with the gradients of the body.
+        failed: whether an exception has ended the body.
     """
 
     def __init__(self, optimizers: list[Any], scaler: LossScaler, scaling: bool) -> None:
@@ -59,14 +76,13 @@ class ScaledBackward(Block):
         self.stashes = [known_stash(optimizer) for optimizer in optimizers]
         self.scaler = scaler
         self.scaling = scaling
-        self.now = Pending(scaler)  # an inner body may move the scaler before this one ends
+        self.now = Pending(scaler)
         self.scale = self.now.scale
         self.bystanders: list[_Bystander] = []
-        self.siblings: list[Any] = []  # the training's other optimizers
-        self.models: dict[int, tuple[nn.Module, int]] = {}  # with how often each had cleared its gradients
-        self.had_grad: set[int] | None = None  # when all is ready for the body: who had a gradient
-        self.begun = self.done = False
-        self.failed = False  # whether an exception has ended the body
+        self.siblings: list[Any] = []
+        self.models: dict[int, tuple[nn.Module, int]] = {}
+        self.had_grad: set[int] | None = None
+        self.begun = self.done = self.failed = False
         self._announced = False  # whether observers wait for its end
         self._left: Any = None
 
@@ -79,12 +95,12 @@ class ScaledBackward(Block):
         self.close()
 
     def begin(self) -> None:
-        """Leave in the model's gradients only what this backward may be added to.
+        """Leave on the model only gradients that this backward may be added to.
 
-        Gradients with masters that the optimizer's last delayed exit did not leave there come from somewhere else (a
-        GAN's generator loss fills the discriminator's) and are dropped. Gradients that an earlier exit unscaled, of
-        parameters that are their own master, are taken away, so that what backward adds is checked by itself; `finish`
-        adds the two. What a delayed exit left stays: a DDP must reduce the sum.
+        What a delayed exit left stays, rescaled if the scale has moved: a DDP must reduce the sum. Other gradients of
+        parameters with masters come from somewhere else (a GAN's generator loss fills the discriminator's) and are
+        dropped. Other gradients of parameters that are their own master were unscaled by an earlier exit. They are
+        taken away, so that what this backward makes is checked by itself; `finish` adds the two.
         """
         self._announced = True
         observers.tell("body_begins", self)
@@ -118,7 +134,7 @@ class ScaledBackward(Block):
             if not stash.pending.has_scale_of(self.scaler):
                 gradients.rescale(new, (self.scale.double() / stash.pending.scale.double()).float())
                 stash.pending = self.now
-        for stash, new in accumulating:  # when all have looked: they may share parameters
+        for stash, new in accumulating:  # after all stashes were asked above: they may share parameters
             for param, master in new:
                 if param is master and (earlier := gradients.take(param)) is not None:
                     stash.backward.earlier[id(param)] = earlier
@@ -145,7 +161,7 @@ class ScaledBackward(Block):
             )
 
     def _unscale_shared(self) -> None:
-        """Unscale what a delayed exit left for others, of parameters that they share with optimizers of this call."""
+        """Unscale what a delayed exit left for other optimizers, where they share parameters with this call's."""
         own = set(map(id, self.stashes))
         for optimizer, stash in self._both():
             left = [known.pending for _, known in sharing(stash) if known.pending is not None and id(known) not in own]
@@ -162,7 +178,11 @@ class ScaledBackward(Block):
 
     @staticmethod
     def _is_reached(optimizer: Any) -> bool:
-        """Whether gradients that this backward would be added to are there: an outer body has taken its own away."""
+        """Whether an outer body's backward has left scaled gradients on parameters of this optimizer.
+
+        What was there before the outer body began is away, so that any gradient that this backward would be added to is
+        of that body.
+        """
         stash = known_stash(optimizer)
         pairs = stash.masters.pairs(optimizer.param_groups)
         return any(p.grad is not None and (p is master or stash.pending is not None) for p, master in pairs)
@@ -187,7 +207,7 @@ class ScaledBackward(Block):
         return self.now.local or self.now.held_back
 
     def delay(self) -> None:
-        """The gradients stay where they are, scaled, and are known to be so; with them what was taken in `begin`."""
+        """Leave the gradients scaled where they are and note how; add to them, scaled, what `begin` has taken."""
         self._forget_cleared()
         for stash, param, earlier in self._taken():
             stash.backward.earlier[id(param)] = gradients.put_back_scaled(param, earlier, self.scale)
@@ -196,16 +216,16 @@ class ScaledBackward(Block):
         self.done = True
 
     def finish(self) -> None:
-        """Unscaled gradients in the masters, added to earlier ones; overflow recorded on the device."""
+        """Unscale the gradients into the masters', add the earlier ones, and record overflow on the device."""
         self._forget_cleared()
         unscale(self.optimizers, self.scaler, inverse_of(self.scale) if self.scaling else None)
         self.done = True
 
     def abandon(self) -> None:
-        """After an exception in the body: no scaled gradient of it stays, the scale and the overflows are as before.
+        """After an exception in the body: leave no scaled gradient of it, and the scale and the overflows as before.
 
-        Gradients that an earlier exit unscaled are what they were, bit for bit. Those that wait, scaled, for the rest
-        of a delayed iteration stay, with whatever backward added before it failed; all others are dropped.
+        Gradients that an earlier exit unscaled are again what they were, bit for bit. Those that wait, scaled, for the
+        rest of a delayed iteration stay, with whatever backward added before it failed. All others are dropped.
         """
         self.failed = True
         self._forget_cleared()
@@ -216,9 +236,10 @@ class ScaledBackward(Block):
         self._put_back()
 
     def close(self) -> None:
-        """Bring back what was taken from the bystanders, with this backward's share of it unscaled.
+        """End the body: give the bystanders their gradients again, with what this backward adds to them, unscaled.
 
-        What is not done is abandoned. After an exception in here the next call does the rest.
+        A body that was neither delayed nor finished is abandoned. After an exception in here the next call does the
+        rest.
         """
         try:
             self._close()
@@ -255,14 +276,15 @@ class ScaledBackward(Block):
         added = [param for param in params if param.grad is not None]
         uncleared = owner is None or owner.backward.cleared == cleared
         kept = {id(b.param): b.earlier for b in group if b.earlier and uncleared}
-        own = owner is not None and owner.bodies != bodies  # a body of its own, inside this one, has unscaled them
+        # Whether a body of the owner's, inside this one, has unscaled what this backward had added.
+        own = owner is not None and owner.bodies != bodies
         inverse = None if own else inverse_of(self.scale)
         try:
             found = gradients.gather([(param, param) for param in params], inverse, earlier=kept)
             if added and owner is not None and not own:
                 for found_inf in distributed.agree(found, added).values():
                     owner.note_found(self.scaler, found_inf.to(self.scale.device))
-        except BaseException:  # rather none than one that may be scaled, or have overflowed unnoticed
+        except BaseException:  # no gradient is better than one that may be scaled, or have overflowed unnoticed
             for param in params:
                 param.grad = None
             raise
@@ -273,7 +295,7 @@ class ScaledBackward(Block):
                 self.models[id(model)] = model, model_forward.times_cleared(model)
 
     def _forget_cleared(self) -> None:
-        """The body may have called `model.zero_grad()`, which does not find what was taken away."""
+        """Drop what was taken off the parameters of models whose `zero_grad()` the body has called, as that would."""
         cleared = (model for model, before in self.models.values() if model_forward.times_cleared(model) != before)
         gone = {id(param) for model in cleared for param in model.parameters()}
         if gone:
@@ -301,7 +323,7 @@ class ScaledBackward(Block):
     def _parts(self) -> Iterator[tuple[Stash, list[Pair], list[Pair]]]:
         """Per optimizer its stash, its pairs, and those of them that no optimizer before it holds.
 
-        First those whose gradients wait, scaled: a parameter that they share with others is theirs.
+        Optimizers whose gradients wait, scaled, come first, so that a parameter which they share with others is theirs.
         """
         seen: set[int] = set()
         for optimizer, stash in sorted(self._both(), key=lambda both: both[1].pending is None):
@@ -319,10 +341,10 @@ class ScaledBackward(Block):
                 known.backward.beside[id(self)] = self.scaling
 
     def _set_bystanders_aside(self) -> None:
-        """Take the gradients of the training's other parameters out of reach of this backward.
+        """Take the gradients of the training's other parameters out of reach of this backward, until `close`.
 
-        Of their parameters with masters, `begin` drops what other losses left; unless they wait, scaled, for the rest
-        of a delayed iteration: then they come back as they are.
+        Gradients of a parameter with a master stay there: the next body of its own optimizer drops them. Those that
+        wait, scaled, for the rest of a delayed iteration are taken too.
         """
         known = {id(param) for param, _ in distinct_pairs(self.optimizers)}
         for other in self.siblings:

@@ -25,33 +25,43 @@ _ATTRIBUTE = "_amp_stash"  # of optimizers: Apex's name, which scripts read
 
 
 class Pending:
-    """Gradients that a delayed exit of `scale_loss` left scaled: by which scaler, and how much."""
+    """How gradients are scaled that a delayed exit of `scale_loss` left on the model: by which scaler, and how much."""
 
     def __init__(self, scaler: LossScaler) -> None:
         self.scaler = scaler
         self.scaling = scaler.scales
         self.updates, self.edits = scaler.updates, scaler.edits
-        # Where nothing is multiplied the scaler may have been loaded with a scale from a level that does.
+        # A scaler that multiplies nothing may hold another scale than 1: from a checkpoint of a level that scales.
         self.scale = scaler.scale_tensor.clone() if scaler.scales else torch.ones_like(scaler.scale_tensor)
-        self.held_back = False  # whether some of them are inside of FSDP modules, out of reach
-        self.local = False  # whether they wait for a DDP to reduce them, with later ones
+        self.held_back = False  # whether FSDP modules keep some of the gradients unreduced, out of reach
+        self.local = False  # whether the gradients wait for a later backward, in which DDP reduces the sum
 
     def has_scale_of(self, scaler: LossScaler) -> bool:
-        """Whether `scaler` surely has this scale still; told on the host, without a sync."""
+        """Whether `scaler` surely still has the scale of these gradients; the host knows, without a sync."""
         moved = scaler.dynamic and self.updates != scaler.updates
         return self.scaler is scaler and not moved and self.edits == scaler.edits
 
 
 @dataclass
 class SkippedStep:
-    """What a skipped step must find again afterwards."""
+    """What is put back after a skipped step.
+
+    Attributes:
+        grads: the masters with the gradients that were taken off them.
+        group_values: per group all its values but its parameters, as they were before the step.
+    """
 
     grads: list[tuple[Tensor, Tensor]]
     group_values: list[dict[str, Any]]
 
 
 class DeviceSkip:
-    """What a step whose optimizer skipped on the device, or not, found; on its way to the host, without a sync."""
+    """Whether one step was skipped, which the device alone decided: on its way to the host, without a sync.
+
+    Attributes:
+        scalers: of the losses whose gradients the step was for.
+        overflow: FP32, shape [], on the device: not 0 if any of these losses overflowed. The optimizer reads it there.
+    """
 
     def __init__(self, found: list[tuple[LossScaler, Tensor]]) -> None:
         self.scalers = [scaler for scaler, _ in found]
@@ -60,11 +70,11 @@ class DeviceSkip:
         self._flags = DeviceNumbers(flags)
 
     def here(self) -> bool:
-        """Whether `read` needs no wait."""
+        """Whether the flags have arrived, so that `read` need not wait."""
         return self._flags.here()
 
     def read(self) -> list[LossScaler]:
-        """The scalers whose losses overflowed; waits for the device if it must. Tells the others that they stepped."""
+        """The scalers whose losses overflowed; the others are told that they stepped. Waits for flags on their way."""
         return overflowed(self.scalers, self._flags.read())
 
 
@@ -241,14 +251,14 @@ class Stash:
             ddp.install()
 
     def forget_cleared(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Of gradients that a delayed exit left scaled, those that were set to None since take their rest with them."""
+        """Forget what was taken off parameters whose scaled gradients somebody has cleared since the delayed exit."""
         taken = self.backward.earlier
         if taken:
             there = {id(param) for param, _ in pairs if param.grad is not None}
             self.backward.earlier = {key: earlier for key, earlier in taken.items() if key in there}
 
     def clear_found(self) -> None:
-        """The gradients that overflowed are gone: forget it, unless weights were moved by them, for the next ones."""
+        """Forget the overflows of gradients that are gone; not with two passes: the first has moved weights by them."""
         if not self.two_passes:
             self.found.clear()
 
@@ -273,7 +283,7 @@ def distinct_pairs(optimizers: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
 
 
 def note_sharing(optimizers: Sequence[Any]) -> None:
-    """Let the optimizers of a training know which others hold parameters of theirs."""
+    """Tell each of a training's optimizers which of the others hold parameters of its own."""
     held = [
         (optimizer, stash, {id(param) for param, _ in stash.masters.pairs(optimizer.param_groups)})
         for optimizer in optimizers
@@ -300,9 +310,10 @@ def _still_in_training(refs: list[weakref.ref[Any]]) -> list[tuple[Any, Stash]]:
 
 
 def drop_spent(stash: Stash) -> None:
-    """Set the gradients to None that `consume` left for a wrapper, where they are still there.
+    """Clear the gradients of the last step that `consume` has left on the masters, for a wrapper to look at.
 
-    Those that it left to others which share masters too: this optimizer would add to them, or step with them.
+    So too for the optimizers that share masters with this one, which would else add to those gradients or step with
+    them. A gradient that somebody has put in their place stays.
     """
     for holder in (stash, *(known for _, known in sharing(stash))):
         for master, grad in holder.step.spent:

@@ -1,4 +1,4 @@
-"""Around one step of an optimizer: settled before it, skipped on overflow, published after it."""
+"""Around one step of an optimizer: all gradients unscaled before it, skipped on overflow, published after it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from amp_patch.training.unscale import unscale_pending
 def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Pre-hook of `step`; `args` begins with the optimizer. Returns other arguments, or None to keep these.
 
-    Where the loss is scaled, one sync with the device: did a gradient overflow? None if the optimizer skips there.
+    Where the loss is scaled, the host asks the device whether a gradient overflowed, which is one sync. There is none
+    with an optimizer that skips on the device.
     """
     stash = stash_of(optimizer)
     if stash is None or not stash.enabled:
@@ -74,7 +75,7 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
             for master, _ in grads:
                 master.grad = None
     watched = None if closure is None else regions.as_now(closure)
-    if casts_state.current() is not None:  # what an optimizer computes is computed in the types of what it updates
+    if casts_state.current() is not None:  # the casts that act here are not for the optimizer's own arithmetic
         step.quiet = regions.region(None)
         step.quiet.call = step.frame
         step.quiet.__enter__()
@@ -103,18 +104,20 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     casts_state.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
     linked = stash.masters.linked()
     consume(optimizer, stash, linked)
-    if not skipped:  # of a step that the device skipped, the values that are there already
+    if not skipped:  # a step that the device skipped publishes the values that are there already
         publish(linked)
     stalled_averages.remember(stash.around.models)
-    # Last, and publish behind consume: `recover` asks after an exception whether these were done.
+    # The order is for an exception in here. To `recover` masters that are written and not published are the sign that
+    # the step is yet to be consumed: so `publish` comes behind `consume`. `recover` ends the step: so it comes last.
     recover(optimizer, stash, running=False)
 
 
 def guarded_step(base: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    """The step of an optimizer whose class `base` is not torch's, with the two calls that hooks make for torch's.
+    """The step of an optimizer whose class `base` is not torch's, with what the hooks do for torch's around it.
 
-    It may have no hooks; it may divide by the number of gradients, or count its steps wherever it likes: skipped means
-    not called. Observers are told, as torch's hooks of all optimizers tell them of the others.
+    Such an optimizer may have no hooks. Without gradients it may divide by their number, or count a step wherever it
+    likes; so its step is not called at all where it is skipped. Observers are told here: of the other optimizers'
+    steps torch's global hooks tell them.
     """
     observers.tell("step_begins", optimizer)
     result = _guarded_step(base, optimizer, args, kwargs)
@@ -145,7 +148,7 @@ def consume(optimizer: Any, stash: Stash, linked: list[Linked]) -> None:
     stash.found.clear()
     awaited = _awaited_by_others(optimizer, stash)
     masters = [link.master for _, link in linked if id(link.master) not in awaited]
-    if stash.wrapped:  # Lookahead moves what has a gradient, after the step
+    if stash.wrapped:  # Lookahead moves those masters that have a gradient, after the step
         stash.step.spent = [(master, master.grad) for master in masters if master.grad is not None]
         return
     for master in masters:
@@ -162,11 +165,14 @@ def _awaited_by_others(optimizer: Any, stash: Stash) -> set[int]:
 
 
 def recover(optimizer: Any, stash: Stash, running: bool | None = None) -> None:
-    """After an exception in `step`, which kept the post-hook from running: put back what the pre-hook changed.
+    """Put back what the pre-hook changed for a step that is over; an exception in it kept the post-hook from running.
 
-    Nothing while the step is running: a closure is, or a subclass's step that calls its parent's. `running` says so, if
-    the caller knows. Gradients that overflowed stay away: they may have been cleared since. What the step has written
-    into masters is published. After an exception in here the next call does the rest.
+    Does nothing while the step is running: this may be called in its closure, or in the step of its parent class.
+    Gradients that overflowed stay away: they may have been cleared since. What the step has written into masters is
+    published. After an exception in here the next call does the rest.
+
+    Args:
+        running: whether the step is running, if the caller knows; None: its frame tells.
     """
     step = stash.step
     if step.depth == 0 and step.frame is None:
@@ -188,10 +194,10 @@ def recover(optimizer: Any, stash: Stash, running: bool | None = None) -> None:
 
 
 def _drop_removed(optimizer: Any, stash: Stash) -> None:
-    """Where a script has set some gradients of the model to None since they were gathered, drop their masters' too.
+    """Where a script has set some of the model's gradients to None since they were gathered, drop the masters' too.
 
-    It wants those parameters left alone (frozen for a while), as happens where they are the optimizer's own. All of
-    them None is a script that has done with the model's gradients: the masters' are there to step with.
+    The script wants these parameters left alone (frozen for a while), which is what happens to a parameter without a
+    master. If it has set all of them to None, it has done with the model's gradients and wants the step.
     """
     left = stash.backward.left
     if not left:
@@ -204,7 +210,7 @@ def _drop_removed(optimizer: Any, stash: Stash) -> None:
 
 
 def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
-    """Raise if the running body of a `scale_loss` has the gradients of this step, or has them to unscale yet."""
+    """Raise if a body of `scale_loss` is running that has yet to unscale, or to bring back, gradients of this step."""
     body = stash.backward
     pairs = stash.masters.pairs(optimizer.param_groups)
     own = any(param is master for param, master in pairs)
@@ -224,13 +230,13 @@ def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
 
 
 def _warn_of_ungathered(optimizer: Any, stash: Stash, linked: list[Linked]) -> None:
-    """Warn of gradients of cast parameters that no exit of `scale_loss` has brought to their masters.
+    """Warn of gradients of cast parameters that no exit of `scale_loss` has brought to their masters (`linked`).
 
-    Other optimizers' bodies may leave such gradients on the model, and rightly so (a GAN's generator loss fills the
-    discriminator's): after one of those only an optimizer none of whose masters has a gradient is warned about.
+    The loss of another optimizer may rightly leave such gradients (a GAN's generator loss fills the discriminator's).
+    After the body of another optimizer the warning comes only if no master of this one has a gradient.
     """
     strays = {id(link.master): param for param, link in linked if param.grad is not None}
-    if not strays or (stash.keeps_scaled_gradients and stash.bodies > 0):  # those may have been gathered
+    if not strays or (stash.keeps_scaled_gradients and stash.bodies > 0):  # gathered ones stay on the model there
         return
     # Whether a body of another optimizer is running, or was since the last one of this optimizer.
     others = bool(stash.backward.beside) or stash.backward.ended != BackwardState.turns

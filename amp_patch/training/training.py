@@ -92,7 +92,7 @@ def begin_training(
         enter(training, models, targets, kept or [], methods, process_group)
         observers.tell("training_begun", training)
     except BaseException:
-        Attempts()(leave, models, targets)  # the error to tell of is the one that came first
+        Attempts()(leave, models, targets)  # whose own error, if it has one, would hide the one that came first
         trainings.remove(training)
         raise
     return training
@@ -139,7 +139,7 @@ def check_arguments(
 
 
 def leave_earlier(models: list[nn.Module], targets: list[Any], kept: list[nn.Module], policy: Policy) -> None:
-    """Undo what earlier calls did to these objects, as far as this one wants it otherwise."""
+    """Undo what earlier calls of `initialize` did to these objects, as far as `policy` wants it otherwise."""
     again = [model for model in models if model_forward.policy_of(model) is not None]
     recast = [model for model in again if model_tensors.not_cast_to(model, kept, policy.cast_model_type)]
     if recast:
@@ -161,6 +161,7 @@ def enter(
     methods: tuple[str, ...],
     process_group: Any,
 ) -> None:
+    """Give models and optimizers what `training` wants of them: classes, stashes, masters, casts; then patch torch."""
     policy = training.policy
     params, buffers = model_tensors.to_cast(models, kept) if policy.cast_model_type is not None else ([], [])
     about_to_be_cast = {id(p) for p in params}
@@ -176,7 +177,7 @@ def enter(
             around=Surroundings(
                 siblings=training.optimizers,
                 models=[weakref.ref(m) for m in models if any(id(p) in held for p in m.parameters())],
-                # With those of no optimizer yet, whose parameters may be added to this one.
+                # Modules whose parameters no optimizer holds yet count too: they may be added to this one.
                 sharded=[weakref.ref(module) for module, inside in sharded if held & inside or not owned & inside],
                 unowned=unowned,
                 process_group=process_group,
@@ -210,7 +211,7 @@ def enter(
 
 
 def leave_alone(dialect: Dialect, targets: list[Any]) -> None:
-    """Let `scale_loss` know these optimizers as ones that it does nothing for."""
+    """Give these optimizers a stash that is not enabled, by which `scale_loss` knows that it does nothing for them."""
     for target in targets:
         if stash_of(target) is None:
             give_stash(target, dialect.stash(OPT_LEVELS["O0"], [], enabled=False))

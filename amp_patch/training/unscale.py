@@ -18,7 +18,7 @@ from amp_patch.training.stash import Stash, distinct_pairs, drop_spent, known_st
 
 
 def first_gradient(optimizer: Any) -> Tensor | None:
-    """A gradient that the optimizer would step with; of the model's where its masters have none yet."""
+    """The first gradient that the optimizer would step with, or the parameter's where a master has none yet."""
     stash = stash_of(innermost(optimizer))
     for group in innermost(optimizer).param_groups:
         pairs = [(p, p) for p in group["params"]] if stash is None else stash.masters.pairs([group])
@@ -32,8 +32,12 @@ def first_gradient(optimizer: Any) -> Tensor | None:
 def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | None) -> None:
     """Turn scaled gradients of the model into unscaled ones of the masters; record overflow on the device; no sync.
 
-    `inverse` is of the scale that the loss was multiplied by; None where it was not, and nothing is checked. After an
-    exception there are no gradients: none that is half unscaled, and none whose overflow nobody has noted.
+    An exception in here drops all these gradients: some may be unscaled by then, and an overflow not noted.
+
+    Args:
+        optimizers: whose gradients; a parameter that several of them hold is unscaled once.
+        scaler: of the loss.
+        inverse: 1 / scale, FP32, shape []; None where the loss was not multiplied: then nothing is checked.
     """
     pairs = distinct_pairs(optimizers)
     try:
@@ -82,7 +86,7 @@ def _unscale(
     groups = {id(group): group for stash in stashes if (group := stash.around.process_group) is not None}
     for group in groups.values():
         torch.distributed.all_reduce(overall, torch.distributed.ReduceOp.MAX, group=group)
-    # One overflow skips the step, whatever follows: only a loss's first before a step moves its scale.
+    # A loss that overflows twice before one step skips that step once, so only its first overflow moves the scale.
     known = [f.to(overall.device) for stash in stashes for s, f in stash.found if s is scaler]
     for optimizer, stash in zip(optimizers, stashes, strict=True):
         stash.note_found(scaler, overall)
@@ -90,16 +94,17 @@ def _unscale(
             _move_nothing(optimizer, stash)
     here = set(map(id, stashes))
     others = {id(other): other for stash in stashes for _, other in sharing(stash) if id(other) not in here}
-    for other in others.values():  # what overflowed may be in gradients that they would step with
+    for other in others.values():  # these optimizers would step with shared gradients, which may have overflowed
         other.note_found(scaler, overall)
     scaler.record(overall * (1 - torch.stack(known).amax()) if known else overall)
 
 
 @torch.no_grad()
 def _move_nothing(optimizer: Any, stash: Stash) -> None:
-    """Make the gradients 0 where one overflowed: weights moved by them would be NaN in the second pass; no sync.
+    """If a gradient overflowed, make all gradients 0; no sync.
 
-    Running statistics of batch norms would never recover from that. The step will be skipped.
+    A wrapper such as SAM moves the weights by them before its second pass. Weights of NaN would ruin the running
+    statistics of batch norms for good. The step itself will be skipped.
     """
     overflow = torch.stack([found_inf.to(stash.found[0][1].device) for _, found_inf in stash.found]).amax() > 0
     for _, master in stash.masters.pairs(optimizer.param_groups):
@@ -111,8 +116,8 @@ def _move_nothing(optimizer: Any, stash: Stash) -> None:
 def unscale_pending(optimizer: Any) -> None:
     """Unscale gradients that a delayed exit of `scale_loss` left scaled; no sync.
 
-    Those of all optimizers of that exit: they may share parameters, and one that overflowed holds the others up. And
-    those that were left for others that share parameters with this one.
+    The gradients of all optimizers of that exit are unscaled together: they may share parameters, and one overflow
+    skips the steps of all. So are those that other exits left for optimizers which share parameters with this one.
     """
     stash = stash_of(optimizer)
     if stash is None:
@@ -122,5 +127,5 @@ def unscale_pending(optimizer: Any) -> None:
             continue
         left = [other for other, its in siblings(known) if its.pending is pending and other is not holder]
         unscale([holder, *left], pending.scaler, inverse_of(pending.scale) if pending.scaling else None)
-        if pending.updates == pending.scaler.updates:  # else this loss moved its scale since, with another optimizer
+        if pending.updates == pending.scaler.updates:  # else a later exit has moved the scale for this one too
             pending.scaler.update()

@@ -26,26 +26,30 @@ class AmpWrapper(Generated):
 
         def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
             base.zero_grad(self, *args, **kwargs)  # type: ignore[attr-defined]
-            innermost(self).zero_grad(*args, **kwargs)  # which knows of the model's gradients too
+            innermost(self).zero_grad(*args, **kwargs)  # which clears the gradients of low-precision parameters too
 
         def first_step(self: Any, *args: Any, **kwargs: Any) -> Any:
             unscale_pending(innermost(self))
             result = base.first_step(self, *args, **kwargs)  # type: ignore[attr-defined]
-            # The forward would do so, but not a compiled one, nor that of a part of the model.
+            # The model's next forward would publish them, but not a compiled one, nor that of a part of the model.
             publish_written(known_stash(innermost(self)).masters.linked())
             return result
 
         def second_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            unscale_pending(innermost(self))  # what has no gradient is not moved back
+            unscale_pending(innermost(self))  # this step moves back only those masters that have a gradient
             return base.second_step(self, *args, **kwargs)  # type: ignore[attr-defined]
 
-        hooked = issubclass(base, torch.optim.Optimizer)  # a scheduler may have captured its step
+        # A scheduler may have captured the step of a wrapper that is an Optimizer: that one gets a hook.
+        hooked = issubclass(base, torch.optim.Optimizer)
         made = [zero_grad, first_step, second_step] if hooked else [step, zero_grad, first_step, second_step]
         return {method.__name__: method for method in made if hasattr(base, method.__name__)}
 
 
 def enter_wrappers(optimizer: Any) -> None:
-    """Let the optimizer inside of `optimizer`, which may be any, know what is around it; idempotent."""
+    """Tell the innermost optimizer of the wrappers around it, and give those with two passes a class; idempotent.
+
+    `optimizer` may be any, wrapped or not, in a training or not.
+    """
     *wrappers, target = layers(optimizer)
     stash = stash_of(target)
     if stash is None or not stash.enabled:

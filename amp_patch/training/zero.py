@@ -14,7 +14,7 @@ from amp_patch.policy import Policy
 
 
 def is_zero(optimizer: Any) -> bool:
-    """Whether this is a ZeroRedundancyOptimizer. Imports nothing: whoever made one has imported it."""
+    """Whether this is a ZeroRedundancyOptimizer. Its module is not imported: whoever has made one has done that."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
@@ -53,9 +53,10 @@ def stateful(optimizer: Any) -> Any:
 
 
 def repartition(optimizer: Any) -> None:
-    """Let the optimizer inside, and its partition, hold what the groups outside hold now in place of what they held.
+    """Put what the groups of `optimizer` hold now into its partition and into the groups of the optimizer inside.
 
-    The partition goes by order and size, which are the same.
+    Each process keeps the share that it had: torch's partition goes by the order and the sizes of the parameters, which
+    a parameter and its master have alike.
     """
     if not is_zero(optimizer) or not hasattr(optimizer, "optim"):
         return

@@ -552,11 +552,19 @@ def _syncbn():
                 wanted = reference(flat.flatten(2) if flat.dim() > 2 else flat).view(flat.shape)
                 wanted = wanted.relu() if relu else wanted
                 torch.testing.assert_close(ours(whole[mine]).double(), wanted, **close)
+    _syncbn_alone(rank)
+    _syncbn_double_backward(rank)
+
+
+def _syncbn_alone(rank):
+    """In groups of one process it is a batch norm."""
     alone = SyncBatchNorm(4, process_group=create_syncbn_process_group(1))
     x = _batch(rank) @ torch.ones(3, 4) + torch.randn(4, 4)
     torch.testing.assert_close(alone(x), nn.BatchNorm1d(4)(x))
 
-    # A gradient of a gradient.
+
+def _syncbn_double_backward(rank):
+    """A gradient of a gradient."""
     norm, reference = SyncBatchNorm(4).double(), nn.BatchNorm1d(4).double()
     whole = torch.randn(8, 4, generator=torch.Generator().manual_seed(3)).double()
     values = []

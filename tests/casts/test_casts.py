@@ -1,4 +1,4 @@
-"""casts.py, regions.py and rules.py: installation, regions, the weight cache, decorators, registration."""
+"""O1's casts: installation, wrappers, rules, regions, the weight cache, decorators, registration."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 `run(script, arguments)` runs a script of examples/legacy as it is, with an `apex` that does nothing: `amp.initialize`
 hands back what it gets, `scale_loss` yields the loss, and the fused optimizers and layers are written out below in
-torch's own operations, after the papers. `.cuda()` and its like are
-harmless on a machine without a GPU. As a program: `python tests/helpers/plain_apex.py SCRIPT ARGUMENTS...`.
+torch's own operations, after the papers. `.cuda()` and its like are harmless on a machine without a GPU. As a program:
+`python tests/helpers/plain_apex.py SCRIPT ARGUMENTS...`.
 """
 
 from __future__ import annotations

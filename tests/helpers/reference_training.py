@@ -1,6 +1,6 @@
 """Mixed-precision training by hand: the contract, written out once more in plain torch.
 
-Nothing of amp_patch is used here. Weights, casts, scales and skips are those that its README and design promise; the
+Nothing of amp_patch is used here. Weights, casts, scales and skips are those that its documents promise; the
 storms (test_storms.py) hold amp_patch to them, to the bit.
 """
 

@@ -191,6 +191,37 @@ def strides(draw: Any, shape: tuple[int, ...], expands: bool) -> tuple[int, ...]
     return tuple(result)
 
 
+def _place_near(
+    other: Place,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    how: str,
+    buffers: list[Buffer],
+    here: dict[str, tuple[torch.dtype, Place]],
+) -> Place:
+    """A place in the buffer of `other`: "beside" it, right behind, or "between" its elements.
+
+    The buffer grows; places of `here` move apart to let the new elements in.
+    """
+    source = buffers[other.buffer]
+    if how == "beside":
+        place = Place(other.buffer, source.size - 9, shape, other.strides)
+        grown = source.size + place.span
+        buffers[other.buffer] = Buffer(dtype, grown, source.values, source.seed, source.poison)
+        return place
+    doubled = tuple(2 * stride for stride in other.strides)
+    moved = Place(other.buffer, 2 * other.offset, shape, doubled)
+    buffers[other.buffer] = Buffer(dtype, 2 * source.size, source.values, source.seed, source.poison)
+    spread = {
+        r: Place(p.buffer, 2 * p.offset, p.shape, tuple(2 * s for s in p.strides))
+        for r, (_, p) in here.items()
+        if p.buffer == other.buffer
+    }
+    here.update((r, (here[r][0], p)) for r, p in spread.items())
+    assert here and moved in spread.values()
+    return Place(other.buffer, 2 * other.offset + 1, shape, doubled)
+
+
 @st.composite
 def cases(
     draw: Any,
@@ -231,25 +262,7 @@ def cases(
                 place = Place(room(dtype, place.offset + place.span + 9), place.offset, shape, own)
             else:
                 dtype, other = draw(st.sampled_from(others))
-                source = buffers[other.buffer]
-                if how == "same":
-                    place = other
-                elif how == "beside":  # right behind it in one buffer
-                    place = Place(other.buffer, source.size - 9, shape, other.strides)
-                    grown = source.size + place.span
-                    buffers[other.buffer] = Buffer(dtype, grown, source.values, source.seed, source.poison)
-                else:  # the elements of the two alternate
-                    doubled = tuple(2 * stride for stride in other.strides)
-                    moved = Place(other.buffer, 2 * other.offset, shape, doubled)
-                    place = Place(other.buffer, 2 * other.offset + 1, shape, doubled)
-                    buffers[other.buffer] = Buffer(dtype, 2 * source.size, source.values, source.seed, source.poison)
-                    spread = {
-                        r: Place(p.buffer, 2 * p.offset, p.shape, tuple(2 * s for s in p.strides))
-                        for r, (_, p) in here.items()
-                        if p.buffer == other.buffer
-                    }
-                    here.update((r, (here[r][0], p)) for r, p in spread.items())
-                    assert here and moved in spread.values()
+                place = other if how == "same" else _place_near(other, dtype, shape, how, buffers, here)
             here[role] = (dtype, place)
         for role in roles:
             lists[role].append(here[role][1])

@@ -1,4 +1,4 @@
-"""What the arguments that ROCm's and Huawei's Apex have added to `initialize` and `init` come to here.
+"""The arguments that two forks of Apex, ROCm's and Huawei's, have added to `initialize` and `init`.
 
 Source: ROCm/apex (apex/amp/frontend.py) and Ascend/apex (patch/npu.patch): names, defaults and meaning.
 """
@@ -30,7 +30,7 @@ _DTYPES: dict[str, torch.dtype | None] = {
     "None": None,
 }
 
-# Huawei's switches: what they are while nobody has set them.
+# Huawei's switches with their defaults.
 SWITCHES: dict[str, Any] = {
     "combine_grad": None,
     "combine_ddp": None,
@@ -76,6 +76,7 @@ def movement(init_scale: Any, growth_factor: Any, backoff_factor: Any, window: A
 
 
 def _number(value: Any) -> float:
+    """The value as a float; NaN, which no range contains, if it is no number."""
     try:
         return math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -172,6 +173,7 @@ def averaged(scaling: AbstractContextManager[Tensor], optimizers: Any) -> Genera
 
 
 def _average(targets: Iterable[Any]) -> None:
+    """Average the gradients of the models of these optimizers over the processes, in place."""
     params = {
         id(param): param
         for target in targets
@@ -184,7 +186,7 @@ def _average(targets: Iterable[Any]) -> None:
             param.grad = torch.zeros_like(param)
     grads: list[Tensor] = [param.grad for param in params.values() if param.grad is not None]
     if grads:
-        # Before the sum, which might overflow in FP16.
+        # Divided before the sum over the processes, which might overflow in FP16.
         torch._foreach_div_(grads, distributed.get_world_size())
         flat_dist_call(grads, _all_reduce)
 
@@ -194,5 +196,6 @@ def _all_reduce(flat: Tensor) -> None:
 
 
 def _innermost(optimizers: Any) -> list[Any]:
+    """The innermost optimizers of one optimizer, or of a list of them."""
     many = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
     return [innermost(optimizer) for optimizer in many if optimizer is not None]

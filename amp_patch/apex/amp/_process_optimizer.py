@@ -1,4 +1,4 @@
-"""An optimizer that `initialize` returned, under Apex's private names."""
+"""The private names of Apex that optimizers which went through `initialize` answer to."""
 
 from __future__ import annotations
 
@@ -99,11 +99,13 @@ class AmpOptimizerState(Stash):
         return [param for group in self.fp32_from_fp32_groups for param in group]
 
     def _groups(self) -> list[Pairs]:
+        """Per group of the optimizer the (parameter, master) pairs that train; a tensor may be its own master."""
         optimizer = None if self.around.owner is None else self.around.owner()
         groups = [] if optimizer is None else optimizer.param_groups
         return [[pair for pair in self.masters.pairs([group]) if pair[0].requires_grad] for group in groups]
 
     def _mastered(self) -> list[Pairs]:
+        """Of `_groups` the pairs whose master is another tensor; AttributeError at a level without masters."""
         if not self.policy.master_weights:
             raise AttributeError("'AmpOptimizerState': there are no masters at this opt level, and no lists of them")
         return [[pair for pair in pairs if pair[0] is not pair[1]] for pairs in self._groups()]
@@ -116,7 +118,7 @@ class AmpOptimizer(optimizer_side.AmpOptimizer):
     param_groups: list[dict[str, Any]]
 
     def _amp_lazy_init(self) -> None:
-        """Masters exist already; whatever a script has put in place of the next method is called once."""
+        """Call `_lazy_init_maybe_master_weights` where a script has set `lazy_init_called` to False."""
         if not self._amp_stash.lazy_init_called:
             self._lazy_init_maybe_master_weights()
             self._amp_stash.lazy_init_called = True

@@ -132,7 +132,7 @@ class AmpHandle:
                 model_forward.set_policy(model, after)
         for ref in self._training.optimizers:
             stash = None if (optimizer := ref()) is None else stash_of(optimizer)
-            if stash is not None and stash.policy is before:  # it may have begun another training since
+            if stash is not None and stash.policy is before:  # the optimizer may be in another training by now
                 stash.policy = after
 
     def _deactivate(self) -> None:
@@ -156,6 +156,7 @@ class AmpHandle:
         return scale_loss_of(loss, optimizer)
 
     def _adopt(self, optimizer: Any, num_loss: int) -> None:
+        """Begin a training of this optimizer alone, at the handle's policy."""
         target = innermost(optimizer)
         policy = self._policy if self._training is None else self._training.policy
         assert policy is not None

@@ -24,7 +24,7 @@ class OptimWrapper:
     All other attributes are the optimizer's.
     """
 
-    # Not the wrapped one's: torch's GradScaler would set on this object what that one reads.
+    # False even if the wrapped optimizer's is True: torch's GradScaler would set `found_inf` on this object.
     _step_supports_amp_scaling = False
 
     def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int) -> None:
@@ -54,7 +54,7 @@ class OptimWrapper:
         return self._optimizer.step() if closure is None else self._optimizer.step(closure)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_optimizer":  # an instance that is being unpickled
+        if name == "_optimizer":  # not set yet in an instance that is being unpickled
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 

@@ -220,9 +220,11 @@ class LossScaler(core.LossScaler):
         self._note(found_inf)
 
     def _scale_on(self, device: torch.device, override: float | None) -> Tensor:
+        """The scale, or `override`, as a tensor on `device`."""
         return self.to(device).scale_tensor if override is None else torch.tensor(override, device=device)
 
     def _note(self, found_inf: Tensor) -> None:
+        """Let `_overflow_buf` say that something is not finite, if `found_inf` is not 0; no sync."""
         buffer = self._overflow_buf
         buffer.copy_(torch.maximum(buffer, (found_inf != 0).to(buffer.device, buffer.dtype)))
 

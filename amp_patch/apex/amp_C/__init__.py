@@ -1,7 +1,7 @@
 """Apex's compiled module `amp_C`: its multi-tensor functions over `amp_patch.multi_tensor` and the fused optimizers.
 
 Each takes `(chunk_size, noop_flag, tensor_lists, *arguments)`, as `multi_tensor_applier` calls it and as callers do by
-themselves, in Apex's order. `chunk_size` is of no account here. `noop_flag` is a tensor of one element, int32
+themselves, in Apex's order. `chunk_size` is ignored. `noop_flag` is a tensor of one element, int32
 (`torch.cuda.IntTensor([0])`) or another number type: it is set to 1 where Apex sets it, on what is not finite, and also
 where a finite element overflows in its new type. Where Apex's function does nothing once the flag is set
 (`multi_tensor_sgd` and the capturable Adams), nothing is written. No function syncs with the device; all of them write

@@ -18,7 +18,7 @@ from amp_patch.policy import LOW_PRECISION
 
 logger = logging.getLogger("amp_patch")
 
-# What a dynamic scale begins with here, in Apex too; `DynamicLossScaler` alone begins with 2**32.
+# A dynamic scale of `FP16_Optimizer` begins with these, as in Apex; `DynamicLossScaler` alone begins with 2**32.
 _DYNAMIC: dict[str, Any] = {"init_scale": 2.0**16, "scale_window": 2000}
 
 
@@ -76,7 +76,7 @@ class FP16_Optimizer:
         self.clip_grad_norm = clip_grad_norm
         self._masters = of_optimizer.Masters()
         self._own_unscaled = False  # whether the gradients of parameters without master were unscaled in place
-        self._scale_of_grads = self.loss_scale  # which the low-precision gradients have
+        self._scale_of_grads = self.loss_scale  # the scale that the low-precision gradients were multiplied by
         for group in init_optimizer.param_groups:
             self._masters.attach(init_optimizer, group)
         groups = [self._masters.pairs([group]) for group in init_optimizer.param_groups]
@@ -141,7 +141,7 @@ class FP16_Optimizer:
 
         With `update_master_grads=False`, for the first of several losses, call `update_master_grads` before `step`.
         """
-        # What this backward adds must have the unit of the gradients that it is added to.
+        # Backward adds to the gradients that are there: these must have its scale.
         moved = self.loss_scale / self._scale_of_grads
         if moved != 1.0:
             _multiply(self.all_fp16_params, moved)

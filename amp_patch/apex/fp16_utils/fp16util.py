@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from amp_patch import multi_tensor
 
@@ -35,7 +36,7 @@ class tofp16(nn.Module):
 def BN_convert_float(module: nn.Module) -> nn.Module:
     """Make the batch norms in `module` that have weights float32, in place; returns `module`."""
     for child in module.modules():
-        if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.affine:
+        if isinstance(child, _BatchNorm) and child.affine:
             child.float()
     return module
 
@@ -53,7 +54,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast the floating parameters, gradients and buffers of `module` itself, not its children's, in place."""
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         if tensor.is_floating_point():
-            grad, tensor.grad = tensor.grad, None  # a gradient has its tensor's type at any time
+            grad, tensor.grad = tensor.grad, None  # torch refuses a gradient of another type than its tensor's
             tensor.data = tensor.data.to(dtype)
             tensor.grad = None if grad is None else grad.to(dtype)
 
@@ -61,7 +62,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Cast `network` in place, save the batch norms that have weights; returns `network`."""
     for module in network.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
+        if isinstance(module, _BatchNorm) and module.affine:
             continue
         convert_module(module, dtype)
         if isinstance(module, nn.RNNBase):
@@ -155,6 +156,7 @@ def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _copy(pairs: Iterable[tuple[Any, Tensor]]) -> None:
+    """Copy each (source, target), rounded to the target's type: one pass a device."""
     by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     for source, target in pairs:
         sources, targets = by_device.setdefault(target.device, ([], []))

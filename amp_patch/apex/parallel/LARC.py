@@ -36,23 +36,23 @@ class LARC(torch.optim.Optimizer):
 
     optim: Any
     wraps_an_optimizer = True  # amp works on the one inside
-    # Not the inner one's: GradScaler would leave the gradients scaled and tell this object, not that, what to skip.
+    # False even if the inner optimizer's is True: GradScaler would set `found_inf` on this object, not on that.
     _step_supports_amp_scaling = False
 
     def __init__(self, optimizer: Any, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8) -> None:
-        # Not Optimizer's: groups, state and hooks are the inner optimizer's.
+        # `Optimizer.__init__` is not called: groups, state and hooks are the inner optimizer's.
         self.optim = optimizer
         self.trust_coefficient = trust_coefficient
         self.eps = eps
         self.clip = clip
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optim":  # a copy in the making
+        if name == "optim":  # not set yet in a copy that is being made
             raise AttributeError(name)
         return getattr(self.optim, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Not `step`, which a scheduler sets on the instance.
+        # Named one by one: a scheduler also sets `step` on the instance, which must not be pickled.
         return {name: vars(self)[name] for name in ("optim", "trust_coefficient", "eps", "clip")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -104,13 +104,13 @@ class LARC(torch.optim.Optimizer):
 
         def adapt(*args: Any) -> None:
             nonlocal adapted
-            if not adapted:  # a step that calls super().step() comes here twice
+            if not adapted:  # a step that calls super().step() runs its hooks twice
                 adapted = True
                 self._adapt()
 
         try:
             if isinstance(self.optim, torch.optim.Optimizer):
-                # In its step, behind amp's hook: gradients are unscaled by then, or taken away in a step to be skipped.
+                # A hook of its step, run after amp's: gradients are unscaled by then, or gone if the step will skip.
                 handle = self.optim.register_step_pre_hook(adapt)
                 try:
                     result = self.optim.step()
@@ -126,6 +126,7 @@ class LARC(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _adapt(self) -> None:
+        """Multiply the gradients by their factors, weight decay included, and set the groups' weight decay to 0."""
         for index, group in enumerate(self.param_groups):
             if any(param.grad is not None and param.grad.is_sparse for param in group["params"]):
                 raise RuntimeError(f"LARC.step: group {index} has a sparse gradient, whose parameter it cannot scale")
@@ -151,6 +152,7 @@ class LARC(torch.optim.Optimizer):
         factors = self.trust_coefficient * param_norms / (grad_norms + param_norms * decay + self.eps)
         if self.clip:
             factors = (factors / lr).clamp(max=1.0)
-        # Weight decay is added first: it is nothing where the parameter is 0, and must be where the gradient is.
+        # The caller multiplies `gradient + decay * parameter` by these. Where the parameter is 0 that is the gradient,
+        # which stays; where the gradient is 0 it is the decay alone, which goes.
         factors = factors.masked_fill(param_norms == 0, 1.0).masked_fill(grad_norms == 0, 0.0)
         return list(factors.unbind())

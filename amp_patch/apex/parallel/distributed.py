@@ -142,7 +142,7 @@ class DistributedDataParallel(TorchDDP):
                 self.register_comm_hook(
                     _Sending(allreduce_always_fp32, gradient_average, gradient_predivide_factor), _reduce
                 )
-        else:  # which torch refuses
+        else:  # torch's constructor refuses a module without trainable parameters
             nn.Module.__init__(self)
             self.module = module
             flat_dist_call([param.data for param in module.parameters()], distributed.broadcast, (0,))
@@ -197,4 +197,4 @@ def _reduce(how: _Sending, bucket: distributed.GradBucket) -> Future[Tensor]:
     return work.get_future().then(finish)
 
 
-_reduce.__annotations__.clear()  # torch compares them with its types, and would find them as text
+_reduce.__annotations__.clear()  # torch compares a hook's annotations with its own types, and these are strings

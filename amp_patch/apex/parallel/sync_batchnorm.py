@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group"]
-
-
-_BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -60,7 +58,7 @@ class SyncBatchNorm(_BatchNorm):
             output = output + z
         return F.relu(output) if self.fuse_relu else output
 
-    # What torch's forward asks of its `self`.
+    # `nn.SyncBatchNorm.forward` calls these two on the module that it is given, which is no SyncBatchNorm of torch's.
     _check_input_dim: Any = nn.SyncBatchNorm._check_input_dim
     _check_non_zero_input_channels: Any = nn.SyncBatchNorm._check_non_zero_input_channels
 
@@ -123,7 +121,7 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
 
 
 def _convert(module: nn.Module, process_group: Any, channel_last: bool, made: dict[int, nn.Module]) -> nn.Module:
-    if id(module) in made:  # in two places
+    if id(module) in made:  # a module may be in two places
         return made[id(module)]
     result = made[id(module)] = module
     if isinstance(module, _BatchNorm):

@@ -1,8 +1,9 @@
 """Apex's op lists, to be printed and edited: `amp.lists.functional_overrides.FP16_FUNCS.append("x")`.
 
-They are read off `oplists.py` and show what the casts of Apex's variant do: Apex's names, and those that torch has got
-since. An edit acts from the next `initialize` or `init` on, which calls `register_edits`. FP16_FUNCS speaks of both
-types, as scripts for NVIDIA's Apex expect, and BFLOAT16_FUNCS, ROCm's, of trainings in bfloat16.
+They are read off `amp_patch.casts.oplists`, and hold what the casts of Apex's variant do: the names on Apex's lists,
+and names that torch has got since. An edit acts from the next `initialize` or `init` on, which calls `register_edits`.
+FP16_FUNCS is for trainings in either type, as scripts for NVIDIA's Apex expect; BFLOAT16_FUNCS, ROCm's, for those in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _REGISTER = {
 
 
 def register_edits(dtype: torch.dtype) -> None:
-    """Register the rules of what a caller has put on the lists, and leave alone what he has taken off.
+    """Register the rules of names that a caller has put on the lists; functions that are off them are no longer cast.
 
     `dtype` is the low-precision type of the training that begins. As in Apex a name that torch does not have is passed
     over. The rule stays registered (it is that of `casts.register_half_function` and its like: for every policy of the

@@ -1,11 +1,11 @@
-"""The lists of one owner in Apex's form, read off `oplists.py`."""
+"""Apex's lists for one owner of functions (torch, torch.Tensor ...), read off `amp_patch.casts.oplists`."""
 
 from __future__ import annotations
 
 from amp_patch.casts.oplists import rules_by_name
 from amp_patch.casts.rules import INSTEAD_OF_BANNED
 
-# What Apex called the names of which rules. The in-place names it derived from these. BFLOAT16_FUNCS is ROCm's.
+# Apex's list -> our rules whose functions are on it. BFLOAT16_FUNCS is ROCm's.
 KINDS: dict[str, tuple[str, ...]] = {
     "FP16_FUNCS": ("lower", "einsum", "rnn"),
     "BFLOAT16_FUNCS": ("lower", "einsum", "rnn"),
