@@ -167,7 +167,5 @@ def thin(values: np.ndarray) -> np.ndarray:
 
 def cut(name: str, length: int = 28) -> str:
     """The name in at most so many letters: its beginning and its end."""
-    name = name.encode(
-        errors="replace"
-    ).decode()  # bytes that are no letter, as a file name can hold, cannot be written
+    name = name.encode(errors="replace").decode()  # a file name can hold bytes that are no letter
     return name if len(name) <= length else f"{name[: length // 2 - 1]}…{name[-(length // 2) :]}"
