@@ -59,11 +59,6 @@ def remove(observer: Observer) -> None:
             _hooks.pop().remove()
 
 
-def listening() -> int:
-    """How many observers there are."""
-    return len(_observers)
-
-
 def tell(what: str, *args: Any) -> None:
     """Call the method `what` of all observers."""
     failure: BaseException | None = None

@@ -50,7 +50,7 @@ def one_step(model, optimizer, inputs=((1.0, 1.0),), factor=1.0, **options):
 def untouched():
     """Whether nothing of a recorder is in the process."""
     return (
-        not observers.listening()
+        not observers._observers
         and not torch_hooks._global_optimizer_pre_hooks
         and not torch_hooks._global_optimizer_post_hooks
         and not recording._recorders
