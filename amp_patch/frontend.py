@@ -20,7 +20,7 @@ from amp_patch.policy import Policy, resolve, scale_number
 from amp_patch.support import compiled
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Attempts, installations
-from amp_patch.training.innermost import as_list, innermost
+from amp_patch.training.innermost_optimizer import as_list, innermost
 from amp_patch.training.scale_loss import scaler_of, targets_of
 from amp_patch.training.stash import stash_of
 from amp_patch.training.training import (
@@ -34,7 +34,7 @@ from amp_patch.training.training import (
     scalers_of,
     trainings,
 )
-from amp_patch.training.wrappers import enter_wrappers
+from amp_patch.training.two_passes import enter_wrappers
 
 logger = logging.getLogger("amp_patch")
 

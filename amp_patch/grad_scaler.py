@@ -19,7 +19,7 @@ from amp_patch.policy import scale_number
 from amp_patch.support import distributed
 from amp_patch.support.compiled import eager_only
 from amp_patch.training import step as optimizer_step
-from amp_patch.training.innermost import innermost
+from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.stash import distinct_pairs, drop_spent, stash_of
 from amp_patch.training.unscale import drop, first_gradient
 

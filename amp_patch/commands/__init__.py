@@ -1,3 +1,3 @@
-"""`python -m amp_patch ...`: one file a command."""
+"""`python -m amp_patch ...`: a file a command (run, check, compare), beside it what that needs."""
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from amp_patch.model.forward import KeptModule
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
 from amp_patch.support.compiled import eagerly
-from amp_patch.training.innermost import innermost
+from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.stash import stash_of
 
 _TENSOR: Any = Tensor

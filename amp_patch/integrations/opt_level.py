@@ -15,7 +15,7 @@ from amp_patch.masters.masters import linked
 from amp_patch.model import keep_fp32
 from amp_patch.model.forward import policy_of
 from amp_patch.policy import resolve
-from amp_patch.training.innermost import innermost
+from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.stash import stash_of
 from amp_patch.training.training import leave

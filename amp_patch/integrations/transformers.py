@@ -22,7 +22,7 @@ from transformers.trainer_callback import ExportableState
 
 from amp_patch.frontend import initialize
 from amp_patch.model.forward import policy_of
-from amp_patch.training.innermost import innermost
+from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.stash import stash_of
 

@@ -13,9 +13,8 @@ from torch.compiler import is_dynamo_compiling
 
 from amp_patch.casts import regions
 from amp_patch.casts import state as casts_state
-from amp_patch.masters import stalled_averages
 from amp_patch.masters.masters import Linked, connect, link_of, linked, master_of, publish, reconcile
-from amp_patch.model import buffers, fsdp, shielded_copies
+from amp_patch.model import buffers, fsdp, shielded_copies, stalled_averages
 from amp_patch.model.fast_path import forbid_fast_path
 from amp_patch.model.keep_fp32 import is_batch_norm
 from amp_patch.model.state import ModelState, followed_policy, running

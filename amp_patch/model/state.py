@@ -12,9 +12,8 @@ from typing import Any
 from torch import nn
 
 from amp_patch.casts import install
-from amp_patch.masters import stalled_averages
 from amp_patch.masters.masters import Edits
-from amp_patch.model import buffers, fsdp
+from amp_patch.model import buffers, fsdp, stalled_averages
 from amp_patch.model.fast_path import forbid_fast_path
 from amp_patch.policy import Policy
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from amp_patch.support import distributed, tree
 from amp_patch.support.compiled import eager_only
-from amp_patch.training import zero
+from amp_patch.training import zero_redundancy
 from amp_patch.training.stash import stash_of
 from amp_patch.training.training import Training
 
@@ -37,7 +37,7 @@ class Sizes:
         if not optimizers:
             return  # all gone, or restored: what was measured before holds
         pairs = self._pairs()
-        states = [getattr(zero.stateful(optimizer), "state", None) or {} for optimizer in optimizers]
+        states = [getattr(zero_redundancy.stateful(optimizer), "state", None) or {} for optimizer in optimizers]
         self.bytes["weights"] = _bytes(param for param, _ in pairs)
         self.bytes["masters"] = _bytes(master for param, master in pairs if master is not param)
         self.bytes["state"] = _bytes(tensor for state in states for tensor in tree.tensors([*state.values()]))

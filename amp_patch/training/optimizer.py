@@ -20,7 +20,7 @@ from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import generated_class
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Attempts
-from amp_patch.training import zero
+from amp_patch.training import zero_redundancy
 from amp_patch.training.stash import Stash, give_stash, note_sharing, siblings, stash_of, take_stash
 from amp_patch.training.step import after_step, before_step, guarded_step, recover
 from amp_patch.training.unscale import unscale_pending
@@ -64,7 +64,7 @@ class AmpOptimizer(Generated):
         if stash is not None and stash.enabled:
             _refuse_known(self, stash, param_group)
             if stash.policy.master_weights:
-                zero.check_new_group(self)
+                zero_redundancy.check_new_group(self)
         super().add_param_group(param_group)  # type: ignore[misc]
         if stash is None or not stash.enabled:
             return
@@ -74,7 +74,7 @@ class AmpOptimizer(Generated):
                 param.grad = None  # backward passes may have reached it before it had an optimizer: it is scaled
         if stash.policy.master_weights:
             stash.masters.attach(self, group)
-            zero.repartition(self)
+            zero_redundancy.repartition(self)
         note_sharing([other for other, _ in siblings(stash)])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def check_optimizer(optimizer: Any, policy: Policy) -> None:
             f"initialize: LBFGS evaluates the loss inside step(), which opt_level {policy.opt_level!r} cannot scale or "
             "gather; use it at O0, or at O4 (bfloat16 casts, no loss scaling)"
         )
-    zero.check_zero(optimizer, policy)
+    zero_redundancy.check_zero(optimizer, policy)
 
 
 def enter_training(
@@ -124,7 +124,7 @@ def enter_training(
     if stash.policy.master_weights:
         for group in optimizer.param_groups:
             stash.masters.attach(optimizer, group, about_to_be_cast)
-        zero.repartition(optimizer)
+        zero_redundancy.repartition(optimizer)
     give_stash(optimizer, stash)
     generated_class.give(optimizer, mixin)
     _lead_scheduler(optimizer)
@@ -167,7 +167,7 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
         attempt(stash.masters.unfollow, wrapper)
     linked = stash.masters.linked()
     attempt(stash.masters.detach, optimizer)
-    attempt(zero.repartition, optimizer)
+    attempt(zero_redundancy.repartition, optimizer)
     if isinstance(optimizer, Generated):
         attempt(generated_class.take, optimizer)
         attempt(_lead_scheduler, optimizer)
@@ -181,7 +181,7 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
 
 def state_follows_params(optimizer: Any) -> None:
     """Cast the optimizer's state to its parameters' dtypes, by torch's own rules for loading a state."""
-    optimizer = zero.stateful(optimizer)
+    optimizer = zero_redundancy.stateful(optimizer)
     if getattr(optimizer, "state", None) and any(
         isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0 and value.dtype is not param.dtype
         for param, state in optimizer.state.items()

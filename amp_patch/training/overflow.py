@@ -1,7 +1,7 @@
 """What a step does about an overflow: it is skipped, on the host or on the device, and the culprits are named.
 
-The flag comes from the backward passes before it (`unscale.py`), and the scale falls at their end (`loss_scaler.py`). Here
-it takes the gradients away, or goes to the optimizer. `step.py` calls this, and puts back afterwards what a skip took.
+The flag comes from the backward passes before it (`unscale.py`), and the scale falls at their end (`loss_scaler.py`).
+Here the flag takes the gradients away, or goes to the optimizer. `step.py` calls this, and puts back what a skip took.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from amp_patch.training.stash import DeviceSkip, SkippedStep, Stash, known_stash
 def skip_if_overflowed(optimizer: Any, stash: Stash) -> None:
     """Let the coming step do nothing if a gradient that went into it overflowed.
 
-    An optimizer that can (`skips_on_device`) is given the flag. For any other the host reads it, which is one sync where
-    a loss is scaled; after an overflow it takes all gradients away, since an optimizer does nothing without them.
+    An optimizer that can (`skips_on_device`) is given the flag. For any other the host reads it, which is one sync
+    where a loss is scaled; after an overflow it takes all gradients away: without them an optimizer does nothing.
     """
     if skips_on_device(optimizer, stash):
         stash.device_skips.append(DeviceSkip(stash.found))

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from amp_patch.casts import regions
 from amp_patch.model import state as model_state
 from amp_patch.support import blocks, compiled
-from amp_patch.training.innermost import as_list, innermost
+from amp_patch.training.innermost_optimizer import as_list, innermost
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.scaled_backward import ScaledBackward
 from amp_patch.training.stash import Stash, known_stash, stash_of
-from amp_patch.training.wrappers import enter_wrappers
+from amp_patch.training.two_passes import enter_wrappers
 
 
 @compiled.eager_only

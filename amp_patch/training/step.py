@@ -8,8 +8,8 @@ from typing import Any
 
 from amp_patch.casts import regions, thread_state
 from amp_patch.casts import state as casts_state
-from amp_patch.masters import stalled_averages
 from amp_patch.masters.masters import Linked, publish, publish_written, reconcile
+from amp_patch.model import stalled_averages
 from amp_patch.support.compiled import not_traced
 from amp_patch.support.generated_class import base_class
 from amp_patch.training import observers

@@ -12,7 +12,7 @@ from torch.utils.weak import TensorWeakRef
 from amp_patch.masters.gradients import Earlier, gather, held
 from amp_patch.multi_tensor import inverse_of
 from amp_patch.support import distributed
-from amp_patch.training.innermost import innermost
+from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.stash import Stash, distinct_pairs, drop_spent, known_stash, sharing, siblings, stash_of
 

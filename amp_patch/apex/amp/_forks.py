@@ -20,7 +20,7 @@ from amp_patch.frontend import master_params
 from amp_patch.masters.masters import master_of, publish
 from amp_patch.policy import LOW_PRECISION, boolean, scale_number
 from amp_patch.support.blocks import block
-from amp_patch.training.innermost import innermost
+from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.stash import stash_of
 
 _DTYPES: dict[str, torch.dtype | None] = {

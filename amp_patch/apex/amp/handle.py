@@ -22,7 +22,7 @@ from amp_patch.environment import LEVEL, overridden
 from amp_patch.model import forward as model_forward
 from amp_patch.policy import OPT_LEVELS, Policy, resolve
 from amp_patch.training import optimizer as optimizer_side
-from amp_patch.training.innermost import innermost
+from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.scale_loss import scale_loss as scale_loss_of
 from amp_patch.training.stash import stash_of
 from amp_patch.training.training import Dialect, Training, begin_training

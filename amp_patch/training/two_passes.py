@@ -10,7 +10,7 @@ import torch
 from amp_patch.masters.masters import publish_written
 from amp_patch.support import generated_class
 from amp_patch.support.generated_class import Generated, base_class
-from amp_patch.training.innermost import innermost, layers, makes_two_passes
+from amp_patch.training.innermost_optimizer import innermost, layers, makes_two_passes
 from amp_patch.training.stash import known_stash, stash_of
 from amp_patch.training.unscale import unscale_pending
 
