@@ -78,7 +78,7 @@ ROWS = (
     Row(
         "apex.amp",
         "bfloat16_function register_bfloat16_function",
-        "amp_patch.casts",
+        "amp_patch.casts.functions",
         "ROCm's; to bfloat16 at every level, while half_function casts to the type of the level",
     ),
     Row(
