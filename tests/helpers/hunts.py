@@ -32,6 +32,8 @@ def hunt(examples: int, many: int | None = None, fresh: bool = True, **strategie
             settings(database=None, **unhurried, **how_many)(given(**strategies)(test))()
 
         property_test.__doc__ = test.__doc__
+        for mark in getattr(test, "pytestmark", ()):
+            property_test = getattr(pytest.mark, mark.name)(*mark.args, **mark.kwargs)(property_test)
         return property_test
 
     return decorate
