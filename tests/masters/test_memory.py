@@ -23,7 +23,8 @@ def live_bytes():
 
     Not those of stand-ins that a compiler has left: no memory is behind them.
     """
-    gc.collect()
+    while gc.collect():  # what one pass has freed may have held what only the next one finds
+        pass
     storages = {}
     for thing in gc.get_objects():
         if type(thing) in (torch.Tensor, nn.Parameter, Master) and not thing.is_sparse:
