@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -177,7 +179,14 @@ def test_the_machine(cpu):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process is not told what it holds")
-def test_memory_is_what_the_process_has_grown_by(cpu):
+def test_memory_is_what_the_process_has_grown_by():
+    # A fresh process, in which no earlier test has left memory that is given back meanwhile.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        process.submit(_allocate_and_ask).result()
+
+
+def _allocate_and_ask() -> None:
+    no_cuda.install()
     cuda, mib = torch.cuda, 2**20
     before = cuda.memory_allocated()
     held = torch.ones(64 * mib, dtype=torch.uint8, device="cuda")
