@@ -6,6 +6,7 @@
 #include "kernels/cpu_features.h"
 #include "kernels/ops.h"
 #include "kernels/plan.h"
+#include "kernels/step_ops.h"
 
 namespace pybind11::detail {
 
@@ -51,15 +52,22 @@ struct CpuLoop;
 extern template struct Ops<CpuLoop>;
 const std::vector<std::string>& instruction_sets();
 std::string use_instruction_set(const std::string& name);
-// kernels/cuda.cu
+// kernels/steps_cpu.cpp
+struct CpuSteps;
+extern template struct Steps<CpuSteps>;
+// kernels/cuda.cu, kernels/steps_cuda.cu
 #ifdef WITH_CUDA
 struct CudaLoop;
 extern template struct Ops<CudaLoop>;
+struct CudaSteps;
+extern template struct Steps<CudaSteps>;
 void choose_metadata(const std::string& route);
 #define ON_CUDA(op) &Ops<CudaLoop>::op
+#define STEP_ON_CUDA(op) &Steps<CudaSteps>::op
 #define DEVICES "cpu", "cuda"
 #else
 #define ON_CUDA(op) decltype (&Ops<CpuLoop>::op)(nullptr)
+#define STEP_ON_CUDA(op) decltype (&Steps<CpuSteps>::op)(nullptr)
 #define DEVICES "cpu"
 #endif
 
@@ -80,6 +88,7 @@ auto on_device(Return (*cpu)(First, Rest...), Return (*cuda)(First, Rest...)) {
 }
 
 #define OP(op) #op, on_device(&Ops<CpuLoop>::op, ON_CUDA(op)), py::call_guard<py::gil_scoped_release>()
+#define STEP(op) #op, on_device(&Steps<CpuSteps>::op, STEP_ON_CUDA(op)), py::call_guard<py::gil_scoped_release>()
 
 std::vector<std::pair<std::vector<int64_t>, std::vector<std::pair<int64_t, int64_t>>>> plan_as_lists(
     const std::vector<int64_t>& sizes, int64_t chunk, int64_t max_tensors, int64_t max_chunks) {
@@ -106,6 +115,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(OP(unscale_l2norm));  // grads, inv_scale, found_inf -> [total, norms]
   m.def(OP(adopt));           // params, masters
   m.def(OP(update_scale));    // scale, growth_tracker, found_inf, growth_factor, ..., hysteresis_tracker
+
+  m.def(STEP(adam));  // lists, lr, step, factors, found_inf, numbers, flags: as Steps::adam in step_ops.h
+  m.def(STEP(sgd));   // as Steps::sgd
 
   m.def("cpu_has_fp16", &cpu_has_fp16);
 

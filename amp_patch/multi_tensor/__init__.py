@@ -12,15 +12,15 @@ their version counter bumped, as by torch's in-place functions.
 ``found_inf`` is a float32 tensor of one element on the lists' device. A kernel only ever writes 1.0 into it, where it
 meets an infinity or a NaN; zeroing it is the caller's (as for torch's ``_amp_foreach_non_finite_check_and_unscale_``).
 
-Two backends give the same results, norms up to the rounding of their sums: the extension ``amp_patch._C``, and plain
-torch where it is absent or not built for the tensors' device. ``AMP_PATCH_BACKEND=torch`` in the environment, or
+Two backends give the same results, up to rounding in the sums of norms and the steps of optimizers: the extension
+``amp_patch._C``, and plain torch where it is absent or not built for the tensors' device.
+``AMP_PATCH_BACKEND=torch`` in the environment, or
 ``use_backend("torch")``, turns to plain torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -31,45 +31,27 @@ from amp_patch.multi_tensor.backends import backend_reason as backend_reason
 from amp_patch.multi_tensor.backends import extension as extension
 from amp_patch.multi_tensor.backends import use_backend as use_backend
 from amp_patch.multi_tensor.checks import Number, Tensors, check_lists, check_numbers, check_scale
+from amp_patch.multi_tensor.dispatch import run
 from amp_patch.multi_tensor.plain import SMALLEST_SCALE as SMALLEST_SCALE
-from amp_patch.support.blocks import without_grad
+from amp_patch.multi_tensor.steps import multi_tensor_adam as multi_tensor_adam
+from amp_patch.multi_tensor.steps import multi_tensor_sgd as multi_tensor_sgd
 
 __all__ = [
     "backend",
     "backend_reason",
     "inverse_of",
+    "multi_tensor_adam",
     "multi_tensor_adopt",
     "multi_tensor_axpby",
     "multi_tensor_check_finite",
     "multi_tensor_l2norm",
     "multi_tensor_scale",
+    "multi_tensor_sgd",
     "multi_tensor_unscale",
     "multi_tensor_unscale_l2norm",
     "update_scale",
     "use_backend",
 ]
-
-
-def _run(
-    op: str, in_torch: Callable[..., Any], lists: tuple[Any, ...], rest: tuple[Any, ...], check: Callable[[], None]
-) -> Any:
-    """``op`` of the extension where it serves the tensors' device, else ``in_torch``; both take ``(*lists, *rest)``."""
-    kernels: Any = extension()
-    if kernels is not None and all(isinstance(tensors, (list, tuple)) for tensors in lists):
-        first = next(iter(lists[0] if lists else rest), None)
-        if not isinstance(first, Tensor) or first.device.type in kernels.devices:
-            try:
-                return getattr(kernels, op)(*lists, *rest)
-            except (kernels.Refused, TypeError):  # TypeError is pybind11's: something is no tensor or no number
-                check()
-                raise
-    check()
-    return _plainly(in_torch, *lists, *rest)
-
-
-@without_grad
-def _plainly(in_torch: Callable[..., Any], *args: Any) -> Any:
-    return in_torch(*args)
 
 
 def multi_tensor_scale(src: Tensors, dst: Tensors, factor: Number, found_inf: Tensor | None = None) -> None:
@@ -81,7 +63,7 @@ def multi_tensor_scale(src: Tensors, dst: Tensors, factor: Number, found_inf: Te
 
     After Apex's ``amp_C.multi_tensor_scale``, which reads its flag from an int32 buffer and takes a float only.
     """
-    _run(
+    run(
         "scale",
         plain.scale,
         (src, dst),
@@ -95,7 +77,7 @@ def multi_tensor_unscale(grads: Tensors, inv_scale: Number, found_inf: Tensor | 
 
     As ``torch._amp_foreach_non_finite_check_and_unscale_``, but for any mix of dtypes, FP16 too.
     """
-    _run(
+    run(
         "unscale",
         plain.unscale,
         (grads,),
@@ -123,7 +105,7 @@ def multi_tensor_axpby(
     """
     if check not in ("both", "x", "y"):
         raise ValueError(f"multi_tensor_axpby: check={check!r} is none of 'both', 'x', 'y'")
-    _run(
+    run(
         "axpby",
         plain.axpby,
         (x, y, out),
@@ -134,7 +116,7 @@ def multi_tensor_axpby(
 
 def multi_tensor_check_finite(tensors: Tensors, found_inf: Tensor) -> None:
     """Raise ``found_inf`` if any element of ``tensors`` is infinite or NaN. Writes nothing else."""
-    _run(
+    run(
         "check_finite",
         plain.check_finite,
         (tensors,),
@@ -155,7 +137,7 @@ def multi_tensor_l2norm(tensors: Tensors, per_tensor: bool = False) -> Tensor | 
 
     After Apex's ``amp_C.multi_tensor_l2norm``.
     """
-    total, norms = _run(
+    total, norms = run(
         "l2norm",
         plain.l2norm,
         (tensors,),
@@ -177,7 +159,7 @@ def multi_tensor_unscale_l2norm(
     grads: Tensors, inv_scale: Number, found_inf: Tensor | None, per_tensor: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``multi_tensor_unscale``, then ``multi_tensor_l2norm`` of what it stored, in one pass: for clipping."""
-    total, norms = _run(
+    total, norms = run(
         "unscale_l2norm",
         plain.unscale_l2norm,
         (grads,),
@@ -202,7 +184,7 @@ def multi_tensor_adopt(params: Tensors, masters: Tensors) -> None:
             if master.dtype != torch.float32:
                 raise TypeError(f"multi_tensor_adopt: tensor {i} of masters is {master.dtype}, float32 is wanted")
 
-    _run("adopt", plain.adopt, (params, masters), (), check)
+    run("adopt", plain.adopt, (params, masters), (), check)
 
 
 def update_scale(
@@ -262,7 +244,7 @@ def update_scale(
             {"growth_interval": growth_interval, "hysteresis": hysteresis},
         )
 
-    _run("update_scale", plain.moved_scale, (), (scale, growth_tracker, found_inf, *numbers), check)
+    run("update_scale", plain.moved_scale, (), (scale, growth_tracker, found_inf, *numbers), check)
 
 
 def inverse_of(scale: Tensor) -> Tensor:

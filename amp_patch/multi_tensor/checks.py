@@ -5,7 +5,6 @@ The extension guards memory by the same rules, without words. When it refuses a 
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Sequence
 from typing import SupportsFloat, SupportsIndex
@@ -18,7 +17,10 @@ Number = float | Tensor
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-def _check_tensor(name: str, which: str, t: object, device: torch.device, first: str) -> None:
+def check_tensor(
+    name: str, which: str, t: object, device: torch.device, first: str, dtypes: tuple[torch.dtype, ...] = DTYPES
+) -> None:
+    """Raise unless `t` is a plain tensor on `device`, that of the tensor named `first`, and of one of `dtypes`."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: {which} is a {type(t).__name__}, a tensor is wanted")
     if t.layout is torch.sparse_coo:
@@ -35,9 +37,10 @@ def _check_tensor(name: str, which: str, t: object, device: torch.device, first:
             f"{name}: {which} is a {type(t).__name__}, a plain tensor is wanted: hand over the one inside it "
             "(`t.to_local()` of a DTensor)"
         )
-    if t.dtype not in DTYPES:
-        wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise TypeError(f"{name}: {which} is {t.dtype}, one of {wanted} is wanted: convert it or leave it out")
+    if t.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        wanted = f"one of {names}" if len(dtypes) > 1 else names
+        raise TypeError(f"{name}: {which} is {t.dtype}, {wanted} is wanted: convert it or leave it out")
     if not _has_memory(t):
         raise TypeError(
             f"{name}: {which} has no memory of its own (nested, a lazy zero, seen through torch.func, or its storage "
@@ -78,7 +81,8 @@ def _has_memory(t: Tensor) -> bool:
     return t.device.type not in ("cpu", "cuda") or not t.numel() or t.untyped_storage().nbytes() != 0
 
 
-def _check_unrecorded(name: str, which: str, written: Tensor) -> None:
+def check_unrecorded(name: str, which: str, written: Tensor) -> None:
+    """Raise where autograd would have to see a write."""
     if written.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{name}: {which} requires grad, and autograd would not see the write: call {name} under torch.no_grad()"
@@ -100,7 +104,7 @@ def check_one(
     if _is_wrapper(t) or not _has_memory(t):
         raise TypeError(f"{name}: {which} is a {type(t).__name__} without memory of its own, {wanted} is wanted")
     if written:
-        _check_unrecorded(name, which, t)
+        check_unrecorded(name, which, t)
 
 
 def is_number(value: object) -> bool:
@@ -123,21 +127,35 @@ def _overlap(t: Tensor, out: Tensor) -> bool:
     return t.data_ptr() < ends[1] and out.data_ptr() < ends[0]
 
 
-def _check_apart(name: str, written: str, outs: Tensors) -> None:
-    """No two outputs share elements, where torch can tell cheaply: which of the two writes would be the last?"""
+def check_apart(name: str, written: str, outs: Tensors, read: Tensors = ()) -> None:
+    """No two outputs share elements, and no output with what is `read`, where torch can tell cheaply."""
 
     def known(t: Tensor) -> int:  # how many elements lie one after another
         return t.numel() if torch.ops.aten.is_non_overlapping_and_dense(t) else 1
 
-    spans = sorted(
-        (t.data_ptr(), t.data_ptr() + known(t) * t.element_size(), i) for i, t in enumerate(outs) if t.numel()
-    )
-    for (_, end, i), (begin, _, j) in itertools.pairwise(spans):
-        if begin < end:
+    def spans(tensors: Tensors, is_read: bool) -> list[tuple[int, int, bool, int]]:
+        return [
+            (t.data_ptr(), t.data_ptr() + known(t) * t.element_size(), is_read, i)
+            for i, t in enumerate(tensors)
+            if t.numel()
+        ]
+
+    ends = [0, 0]  # how far the spans before reach: the written ones, those that are read
+    last = [0, 0]
+    for begin, end, is_read, i in sorted(spans(outs, False) + spans(read, True)):
+        if begin < ends[0] and not is_read:
             raise ValueError(
-                f"{name}: tensors {min(i, j)} and {max(i, j)} of {written} overlap in memory: hand over each element "
-                "once"
+                f"{name}: tensors {min(i, last[0])} and {max(i, last[0])} of {written} overlap in memory: hand over "
+                "each element once"
             )
+        if begin < ends[0] or (not is_read and begin < ends[1]):
+            pair = (last[0], i) if is_read else (i, last[1])
+            raise ValueError(
+                f"{name}: tensor {pair[0]} of {written} overlaps tensor {pair[1]} of what is read: hand over a "
+                "`.clone()`"
+            )
+        if end > ends[is_read]:
+            ends[is_read], last[is_read] = end, i
 
 
 def check_lists(
@@ -163,7 +181,7 @@ def check_lists(
         if len(tensors) != len(list0):
             raise ValueError(f"{name}: {label} has {len(tensors)} tensors, {label0} has {len(list0)}")
         for i, (t, t0) in enumerate(zip(tensors, list0, strict=True)):
-            _check_tensor(name, f"tensor {i} of {label}", t, device, f"tensor 0 of {label0}")
+            check_tensor(name, f"tensor {i} of {label}", t, device, f"tensor 0 of {label0}")
             if t.shape != t0.shape:
                 raise ValueError(
                     f"{name}: tensor {i} of {label} has shape {list(t.shape)}, {label0} has {list(t0.shape)}"
@@ -174,7 +192,7 @@ def check_lists(
                     "convert one of the two first"
                 )
     for i, out in enumerate(lists[written] if written else ()):
-        _check_unrecorded(name, f"tensor {i} of {written}", out)
+        check_unrecorded(name, f"tensor {i} of {written}", out)
         if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
             raise ValueError(
                 f"{name}: tensor {i} of {written} overlaps itself (an expanded tensor, strides {list(out.stride())}): "
@@ -187,7 +205,7 @@ def check_lists(
                     "elements or apart, hand over a `.clone()`"
                 )
     if written:
-        _check_apart(name, written, lists[written])
+        check_apart(name, written, lists[written])
     if found_inf is not None:
         check_one(name, "found_inf", found_inf, device, (torch.float32,), written=True)
     for label, number in (numbers or {}).items():

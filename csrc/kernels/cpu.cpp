@@ -16,20 +16,15 @@
 #include <cstring>
 #include <limits>
 
+#include "cpu_chunks.h"
 #include "ops.h"
-#include "plan.h"
 
 namespace amp_patch {
-
-const std::vector<std::string>& instruction_sets();
-
 namespace {
 
 constexpr int64_t kLanes = 64;           // partial sums of a chunk's norm: as many on every instruction set
 constexpr int64_t kBlock = 256;          // elements of a row: three of them stay in the L1 cache
-constexpr int64_t kChunk = 16384;        // elements of a chunk; another number would round the sums of norms otherwise
 constexpr int64_t kGrain = 32768;        // least work worth a thread, torch's own grain
-constexpr int64_t kChunkOverhead = 64;   // what a chunk costs beside its elements, in elements
 constexpr int64_t kStreamed = 16 << 20;  // bytes of output that no cache would keep until it is read
 
 struct Result {
@@ -66,14 +61,12 @@ namespace avx512 {
 #pragma GCC pop_options
 #endif
 
-std::atomic<size_t> chosen{instruction_sets().size() - 1};
-
 // visit(Set()) with the set that was chosen; float64 is computed by the portable one alone.
 template <class T, class Visit>
 Result on_set(const Visit& visit) {
 #ifdef AMP_PATCH_X86
   if constexpr (std::is_same_v<T, float>) {
-    switch (chosen.load(std::memory_order_relaxed)) {
+    switch (instruction_set()) {
       case 2:
         return visit(avx512::Set());
       case 1:
@@ -167,14 +160,7 @@ bool share_order(const std::array<const at::Tensor*, N>& tensors) {
   return true;
 }
 
-// Asks early for the elements of a short tensor. A long row the processor prefetches by itself, once it has seen the
-// pattern; a short one ends before that.
-void prefetch(const Fact& f) {
-  constexpr int64_t kLine = 64, kMost = 2048;
-  const int64_t bytes = bytes_of(f);
-  if (bytes > kMost) return;
-  for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(f.data + at);
-}
+void prefetch(const Fact& f) { prefetch_short(f.data, bytes_of(f)); }
 
 // Calls visit(offset, position, length, stride) for the runs that make up elements [begin, begin + n): a run is
 // `length` elements, the first at data[offset] and at `position` of the n, `stride` apart in memory.
@@ -301,7 +287,8 @@ const std::vector<std::string>& instruction_sets() {
     std::vector<std::string> found{"portable"};
 #ifdef AMP_PATCH_X86
     __builtin_cpu_init();
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    const bool has_avx2 =
+        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma");
     if (has_avx2) found.push_back("avx2");
     if (has_avx2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl")) {
@@ -313,6 +300,8 @@ const std::vector<std::string>& instruction_sets() {
   return names;
 }
 
+static std::atomic<size_t> chosen{instruction_sets().size() - 1};
+
 // Takes the set of that name from now on; returns the name of the one before.
 std::string use_instruction_set(const std::string& name) {
   const auto& names = instruction_sets();
@@ -320,6 +309,8 @@ std::string use_instruction_set(const std::string& name) {
   if (found == names.end()) throw std::invalid_argument("use_instruction_set: this machine has no " + name);
   return names[chosen.exchange(found - names.begin())];
 }
+
+size_t instruction_set() { return chosen.load(std::memory_order_relaxed); }
 
 struct CpuLoop {
   static constexpr c10::DeviceType device = c10::DeviceType::CPU;
@@ -362,35 +353,22 @@ struct CpuLoop {
     }
     const bool stream = written >= kStreamed;
 
-    constexpr int64_t unlimited = std::numeric_limits<int64_t>::max();
-    const std::vector<Chunk> chunks = std::move(plan(sizes, kChunk, unlimited, unlimited)[0].chunks);
-    // Threads share the work by elements, not by tensors: a model has many tiny tensors beside a few huge ones.
-    std::vector<int64_t> starts;
-    starts.reserve(chunks.size());
-    int64_t work = 0;
-    for (const Chunk& chunk : chunks) {
-      starts.push_back(work);
-      work += kChunkOverhead + std::min(kChunk, sizes[chunk.slot] - chunk.index * kChunk);
-    }
+    const CpuChunks chunks(sizes);
     std::vector<double> squares(Functor::reduces ? chunks.size() : 0);
     std::atomic<bool> bad{false};
-    at::parallel_for(0, work, kGrain, [&](int64_t from, int64_t to) {
-      for (auto c = std::lower_bound(starts.begin(), starts.end(), from) - starts.begin();
-           c < static_cast<int64_t>(chunks.size()) && starts[c] < to; ++c) {
-        constexpr int64_t kAhead = 3;
-        if (c + kAhead < static_cast<int64_t>(chunks.size())) {
-          for (const Fact* f : facts_of(job.indices[chunks[c + kAhead].slot])) prefetch(*f);
-        }
-        const int64_t slot = chunks[c].slot, i = job.indices[slot], begin = chunks[c].index * kChunk;
-        const int64_t end = std::min(begin + kChunk, sizes[slot]);
-        const auto facts = facts_of(i);
-        const Result result = run_chunk<T, N>(job, f, i, facts, begin, end, stream);
-        if (result.bad) bad.store(true, std::memory_order_relaxed);
-        if constexpr (Functor::reduces) squares[c] = result.squares;
-      }
-    });
+    chunks.for_each(
+        kGrain,
+        [&](int64_t slot) {
+          for (const Fact* f : facts_of(job.indices[slot])) prefetch(*f);
+        },
+        [&](int64_t c, int64_t slot, int64_t begin, int64_t end) {
+          const int64_t i = job.indices[slot];
+          const Result result = run_chunk<T, N>(job, f, i, facts_of(i), begin, end, stream);
+          if (result.bad) bad.store(true, std::memory_order_relaxed);
+          if constexpr (Functor::reduces) squares[c] = result.squares;
+        });
     if (bad && job.found_inf != nullptr) *job.found_inf = 1.0f;
-    for (size_t c = 0; c < squares.size(); ++c) job.squares[job.indices[chunks[c].slot]] += squares[c];
+    for (size_t c = 0; c < squares.size(); ++c) job.squares[job.indices[chunks.slot(c)]] += squares[c];
   }
 
   static at::Tensor total(const at::Tensor& squares) {

@@ -117,12 +117,17 @@ inline bool has_memory(const at::Tensor& t) {
   return t.has_storage() && t.unsafeGetTensorImpl()->storage_initialized() && !t.is_nested();
 }
 
-inline void check_tensor(const at::Tensor& t, c10::Device device) {
+// Of any dtype.
+inline void check_plain(const at::Tensor& t, c10::Device device) {
   require(t.defined() && t.layout() == at::kStrided, "layout");
   require(!t.key_set().has(c10::DispatchKey::Python), "subclass");  // may wrap other memory, as a DTensor does
   require(!t.is_nested(), "nested");
   require(!t.is_neg(), "lazy negation");
   require(t.device() == device, "device");
+}
+
+inline void check_tensor(const at::Tensor& t, c10::Device device) {
+  check_plain(t, device);
   require(is_supported(t.scalar_type()), "dtype");
 }
 

@@ -1,0 +1,124 @@
+"""The optimizers' steps in plain torch: what runs where the extension is absent. As plain.py, after the checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from amp_patch.multi_tensor.checks import Number, Tensors
+from amp_patch.multi_tensor.plain import adopt
+
+
+def _gradients(grads: Tensors, factors: Sequence[Number], maximize: bool) -> list[Tensor]:
+    wide = [grad.float() for grad in grads]
+    for factor in factors:
+        number = factor.reshape(()).float() if isinstance(factor, Tensor) else float(factor)
+        wide = list(torch._foreach_mul(wide, number))
+    return list(torch._foreach_neg(wide)) if maximize else wide
+
+
+def _each(tensors: Tensors, numbers: Tensor) -> list[Tensor]:
+    """Tensor i times number i of a 1-D tensor, in FP32."""
+    return [t * number for t, number in zip(tensors, numbers.float().to(tensors[0].device).unbind(), strict=True)]
+
+
+def _write(targets: Sequence[Tensor], values: Sequence[Tensor], found_inf: Tensor | None) -> None:
+    """The values into the targets, unless found_inf is raised; without a sync."""
+    for target, value in zip(targets, values, strict=True):
+        if found_inf is None:
+            target.copy_(value)
+        else:
+            target.copy_(torch.where(found_inf.reshape(()) == 0, value, target))
+
+
+def _masters(params: Tensors, low: Tensors) -> list[Tensor]:
+    """Copies of the masters, after adoption."""
+    masters = [param.clone() for param in params]
+    if low:
+        adopt(low, masters)
+    return masters
+
+
+def adam(
+    grads: Tensors,
+    params: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    max_exp_avg_sqs: Tensors,
+    steps: Tensors,
+    low: Tensors,
+    lr: Number,
+    count: Number,
+    factors: Sequence[Number],
+    found_inf: Tensor | None,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    maximize: bool,
+    bias_correction: bool,
+) -> None:
+    if not params:
+        return
+    g, p = _gradients(grads, factors, maximize), _masters(params, low)
+    rate = lr.reshape(()).double() if isinstance(lr, Tensor) else torch.tensor(float(lr), dtype=torch.float64)
+    if decoupled:
+        p = _each(p, (1 - rate * weight_decay).expand(len(p)))
+    elif weight_decay:
+        g = list(torch._foreach_add(g, p, alpha=weight_decay))
+    if steps:
+        counts = torch.stack([step.reshape(()) for step in steps]).double().to(rate.device) + 1
+    else:
+        known = count.reshape(()).to(rate.device) if isinstance(count, Tensor) else torch.tensor(float(count))
+        counts = (known.double() + 1).expand(len(p))
+    first, second = (1 - beta**counts if bias_correction else torch.ones_like(counts) for beta in (beta1, beta2))
+
+    m = list(torch._foreach_lerp(list(exp_avgs), g, 1 - beta1))
+    v = list(torch._foreach_mul(list(exp_avg_sqs), beta2))
+    torch._foreach_addcmul_(v, g, g, 1 - beta2)
+    most = list(torch._foreach_maximum(list(max_exp_avg_sqs), v)) if max_exp_avg_sqs else []
+    denominators = _each(torch._foreach_sqrt(most or v), 1 / second.sqrt())
+    torch._foreach_add_(denominators, eps)
+    torch._foreach_addcdiv_(p, _each(m, -rate / first), denominators)
+    lists: list[tuple[Tensors, Tensors]]
+    lists = [(params, p), (exp_avgs, m), (exp_avg_sqs, v), (max_exp_avg_sqs, most), (low, p if low else ())]
+    lists.append((steps, [step + 1 for step in steps]))
+    for targets, values in lists:
+        _write(targets, values, found_inf)
+
+
+def sgd(
+    grads: Tensors,
+    params: Tensors,
+    momentum_buffers: Tensors,
+    low: Tensors,
+    lr: Number,
+    factors: Sequence[Number],
+    found_inf: Tensor | None,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+    first_run: bool,
+) -> None:
+    if not params:
+        return
+    g, p = _gradients(grads, factors, maximize), _masters(params, low)
+    if weight_decay:
+        g = list(torch._foreach_add(g, p, alpha=weight_decay))
+    buffers: list[Tensor] = []
+    if momentum:
+        if first_run:
+            buffers = [t.clone() for t in g]
+        else:
+            buffers = list(torch._foreach_mul(list(momentum_buffers), momentum))
+            torch._foreach_add_(buffers, g, alpha=1 - dampening)
+        g = list(torch._foreach_add(g, buffers, alpha=momentum) if nesterov else buffers)
+    rate = lr.reshape(()).double() if isinstance(lr, Tensor) else torch.tensor(float(lr), dtype=torch.float64)
+    p = list(torch._foreach_sub(p, _each(g, rate.expand(len(g)))))
+    for targets, values in ((params, p), (momentum_buffers, buffers), (low, p if low else ())):
+        _write(targets, values, found_inf)

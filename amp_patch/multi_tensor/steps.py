@@ -1,0 +1,148 @@
+"""Optimizers' steps for mixed precision: unscaling, moments, FP32 master and published weight in one pass.
+
+What torch does in five passes (cast and unscale the gradients, step, cast the masters) each of these kernels does in
+one, over all tensors of the call. The lists are as long as one another. The tensors at a place have one shape and one
+memory order: the same strides, dense and without overlap (contiguous, channels_last, transposed alike). Whatever else
+comes is refused before the first write, so that the caller can take another way.
+
+On the CPU, with the extension, results are those of torch's fused kernels (``torch._fused_adamw_`` and its kind, as
+compiled into the wheels of torch 2.13 for x86-64) on FP32 tensors, to the bit. On CUDA and in plain torch each result
+is within rounding of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from amp_patch.multi_tensor import plain_steps
+from amp_patch.multi_tensor.checks import Number, Tensors
+from amp_patch.multi_tensor.dispatch import run
+from amp_patch.multi_tensor.step_checks import check_steps
+
+
+def multi_tensor_adam(
+    grads: Tensors,
+    params: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    max_exp_avg_sqs: Tensors | None,
+    steps: Tensors | Number | None,
+    low: Tensors | None = None,
+    *,
+    lr: Number,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    maximize: bool = False,
+    bias_correction: bool = True,
+    factors: Sequence[Number] = (),
+    found_inf: Tensor | None = None,
+) -> None:
+    """One step of Adam (Kingma and Ba, arXiv:1412.6980), or of AdamW (arXiv:1711.05101) if ``decoupled``::
+
+        p = low where low != round(p)                        # the user edited the published weight
+        g = grad * factors[0] * factors[1]                   # -g, to maximize
+        p = p * (1 - lr * weight_decay)                      # if decoupled, else g = g + weight_decay * p
+        m = m + (1 - beta1) * (g - m)
+        v = beta2 * v + (1 - beta2) * g * g                  # with amsgrad: max_v = max(max_v, v), used below for v
+        step = step + 1
+        p = p - lr / (1 - beta1 ** step) * m / (sqrt(v) / sqrt(1 - beta2 ** step) + eps)
+        low = round(p)
+
+    Args:
+        grads: float32, float16 or bfloat16, mixed as you like; only read.
+        params: float32, the masters. Written in place, as are all lists below.
+        exp_avgs, exp_avg_sqs: m and v, float32.
+        max_exp_avg_sqs: max_v, float32, for amsgrad; None or empty without it.
+        steps: float32 tensors of one element, on the CPU or on the params' device, as in torch's ``state["step"]``: how
+            many steps there were before this one. They may differ. Or one number for all tensors (a float, or a tensor
+            of one element on the lists' device, float32 or float64), which is only read. May be None without
+            ``bias_correction``.
+        low: the published weights, float16 or bfloat16; None or empty where there are none.
+        lr: a float, or a float32 or float64 tensor of one element on the lists' device, read there.
+        bias_correction: divide m and v by the ``1 - beta ** step``.
+        factors: up to two numbers like lr (float32 on the device) by which a gradient is multiplied, one after the
+            other, each product rounded to FP32: the inverse loss scale, then the clipping coefficient.
+        found_inf: a float32 tensor of one element on the lists' device. Where it is not 0 nothing changes, the steps
+            neither. On CUDA it needs ``steps`` there.
+
+    Nothing syncs with the device.
+
+    Raises:
+        ValueError, TypeError: a tensor breaks this contract. Nothing was changed.
+    """
+    name = "multi_tensor_adam"
+    named = {"grads": grads, "params": params, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    counts, count = (steps, 0.0) if isinstance(steps, (list, tuple)) else ((), steps)
+    most, weights = () if max_exp_avg_sqs is None else max_exp_avg_sqs, () if low is None else low
+    numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    optional = {"max_exp_avg_sqs": most, "low": weights}
+
+    def check() -> None:
+        read = {"lr": lr, "steps": count}
+        check_steps(name, named, optional, counts, factors, read, numbers, found_inf)
+
+    if count is None:
+        if bias_correction:
+            raise TypeError(f"{name}: steps is None, which bias_correction=False allows; hand over the counts of steps")
+        count = 0.0
+    run(
+        "adam",
+        plain_steps.adam,
+        (grads, params, exp_avgs, exp_avg_sqs, most, counts, weights),
+        (
+            *(lr, count, factors, found_inf, beta1, beta2, eps, weight_decay),
+            *(decoupled, maximize, bias_correction),
+        ),
+        check,
+    )
+
+
+def multi_tensor_sgd(
+    grads: Tensors,
+    params: Tensors,
+    momentum_buffers: Tensors | None,
+    low: Tensors | None = None,
+    *,
+    lr: Number,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool = False,
+    first_run: bool = False,
+    factors: Sequence[Number] = (),
+    found_inf: Tensor | None = None,
+) -> None:
+    """One step of SGD as torch.optim.SGD has it::
+
+        p = low where low != round(p)                        # the user edited the published weight
+        g = grad * factors[0] * factors[1]                   # -g, to maximize
+        g = g + weight_decay * p
+        b = momentum * b + (1 - dampening) * g               # b = g on the first run
+        g = g + momentum * b if nesterov else b              # where momentum is not 0
+        p = p - lr * g
+        low = round(p)
+
+    ``momentum_buffers`` (float32, b) is None or empty if and only if ``momentum`` is 0. With ``first_run`` nothing is
+    read from it. All else is as in ``multi_tensor_adam``.
+    """
+    name = "multi_tensor_sgd"
+    named = {"grads": grads, "params": params}
+    buffers, weights = () if momentum_buffers is None else momentum_buffers, () if low is None else low
+    if momentum != 0:
+        named["momentum_buffers"] = buffers
+    elif len(buffers):
+        raise ValueError(f"{name}: momentum is 0, but there are momentum_buffers: hand over None")
+    numbers = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+    run(
+        "sgd",
+        plain_steps.sgd,
+        (grads, params, buffers, weights),
+        (lr, factors, found_inf, momentum, dampening, weight_decay, nesterov, maximize, first_run),
+        lambda: check_steps(name, named, {"low": weights}, (), factors, {"lr": lr}, numbers, found_inf),
+    )

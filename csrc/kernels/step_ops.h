@@ -1,0 +1,289 @@
+// The optimizers' steps, each written once: its checks, its numbers, its functor. As ops.h has the other kernels, but
+// with more tensors at a place. A device's loop (`CpuSteps` in steps_cpu.cpp, `CudaSteps` in steps_cuda.cu) has
+//   device                          the c10::DeviceType it serves
+//   step(StepJob, functor, rates)   functor over all tensors; rates make a tensor's Rates
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include "ops.h"
+#include "steps.h"
+
+namespace amp_patch {
+
+// The tensors at one place of the lists. They are rows in memory, in one common order.
+struct StepRow {
+  static constexpr int kMost = 6;  // gradient, parameter, three states, weight
+  void* data[kMost];               // gradient, parameter, weight (null: there is none), states
+  float* step;                     // null: the count is the call's
+  int64_t size;
+  at::ScalarType grad, weight;
+};
+
+// lr and the count of steps: numbers, or on the device.
+struct AdamRule {
+  using Rates = AdamRates;
+  AdamNumbers numbers;
+  Scalar<double> lr, steps;  // `steps` before this one, where the rows have none of their own
+};
+
+struct SgdRule {
+  using Rates = SgdRates;
+  Scalar<double> lr;
+};
+
+struct StepJob {
+  c10::Device device;
+  std::vector<StepRow> rows;  // also of empty tensors, whose steps are counted
+  bool counts;                // the steps of the rows are 1 larger afterwards
+  bool host_steps;            // they lie on the CPU, the rest elsewhere
+  Scalar<float> factors[2];
+  const float* found_inf;  // where it is not 0, nothing changes; null: it does
+};
+
+struct AdamOptions {
+  double beta1, beta2, eps, weight_decay;
+  bool decoupled, maximize, bias_correction;
+};
+
+struct SgdOptions {
+  double momentum, dampening, weight_decay;
+  bool nesterov, maximize, first_run;
+};
+
+template <class Loop>
+struct Steps {
+  static void adam(const Tensors& grads, const Tensors& params, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
+                   const Tensors& max_exp_avg_sqs, const Tensors& steps, const Tensors& low, const Number& lr,
+                   const Number& step, const std::vector<Number>& factors, const MaybeTensor& found_inf, double beta1,
+                   double beta2, double eps, double weight_decay, bool decoupled, bool maximize, bool bias_correction);
+  static void sgd(const Tensors& grads, const Tensors& params, const Tensors& momentum_buffers, const Tensors& low,
+                  const Number& lr, const std::vector<Number>& factors, const MaybeTensor& found_inf, double momentum,
+                  double dampening, double weight_decay, bool nesterov, bool maximize, bool first_run);
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Checks
+
+inline bool same_strides(const at::Tensor& a, const at::Tensor& b) {
+  for (int64_t d = 0; d < a.dim(); ++d) {
+    if (a.size(d) != 1 && a.stride(d) != b.stride(d)) return false;
+  }
+  return true;
+}
+
+// A list of the call: at which place of a row's data, and what is wanted of it.
+struct StepList {
+  const Tensors* tensors;
+  int place;
+  bool written;
+};
+
+using Storages = std::array<const void*, StepRow::kMost + 1>;  // of the tensors at a place, and of its step
+
+// Refuses a written tensor that shares elements with any other. Nothing is compared unless storages are shared.
+inline void check_disjoint(const std::vector<StepList>& lists, const std::vector<StepRow>& rows,
+                           const std::vector<Storages>& storages) {
+  size_t capacity = 64;
+  while (capacity < 2 * rows.size() * (lists.size() + 1)) capacity *= 2;
+  std::vector<const void*> seen(capacity);
+  const auto slot_of = [&](const void* storage) {
+    size_t slot = (reinterpret_cast<uintptr_t>(storage) >> 4) * 0x9E3779B97F4A7C15u >> 20 & (capacity - 1);
+    while (seen[slot] != nullptr && seen[slot] != storage) slot = (slot + 1) & (capacity - 1);
+    return slot;
+  };
+  bool shared = false;
+  for (size_t i = 0; i < rows.size() && !shared; ++i) {
+    for (size_t k = 1; k < storages[i].size() && !shared; ++k) {  // 0: the gradients, which are only read
+      if (storages[i][k] == nullptr) continue;
+      const size_t slot = slot_of(storages[i][k]);
+      shared = seen[slot] != nullptr;
+      seen[slot] = storages[i][k];
+    }
+  }
+  for (size_t i = 0; i < rows.size() && !shared; ++i) {
+    shared = storages[i][0] != nullptr && seen[slot_of(storages[i][0])] != nullptr;
+  }
+  if (!shared) return;
+  struct Span {
+    const char *begin, *end;
+    bool written;
+  };
+  std::vector<Span> spans;
+  const auto add = [&](const void* data, int64_t bytes, bool written) {
+    const char* const begin = static_cast<const char*>(data);
+    if (bytes != 0) spans.push_back({begin, begin + bytes, written});
+  };
+  for (const StepList& list : lists) {
+    for (size_t i = 0; i < rows.size(); ++i) {
+      add(rows[i].data[list.place], rows[i].size * item_size((*list.tensors)[i].scalar_type()), list.written);
+    }
+  }
+  for (const StepRow& row : rows) add(row.step, row.step != nullptr ? sizeof(float) : 0, true);
+  const auto before = [](const Span& a, const Span& b) { return a.begin < b.begin; };
+  if (!std::is_sorted(spans.begin(), spans.end(), before)) std::sort(spans.begin(), spans.end(), before);
+  const char *written = nullptr, *read = nullptr;  // how far the spans before reach
+  for (const Span& span : spans) {
+    require(written <= span.begin && (!span.written || read <= span.begin), "overlap");
+    const char*& reached = span.written ? written : read;
+    reached = std::max(reached, span.end);
+  }
+}
+
+// One place of the lists: its row, found to be right.
+inline void check_place(const std::vector<StepList>& lists, size_t i, c10::Device device, bool recorded, StepRow& row,
+                        Storages& storages, std::atomic<bool>& lazy) {
+  const at::Tensor& param = (*lists[1].tensors)[i];
+  bool contiguous = true;
+  for (const StepList& list : lists) {
+    list.tensors->prefetch(i + 8);
+    const at::Tensor& t = (*list.tensors)[i];
+    check_plain(t, device);
+    const at::ScalarType dtype = t.scalar_type();
+    if (list.place == 0) {
+      require(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16, "dtype");
+      row.grad = dtype;
+    } else if (list.place == 2) {
+      require(dtype == at::kHalf || dtype == at::kBFloat16, "dtype");
+      row.weight = dtype;
+    } else {
+      require(dtype == at::kFloat, "dtype");
+    }
+    Fact fact;
+    learn(t, fact);
+    require(t.sizes() == param.sizes(), "shape");
+    row.data[list.place] = fact.data;
+    row.size = fact.numel;
+    storages[list.place] = fact.numel != 0 ? fact.storage : nullptr;
+    contiguous = contiguous && fact.contiguous;
+    if (!list.written) continue;
+    require(!recorded || !t.requires_grad(), "requires grad");
+    if (is_lazy(t)) lazy.store(true, std::memory_order_relaxed);
+  }
+  if (contiguous || row.size == 0) return;
+  for (const StepList& list : lists) {
+    const at::Tensor& t = (*list.tensors)[i];
+    require(t.is_non_overlapping_and_dense() && same_strides(t, param), "strides");
+  }
+}
+
+inline void check_step(const at::Tensor& t, c10::Device device, bool recorded, float*& data, const void*& storage) {
+  check_plain(t, device);
+  require(t.scalar_type() == at::kFloat && t.unsafeGetTensorImpl()->numel() == 1, "step");
+  require(!recorded || !t.requires_grad(), "requires grad");
+  Fact fact;
+  learn(t, fact);
+  require(!is_lazy(t), "lazy step");
+  data = reinterpret_cast<float*>(fact.data);
+  storage = fact.storage;
+}
+
+template <class Loop>
+StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, const std::vector<Number>& factors,
+                    std::initializer_list<const Number*> numbers, const MaybeTensor& found_inf) {
+  const Tensors& params = *lists[1].tensors;
+  StepJob job{c10::Device(Loop::device), {}, !steps.empty(), false, {}, nullptr};
+  if (!params.empty() && params[0].defined()) job.device = params[0].device();
+  if (params.empty() && found_inf.has_value() && found_inf->defined()) job.device = found_inf->device();
+  require(job.device.type() == Loop::device, "device");
+  for (const StepList& list : lists) require(list.tensors->size() == params.size(), "length");
+  require(steps.empty() || steps.size() == params.size(), "length");
+  c10::Device counted_on = job.device;
+  if (!steps.empty() && steps[0].defined() && steps[0].device().type() == c10::DeviceType::CPU) {
+    counted_on = steps[0].device();
+  }
+  job.host_steps = counted_on != job.device;
+  require(!job.host_steps || !found_inf.has_value(), "steps on the host, found_inf on the device");
+
+  const bool recorded = c10::GradMode::is_enabled();
+  std::atomic<bool> lazy{false};
+  job.rows.resize(params.size());
+  std::vector<Storages> storages(params.size());
+  for_each_index(params.size(), [&](size_t i) {
+    check_place(lists, i, job.device, recorded, job.rows[i], storages[i], lazy);
+    if (!steps.empty()) {
+      steps.prefetch(i + 8);
+      check_step(steps[i], counted_on, recorded, job.rows[i].step, storages[i].back());
+    }
+  });
+  check_disjoint(lists, job.rows, storages);
+  require(factors.size() <= 2, "factors");
+  for (const Number& factor : factors) check_number(factor, job.device);
+  for (const Number* number : numbers) check_number(*number, job.device);
+  if (found_inf.has_value()) check_one(*found_inf, job.device, at::kFloat, false);
+  if (lazy) {  // outputs get memory of their own here, not in several threads at once
+    for (const StepList& list : lists) {
+      for (size_t i = 0; i < params.size(); ++i) {
+        const at::Tensor& t = (*list.tensors)[i];
+        job.rows[i].data[list.place] = list.written ? t.mutable_data_ptr() : const_cast<void*>(t.const_data_ptr());
+      }
+    }
+  }
+  for (size_t k = 0; k < 2; ++k) job.factors[k] = {1, nullptr, nullptr};
+  for (size_t k = 0; k < factors.size(); ++k) job.factors[k] = scalar<Loop, float>(factors[k]);
+  if (found_inf.has_value()) job.found_inf = found_inf->const_data_ptr<float>();
+  return job;
+}
+
+inline void bump_lists(const std::vector<StepList>& lists, const Tensors& steps) {
+  for_each_index(lists[1].tensors->size(), [&](size_t i) {
+    for (const StepList& list : lists) {
+      if (list.written) bump((*list.tensors)[i]);
+    }
+    if (!steps.empty()) bump(steps[i]);
+  });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The steps
+
+template <class Loop>
+void Steps<Loop>::adam(const Tensors& grads, const Tensors& params, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
+                       const Tensors& max_exp_avg_sqs, const Tensors& steps, const Tensors& low, const Number& lr,
+                       const Number& step, const std::vector<Number>& factors, const MaybeTensor& found_inf,
+                       double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize,
+                       bool bias_correction) {
+  std::vector<StepList> lists{{&grads, 0, false}, {&params, 1, true}, {&exp_avgs, 3, true}, {&exp_avg_sqs, 4, true}};
+  const bool amsgrad = !max_exp_avg_sqs.empty();
+  if (amsgrad) lists.push_back({&max_exp_avg_sqs, 5, true});
+  if (!low.empty()) lists.push_back({&low, 2, true});
+  const StepJob job = check_steps<Loop>(lists, steps, factors, {&lr, &step}, found_inf);
+  const AdamRule rule{
+      {beta1, beta2, weight_decay, decoupled, bias_correction}, scalar<Loop, double>(lr), scalar<Loop, double>(step)};
+  const auto run = [&](auto functor) {
+    functor.maximize = maximize;
+    functor.weight_decay = static_cast<float>(decoupled ? 0 : weight_decay);
+    functor.weight1 = static_cast<float>(1 - beta1);
+    functor.beta2 = static_cast<float>(beta2);
+    functor.weight2 = static_cast<float>(1 - beta2);
+    functor.eps = static_cast<float>(eps);
+    return Loop::step(job, functor, rule);
+  };
+  if (!(amsgrad ? run(Adam<true>()) : run(Adam<false>()))) return;
+  bump_lists(lists, steps);
+}
+
+template <class Loop>
+void Steps<Loop>::sgd(const Tensors& grads, const Tensors& params, const Tensors& momentum_buffers, const Tensors& low,
+                      const Number& lr, const std::vector<Number>& factors, const MaybeTensor& found_inf,
+                      double momentum, double dampening, double weight_decay, bool nesterov, bool maximize,
+                      bool first_run) {
+  std::vector<StepList> lists{{&grads, 0, false}, {&params, 1, true}};
+  if (momentum != 0) lists.push_back({&momentum_buffers, 3, true});
+  if (!low.empty()) lists.push_back({&low, 2, true});
+  const StepJob job = check_steps<Loop>(lists, Tensors(), factors, {&lr}, found_inf);
+  const SgdRule rule{scalar<Loop, double>(lr)};
+  const auto run = [&](auto functor) {
+    functor.maximize = maximize;
+    functor.weight_decay = static_cast<float>(weight_decay);
+    functor.momentum = static_cast<float>(momentum);
+    functor.weight = static_cast<float>(1 - dampening);
+    functor.nesterov = nesterov;
+    functor.first_run = first_run;
+    return Loop::step(job, functor, rule);
+  };
+  if (!(momentum != 0 ? run(Sgd<true>()) : run(Sgd<false>()))) return;
+  bump_lists(lists, Tensors());
+}
+
+}  // namespace amp_patch

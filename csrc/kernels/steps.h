@@ -1,0 +1,158 @@
+// The optimizers' formulas: what a step does to one element, on the host and on the device. Written once for float and,
+// on the CPU, for registers of floats (`Lanes`, with the functions below for them in step_vectors.h).
+//
+// Every function below rounds once, so nothing is left to a compiler's contraction. Order and fusing are those of
+// torch's fused CPU kernels as compiled into its wheels, to the bit: vectors of eight, and for the last n % 8 elements
+// of a tensor the scalar code (kTail), where the compiler fused the other product of a sum.
+//
+// A functor has
+//   f(rates, grad, param, states)  one element: FP32 gradient as it lies in memory; param and states are changed
+//   kStates                        how many states a parameter has
+// `rates` are numbers of one tensor, since tensors may differ in their count of steps.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "functors.h"
+
+namespace amp_patch {
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Arithmetic
+
+AMP_PATCH_ELEMENT float fill(float, float value) { return value; }  // `value` in the type of the first
+#ifdef __CUDA_ARCH__
+AMP_PATCH_ELEMENT float plus(float a, float b) { return __fadd_rn(a, b); }
+AMP_PATCH_ELEMENT float minus(float a, float b) { return __fsub_rn(a, b); }
+AMP_PATCH_ELEMENT float times(float a, float b) { return __fmul_rn(a, b); }
+AMP_PATCH_ELEMENT float over(float a, float b) { return __fdiv_rn(a, b); }
+AMP_PATCH_ELEMENT float root(float a) { return __fsqrt_rn(a); }
+AMP_PATCH_ELEMENT float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+#else
+AMP_PATCH_ELEMENT float plus(float a, float b) { return a + b; }
+AMP_PATCH_ELEMENT float minus(float a, float b) { return a - b; }
+AMP_PATCH_ELEMENT float times(float a, float b) { return a * b; }
+AMP_PATCH_ELEMENT float over(float a, float b) { return a / b; }
+AMP_PATCH_ELEMENT float root(float a) { return std::sqrt(a); }
+AMP_PATCH_ELEMENT float fused(float a, float b, float c) { return std::fma(a, b, c); }  // a * b + c, rounded once
+#endif
+AMP_PATCH_ELEMENT bool less(float a, float b) { return a < b; }
+AMP_PATCH_ELEMENT bool is_nan(float a) { return !(a == a); }
+
+// The gradient, FP32, times the inverse loss scale, times the clipping coefficient; or its negative, to maximize.
+struct Unscale {
+  float factors[2];  // 1 where there is none: the product is exact
+
+  template <class V>
+  AMP_PATCH_ELEMENT V operator()(V grad) const {
+    return times(times(grad, fill(grad, factors[0])), fill(grad, factors[1]));
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Adam and AdamW
+
+struct AdamRates {
+  float step_size;   // -lr / (1 - beta1 ** step)
+  float correction;  // sqrt(1 - beta2 ** step)
+  float decay;       // 1 - lr * weight_decay if decoupled, else 1
+};
+
+// In FP64, as torch does: what a tensor's rates come from.
+struct AdamNumbers {
+  double beta1, beta2, weight_decay;
+  bool decoupled, corrects;
+
+  // `step`: the number of this step, from 1.
+  C10_HOST_DEVICE AdamRates rates(double lr, double step) const {
+    const double first = corrects ? 1 - std::pow(beta1, step) : 1, second = corrects ? 1 - std::pow(beta2, step) : 1;
+    return {static_cast<float>(-(lr / first)), static_cast<float>(std::sqrt(second)),
+            static_cast<float>(decoupled ? 1 - lr * weight_decay : 1)};
+  }
+};
+
+// states: exp_avg, exp_avg_sq and, with kAmsgrad, max_exp_avg_sq.
+template <bool kAmsgrad>
+struct Adam {
+  using Rates = AdamRates;
+  static constexpr int kStates = kAmsgrad ? 3 : 2;
+  Unscale unscale;
+  bool maximize;       // in unscale's second factor, by the loop
+  float weight_decay;  // of Adam, added to the gradient; 0 with AdamW
+  float weight1;       // 1 - beta1
+  float beta2, weight2, eps;
+
+  template <bool kTail, class V>
+  AMP_PATCH_ELEMENT void step(const Rates& rates, V grad, V& param, V* states) const {
+    V g = unscale(grad), &m = states[0], &v = states[1];
+    param = times(param, fill(g, rates.decay));
+    if (weight_decay != 0) g = fused(param, fill(g, weight_decay), g);
+    if (weight1 < 0.5f) {
+      m = fused(fill(g, weight1), minus(g, m), m);
+    } else {
+      m = fused(fill(g, weight1 - 1), minus(g, m), g);
+    }
+    const V weighted = times(fill(g, weight2), g);
+    if constexpr (kTail) {
+      v = fused(v, fill(g, beta2), times(weighted, g));
+    } else {
+      v = fused(weighted, g, times(v, fill(g, beta2)));
+    }
+    V square = v;
+    if constexpr (kAmsgrad) {
+      V& most = states[2];
+      if constexpr (kTail) {
+        most = where(less(most, v), v, most);
+      } else {
+        most = where(less(most, v) | is_nan(v), v, most);
+      }
+      square = most;
+    }
+    const V denominator = plus(over(root(square), fill(g, rates.correction)), fill(g, eps));
+    param = plus(param, over(times(fill(g, rates.step_size), m), denominator));
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// SGD
+
+struct SgdRates {
+  float step_size;  // -lr
+};
+
+// states: momentum_buffer, with kMomentum.
+template <bool kMomentum>
+struct Sgd {
+  using Rates = SgdRates;
+  static constexpr int kStates = kMomentum ? 1 : 0;
+  Unscale unscale;
+  float weight_decay, momentum;
+  float weight;   // 1 - dampening
+  bool maximize;  // as Adam's
+  bool nesterov, first_run;
+
+  template <bool kTail, class V>
+  AMP_PATCH_ELEMENT void step(const Rates& rates, V grad, V& param, V* states) const {
+    V g = unscale(grad);
+    if (weight_decay != 0) g = fused(param, fill(g, weight_decay), g);
+    if constexpr (kMomentum) {
+      V& m = states[0];
+      const V rate = fill(g, momentum);
+      if (first_run) {
+        m = g;
+      } else if constexpr (kTail) {
+        m = fused(m, rate, times(g, fill(g, weight)));
+      } else {
+        m = fused(g, fill(g, weight), times(m, rate));
+      }
+      g = nesterov ? fused(m, rate, g) : m;
+    }
+    param = fused(g, fill(g, rates.step_size), param);
+  }
+};
+
+}  // namespace amp_patch

@@ -1,0 +1,140 @@
+// The optimizers' steps on the CPU: step_ops.h's over this loop. Everything about an element is read, computed and
+// written in one pass over the chunks of all tensors; a chunk is one call of Set::step (step_vectors.h).
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define AMP_PATCH_X86 1
+#include <immintrin.h>
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // wrong, in GCC 12's own headers: gcc.gnu.org/PR105593
+#endif
+
+#include <cstring>
+
+#include "cpu_chunks.h"
+#include "step_ops.h"
+
+namespace amp_patch {
+namespace {
+
+constexpr int64_t kStepGrain = 16384;  // least elements worth a thread
+constexpr int64_t kVector = 8;         // of torch's kernels: all chunks but a tensor's last are whole vectors
+static_assert(kChunk % kVector == 0);
+
+namespace portable {
+#define AMP_PATCH_WIDTH 1
+#include "step_vectors.h"
+#undef AMP_PATCH_WIDTH
+}  // namespace portable
+
+#ifdef AMP_PATCH_X86
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c,fma")
+namespace avx2 {
+#define AMP_PATCH_WIDTH 8
+#include "step_vectors.h"
+#undef AMP_PATCH_WIDTH
+}  // namespace avx2
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c,fma,avx512f,avx512bw,avx512dq,avx512vl")
+namespace avx512 {
+#define AMP_PATCH_WIDTH 16
+#include "step_vectors.h"
+#undef AMP_PATCH_WIDTH
+}  // namespace avx512
+#pragma GCC pop_options
+#endif
+
+template <class Visit>
+void on_set(const Visit& visit) {
+#ifdef AMP_PATCH_X86
+  switch (instruction_set()) {
+    case 2:
+      return visit(avx512::Set());
+    case 1:
+      return visit(avx2::Set());
+  }
+#endif
+  visit(portable::Set());
+}
+
+// visit(pointer) with the pointer's type.
+template <class Visit>
+void typed(void* data, at::ScalarType dtype, const Visit& visit) {
+  switch (dtype) {
+    case at::kHalf:
+      return visit(static_cast<c10::Half*>(data));
+    case at::kBFloat16:
+      return visit(static_cast<c10::BFloat16*>(data));
+    default:
+      return visit(static_cast<float*>(data));
+  }
+}
+
+// Elements [begin, end) of one place.
+template <class F>
+void step_chunk(const F& f, const typename F::Rates& rates, const StepRow& row, int64_t begin, int64_t end) {
+  float* states[F::kStates + 1] = {};
+  for (int s = 0; s < F::kStates; ++s) states[s] = static_cast<float*>(row.data[3 + s]) + begin;
+  float* const param = static_cast<float*>(row.data[1]) + begin;
+  on_set([&](auto set) {
+    using Set = decltype(set);
+    typed(row.data[0], row.grad, [&](auto* grad) {
+      typed(row.data[2], row.data[2] != nullptr ? row.weight : at::kFloat, [&](auto* low) {
+        Set::step(f, rates, end - begin, grad + begin, param, low + (low != nullptr ? begin : 0), states);
+      });
+    });
+  });
+}
+
+// The rates of every row; counts the steps. Powers are taken once for rows of one count.
+std::vector<AdamRates> rates_of(const AdamRule& rule, const StepJob& job) {
+  std::vector<AdamRates> rates(job.rows.size());
+  float last = -1;
+  AdamRates same{};
+  for (size_t i = 0; i < job.rows.size(); ++i) {
+    const float steps = job.rows[i].step != nullptr ? *job.rows[i].step : static_cast<float>(rule.steps.value);
+    if (!(steps == last)) same = rule.numbers.rates(rule.lr.value, steps + 1);
+    last = steps;
+    rates[i] = same;
+    if (job.rows[i].step != nullptr) *job.rows[i].step = steps + 1;
+  }
+  return rates;
+}
+
+std::vector<SgdRates> rates_of(const SgdRule& rule, const StepJob& job) {
+  return std::vector<SgdRates>(job.rows.size(), SgdRates{static_cast<float>(-rule.lr.value)});
+}
+
+}  // namespace
+
+struct CpuSteps {
+  static constexpr c10::DeviceType device = c10::DeviceType::CPU;
+
+  // Whether anything was written.
+  template <class F, class Rule>
+  static bool step(const StepJob& job, F f, const Rule& rule) {
+    if (job.found_inf != nullptr && *job.found_inf != 0) return false;
+    f.unscale = Unscale{{job.factors[0].value, f.maximize ? -job.factors[1].value : job.factors[1].value}};
+    const std::vector<typename F::Rates> rates = rates_of(rule, job);
+    std::vector<int64_t> sizes;
+    sizes.reserve(job.rows.size());
+    for (const StepRow& row : job.rows) sizes.push_back(row.size);
+    CpuChunks(sizes).for_each(
+        kStepGrain,
+        [&](int64_t slot) {
+          const StepRow& row = job.rows[slot];
+          for (const int k : {0, 1, 3, 4}) {
+            if (k < 3 + F::kStates) prefetch_short(row.data[k], row.size * (k == 0 ? item_size(row.grad) : 4));
+          }
+          if (row.data[2] != nullptr) prefetch_short(row.data[2], row.size * 2);
+        },
+        [&](int64_t, int64_t slot, int64_t begin, int64_t end) {
+          step_chunk(f, rates[slot], job.rows[slot], begin, end);
+        });
+    return true;
+  }
+};
+
+template struct Steps<CpuSteps>;
+
+}  // namespace amp_patch

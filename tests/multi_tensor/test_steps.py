@@ -1,0 +1,500 @@
+"""The optimizers' steps in one pass, against torch's fused kernels on FP32 tensors with all else done separately."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import reference
+import torch
+from conftest import DEVICES
+
+from amp_patch import multi_tensor as mt
+from amp_patch.multi_tensor import backends
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+SIZES = [0, *range(1, 41), 100, 511, 16384, 16385, 3 * 16384 + 13]  # around vectors and chunks
+ADAM = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "decoupled": True}
+SGD = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
+
+BACKENDS = [b for b in backends.BACKENDS if b == "torch" or mt.backend() == "cpp"]
+SETS = backends._C.instruction_sets() if "cpp" in BACKENDS else []
+
+
+@pytest.fixture(params=BACKENDS, autouse=True)
+def backend(request):
+    name, _, instructions = request.param.partition("-")
+    with mt.use_backend(name), torch.no_grad():
+        before = backends._C.use_instruction_set(instructions or SETS[-1]) if name == "cpp" else None
+        try:
+            yield name
+        finally:
+            if before is not None:
+                backends._C.use_instruction_set(before)
+
+
+on_every_set = pytest.mark.parametrize(
+    "backend", [*(f"cpp-{name}" for name in SETS), *(["torch"] if "torch" in BACKENDS else [])], indirect=True
+)
+device = pytest.mark.parametrize("device", DEVICES)
+
+
+def rounds_as_known() -> bool:
+    """Whether this torch's fused CPU kernels round as those that the kernels here follow: a toy tells."""
+    if "cpp" not in BACKENDS:
+        return False
+    with mt.use_backend("cpp"), torch.no_grad():
+        toys = [State([13, 64], seed=5) for _ in range(2)]
+        for _ in range(3):
+            toys[0].gradients(7), toys[1].gradients(7)
+            toys[0].adam(**ADAM), toys[1].reference_adam(**ADAM)
+        return all(torch.equal(a, b) for a, b in zip(toys[0].everything(), toys[1].everything(), strict=True))
+
+
+def draw(sizes, seed, device="cpu", spread=2.0):
+    """Numbers of many magnitudes: every order of rounding shows."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [size if isinstance(size, tuple) else (size,) for size in sizes]
+    return [
+        (torch.randn(s, generator=generator) * torch.exp(spread * torch.randn(s, generator=generator))).to(device)
+        for s in shapes
+    ]
+
+
+class State:
+    """Masters, states, weights and gradients; one step of ours, and the same by torch."""
+
+    def __init__(self, sizes=SIZES, low=None, device="cpu", seed=0, steps=0, layout=lambda t: t):
+        self.sizes, self.device, self.layout = sizes, device, layout
+        self.params = [layout(t) for t in draw(sizes, seed, device)]
+        self.m, self.v, self.most = ([torch.zeros_like(p) for p in self.params] for _ in range(3))
+        self.steps = [torch.tensor(float(steps), device=device) for _ in self.params]
+        self.low = None if low is None else [p.to(low) for p in self.params]
+
+    def gradients(self, seed, dtype=F32):
+        self.grads = [self.layout(t).to(dtype) for t in draw(self.sizes, seed, self.device)]
+
+    def adam(self, amsgrad=False, **options):
+        most = self.most if amsgrad else None
+        mt.multi_tensor_adam(self.grads, self.params, self.m, self.v, most, self.steps, self.low, **options)
+
+    def sgd(self, **options):
+        buffers = self.m if options["momentum"] else None
+        mt.multi_tensor_sgd(self.grads, self.params, buffers, self.low, **options)
+
+    def prepare(self, factors):
+        """What a user does around torch's step: adopt, unscale."""
+        if self.low:
+            self.params = [reference.adopt(w, p) for w, p in zip(self.low, self.params, strict=True)]
+        grads = [g.float() for g in self.grads]
+        for factor in factors:
+            grads = [g * factor for g in grads]
+        return grads
+
+    def reference_adam(self, amsgrad=False, factors=(), decoupled=True, maximize=False, **options):
+        grads = self.prepare(factors)
+        torch._foreach_add_(self.steps, 1)
+        (torch._fused_adamw_ if decoupled else torch._fused_adam_)(
+            *(self.params, grads, self.m, self.v, self.most if amsgrad else [], self.steps),
+            **(options | {"amsgrad": amsgrad, "maximize": maximize}),
+        )
+        self.publish()
+
+    def reference_sgd(self, factors=(), maximize=False, first_run=False, **options):
+        grads = self.prepare(factors)
+        torch._fused_sgd_(
+            *(self.params, grads, self.m if options["momentum"] else []),
+            **(options | {"maximize": maximize, "is_first_step": first_run}),
+        )
+        self.publish()
+
+    def publish(self):
+        if self.low:
+            self.low = [p.to(w.dtype) for p, w in zip(self.params, self.low, strict=True)]
+
+    def everything(self):
+        return [*self.params, *self.m, *self.v, *self.most, *self.steps, *(self.low or [])]
+
+
+BITS = rounds_as_known()
+
+
+def same(ours, theirs, backend, device="cpu"):
+    """To the bit where torch's kernels are those that are followed; else within rounding."""
+    for a, b in zip(ours.everything(), theirs.everything(), strict=True):
+        if BITS and backend == "cpp" and device == "cpu":
+            assert torch.equal(a, b)
+        elif a.dtype == F32:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        else:
+            torch.testing.assert_close(a, b, rtol=2 * torch.finfo(a.dtype).eps, atol=1e-3)
+
+
+def test_this_torch_rounds_as_the_kernels_do():
+    if not torch.__version__.startswith("2.13."):
+        pytest.skip("the order of operations is that of torch 2.13")
+    assert BITS or "cpp" not in BACKENDS
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Against torch
+
+
+@on_every_set
+@device
+@pytest.mark.parametrize("amsgrad, maximize, decoupled", [*itertools.product([False, True], repeat=3)])
+@pytest.mark.parametrize("weight_decay, beta1", [(0.0, 0.9), (0.1, 0.9), (0.1, 0.3)])
+def test_adam(backend, device, amsgrad, maximize, decoupled, weight_decay, beta1):
+    flags = {"decoupled": decoupled, "weight_decay": weight_decay, "beta1": beta1, "maximize": maximize}
+    options = ADAM | flags | {"amsgrad": amsgrad}
+    ours, theirs = State(device=device), State(device=device)
+    for step in range(10):
+        options["lr"] = 1e-2 / (step + 1)
+        for state in (ours, theirs):
+            state.gradients(step + 1)
+        ours.adam(**options)
+        theirs.reference_adam(**options)
+        same(ours, theirs, backend, device)
+
+
+@on_every_set
+@device
+@pytest.mark.parametrize("nesterov, maximize", [*itertools.product([False, True], repeat=2)])
+@pytest.mark.parametrize("momentum, dampening", [(0.0, 0.0), (0.9, 0.0), (0.9, 0.3)])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_sgd(backend, device, nesterov, maximize, momentum, dampening, weight_decay):
+    flags = {"nesterov": nesterov, "maximize": maximize, "dampening": dampening}
+    options = SGD | flags | {"momentum": momentum, "weight_decay": weight_decay}
+    ours, theirs = State(device=device), State(device=device)
+    for buffer in ours.m if momentum else ():
+        buffer.fill_(math.nan)  # the first run reads none of it
+    for step in range(10):
+        for state in (ours, theirs):
+            state.gradients(step + 1)
+        ours.sgd(**options, first_run=step == 0)
+        theirs.reference_sgd(**options, first_run=step == 0)
+        same(ours, theirs, backend, device)
+
+
+@on_every_set
+@device
+@pytest.mark.parametrize("optimizer, options", [("adam", ADAM | {"weight_decay": 0.1}), ("sgd", SGD)])
+@pytest.mark.parametrize("low", [None, F16, BF16])
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+def test_half_gradients_and_weights_over_many_steps(backend, device, optimizer, options, low, dtype):
+    factors = (1 / 3, 0.7)  # not exact: their order shows
+    sizes = [0, 1, 7, 8, 33, 16384 + 9]
+    ours, theirs = (State(sizes, low, device) for _ in range(2))
+    for step in range(200 if backend == "cpp" else 20):
+        for state in (ours, theirs):
+            state.gradients(step % 5 + 1, dtype)
+        getattr(ours, optimizer)(**options, factors=factors)
+        getattr(theirs, f"reference_{optimizer}")(**options, factors=factors)
+        if step % 50 < 3 or device != "cpu":
+            same(ours, theirs, backend, device)
+    same(ours, theirs, backend, device)
+
+
+def test_dtypes_mixed_in_a_list(backend):
+    mixed, apart = State([100] * 9), State([100] * 9)
+    dtypes = [F32, F16, BF16] * 3
+    for state in (mixed, apart):
+        state.gradients(1)
+        state.grads = [g.to(t) for g, t in zip(state.grads, dtypes, strict=True)]
+        state.low = [p.to(F16 if i % 2 else BF16) for i, p in enumerate(state.params)]
+    mixed.adam(**ADAM)
+    for i in range(9):
+        one = [[t[i]] for t in (apart.grads, apart.params, apart.m, apart.v)]
+        mt.multi_tensor_adam(*one, None, [apart.steps[i]], [apart.low[i]], **ADAM)
+    for a, b in zip(mixed.everything(), apart.everything(), strict=True):
+        assert torch.equal(a, b)
+
+
+@on_every_set
+@device
+def test_a_weight_that_was_edited_is_adopted(backend, device):
+    for low in (F16, BF16):
+        ours, theirs = State([3, 8, 500], low, device), State([3, 8, 500], low, device)
+        for state in (ours, theirs):
+            state.gradients(1)
+            for w in state.low:
+                w[::3] += 1
+                w[1] = math.inf
+        assert not torch.equal(ours.low[2].float(), ours.params[2].to(low).float())
+        ours.sgd(**SGD | {"lr": 0.0})
+        theirs.reference_sgd(**SGD | {"lr": 0.0})
+        same(ours, theirs, backend, device)
+        ours.low[0][0] = math.nan
+        ours.sgd(**SGD)
+        assert ours.params[0][0].isnan() and ours.low[0][0].isnan() and not ours.params[0][2].isnan()
+
+
+@device
+def test_masters_keep_their_precision(backend, device):
+    state = State([77], BF16, device)
+    state.gradients(1)
+    before = state.params[0].clone()
+    for _ in range(3):
+        state.sgd(**SGD | {"lr": 0.0, "momentum": 0.0})
+    assert torch.equal(state.params[0], before) and not torch.equal(before, state.low[0].float())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Counts, numbers, flags
+
+
+@device
+def test_steps_that_differ(backend, device):
+    ours, alone = State([50] * 6, device=device), State([50] * 6, device=device)
+    for state in (ours, alone):
+        state.gradients(1)
+        for i, step in enumerate(state.steps):
+            step.fill_(i * i)
+    ours.adam(**ADAM)
+    for i in range(6):
+        one = [[t[i]] for t in (alone.grads, alone.params, alone.m, alone.v)]
+        mt.multi_tensor_adam(*one, None, [alone.steps[i]], **ADAM)
+    for a, b in zip(ours.everything(), alone.everything(), strict=True):
+        assert torch.equal(a, b)
+    assert [step.item() for step in ours.steps] == [i * i + 1 for i in range(6)]
+
+
+@device
+def test_one_count_for_all(backend, device):
+    ours, number, tensor = (State([50] * 3, device=device, steps=4) for _ in range(3))
+    for state in (ours, number, tensor):
+        state.gradients(1)
+    ours.adam(**ADAM)
+    number.steps = 4
+    number.adam(**ADAM)
+    tensor.steps = torch.tensor(4.0, device=device)
+    tensor.adam(**ADAM)
+    assert number.steps == 4 and tensor.steps == 4
+    for a, b, c in zip(ours.params, number.params, tensor.params, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+
+
+@device
+def test_steps_on_the_cpu(backend, device):
+    ours, there = State([50] * 3, device=device, steps=4), State([50] * 3, device=device, steps=4)
+    there.steps = [step.cpu() for step in there.steps]
+    for state in (ours, there):
+        state.gradients(1)
+        state.adam(**ADAM)
+    for a, b in zip(ours.params, there.params, strict=True):
+        assert torch.equal(a, b)
+    assert all(step == 5 for step in there.steps)
+
+
+@on_every_set
+@device
+def test_without_bias_correction(backend, device):
+    for steps in (0, 7):
+        state = State([50], device=device, steps=steps)
+        state.gradients(1)
+        p, g = state.params[0].double(), state.grads[0].double()
+        state.adam(**ADAM, bias_correction=False)
+        expected = p - 0.01 * (0.1 * g) / ((0.001 * g * g).sqrt() + 1e-8)
+        torch.testing.assert_close(state.params[0].double(), expected, rtol=1e-6, atol=1e-7)
+        assert state.steps[0] == steps + 1
+    state.steps = None
+    state.adam(**ADAM, bias_correction=False)
+    with pytest.raises(TypeError, match="steps is None"):
+        state.adam(**ADAM)
+
+
+@device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_in_memory(backend, device, dtype):
+    floats, tensors = State(device=device), State(device=device)
+    for state in (floats, tensors):
+        state.gradients(1)
+    lr, factor = (torch.tensor(x, dtype=dtype, device=device) for x in (0.03, 1 / 7))
+    floats.adam(**ADAM | {"lr": float(lr), "factors": (float(factor),)})
+    tensors.adam(**ADAM | {"lr": lr, "factors": (factor,)})
+    for state in (floats, tensors):
+        state.gradients(2)
+    floats.sgd(**SGD | {"lr": float(lr), "factors": (1.0, float(factor))})
+    tensors.sgd(**SGD | {"lr": lr.reshape(1, 1), "factors": (1.0, factor)})
+    for a, b in zip(floats.everything(), tensors.everything(), strict=True):
+        assert torch.equal(a, b)
+
+
+@device
+@pytest.mark.parametrize("value", [0.0, 1.0, math.nan, math.inf])
+def test_found_inf(backend, device, value):
+    for optimizer, options in (("adam", ADAM), ("sgd", SGD)):
+        state, plain = State(low=F16, device=device), State(low=F16, device=device)
+        before = [t.clone() for t in state.everything()]
+        for s in (state, plain):
+            s.gradients(1)
+        getattr(state, optimizer)(**options, found_inf=torch.tensor(value, device=device))
+        getattr(plain, optimizer)(**options)
+        expected = plain.everything() if value == 0 else before
+        for a, b in zip(state.everything(), expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_infinite_and_nan_gradients(backend):
+    for optimizer, options in (("adam", ADAM), ("sgd", SGD)):
+        state = State([9], low=BF16)
+        state.gradients(1)
+        state.grads[0][0], state.grads[0][8] = math.nan, math.inf
+        getattr(state, optimizer)(**options)
+        finite = state.params[0].isfinite()
+        assert not finite[0] and not finite[8] and finite[1:8].all()
+        assert torch.equal(state.low[0].isfinite(), finite)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layouts and refusals
+
+
+@on_every_set
+@device
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda t: t.clone(memory_format=torch.channels_last),
+        lambda t: t.transpose(0, 3).clone(memory_format=torch.preserve_format),
+        lambda t: torch.cat([t.flatten()] * 2)[1 : 1 + t.numel()].view(t.shape),  # not aligned
+    ],
+)
+def test_memory_orders(backend, device, layout):
+    sizes = [(2, 3, 5, 7), (4, 8, 3, 3), (1, 1, 1, 1), (0, 2, 3, 4)]
+    ours, plain = State(sizes, F16, device, layout=layout), State(sizes, F16, device)
+    for state in (ours, plain):
+        state.gradients(1)
+        state.low = [w.clone(memory_format=torch.preserve_format) for w in state.low]
+        state.adam(**ADAM)
+    for a, b in zip(ours.params, plain.params, strict=True):
+        expected = layout(b)  # elements in another order: which of them are a tensor's last has changed
+        torch.testing.assert_close(a, expected, rtol=1e-6, atol=1e-7)
+
+
+@device
+def test_versions_of_what_is_written_go_up(backend, device):
+    state = State([4, 5], F16, device)
+    state.gradients(1)
+    written = [*state.params, *state.m, *state.v, *state.low, *state.steps]
+    before = [t._version for t in written]
+    grads = [g._version for g in state.grads]
+    state.adam(**ADAM)
+    assert all(t._version > v for t, v in zip(written, before, strict=True))
+    assert [g._version for g in state.grads] == grads
+
+
+def test_nothing_to_do(backend):
+    mt.multi_tensor_adam([], [], [], [], None, [], **ADAM)
+    mt.multi_tensor_sgd([], [], [], None, **SGD, found_inf=torch.zeros(()))
+
+
+BREAKS = {
+    "tensor 1 of grads is torch.float64": lambda s: s.grads.__setitem__(1, s.grads[1].double()),
+    "tensor 1 of params is torch.float16": lambda s: s.params.__setitem__(1, s.params[1].half()),
+    "tensor 1 of exp_avgs is torch.float64": lambda s: s.m.__setitem__(1, s.m[1].double()),
+    "tensor 1 of low is torch.float32": lambda s: s.low.__setitem__(1, s.low[1].float()),
+    "tensor 1 of exp_avg_sqs has shape": lambda s: s.v.__setitem__(1, s.v[1].flatten()),
+    "grads has 1 tensors, params has 2": lambda s: s.grads.pop(),
+    "steps has 1 tensors": lambda s: s.steps.pop(),
+    "low has 1 tensors": lambda s: s.low.pop(),
+    "tensor 1 of grads has strides .*, its parameter has": lambda s: s.grads.__setitem__(
+        1, s.grads[1].t().contiguous().t()
+    ),
+    "tensor 1 of exp_avgs has strides .*, with gaps": lambda s: s.m.__setitem__(1, torch.zeros(6, 9)[:, :6]),
+    "tensor 1 of grads has strides .*, with gaps or overlaps": lambda s: s.grads.__setitem__(
+        1, torch.zeros(6, 1).expand(6, 6)
+    ),
+    "tensor 1 of params is sparse": lambda s: s.params.__setitem__(1, s.params[1].to_sparse()),
+    "tensors 0 and 2 of the lists, one after another, overlap": lambda s: s.m.__setitem__(0, s.params[0]),
+    "tensors 4 and 5 of the lists, one after another, overlap": lambda s: (
+        s.v.__setitem__(
+            1,
+            s.v[0].clone(),
+        )
+        or s.v.__setitem__(0, s.v[1])
+    ),
+    "overlaps tensor 1 of what is read": lambda s: s.grads.__setitem__(1, s.params[1]),
+    "tensor 1 of steps is a torch.float64": lambda s: s.steps.__setitem__(1, s.steps[1].double()),
+    "tensors 8 and 9 of the lists, one after another, overlap": lambda s: s.steps.__setitem__(1, s.steps[0]),
+    "tensor 1 of grads is a str": lambda s: s.grads.__setitem__(1, "no tensor"),
+    "grads is a generator": lambda s: setattr(s, "grads", (g for g in ())),
+}
+
+
+@pytest.mark.parametrize("message", BREAKS)
+def test_refused_before_the_first_write(backend, message):
+    state = State([(6, 6), (6, 6)], F16)
+    state.gradients(1)
+    BREAKS[message](state)
+    tensors = [t for t in state.everything() if t.layout is torch.strided]
+    before = [t.clone() for t in tensors]
+    with pytest.raises((ValueError, TypeError), match=f"multi_tensor_adam: .*{message}"):
+        state.adam(**ADAM)
+    for a, b in zip(tensors, before, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"factors": (1.0, 2.0, 3.0)}, "there are 3 factors"),
+        ({"factors": (torch.zeros(2),)}, "factor 0 is a torch.float32 tensor of shape"),
+        ({"lr": torch.zeros((), dtype=torch.int64)}, "lr is a torch.int64"),
+        ({"lr": "a"}, "lr is a str"),
+        ({"found_inf": torch.zeros(2)}, "found_inf is a torch.float32 tensor of shape"),
+        ({"beta1": "a"}, "beta1 is 'a'"),
+    ],
+)
+def test_numbers_that_are_refused(backend, options, message):
+    state = State([4])
+    state.gradients(1)
+    with pytest.raises((ValueError, TypeError), match=message):
+        state.adam(**ADAM | options)
+
+
+def test_parameters_that_require_grad_need_no_grad_mode(backend):
+    state = State([4])
+    state.gradients(1)
+    state.params[0].requires_grad_()
+    with torch.enable_grad(), pytest.raises(ValueError, match="requires grad, and autograd would not see the write"):
+        state.adam(**ADAM)
+    state.adam(**ADAM)
+
+
+def test_momentum_buffers_without_momentum(backend):
+    state = State([4])
+    state.gradients(1)
+    with pytest.raises(ValueError, match="momentum is 0"):
+        mt.multi_tensor_sgd(state.grads, state.params, state.m, **SGD | {"momentum": 0.0})
+    with pytest.raises(ValueError, match="momentum_buffers has 0 tensors"):
+        mt.multi_tensor_sgd(state.grads, state.params, None, **SGD)
+
+
+def test_views_of_one_buffer(backend):
+    ours, plain = State([10, 64, 3]), State([10, 64, 3])
+    flats = {}
+    for name in ("params", "m", "v", "grads"):
+        ours.gradients(1) if name == "grads" else None
+        flats[name] = torch.cat(getattr(ours, name))
+        setattr(ours, name, list(flats[name].split([10, 64, 3])))
+    plain.gradients(1)
+    for state in (ours, plain):
+        state.adam(**ADAM)
+    assert torch.equal(flats["params"], torch.cat(plain.params))
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_change_nothing(backend, threads):
+    one, many = State(), State()
+    for state in (one, many):
+        state.gradients(1)
+    one.adam(**ADAM)
+    torch.set_num_threads(threads)
+    try:
+        many.adam(**ADAM)
+    finally:
+        torch.set_num_threads(1)
+    for a, b in zip(one.everything(), many.everything(), strict=True):
+        assert torch.equal(a, b)
