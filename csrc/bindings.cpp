@@ -29,7 +29,7 @@ struct type_caster<amp_patch::Tensors> {
     held_.reserve(n);
     for (Py_ssize_t i = 0; i < n; ++i) {
       if (!THPVariable_Check(items[i])) return false;
-      value.push_back(&THPVariable_Unpack(items[i]));
+      value.push_back(THPVariable_Unpack(items[i]));
       Py_INCREF(items[i]);
       held_.push_back(items[i]);
     }
@@ -116,8 +116,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(OP(adopt));           // params, masters
   m.def(OP(update_scale));    // scale, growth_tracker, found_inf, growth_factor, ..., hysteresis_tracker
 
-  m.def(STEP(adam));  // lists, lr, step, factors, found_inf, numbers, flags: as Steps::adam in step_ops.h
-  m.def(STEP(sgd));   // as Steps::sgd
+  m.def(STEP(adam));   // lists, lr, step, factors, found_inf, numbers, flags: as Steps::adam in step_ops.h
+  m.def(STEP(sgd));    // as Steps::sgd
+  m.def(STEP(split));  // masters, weights, halves
+  m.def(STEP(join));   // weights, halves, masters
 
   m.def("cpu_has_fp16", &cpu_has_fp16);
 

@@ -1,7 +1,8 @@
 // The optimizers' steps, each written once: its checks, its numbers, its functor. As ops.h has the other kernels, but
 // with more tensors at a place. A device's loop (`CpuSteps` in steps_cpu.cpp, `CudaSteps` in steps_cuda.cu) has
 //   device                          the c10::DeviceType it serves
-//   step(StepJob, functor, rates)   functor over all tensors; rates make a tensor's Rates
+//   step(StepJob, functor, rule)    functor over all tensors; the rule makes a tensor's rates
+//   split(StepJob), join(StepJob)   whole masters into split ones, and back
 #pragma once
 
 #include <ATen/ATen.h>
@@ -11,13 +12,14 @@
 
 namespace amp_patch {
 
+enum StepPlace { kGrad, kParam, kWeight, kState, kPlaces = kState + 3 };
+
 // The tensors at one place of the lists. They are rows in memory, in one common order.
 struct StepRow {
-  static constexpr int kMost = 6;  // gradient, parameter, three states, weight
-  void* data[kMost];               // gradient, parameter, weight (null: there is none), states
-  float* step;                     // null: the count is the call's
+  void* data[kPlaces];  // null: there is none
+  float* step;          // null: the count is the call's
   int64_t size;
-  at::ScalarType grad, weight;
+  at::ScalarType dtype[kPlaces];  // a parameter of int16 is the low half of a split one, whose weight is bfloat16
 };
 
 // lr and the count of steps: numbers, or on the device.
@@ -57,6 +59,8 @@ struct Steps {
                    const Tensors& max_exp_avg_sqs, const Tensors& steps, const Tensors& low, const Number& lr,
                    const Number& step, const std::vector<Number>& factors, const MaybeTensor& found_inf, double beta1,
                    double beta2, double eps, double weight_decay, bool decoupled, bool maximize, bool bias_correction);
+  static void split(const Tensors& masters, const Tensors& weights, const Tensors& halves);
+  static void join(const Tensors& weights, const Tensors& halves, const Tensors& masters);
   static void sgd(const Tensors& grads, const Tensors& params, const Tensors& momentum_buffers, const Tensors& low,
                   const Number& lr, const std::vector<Number>& factors, const MaybeTensor& found_inf, double momentum,
                   double dampening, double weight_decay, bool nesterov, bool maximize, bool first_run);
@@ -75,11 +79,12 @@ inline bool same_strides(const at::Tensor& a, const at::Tensor& b) {
 // A list of the call: at which place of a row's data, and what is wanted of it.
 struct StepList {
   const Tensors* tensors;
-  int place;
+  StepPlace place;
   bool written;
+  std::initializer_list<at::ScalarType> dtypes;
 };
 
-using Storages = std::array<const void*, StepRow::kMost + 1>;  // of the tensors at a place, and of its step
+using Storages = std::array<const void*, kPlaces + 1>;  // of the tensors at a place, and of its step
 
 // Refuses a written tensor that shares elements with any other. Nothing is compared unless storages are shared.
 inline void check_disjoint(const std::vector<StepList>& lists, const std::vector<StepRow>& rows,
@@ -94,15 +99,22 @@ inline void check_disjoint(const std::vector<StepList>& lists, const std::vector
   };
   bool shared = false;
   for (size_t i = 0; i < rows.size() && !shared; ++i) {
-    for (size_t k = 1; k < storages[i].size() && !shared; ++k) {  // 0: the gradients, which are only read
-      if (storages[i][k] == nullptr) continue;
-      const size_t slot = slot_of(storages[i][k]);
-      shared = seen[slot] != nullptr;
-      seen[slot] = storages[i][k];
+    const auto insert = [&](const void* storage) {
+      if (storage == nullptr) return;
+      const size_t slot = slot_of(storage);
+      shared = shared || seen[slot] != nullptr;
+      seen[slot] = storage;
+    };
+    for (const StepList& list : lists) {
+      if (list.written) insert(storages[i][list.place]);
     }
+    insert(storages[i][kPlaces]);
   }
-  for (size_t i = 0; i < rows.size() && !shared; ++i) {
-    shared = storages[i][0] != nullptr && seen[slot_of(storages[i][0])] != nullptr;
+  for (const StepList& list : lists) {
+    for (size_t i = 0; i < rows.size() && !shared && !list.written; ++i) {
+      const void* const storage = storages[i][list.place];
+      shared = storage != nullptr && seen[slot_of(storage)] != nullptr;
+    }
   }
   if (!shared) return;
   struct Span {
@@ -136,19 +148,12 @@ inline void check_place(const std::vector<StepList>& lists, size_t i, c10::Devic
   const at::Tensor& param = (*lists[1].tensors)[i];
   bool contiguous = true;
   for (const StepList& list : lists) {
-    list.tensors->prefetch(i + 8);
+    list.tensors->prefetch_ahead(i);
     const at::Tensor& t = (*list.tensors)[i];
     check_plain(t, device);
     const at::ScalarType dtype = t.scalar_type();
-    if (list.place == 0) {
-      require(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16, "dtype");
-      row.grad = dtype;
-    } else if (list.place == 2) {
-      require(dtype == at::kHalf || dtype == at::kBFloat16, "dtype");
-      row.weight = dtype;
-    } else {
-      require(dtype == at::kFloat, "dtype");
-    }
+    require(std::find(list.dtypes.begin(), list.dtypes.end(), dtype) != list.dtypes.end(), "dtype");
+    row.dtype[list.place] = dtype;
     Fact fact;
     learn(t, fact);
     require(t.sizes() == param.sizes(), "shape");
@@ -160,6 +165,7 @@ inline void check_place(const std::vector<StepList>& lists, size_t i, c10::Devic
     require(!recorded || !t.requires_grad(), "requires grad");
     if (is_lazy(t)) lazy.store(true, std::memory_order_relaxed);
   }
+  require(row.dtype[kParam] != at::kShort || row.dtype[kWeight] == at::kBFloat16, "split");
   if (contiguous || row.size == 0) return;
   for (const StepList& list : lists) {
     const at::Tensor& t = (*list.tensors)[i];
@@ -202,7 +208,7 @@ StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, co
   for_each_index(params.size(), [&](size_t i) {
     check_place(lists, i, job.device, recorded, job.rows[i], storages[i], lazy);
     if (!steps.empty()) {
-      steps.prefetch(i + 8);
+      steps.prefetch_ahead(i);
       check_step(steps[i], counted_on, recorded, job.rows[i].step, storages[i].back());
     }
   });
@@ -228,14 +234,48 @@ StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, co
 inline void bump_lists(const std::vector<StepList>& lists, const Tensors& steps) {
   for_each_index(lists[1].tensors->size(), [&](size_t i) {
     for (const StepList& list : lists) {
-      if (list.written) bump((*list.tensors)[i]);
+      if (!list.written) continue;
+      list.tensors->prefetch_versions(i);
+      bump((*list.tensors)[i]);
     }
-    if (!steps.empty()) bump(steps[i]);
+    if (steps.empty()) return;
+    steps.prefetch_versions(i);
+    bump(steps[i]);
   });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The steps
+
+inline constexpr std::initializer_list<at::ScalarType> kAny{at::kFloat, at::kHalf, at::kBFloat16};
+inline constexpr std::initializer_list<at::ScalarType> kHalves{at::kHalf, at::kBFloat16};
+inline constexpr std::initializer_list<at::ScalarType> kMasters{at::kFloat, at::kShort};
+inline constexpr std::initializer_list<at::ScalarType> kSingle{at::kFloat};
+inline constexpr std::initializer_list<at::ScalarType> kSplitHalf{at::kShort};
+inline constexpr std::initializer_list<at::ScalarType> kSplitWeight{at::kBFloat16};
+
+// What all optimizers have. The parameters are the second list.
+inline std::vector<StepList> step_lists(const Tensors& grads, const Tensors& params, const Tensors& low) {
+  std::vector<StepList> lists{{&grads, kGrad, false, kAny}, {&params, kParam, true, kMasters}};
+  if (!low.empty()) lists.push_back({&low, kWeight, true, kHalves});
+  return lists;
+}
+
+template <class Loop>
+void Steps<Loop>::split(const Tensors& masters, const Tensors& weights, const Tensors& halves) {
+  const std::vector<StepList> lists{
+      {&masters, kGrad, false, kSingle}, {&halves, kParam, true, kSplitHalf}, {&weights, kWeight, true, kSplitWeight}};
+  Loop::split(check_steps<Loop>(lists, Tensors(), {}, {}, std::nullopt));
+  bump_lists(lists, Tensors());
+}
+
+template <class Loop>
+void Steps<Loop>::join(const Tensors& weights, const Tensors& halves, const Tensors& masters) {
+  const std::vector<StepList> lists{
+      {&masters, kGrad, true, kSingle}, {&halves, kParam, false, kSplitHalf}, {&weights, kWeight, false, kSplitWeight}};
+  Loop::join(check_steps<Loop>(lists, Tensors(), {}, {}, std::nullopt));
+  bump_lists(lists, Tensors());
+}
 
 template <class Loop>
 void Steps<Loop>::adam(const Tensors& grads, const Tensors& params, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
@@ -243,10 +283,11 @@ void Steps<Loop>::adam(const Tensors& grads, const Tensors& params, const Tensor
                        const Number& step, const std::vector<Number>& factors, const MaybeTensor& found_inf,
                        double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize,
                        bool bias_correction) {
-  std::vector<StepList> lists{{&grads, 0, false}, {&params, 1, true}, {&exp_avgs, 3, true}, {&exp_avg_sqs, 4, true}};
+  std::vector<StepList> lists = step_lists(grads, params, low);
+  lists.push_back({&exp_avgs, kState, true, kSingle});
+  lists.push_back({&exp_avg_sqs, StepPlace(kState + 1), true, kSingle});
   const bool amsgrad = !max_exp_avg_sqs.empty();
-  if (amsgrad) lists.push_back({&max_exp_avg_sqs, 5, true});
-  if (!low.empty()) lists.push_back({&low, 2, true});
+  if (amsgrad) lists.push_back({&max_exp_avg_sqs, StepPlace(kState + 2), true, kSingle});
   const StepJob job = check_steps<Loop>(lists, steps, factors, {&lr, &step}, found_inf);
   const AdamRule rule{
       {beta1, beta2, weight_decay, decoupled, bias_correction}, scalar<Loop, double>(lr), scalar<Loop, double>(step)};
@@ -268,9 +309,8 @@ void Steps<Loop>::sgd(const Tensors& grads, const Tensors& params, const Tensors
                       const Number& lr, const std::vector<Number>& factors, const MaybeTensor& found_inf,
                       double momentum, double dampening, double weight_decay, bool nesterov, bool maximize,
                       bool first_run) {
-  std::vector<StepList> lists{{&grads, 0, false}, {&params, 1, true}};
-  if (momentum != 0) lists.push_back({&momentum_buffers, 3, true});
-  if (!low.empty()) lists.push_back({&low, 2, true});
+  std::vector<StepList> lists = step_lists(grads, params, low);
+  if (momentum != 0) lists.push_back({&momentum_buffers, kState, true, kSingle});
   const StepJob job = check_steps<Loop>(lists, Tensors(), factors, {&lr}, found_inf);
   const SgdRule rule{scalar<Loop, double>(lr)};
   const auto run = [&](auto functor) {

@@ -9,10 +9,21 @@
 inline Lanes root(Lanes a) { return {_mm512_sqrt_ps(a.v)}; }
 inline Lanes fused(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline bool differ(Integers a, Integers b) { return _mm512_cmpneq_epi32_mask(a, b) != 0; }
+inline Integers sum(Integers a, Integers b) { return _mm512_add_epi32(a, b); }
+// One half of `v`, each element of 16 bits as one of 32 with its sign; and the low 16 bits of two registers, in order.
+inline Integers signed_from(Integers v, int which) { return _mm512_cvtepi16_epi32(half_of(v, which)); }
+inline Integers low_halves(Integers a, Integers b) { return join(_mm512_cvtepi32_epi16(a), _mm512_cvtepi32_epi16(b)); }
 #else
 inline Lanes root(Lanes a) { return {_mm256_sqrt_ps(a.v)}; }
 inline Lanes fused(Lanes a, Lanes b, Lanes c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline bool differ(Integers a, Integers b) { return _mm256_movemask_epi8(_mm256_cmpeq_epi32(a, b)) != -1; }
+inline Integers sum(Integers a, Integers b) { return _mm256_add_epi32(a, b); }
+inline Integers signed_from(Integers v, int which) { return _mm256_cvtepi16_epi32(half_of(v, which)); }
+inline Integers low_halves(Integers a, Integers b) {
+  const Integers low = _mm256_set1_epi32(0xFFFF);
+  const Integers mixed = _mm256_packus_epi32(_mm256_and_si256(a, low), _mm256_and_si256(b, low));
+  return _mm256_permute4x64_epi64(mixed, 0xD8);
+}
 #endif
 
 inline Lanes fill(Lanes, float value) { return {broadcast(value)}; }
@@ -25,67 +36,128 @@ inline Mask is_nan(Lanes a) { return !(a == a); }
 
 #endif
 
-struct Set {
-  // One step of `f` on n elements; where n is no multiple of 8, they are the last of their tensor. Low is the dtype of
-  // the published weight `low`, or float where there is none.
-  template <class F, class Grad, class Low>
-  __attribute__((flatten)) static void step(const F& functor, const typename F::Rates& tensor_rates, int64_t n,
-                                            const Grad* grad, float* param, Low* low, float* const* states) {
-    const F f = functor;  // by value: else, for all the compiler knows, a store might change them
-    const typename F::Rates rates = tensor_rates;
-    constexpr int S = F::kStates;
-    float* state[S + 1] = {};
-    for (int s = 0; s < S; ++s) state[s] = states[s];
-    int64_t i = 0;
-#if AMP_PATCH_WIDTH > 1
-    for (; i + 2 * AMP_PATCH_WIDTH <= n; i += 2 * AMP_PATCH_WIDTH) {
-      const Pair g = fetch(grad + i);
-      Pair p = adopted(param + i, low + i);
-      Lanes first[S + 1], second[S + 1];
-      for (int s = 0; s < S; ++s) {
-        const Pair both = fetch(state[s] + i);
-        first[s] = both.low;
-        second[s] = both.high;
-      }
-      f.template step<false>(rates, g.low, p.low, first);
-      f.template step<false>(rates, g.high, p.high, second);
-      put<false>(param + i, p);
-      if constexpr (!std::is_same_v<Low, float>) put<false>(low + i, p);
-      for (int s = 0; s < S; ++s) put<false>(state[s] + i, Pair{first[s], second[s]});
-    }
-#endif
-    const auto one = [&](auto tail) {
-      float p = param[i], own[S + 1];
-      if constexpr (!std::is_same_v<Low, float>) {
-        const auto weight = static_cast<float>(low[i]);
-        if (!(static_cast<float>(static_cast<Low>(p)) == weight)) p = weight;
-      }
-      for (int s = 0; s < S; ++s) own[s] = state[s][i];
-      f.template step<decltype(tail)::value>(rates, static_cast<float>(grad[i]), p, own);
-      param[i] = p;
-      if constexpr (!std::is_same_v<Low, float>) low[i] = static_cast<Low>(p);
-      for (int s = 0; s < S; ++s) state[s][i] = own[s];
-    };
-    for (; i < n - n % 8; ++i) one(std::false_type());
-    for (; i < n; ++i) one(std::true_type());
-  }
+// What steps_cpu.cpp takes of one set.
+struct Loops {
+  // How masters lie in memory: whole, without or with a published weight, or split. A place is read and written element
+  // by element, and by pairs of registers.
+  struct Whole {
+    float* params;
 
+    float read(int64_t i) const { return params[i]; }
+    void write(int64_t i, float p) const { params[i] = p; }
 #if AMP_PATCH_WIDTH > 1
- private:
-  // The masters, which take the weight's value where that was edited: where it is no longer the master, rounded.
-  template <class Low>
-  static Pair adopted(const float* param, const Low* low) {
-    Pair p = fetch(param);
-    if constexpr (!std::is_same_v<Low, float>) {
-      const Integers weights = at<Integers>(low);
-      const Integers published = pack(p, Low());
-      if (__builtin_expect(differ(published, weights), false)) {
-        const Pair now = unpack(weights, Low()), before = unpack(published, Low());
-        p.low = where(before.low == now.low, p.low, now.low);
-        p.high = where(before.high == now.high, p.high, now.high);
-      }
-    }
-    return p;
-  }
+    Pair read_pair(int64_t i) const { return fetch(params + i); }
+    void write_pair(int64_t i, Pair p) const { put<false>(params + i, p); }
 #endif
+  };
+
+  template <class Low>
+  struct Published {
+    float* params;
+    Low* weights;
+
+    // A master takes its weight's value where that was edited: where it is no longer the master, rounded.
+    float read(int64_t i) const {
+      const auto weight = static_cast<float>(weights[i]);
+      return static_cast<float>(static_cast<Low>(params[i])) == weight ? params[i] : weight;
+    }
+    void write(int64_t i, float p) const {
+      params[i] = p;
+      weights[i] = static_cast<Low>(p);
+    }
+#if AMP_PATCH_WIDTH > 1
+    Pair read_pair(int64_t i) const {
+      Pair p = fetch(params + i);
+      const Integers now = at<Integers>(weights + i), before = pack(p, Low());
+      if (__builtin_expect(differ(before, now), false)) {
+        const Pair edited = unpack(now, Low()), published = unpack(before, Low());
+        p.low = where(published.low == edited.low, p.low, edited.low);
+        p.high = where(published.high == edited.high, p.high, edited.high);
+      }
+      return p;
+    }
+    void write_pair(int64_t i, Pair p) const {
+      put<false>(params + i, p);
+      put<false>(weights + i, p);
+    }
+#endif
+  };
+
+  struct Split {
+    int16_t* halves;
+    c10::BFloat16* weights;
+
+    float read(int64_t i) const { return amp_patch::join(weights[i], halves[i]); }
+    void write(int64_t i, float p) const { split(p, weights[i], halves[i]); }
+#if AMP_PATCH_WIDTH > 1
+    Pair read_pair(int64_t i) const {
+      const Integers weight = at<Integers>(weights + i), half = at<Integers>(halves + i);
+      return {joined(high_from(weight, 0), signed_from(half, 0)), joined(high_from(weight, 1), signed_from(half, 1))};
+    }
+    void write_pair(int64_t i, Pair p) const {
+      const Integers a = numbers(p.low), b = numbers(p.high);
+      put<false>(static_cast<void*>(halves + i), low_halves(a, b));
+      put<false>(static_cast<void*>(weights + i), high_halves(add(a, 0x8000), add(b, 0x8000)));
+    }
+
+   private:
+    static Lanes joined(Integers high, Integers half) {
+      const Lanes master{same_bits<Register>(sum(high, half))};
+      return where(is_nan(master), Lanes{same_bits<Register>(high)}, master);
+    }
+    static Integers numbers(Lanes p) {
+      const Lanes nan{same_bits<Register>(add(Integers(), 0x7FC00000))};
+      return same_bits<Integers>(where(is_nan(p), nan, p).v);
+    }
+#endif
+  };
+
+  struct Set {
+    // One step of `f` on n elements; where n is no multiple of 8, they are the last of their tensor.
+    template <class F, class Grad, class Masters>
+    __attribute__((flatten)) static void step(const F& functor, const typename F::Rates& tensor_rates, int64_t n,
+                                              const Grad* grad, Masters masters, float* const* states) {
+      const F f = functor;  // by value: else, for all the compiler knows, a store might change them
+      const typename F::Rates rates = tensor_rates;
+      constexpr int S = F::kStates;
+      float* state[S + 1] = {};
+      for (int s = 0; s < S; ++s) state[s] = states[s];
+      int64_t i = 0;
+#if AMP_PATCH_WIDTH > 1
+      for (; i + 2 * AMP_PATCH_WIDTH <= n; i += 2 * AMP_PATCH_WIDTH) {
+        const Pair g = fetch(grad + i);
+        Pair p = masters.read_pair(i);
+        Lanes first[S + 1], second[S + 1];
+        for (int s = 0; s < S; ++s) {
+          const Pair both = fetch(state[s] + i);
+          first[s] = both.low;
+          second[s] = both.high;
+        }
+        f.template step<false>(rates, g.low, p.low, first);
+        f.template step<false>(rates, g.high, p.high, second);
+        masters.write_pair(i, p);
+        for (int s = 0; s < S; ++s) put<false>(state[s] + i, Pair{first[s], second[s]});
+      }
+#endif
+      const auto one = [&](auto tail) {
+        float p = masters.read(i), own[S + 1];
+        for (int s = 0; s < S; ++s) own[s] = state[s][i];
+        f.template step<decltype(tail)::value>(rates, static_cast<float>(grad[i]), p, own);
+        masters.write(i, p);
+        for (int s = 0; s < S; ++s) state[s][i] = own[s];
+      };
+      for (; i < n - n % 8; ++i) one(std::false_type());
+      for (; i < n; ++i) one(std::true_type());
+    }
+
+    // Masters of one form into another.
+    template <class From, class To>
+    __attribute__((flatten)) static void convert(int64_t n, From from, To to) {
+      int64_t i = 0;
+#if AMP_PATCH_WIDTH > 1
+      for (; i + 2 * AMP_PATCH_WIDTH <= n; i += 2 * AMP_PATCH_WIDTH) to.write_pair(i, from.read_pair(i));
+#endif
+      for (; i < n; ++i) to.write(i, from.read(i));
+    }
+  };
 };

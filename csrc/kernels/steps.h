@@ -43,6 +43,36 @@ AMP_PATCH_ELEMENT float fused(float a, float b, float c) { return std::fma(a, b,
 AMP_PATCH_ELEMENT bool less(float a, float b) { return a < b; }
 AMP_PATCH_ELEMENT bool is_nan(float a) { return !(a == a); }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// Split masters: an FP32 number as a BF16 weight and the low 16 bits, signed. The weight is the high 16 bits, one more
+// where the low half is negative, so that `weight << 16` and the half add up to the number's bits again. A NaN, whose
+// carry might run into an infinity or past the sign, becomes the one NaN whose low half is 0.
+
+AMP_PATCH_ELEMENT uint32_t bits_of(float x) {
+  uint32_t bits = 0;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+AMP_PATCH_ELEMENT float from_bits(uint32_t bits) {
+  float x = 0;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+AMP_PATCH_ELEMENT void split(float master, c10::BFloat16& weight, int16_t& half) {
+  const uint32_t bits = is_nan(master) ? 0x7FC00000u : bits_of(master);
+  weight = c10::BFloat16(static_cast<uint16_t>((bits + 0x8000u) >> 16), c10::BFloat16::from_bits());
+  half = static_cast<int16_t>(bits & 0xFFFFu);
+}
+
+// No number is split into a zero and a negative half, nor into an infinity and a positive one: such a weight was
+// written by a user, and counts alone. Added up, these pairs, and weights that are NaN, are the ones that give a NaN.
+AMP_PATCH_ELEMENT float join(c10::BFloat16 weight, int16_t half) {
+  const uint32_t high = static_cast<uint32_t>(weight.x) << 16;
+  const float master = from_bits(high + static_cast<uint32_t>(static_cast<int32_t>(half)));
+  return is_nan(master) ? from_bits(high) : master;
+}
+
 // The gradient, FP32, times the inverse loss scale, times the clipping coefficient; or its negative, to maximize.
 struct Unscale {
   float factors[2];  // 1 where there is none: the product is exact

@@ -49,24 +49,45 @@ void on_set(const Visit& visit) {
 #ifdef AMP_PATCH_X86
   switch (instruction_set()) {
     case 2:
-      return visit(avx512::Set());
+      return visit(avx512::Loops());
     case 1:
-      return visit(avx2::Set());
+      return visit(avx2::Loops());
   }
 #endif
-  visit(portable::Set());
+  visit(portable::Loops());
 }
 
-// visit(pointer) with the pointer's type.
+// visit(E()) for the element type that dtype names.
 template <class Visit>
-void typed(void* data, at::ScalarType dtype, const Visit& visit) {
+void with_dtype(at::ScalarType dtype, const Visit& visit) {
   switch (dtype) {
     case at::kHalf:
-      return visit(static_cast<c10::Half*>(data));
+      return visit(c10::Half());
     case at::kBFloat16:
-      return visit(static_cast<c10::BFloat16*>(data));
+      return visit(c10::BFloat16());
     default:
-      return visit(static_cast<float*>(data));
+      return visit(float());
+  }
+}
+
+template <class E>
+E* at(const StepRow& row, StepPlace place, int64_t begin) {
+  return static_cast<E*>(row.data[place]) + begin;
+}
+
+// visit(masters) with the form that they have, from element `begin` on.
+template <class Loops, class Visit>
+void with_masters(const StepRow& row, int64_t begin, const Visit& visit) {
+  if (row.dtype[kParam] == at::kShort) {
+    return visit(typename Loops::Split{at<int16_t>(row, kParam, begin), at<c10::BFloat16>(row, kWeight, begin)});
+  }
+  float* const params = at<float>(row, kParam, begin);
+  if (row.data[kWeight] == nullptr) {
+    visit(typename Loops::Whole{params});
+  } else if (row.dtype[kWeight] == at::kHalf) {
+    visit(typename Loops::template Published<c10::Half>{params, at<c10::Half>(row, kWeight, begin)});
+  } else {
+    visit(typename Loops::template Published<c10::BFloat16>{params, at<c10::BFloat16>(row, kWeight, begin)});
   }
 }
 
@@ -74,14 +95,12 @@ void typed(void* data, at::ScalarType dtype, const Visit& visit) {
 template <class F>
 void step_chunk(const F& f, const typename F::Rates& rates, const StepRow& row, int64_t begin, int64_t end) {
   float* states[F::kStates + 1] = {};
-  for (int s = 0; s < F::kStates; ++s) states[s] = static_cast<float*>(row.data[3 + s]) + begin;
-  float* const param = static_cast<float*>(row.data[1]) + begin;
-  on_set([&](auto set) {
-    using Set = decltype(set);
-    typed(row.data[0], row.grad, [&](auto* grad) {
-      typed(row.data[2], row.data[2] != nullptr ? row.weight : at::kFloat, [&](auto* low) {
-        Set::step(f, rates, end - begin, grad + begin, param, low + (low != nullptr ? begin : 0), states);
-      });
+  for (int s = 0; s < F::kStates; ++s) states[s] = at<float>(row, StepPlace(kState + s), begin);
+  on_set([&](auto loops) {
+    with_dtype(row.dtype[kGrad], [&](auto element) {
+      const auto* const grad = at<decltype(element)>(row, kGrad, begin);
+      const auto run = [&](auto masters) { decltype(loops)::Set::step(f, rates, end - begin, grad, masters, states); };
+      with_masters<decltype(loops)>(row, begin, run);
     });
   });
 }
@@ -116,6 +135,22 @@ struct CpuSteps {
     if (job.found_inf != nullptr && *job.found_inf != 0) return false;
     f.unscale = Unscale{{job.factors[0].value, f.maximize ? -job.factors[1].value : job.factors[1].value}};
     const std::vector<typename F::Rates> rates = rates_of(rule, job);
+    for_each_chunk(
+        job, [&](int64_t slot, int64_t begin, int64_t end) { step_chunk(f, rates[slot], job.rows[slot], begin, end); });
+    return true;
+  }
+
+  static void split(const StepJob& job) {
+    convert(job, [](auto loops, int64_t n, auto whole, auto split) { decltype(loops)::Set::convert(n, whole, split); });
+  }
+  static void join(const StepJob& job) {
+    convert(job, [](auto loops, int64_t n, auto whole, auto split) { decltype(loops)::Set::convert(n, split, whole); });
+  }
+
+ private:
+  // visit(slot, begin, end) for all chunks of all tensors.
+  template <class Visit>
+  static void for_each_chunk(const StepJob& job, const Visit& visit) {
     std::vector<int64_t> sizes;
     sizes.reserve(job.rows.size());
     for (const StepRow& row : job.rows) sizes.push_back(row.size);
@@ -123,15 +158,23 @@ struct CpuSteps {
         kStepGrain,
         [&](int64_t slot) {
           const StepRow& row = job.rows[slot];
-          for (const int k : {0, 1, 3, 4}) {
-            if (k < 3 + F::kStates) prefetch_short(row.data[k], row.size * (k == 0 ? item_size(row.grad) : 4));
+          for (int k = 0; k < kPlaces; ++k) {
+            if (row.data[k] != nullptr) prefetch_short(row.data[k], row.size * item_size(row.dtype[k]));
           }
-          if (row.data[2] != nullptr) prefetch_short(row.data[2], row.size * 2);
         },
-        [&](int64_t, int64_t slot, int64_t begin, int64_t end) {
-          step_chunk(f, rates[slot], job.rows[slot], begin, end);
-        });
-    return true;
+        [&](int64_t, int64_t slot, int64_t begin, int64_t end) { visit(slot, begin, end); });
+  }
+
+  template <class Convert>
+  static void convert(const StepJob& job, const Convert& convert) {
+    for_each_chunk(job, [&](int64_t slot, int64_t begin, int64_t end) {
+      const StepRow& row = job.rows[slot];
+      on_set([&](auto loops) {
+        using Loops = decltype(loops);
+        convert(loops, end - begin, typename Loops::Whole{at<float>(row, kGrad, begin)},
+                typename Loops::Split{at<int16_t>(row, kParam, begin), at<c10::BFloat16>(row, kWeight, begin)});
+      });
+    });
   }
 };
 
