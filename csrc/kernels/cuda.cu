@@ -1,20 +1,12 @@
 // The loop on CUDA: ops.h's ops over it are the kernels for CUDA tensors. A job takes one launch for all its rows that
 // are linear in memory, and one for those that are strided.
-//
-// A launch learns of its rows in one of two ways. As kernel arguments, which CUDA copies at the launch, and into a
-// graph that is being captured: nothing to keep alive. Or, where they do not fit, through one pinned buffer, copied on
-// the stream; torch's allocators keep the buffer until the copy is done and the device's side until the kernel is. A
-// captured copy would read the host's side again at each replay, so a capture takes arguments, in several launches.
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include <atomic>
-#include <limits>
-
 #include "chunk.h"
+#include "cuda_launch.h"
 #include "ops.h"
 
 namespace amp_patch {
@@ -23,17 +15,6 @@ namespace {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
 #error "amp_patch's kernels need sm_70 or newer: leave older ones out of TORCH_CUDA_ARCH_LIST"
 #endif
-
-// Bytes of kernel arguments: CUDA 12.1 and later take 32,764 on sm_70 and newer, earlier ones 4,096. 256 of them are
-// for the arguments beside the rows.
-constexpr int kFewBytes = 4096 - 256;
-constexpr int kManyBytes = CUDART_VERSION >= 12010 ? 32764 - 256 : kFewBytes;
-
-template <class R, int kBytes>
-struct Arguments {
-  static constexpr int capacity = kBytes / sizeof(R);
-  R rows[capacity];
-};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // On the device
@@ -87,103 +68,31 @@ __global__ void run_once(F f) {
 // ---------------------------------------------------------------------------------------------------------------------
 // On the host
 
-enum class Metadata { kAuto, kArguments, kBuffer };
-std::atomic<Metadata> metadata{Metadata::kAuto};
-
-// A newer runtime may meet an older driver.
-bool driver_takes_large_arguments() {
-  static const bool takes = [] {
-    int version = 0;
-    C10_CUDA_CHECK(cudaDriverGetVersion(&version));
-    return version >= 12010;
-  }();
-  return takes;
-}
-
-bool is_capturing(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) {
-    (void)cudaGetLastError();  // the legacy stream, while another one captures: do as in a capture
-    return true;
-  }
-  return status != cudaStreamCaptureStatusNone;
-}
-
-// The launches of one job's rows of one kind; what is the same for all of them.
+// The launches of one job's rows of one kind.
 template <class T, int N, class F, class R>
-class Launcher {
- public:
-  Launcher(const std::vector<R>& rows, const Job<N>& job, const F& f, c10::Device device)
-      : rows_(rows), job_(job), f_(f), device_(device), stream_(c10::cuda::getCurrentCUDAStream(device.index())) {
-    std::vector<int64_t> sizes;
-    sizes.reserve(rows.size());
-    for (const R& row : rows) sizes.push_back(row.size);
-    chunk_ = chunk_size(sizes);
-
-    constexpr int64_t few = Arguments<R, kFewBytes>::capacity, many = Arguments<R, kMostBytes>::capacity;
-    const auto count = static_cast<int64_t>(rows.size());
-    const int64_t most = driver_takes_large_arguments() ? many : few;
-    const Metadata route = metadata.load();
-    const bool fits = count <= most && route != Metadata::kBuffer;
-    if (!fits && route != Metadata::kArguments && !is_capturing(stream_)) {
-      for (const auto& spans : plan_spans(sizes, chunk_, count, kMaxBlocks)) from_buffer(spans);
-    } else if (count <= few || most == few) {
-      for (const auto& spans : plan_spans(sizes, chunk_, few, kMaxBlocks)) from_arguments<kFewBytes>(spans);
-    } else {
-      for (const auto& spans : plan_spans(sizes, chunk_, many, kMaxBlocks)) from_arguments<kMostBytes>(spans);
-    }
-  }
-
- private:
-  static constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();  // of a grid's x
+void launch_job(const std::vector<R>& rows, const Job<N>& job, const F& f, c10::Device device) {
+  static_assert(sizeof(F) + 64 <= 256, "the arguments beside the rows");
   // float64 is rare, and not worth a second set of kernels.
-  static constexpr int kMostBytes = std::is_same_v<T, double> ? kFewBytes : kManyBytes;
-
-  template <int kBytes>
-  void from_arguments(const std::vector<Span>& spans) {
-    Arguments<R, kBytes> arguments;
-    const int64_t blocks = fill(arguments.rows, rows_, spans, chunk_);
-    launch(arguments, nullptr, spans.size(), blocks);
-  }
-
-  void from_buffer(const std::vector<Span>& spans) {
-    const auto bytes = static_cast<int64_t>(spans.size() * sizeof(R));
-    const auto options = at::TensorOptions().dtype(at::kByte);
-    const at::Tensor host = at::empty({bytes}, options.device(at::kCPU).pinned_memory(true));
-    const at::Tensor buffer = at::empty({bytes}, options.device(device_));
-    const int64_t blocks = fill(static_cast<R*>(host.mutable_data_ptr()), rows_, spans, chunk_);
-    buffer.copy_(host, /*non_blocking=*/true);
-    launch(Arguments<R, kFewBytes>(), static_cast<const R*>(buffer.const_data_ptr()), spans.size(), blocks);
-  }
-
-  template <int kBytes>
-  void launch(const Arguments<R, kBytes>& arguments, const R* buffer, size_t spans, int64_t blocks) {
-    static_assert(std::is_trivially_copyable_v<Arguments<R, kBytes>> && sizeof(arguments) <= kBytes);
-    static_assert(sizeof(F) + 64 <= 256, "the arguments beside the rows");
-    const auto count = static_cast<int>(spans);
+  constexpr int kMostBytes = std::is_same_v<T, double> ? kFewBytes : kManyBytes;
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device.index());
+  launch_rows<kMostBytes>(rows, device, stream, [&](const auto& arguments, const R* buffer, const Extent& extent) {
+    using A = std::decay_t<decltype(arguments)>;
     at::Tensor partials;
     double* sums = nullptr;
     if constexpr (F::reduces) {
-      partials = at::empty({blocks}, at::TensorOptions().dtype(at::kDouble).device(device_));
+      partials = at::empty({extent.blocks}, at::TensorOptions().dtype(at::kDouble).device(device));
       sums = partials.mutable_data_ptr<double>();
     }
-    run_chunks<T, N, F, R, kBytes><<<static_cast<unsigned>(blocks), kThreads, 0, stream_>>>(
-        arguments, buffer, count, static_cast<int>(chunk_), f_, job_.found_inf, sums);
+    run_chunks<T, N, F, R, A::bytes><<<static_cast<unsigned>(extent.blocks), kThreads, 0, stream>>>(
+        arguments, buffer, extent.rows, extent.chunk, f, job.found_inf, sums);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
     if constexpr (F::reduces) {
-      add_partials<R, kBytes><<<static_cast<unsigned>(spans), kThreads, 0, stream_>>>(
-          arguments, buffer, count, static_cast<uint32_t>(blocks), sums, job_.squares);
+      add_partials<R, A::bytes><<<static_cast<unsigned>(extent.rows), kThreads, 0, stream>>>(
+          arguments, buffer, extent.rows, static_cast<uint32_t>(extent.blocks), sums, job.squares);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     }
-  }
-
-  const std::vector<R>& rows_;
-  const Job<N>& job_;
-  const F& f_;
-  c10::Device device_;
-  cudaStream_t stream_;
-  int64_t chunk_;
-};
+  });
+}
 
 View view(const at::Tensor& t) {
   return {const_cast<void*>(t.const_data_ptr()), t.scalar_type(), t.dim(), t.sizes().data(), t.strides().data()};
@@ -233,8 +142,8 @@ struct CudaLoop {
         strided.push_back(row);
       }
     }
-    if (!linear.empty()) Launcher<T, N, F, Row<K>>(linear, job, f, where);
-    if (!strided.empty()) Launcher<T, N, F, StridedRow<K>>(strided, job, f, where);
+    if (!linear.empty()) launch_job<T, N>(linear, job, f, where);
+    if (!strided.empty()) launch_job<T, N>(strided, job, f, where);
     for (const auto& [out, copy] : write_back) out.copy_(copy, /*non_blocking=*/true);
   }
 

@@ -8,49 +8,16 @@
 #include <ATen/ATen.h>
 
 #include "ops.h"
-#include "steps.h"
+#include "step_rows.h"
 
 namespace amp_patch {
-
-enum StepPlace { kGrad, kParam, kWeight, kState, kPlaces = kState + 3 };
-
-// The tensors at one place of the lists. They are rows in memory, in one common order.
-struct StepRow {
-  void* data[kPlaces];  // null: there is none
-  float* step;          // null: the count is the call's
-  int64_t size;
-  at::ScalarType dtype[kPlaces];  // a parameter of int16 is the low half of a split one, whose weight is bfloat16
-};
-
-// lr and the count of steps: numbers, or on the device.
-struct AdamRule {
-  using Rates = AdamRates;
-  AdamNumbers numbers;
-  Scalar<double> lr, steps;  // `steps` before this one, where the rows have none of their own
-};
-
-struct SgdRule {
-  using Rates = SgdRates;
-  Scalar<double> lr;
-};
 
 struct StepJob {
   c10::Device device;
   std::vector<StepRow> rows;  // also of empty tensors, whose steps are counted
-  bool counts;                // the steps of the rows are 1 larger afterwards
-  bool host_steps;            // they lie on the CPU, the rest elsewhere
-  Scalar<float> factors[2];
+  bool host_steps;            // the steps lie on the CPU, the rest elsewhere
+  UnscaleRule unscale;
   const float* found_inf;  // where it is not 0, nothing changes; null: it does
-};
-
-struct AdamOptions {
-  double beta1, beta2, eps, weight_decay;
-  bool decoupled, maximize, bias_correction;
-};
-
-struct SgdOptions {
-  double momentum, dampening, weight_decay;
-  bool nesterov, maximize, first_run;
 };
 
 template <class Loop>
@@ -186,9 +153,10 @@ inline void check_step(const at::Tensor& t, c10::Device device, bool recorded, f
 
 template <class Loop>
 StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, const std::vector<Number>& factors,
-                    std::initializer_list<const Number*> numbers, const MaybeTensor& found_inf) {
+                    std::initializer_list<const Number*> numbers, const MaybeTensor& found_inf, bool maximize = false) {
   const Tensors& params = *lists[1].tensors;
-  StepJob job{c10::Device(Loop::device), {}, !steps.empty(), false, {}, nullptr};
+  StepJob job{
+      c10::Device(Loop::device), {}, false, {{{1, nullptr, nullptr}, {1, nullptr, nullptr}}, maximize}, nullptr};
   if (!params.empty() && params[0].defined()) job.device = params[0].device();
   if (params.empty() && found_inf.has_value() && found_inf->defined()) job.device = found_inf->device();
   require(job.device.type() == Loop::device, "device");
@@ -225,8 +193,7 @@ StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, co
       }
     }
   }
-  for (size_t k = 0; k < 2; ++k) job.factors[k] = {1, nullptr, nullptr};
-  for (size_t k = 0; k < factors.size(); ++k) job.factors[k] = scalar<Loop, float>(factors[k]);
+  for (size_t k = 0; k < factors.size(); ++k) job.unscale.factors[k] = scalar<Loop, float>(factors[k]);
   if (found_inf.has_value()) job.found_inf = found_inf->const_data_ptr<float>();
   return job;
 }
@@ -288,11 +255,10 @@ void Steps<Loop>::adam(const Tensors& grads, const Tensors& params, const Tensor
   lists.push_back({&exp_avg_sqs, StepPlace(kState + 1), true, kSingle});
   const bool amsgrad = !max_exp_avg_sqs.empty();
   if (amsgrad) lists.push_back({&max_exp_avg_sqs, StepPlace(kState + 2), true, kSingle});
-  const StepJob job = check_steps<Loop>(lists, steps, factors, {&lr, &step}, found_inf);
+  const StepJob job = check_steps<Loop>(lists, steps, factors, {&lr, &step}, found_inf, maximize);
   const AdamRule rule{
       {beta1, beta2, weight_decay, decoupled, bias_correction}, scalar<Loop, double>(lr), scalar<Loop, double>(step)};
   const auto run = [&](auto functor) {
-    functor.maximize = maximize;
     functor.weight_decay = static_cast<float>(decoupled ? 0 : weight_decay);
     functor.weight1 = static_cast<float>(1 - beta1);
     functor.beta2 = static_cast<float>(beta2);
@@ -311,10 +277,9 @@ void Steps<Loop>::sgd(const Tensors& grads, const Tensors& params, const Tensors
                       bool first_run) {
   std::vector<StepList> lists = step_lists(grads, params, low);
   if (momentum != 0) lists.push_back({&momentum_buffers, kState, true, kSingle});
-  const StepJob job = check_steps<Loop>(lists, Tensors(), factors, {&lr}, found_inf);
+  const StepJob job = check_steps<Loop>(lists, Tensors(), factors, {&lr}, found_inf, maximize);
   const SgdRule rule{scalar<Loop, double>(lr)};
   const auto run = [&](auto functor) {
-    functor.maximize = maximize;
     functor.weight_decay = static_cast<float>(weight_decay);
     functor.momentum = static_cast<float>(momentum);
     functor.weight = static_cast<float>(1 - dampening);

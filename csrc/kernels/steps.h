@@ -111,7 +111,6 @@ struct Adam {
   using Rates = AdamRates;
   static constexpr int kStates = kAmsgrad ? 3 : 2;
   Unscale unscale;
-  bool maximize;       // in unscale's second factor, by the loop
   float weight_decay;  // of Adam, added to the gradient; 0 with AdamW
   float weight1;       // 1 - beta1
   float beta2, weight2, eps;
@@ -161,8 +160,7 @@ struct Sgd {
   static constexpr int kStates = kMomentum ? 1 : 0;
   Unscale unscale;
   float weight_decay, momentum;
-  float weight;   // 1 - dampening
-  bool maximize;  // as Adam's
+  float weight;  // 1 - dampening
   bool nesterov, first_run;
 
   template <bool kTail, class V>

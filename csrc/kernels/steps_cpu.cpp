@@ -121,7 +121,7 @@ std::vector<AdamRates> rates_of(const AdamRule& rule, const StepJob& job) {
 }
 
 std::vector<SgdRates> rates_of(const SgdRule& rule, const StepJob& job) {
-  return std::vector<SgdRates>(job.rows.size(), SgdRates{static_cast<float>(-rule.lr.value)});
+  return std::vector<SgdRates>(job.rows.size(), rule.rates());
 }
 
 }  // namespace
@@ -133,7 +133,7 @@ struct CpuSteps {
   template <class F, class Rule>
   static bool step(const StepJob& job, F f, const Rule& rule) {
     if (job.found_inf != nullptr && *job.found_inf != 0) return false;
-    f.unscale = Unscale{{job.factors[0].value, f.maximize ? -job.factors[1].value : job.factors[1].value}};
+    f.unscale = job.unscale.unscale();
     const std::vector<typename F::Rates> rates = rates_of(rule, job);
     for_each_chunk(
         job, [&](int64_t slot, int64_t begin, int64_t end) { step_chunk(f, rates[slot], job.rows[slot], begin, end); });

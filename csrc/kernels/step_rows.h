@@ -1,0 +1,65 @@
+// The tensors of an optimizer's step, place by place, and where its numbers come from: for the host and the device.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+
+#include "steps.h"
+
+namespace amp_patch {
+
+enum StepPlace { kGrad, kParam, kWeight, kState, kPlaces = kState + 3 };
+
+// The tensors at one place of the lists. They are rows in memory, in one common order.
+struct StepRow {
+  void* data[kPlaces];  // null: there is none
+  float* step;          // null: the count is the call's
+  int64_t size;
+  c10::ScalarType dtype[kPlaces];  // a parameter of int16 is the low half of a split one, whose weight is bfloat16
+};
+
+// lr and the count of steps: numbers, or on the device.
+struct AdamRule {
+  using Rates = AdamRates;
+  static constexpr bool kCounts = true;  // rates differ from tensor to tensor
+  AdamNumbers numbers;
+  Scalar<double> lr, steps;  // `steps` before this one, where the rows have none of their own
+
+  // Of a row; its steps are counted.
+  C10_HOST_DEVICE Rates count(float* step) const {
+    Scalar<double> rate = lr, before = steps;
+    rate.load();
+    before.load();
+    if (step == nullptr) return numbers.rates(rate.value, before.value + 1);
+    *step += 1;
+    return numbers.rates(rate.value, *step);
+  }
+};
+
+struct SgdRule {
+  using Rates = SgdRates;
+  static constexpr bool kCounts = false;
+  Scalar<double> lr;
+
+  C10_HOST_DEVICE Rates rates() const {
+    Scalar<double> rate = lr;
+    rate.load();
+    return {static_cast<float>(-rate.value)};
+  }
+};
+
+// The factors of a gradient; the second is negative to maximize.
+struct UnscaleRule {
+  Scalar<float> factors[2];
+  bool maximize;
+
+  C10_HOST_DEVICE Unscale unscale() const {
+    Scalar<float> first = factors[0], second = factors[1];
+    first.load();
+    second.load();
+    return {{first.value, maximize ? -second.value : second.value}};
+  }
+};
+
+}  // namespace amp_patch
