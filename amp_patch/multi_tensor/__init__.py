@@ -34,7 +34,9 @@ from amp_patch.multi_tensor.checks import Number, Tensors, check_lists, check_nu
 from amp_patch.multi_tensor.dispatch import run
 from amp_patch.multi_tensor.plain import SMALLEST_SCALE as SMALLEST_SCALE
 from amp_patch.multi_tensor.steps import multi_tensor_adam as multi_tensor_adam
+from amp_patch.multi_tensor.steps import multi_tensor_join as multi_tensor_join
 from amp_patch.multi_tensor.steps import multi_tensor_sgd as multi_tensor_sgd
+from amp_patch.multi_tensor.steps import multi_tensor_split as multi_tensor_split
 
 __all__ = [
     "backend",
@@ -44,9 +46,11 @@ __all__ = [
     "multi_tensor_adopt",
     "multi_tensor_axpby",
     "multi_tensor_check_finite",
+    "multi_tensor_join",
     "multi_tensor_l2norm",
     "multi_tensor_scale",
     "multi_tensor_sgd",
+    "multi_tensor_split",
     "multi_tensor_unscale",
     "multi_tensor_unscale_l2norm",
     "update_scale",

@@ -6,7 +6,7 @@ The extension guards memory by the same rules, without words. When it refuses a 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import SupportsFloat, SupportsIndex
 
 import torch
@@ -127,35 +127,30 @@ def _overlap(t: Tensor, out: Tensor) -> bool:
     return t.data_ptr() < ends[1] and out.data_ptr() < ends[0]
 
 
-def check_apart(name: str, written: str, outs: Tensors, read: Tensors = ()) -> None:
-    """No two outputs share elements, and no output with what is `read`, where torch can tell cheaply."""
+def check_apart(name: str, outs: Mapping[str, Tensors], read: Mapping[str, Tensors] | None = None) -> None:
+    """No two outputs share elements, and no output with what is `read`, where torch can tell cheaply. Lists by name."""
 
     def known(t: Tensor) -> int:  # how many elements lie one after another
         return t.numel() if torch.ops.aten.is_non_overlapping_and_dense(t) else 1
 
-    def spans(tensors: Tensors, is_read: bool) -> list[tuple[int, int, bool, int]]:
+    def spans(lists: Mapping[str, Tensors], is_read: bool) -> list[tuple[int, int, bool, tuple[str, int]]]:
         return [
-            (t.data_ptr(), t.data_ptr() + known(t) * t.element_size(), is_read, i)
+            (t.data_ptr(), t.data_ptr() + known(t) * t.element_size(), is_read, (label, i))
+            for label, tensors in lists.items()
             for i, t in enumerate(tensors)
             if t.numel()
         ]
 
-    ends = [0, 0]  # how far the spans before reach: the written ones, those that are read
-    last = [0, 0]
-    for begin, end, is_read, i in sorted(spans(outs, False) + spans(read, True)):
-        if begin < ends[0] and not is_read:
-            raise ValueError(
-                f"{name}: tensors {min(i, last[0])} and {max(i, last[0])} of {written} overlap in memory: hand over "
-                "each element once"
-            )
-        if begin < ends[0] or (not is_read and begin < ends[1]):
-            pair = (last[0], i) if is_read else (i, last[1])
-            raise ValueError(
-                f"{name}: tensor {pair[0]} of {written} overlaps tensor {pair[1]} of what is read: hand over a "
-                "`.clone()`"
-            )
+    ends = {False: 0, True: 0}  # how far the spans before reach: the written ones, those that are read
+    last = {False: ("", 0), True: ("", 0)}
+    for begin, end, is_read, place in sorted(spans(outs, False) + spans(read or {}, True)):
+        for other in (False, True):
+            if begin < ends[other] and not (is_read and other):
+                (a, i), (b, j) = sorted((last[other], place))
+                both = f"tensors {i} and {j} of {a} overlap" if a == b else f"tensor {i} of {a} overlaps {j} of {b}"
+                raise ValueError(f"{name}: {both} in memory: hand over each element once")
         if end > ends[is_read]:
-            ends[is_read], last[is_read] = end, i
+            ends[is_read], last[is_read] = end, place
 
 
 def check_lists(
@@ -205,7 +200,7 @@ def check_lists(
                     "elements or apart, hand over a `.clone()`"
                 )
     if written:
-        check_apart(name, written, lists[written])
+        check_apart(name, {written: lists[written]})
     if found_inf is not None:
         check_one(name, "found_inf", found_inf, device, (torch.float32,), written=True)
     for label, number in (numbers or {}).items():

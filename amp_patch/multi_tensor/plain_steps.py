@@ -34,11 +34,47 @@ def _write(targets: Sequence[Tensor], values: Sequence[Tensor], found_inf: Tenso
 
 
 def _masters(params: Tensors, low: Tensors) -> list[Tensor]:
-    """Copies of the masters, after adoption."""
+    """Copies of the masters, joined, or after adoption."""
     masters = [param.clone() for param in params]
-    if low:
-        adopt(low, masters)
+    for i, weight in enumerate(low):
+        if params[i].dtype == torch.int16:
+            masters[i] = _joined(weight, params[i])
+        else:
+            adopt([weight], [masters[i]])
     return masters
+
+
+def _joined(weight: Tensor, half: Tensor) -> Tensor:
+    high = weight.view(torch.int16).int() << 16
+    master = (high + half.int()).view(torch.float32)
+    return torch.where(master.isnan(), high.view(torch.float32), master)
+
+
+def _halved(master: Tensor) -> tuple[Tensor, Tensor]:
+    """(weight, low half)."""
+    bits = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
+    half = bits.to(torch.int16)  # the low 16 bits
+    return ((bits - half.int()) >> 16).to(torch.int16).view(torch.bfloat16), half
+
+
+def split(masters: Tensors, weights: Tensors, halves: Tensors) -> None:
+    for master, weight, half in zip(masters, weights, halves, strict=True):
+        for target, value in zip((weight, half), _halved(master), strict=True):
+            target.copy_(value)
+
+
+def join(weights: Tensors, halves: Tensors, masters: Tensors) -> None:
+    for weight, half, master in zip(weights, halves, masters, strict=True):
+        master.copy_(_joined(weight, half))
+
+
+def _published(params: Tensors, low: Tensors, masters: list[Tensor]) -> list[tuple[Tensors, Tensors]]:
+    """Where masters go: (targets, values)."""
+    values, weights = list(masters), list(masters)
+    for i, param in enumerate(params):
+        if param.dtype == torch.int16:
+            weights[i], values[i] = _halved(masters[i])
+    return [(params, values), (low, weights if low else ())]
 
 
 def adam(
@@ -84,9 +120,8 @@ def adam(
     torch._foreach_add_(denominators, eps)
     torch._foreach_addcdiv_(p, _each(m, -rate / first), denominators)
     lists: list[tuple[Tensors, Tensors]]
-    lists = [(params, p), (exp_avgs, m), (exp_avg_sqs, v), (max_exp_avg_sqs, most), (low, p if low else ())]
-    lists.append((steps, [step + 1 for step in steps]))
-    for targets, values in lists:
+    lists = [(exp_avgs, m), (exp_avg_sqs, v), (max_exp_avg_sqs, most), (steps, [step + 1 for step in steps])]
+    for targets, values in [*lists, *_published(params, low, p)]:
         _write(targets, values, found_inf)
 
 
@@ -120,5 +155,5 @@ def sgd(
         g = list(torch._foreach_add(g, buffers, alpha=momentum) if nesterov else buffers)
     rate = lr.reshape(()).double() if isinstance(lr, Tensor) else torch.tensor(float(lr), dtype=torch.float64)
     p = list(torch._foreach_sub(p, _each(g, rate.expand(len(g)))))
-    for targets, values in ((params, p), (momentum_buffers, buffers), (low, p if low else ())):
+    for targets, values in [(momentum_buffers, buffers), *_published(params, low, p)]:
         _write(targets, values, found_inf)

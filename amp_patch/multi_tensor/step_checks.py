@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -27,9 +26,9 @@ def _check_sequences(name: str, lists: Mapping[str, object]) -> None:
 
 
 def _wanted(label: str) -> tuple[torch.dtype, ...]:
-    if label == "grads":
-        return (torch.float32, *HALVES)
-    return HALVES if label == "low" else (torch.float32,)
+    kinds = {"grads": (torch.float32, *HALVES), "params": (torch.float32, torch.int16), "low": HALVES}
+    kinds |= {"weights": (torch.bfloat16,), "halves": (torch.int16,)}
+    return kinds.get(label, (torch.float32,))
 
 
 def _check_place(name: str, which: str, t: Tensor, param: Tensor) -> None:
@@ -72,25 +71,50 @@ def check_steps(
     _check_sequences(name, {**lists, **optional, "steps": steps, "factors": factors})
     params = lists["params"]
     given = {"params": params, **lists, **{label: tensors for label, tensors in optional.items() if tensors}}
-    if steps:
-        given["steps"] = steps
     device = next((t.device for t in (*params, found_inf) if isinstance(t, Tensor)), torch.device("cpu"))
-    for label, tensors in given.items():
-        if len(tensors) != len(params):
-            raise ValueError(f"{name}: {label} has {len(tensors)} tensors, params has {len(params)}")
-    _check_counts(name, given.pop("steps", ()), device, found_inf)
-    for label, tensors in given.items():
-        for i, t in enumerate(tensors):
-            which = f"tensor {i} of {label}"
-            check_tensor(name, which, t, device, "tensor 0 of params", _wanted(label))
-            _check_place(name, which, t, params[i])
-            if label != "grads":
-                check_unrecorded(name, which, t)
-    written = [tensors for label, tensors in given.items() if label != "grads"]
-    check_apart(name, "the lists, one after another,", [*chain.from_iterable(written), *steps], given["grads"])
+    if steps and len(steps) != len(params):
+        raise ValueError(f"{name}: steps has {len(steps)} tensors, params has {len(params)}")
+    _check_counts(name, steps, device, found_inf)
+    _check_rows(name, given, [label for label in given if label != "grads"], device, steps)
+    low = given.get("low", ())
+    for i, param in enumerate(params):
+        if param.dtype == torch.int16 and (not low or low[i].dtype != torch.bfloat16):
+            came = f"{low[i].dtype}" if low else "None"
+            raise TypeError(
+                f"{name}: tensor {i} of params is torch.int16, half of a split master, and its weight in low is "
+                f"{came}: bfloat16 is wanted"
+            )
     if found_inf is not None:
         check_one(name, "found_inf", found_inf, device, (torch.float32,), written=False)
     _check_numbers(name, factors, read, numbers, device)
+
+
+def _check_rows(
+    name: str, given: Mapping[str, Tensors], written: Sequence[str], device: torch.device, steps: Tensors = ()
+) -> None:
+    """The lists `given`, of which the first decides: lengths, shapes, memory orders, dtypes, and nothing overlaps."""
+    (lead, leads), *_ = given.items()
+    for label, tensors in given.items():
+        if len(tensors) != len(leads):
+            raise ValueError(f"{name}: {label} has {len(tensors)} tensors, {lead} has {len(leads)}")
+    for label, tensors in given.items():
+        for i, t in enumerate(tensors):
+            which = f"tensor {i} of {label}"
+            check_tensor(name, which, t, device, f"tensor 0 of {lead}", _wanted(label))
+            _check_place(name, which, t, leads[i])
+            if label in written:
+                check_unrecorded(name, which, t)
+    outs = {label: given[label] for label in written} | {"steps": steps}
+    read = {label: tensors for label, tensors in given.items() if label not in written}
+    check_apart(name, outs, read)
+
+
+def check_split(name: str, masters: Tensors, weights: Tensors, halves: Tensors, written: Sequence[str]) -> None:
+    """Raise where the lists of a split or a join break its contract."""
+    given = {"masters": masters, "weights": weights, "halves": halves}
+    _check_sequences(name, given)
+    device = next((t.device for t in masters if isinstance(t, Tensor)), torch.device("cpu"))
+    _check_rows(name, given, written, device)
 
 
 def _check_counts(name: str, steps: Tensors, device: torch.device, found_inf: object) -> None:

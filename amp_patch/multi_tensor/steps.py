@@ -19,7 +19,7 @@ from torch import Tensor
 from amp_patch.multi_tensor import plain_steps
 from amp_patch.multi_tensor.checks import Number, Tensors
 from amp_patch.multi_tensor.dispatch import run
-from amp_patch.multi_tensor.step_checks import check_steps
+from amp_patch.multi_tensor.step_checks import check_split, check_steps
 
 
 def multi_tensor_adam(
@@ -55,7 +55,9 @@ def multi_tensor_adam(
 
     Args:
         grads: float32, float16 or bfloat16, mixed as you like; only read.
-        params: float32, the masters. Written in place, as are all lists below.
+        params: float32, the masters; or int16, the low halves of split masters, whose weights, bfloat16, are in ``low``
+            (`multi_tensor_split`). Written in place, as are all lists below. Nothing is adopted from a split master's
+            weight: it is a part of the master.
         exp_avgs, exp_avg_sqs: m and v, float32.
         max_exp_avg_sqs: max_v, float32, for amsgrad; None or empty without it.
         steps: float32 tensors of one element, on the CPU or on the params' device, as in torch's ``state["step"]``: how
@@ -99,6 +101,40 @@ def multi_tensor_adam(
             *(decoupled, maximize, bias_correction),
         ),
         check,
+    )
+
+
+def multi_tensor_split(masters: Tensors, weights: Tensors, halves: Tensors) -> None:
+    """FP32 ``masters`` into BF16 ``weights`` and int16 ``halves``, the low 16 bits; both are written in place.
+
+    A weight is the master's high 16 bits, one more where the low half is negative: so the master is rounded to the
+    nearest, ties away from zero (as torch's cast, but for exact ties). `multi_tensor_join` gives the master back: every
+    number and infinity to the bit. A NaN becomes the one NaN whose half is 0.
+
+    The tensors at a place have one shape and one memory order, as for `multi_tensor_adam`, whose errors this raises.
+    """
+    run(
+        "split",
+        plain_steps.split,
+        (masters, weights, halves),
+        (),
+        lambda: check_split("multi_tensor_split", masters, weights, halves, ("weights", "halves")),
+    )
+
+
+def multi_tensor_join(weights: Tensors, halves: Tensors, masters: Tensors) -> None:
+    """The FP32 ``masters`` of `multi_tensor_split`, written in place.
+
+    A weight that a user wrote is the master's high half: the master is within a unit in the last place of it. Where
+    its old low half would make a NaN of a zero or an infinity, that half is ignored; a NaN stays a NaN. An infinity
+    beside a negative half is the finite master that rounds to it.
+    """
+    run(
+        "join",
+        plain_steps.join,
+        (weights, halves, masters),
+        (),
+        lambda: check_split("multi_tensor_join", masters, weights, halves, ("masters",)),
     )
 
 

@@ -18,7 +18,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cstring>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -26,63 +25,9 @@
 #include <vector>
 
 #include "functors.h"
+#include "tensors.h"
 
 namespace amp_patch {
-
-// A list of tensors, borrowed from whoever keeps them alive during the call: no count of references is touched. What
-// torch knows of a tensor (its TensorImpl), its storage and its version's counter lie scattered over the memory, and to
-// wait for them costs more than anything else about a small tensor. So loops ask for them ahead.
-class Tensors {
- public:
-  Tensors() = default;
-  Tensors(const Tensors&) = delete;
-  Tensors& operator=(const Tensors&) = delete;
-  ~Tensors() {
-    for (at::Tensor& t : items_) Borrowed::destroyBorrow(t);
-  }
-
-  void reserve(size_t n) { items_.reserve(n); }
-  void push_back(const at::Tensor& t) { items_.push_back(Borrowed::createBorrow(t)); }
-  size_t size() const { return items_.size(); }
-  bool empty() const { return items_.empty(); }
-  const at::Tensor& operator[](size_t i) const { return items_[i]; }
-
-  // Asks for what torch knows of tensor i.
-  void prefetch(size_t i) const {
-    if (i < items_.size()) prefetch_object<c10::TensorImpl>(items_[i].unsafeGetTensorImpl());
-  }
-
-  // The same for a loop over all tensors, at whose turn i this is called; and for their storages.
-  void prefetch_ahead(size_t i) const {
-    prefetch(i + 2 * kStage);
-    if (i + kStage >= items_.size()) return;
-    const c10::Storage& storage = items_[i + kStage].unsafeGetTensorImpl()->unsafe_storage();
-    __builtin_prefetch(storage.unsafeGetStorageImpl());
-  }
-
-  // And for a loop that bumps versions.
-  void prefetch_versions(size_t i) const {
-    static_assert(sizeof(c10::VariableVersion) == sizeof(void*), "a pointer to the counter");
-    if (i + 2 * kStage < items_.size()) {
-      __builtin_prefetch(&items_[i + 2 * kStage].unsafeGetTensorImpl()->version_counter());
-    }
-    if (i + kStage >= items_.size()) return;
-    const void* counter = nullptr;
-    std::memcpy(&counter, &items_[i + kStage].unsafeGetTensorImpl()->version_counter(), sizeof(counter));
-    __builtin_prefetch(counter);
-  }
-
- private:
-  using Borrowed = c10::MaybeOwnedTraits<at::Tensor>;
-  static constexpr size_t kStage = 4;  // turns ahead
-
-  template <class Object>
-  static void prefetch_object(const void* object) {
-    for (size_t at = 0; at < sizeof(Object); at += 64) __builtin_prefetch(static_cast<const char*>(object) + at);
-  }
-
-  std::vector<at::Tensor> items_;
-};
 
 using Number = std::variant<at::Tensor, double>;
 using MaybeTensor = std::optional<at::Tensor>;

@@ -1,10 +1,12 @@
-// csrc/kernels/chunk.h, the code of each CUDA thread, run on the host: every block, every thread, one after the other.
-// tests/multi_tensor/test_chunk.py compiles this file by itself and calls emulate() through ctypes.
+// csrc/kernels/chunk.h and step_chunk.h, the code of each CUDA thread, run on the host: every block, every thread, one
+// after the other. tests/multi_tensor/test_chunk.py and test_step_chunk.py compile this file by itself and call
+// emulate() and emulate_step() through ctypes.
 #include <array>
 #include <cstring>
 #include <vector>
 
 #include "../../csrc/kernels/chunk.h"
+#include "../../csrc/kernels/step_chunk.h"
 
 using namespace amp_patch;
 
@@ -128,4 +130,102 @@ extern "C" int emulate(const char* op, int64_t count, const Given* x, const Give
     return 1;
   };
   return with(float()) + with(double());
+}
+
+namespace {
+
+struct Places {  // where an optimizer's lists are, as Python hands them over; null: there is none
+  const Given* lists[kPlaces];
+  float** steps;
+};
+
+// steps_cuda.cu's launches. `begin(row)` is asked for a row's work, once for every block.
+template <class Begin>
+void run_places(const std::vector<StepBlocks>& rows, const Options& options, Seen& seen, const Begin& begin) {
+  std::vector<int64_t> sizes;
+  for (const StepBlocks& row : rows) sizes.push_back(row.size);
+  const int64_t chunk = chunk_size(sizes);
+  for (const auto& spans : plan_spans(sizes, chunk, options.max_rows, options.max_blocks)) {
+    std::vector<StepBlocks> part(spans.size());
+    const int64_t blocks = fill(part.data(), rows, spans, chunk);
+    const auto work_of = begin(part);
+    for (int64_t b = 0; b < blocks; ++b) {
+      const auto block = static_cast<uint32_t>(options.backwards ? blocks - 1 - b : b);
+      const StepBlocks& row = part[row_of(part.data(), static_cast<int>(part.size()), block)];
+      const auto work = work_of(row);
+      for (int t = 0; t < kThreads; ++t) {
+        run_step_chunk(work, row, static_cast<int>(chunk), block, options.backwards ? kThreads - 1 - t : t);
+      }
+    }
+    ++seen.launches;
+    seen.blocks += blocks;
+  }
+}
+
+template <class F>
+StepWork<F> with_numbers(const double* numbers, bool flag) {
+  StepWork<F> work{};
+  F& f = work.f;
+  f.unscale = UnscaleRule{{{static_cast<float>(numbers[0]), nullptr, nullptr}, {1, nullptr, nullptr}}, flag}.unscale();
+  f.weight_decay = static_cast<float>(numbers[1]);
+  return work;
+}
+
+}  // namespace
+
+// numbers: factor, weight decay, lr, then beta1, beta2, eps of adam or momentum of sgd. flag: maximize.
+extern "C" int emulate_step(const char* op, int64_t count, const Places* places, const double* numbers, int64_t flag,
+                            const Options* options, Seen* seen) {
+  std::vector<StepBlocks> rows;
+  for (int64_t i = 0; i < count; ++i) {
+    StepRow row{};
+    for (int k = 0; k < kPlaces; ++k) {
+      if (places->lists[k] == nullptr) continue;
+      const Given& t = places->lists[k][i];
+      row.data[k] = t.data;
+      row.dtype[k] = static_cast<c10::ScalarType>(t.dtype);
+      row.size = 1;
+      for (int64_t d = 0; d < t.dims; ++d) row.size *= t.sizes[d];
+    }
+    row.step = places->steps != nullptr ? places->steps[i] : nullptr;
+    if (row.size == 0) continue;
+    rows.push_back(step_blocks(row, i));
+    seen->widest = std::max<int64_t>(seen->widest, rows.back().width);
+  }
+  const Scalar<double> lr{numbers[2], nullptr, nullptr};
+  const auto adam = [&](auto functor) {
+    auto work = with_numbers<decltype(functor)>(numbers, flag != 0);
+    work.f.weight1 = static_cast<float>(1 - numbers[3]);
+    work.f.beta2 = static_cast<float>(numbers[4]);
+    work.f.weight2 = static_cast<float>(1 - numbers[4]);
+    work.f.eps = static_cast<float>(numbers[5]);
+    const AdamRule rule{{numbers[3], numbers[4], 0, false, true}, lr, {}};
+    std::vector<AdamRates> rates(count);
+    run_places(rows, *options, *seen, [&](const std::vector<StepBlocks>& part) {
+      for (const StepBlocks& row : part) {
+        if (row.begins) rates[row.index] = rule.count(row.step);
+      }
+      return [&](const StepBlocks& row) {
+        work.rates = rates[row.index];
+        return work;
+      };
+    });
+  };
+  const auto plainly = [&](auto work) {
+    run_places(rows, *options, *seen,
+               [&](const std::vector<StepBlocks>&) { return [&](const StepBlocks&) { return work; }; });
+  };
+  if (!std::strcmp(op, "adam")) return adam(Adam<false>()), 0;
+  if (!std::strcmp(op, "amsgrad")) return adam(Adam<true>()), 0;
+  if (!std::strcmp(op, "sgd")) {
+    auto work = with_numbers<Sgd<true>>(numbers, flag != 0);
+    work.f.momentum = static_cast<float>(numbers[3]);
+    work.f.weight = 1;
+    work.f.nesterov = work.f.first_run = false;
+    work.rates = SgdRule{lr}.rates();
+    return plainly(work), 0;
+  }
+  if (!std::strcmp(op, "split")) return plainly(SplitWork()), 0;
+  if (!std::strcmp(op, "join")) return plainly(JoinWork()), 0;
+  return 1;
 }

@@ -6,18 +6,14 @@ import itertools
 import math
 
 import pytest
-import reference
 import torch
 from conftest import DEVICES
+from reference_steps import ADAM, SGD, State
 
 from amp_patch import multi_tensor as mt
 from amp_patch.multi_tensor import backends
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-SIZES = [0, *range(1, 41), 100, 511, 16384, 16385, 3 * 16384 + 13]  # around vectors and chunks
-ADAM = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "decoupled": True}
-SGD = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
-
 BACKENDS = [b for b in backends.BACKENDS if b == "torch" or mt.backend() == "cpp"]
 SETS = backends._C.instruction_sets() if "cpp" in BACKENDS else []
 
@@ -50,71 +46,6 @@ def rounds_as_known() -> bool:
             toys[0].gradients(7), toys[1].gradients(7)
             toys[0].adam(**ADAM), toys[1].reference_adam(**ADAM)
         return all(torch.equal(a, b) for a, b in zip(toys[0].everything(), toys[1].everything(), strict=True))
-
-
-def draw(sizes, seed, device="cpu", spread=2.0):
-    """Numbers of many magnitudes: every order of rounding shows."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [size if isinstance(size, tuple) else (size,) for size in sizes]
-    return [
-        (torch.randn(s, generator=generator) * torch.exp(spread * torch.randn(s, generator=generator))).to(device)
-        for s in shapes
-    ]
-
-
-class State:
-    """Masters, states, weights and gradients; one step of ours, and the same by torch."""
-
-    def __init__(self, sizes=SIZES, low=None, device="cpu", seed=0, steps=0, layout=lambda t: t):
-        self.sizes, self.device, self.layout = sizes, device, layout
-        self.params = [layout(t) for t in draw(sizes, seed, device)]
-        self.m, self.v, self.most = ([torch.zeros_like(p) for p in self.params] for _ in range(3))
-        self.steps = [torch.tensor(float(steps), device=device) for _ in self.params]
-        self.low = None if low is None else [p.to(low) for p in self.params]
-
-    def gradients(self, seed, dtype=F32):
-        self.grads = [self.layout(t).to(dtype) for t in draw(self.sizes, seed, self.device)]
-
-    def adam(self, amsgrad=False, **options):
-        most = self.most if amsgrad else None
-        mt.multi_tensor_adam(self.grads, self.params, self.m, self.v, most, self.steps, self.low, **options)
-
-    def sgd(self, **options):
-        buffers = self.m if options["momentum"] else None
-        mt.multi_tensor_sgd(self.grads, self.params, buffers, self.low, **options)
-
-    def prepare(self, factors):
-        """What a user does around torch's step: adopt, unscale."""
-        if self.low:
-            self.params = [reference.adopt(w, p) for w, p in zip(self.low, self.params, strict=True)]
-        grads = [g.float() for g in self.grads]
-        for factor in factors:
-            grads = [g * factor for g in grads]
-        return grads
-
-    def reference_adam(self, amsgrad=False, factors=(), decoupled=True, maximize=False, **options):
-        grads = self.prepare(factors)
-        torch._foreach_add_(self.steps, 1)
-        (torch._fused_adamw_ if decoupled else torch._fused_adam_)(
-            *(self.params, grads, self.m, self.v, self.most if amsgrad else [], self.steps),
-            **(options | {"amsgrad": amsgrad, "maximize": maximize}),
-        )
-        self.publish()
-
-    def reference_sgd(self, factors=(), maximize=False, first_run=False, **options):
-        grads = self.prepare(factors)
-        torch._fused_sgd_(
-            *(self.params, grads, self.m if options["momentum"] else []),
-            **(options | {"maximize": maximize, "is_first_step": first_run}),
-        )
-        self.publish()
-
-    def publish(self):
-        if self.low:
-            self.low = [p.to(w.dtype) for p, w in zip(self.params, self.low, strict=True)]
-
-    def everything(self):
-        return [*self.params, *self.m, *self.v, *self.most, *self.steps, *(self.low or [])]
 
 
 BITS = rounds_as_known()
@@ -407,17 +338,17 @@ BREAKS = {
         1, torch.zeros(6, 1).expand(6, 6)
     ),
     "tensor 1 of params is sparse": lambda s: s.params.__setitem__(1, s.params[1].to_sparse()),
-    "tensors 0 and 2 of the lists, one after another, overlap": lambda s: s.m.__setitem__(0, s.params[0]),
-    "tensors 4 and 5 of the lists, one after another, overlap": lambda s: (
+    "tensor 0 of exp_avgs overlaps 0 of params in memory": lambda s: s.m.__setitem__(0, s.params[0]),
+    "tensors 0 and 1 of exp_avg_sqs overlap in memory": lambda s: (
         s.v.__setitem__(
             1,
             s.v[0].clone(),
         )
         or s.v.__setitem__(0, s.v[1])
     ),
-    "overlaps tensor 1 of what is read": lambda s: s.grads.__setitem__(1, s.params[1]),
+    "tensor 1 of grads overlaps 1 of params": lambda s: s.grads.__setitem__(1, s.params[1]),
     "tensor 1 of steps is a torch.float64": lambda s: s.steps.__setitem__(1, s.steps[1].double()),
-    "tensors 8 and 9 of the lists, one after another, overlap": lambda s: s.steps.__setitem__(1, s.steps[0]),
+    "tensors 0 and 1 of steps overlap": lambda s: s.steps.__setitem__(1, s.steps[0]),
     "tensor 1 of grads is a str": lambda s: s.grads.__setitem__(1, "no tensor"),
     "grads is a generator": lambda s: setattr(s, "grads", (g for g in ())),
 }

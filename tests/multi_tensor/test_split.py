@@ -1,0 +1,159 @@
+"""Split masters: a BF16 weight and an int16 half hold an FP32 number, and the optimizers' steps work on them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import DEVICES
+
+from amp_patch import multi_tensor as mt
+from amp_patch.multi_tensor import backends
+
+BACKENDS = [b for b in backends.BACKENDS if b == "torch" or mt.backend() == "cpp"]
+SETS = backends._C.instruction_sets() if "cpp" in BACKENDS else []
+TIES = 32_640  # exact ties that torch's cast rounds down, to even
+ADAM = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
+SGD = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
+
+device = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.fixture(params=[*(f"cpp-{name}" for name in SETS), "torch"], autouse=True)
+def backend(request):
+    name, _, instructions = request.param.partition("-")
+    with mt.use_backend(name), torch.no_grad():
+        before = backends._C.use_instruction_set(instructions) if name == "cpp" else None
+        try:
+            yield name
+        finally:
+            if before is not None:
+                backends._C.use_instruction_set(before)
+
+
+def split(masters):
+    weights = [torch.empty_like(m, dtype=torch.bfloat16) for m in masters]
+    halves = [torch.empty_like(m, dtype=torch.int16) for m in masters]
+    mt.multi_tensor_split(masters, weights, halves)
+    return weights, halves
+
+
+def join(weights, halves):
+    masters = [torch.empty_like(w, dtype=torch.float32) for w in weights]
+    mt.multi_tensor_join(weights, halves, masters)
+    return masters
+
+
+def check_patterns(bits):
+    """That the numbers with these bits come back. The number of those that torch's cast rounds to something else."""
+    x = bits.to(torch.int32).view(torch.float32)
+    (weight,), (half,) = split([x])
+    (back,) = join([weight], [half])
+    nan = x.isnan()
+    assert torch.equal(weight.isnan(), nan) and torch.equal(back.isnan(), nan)
+    assert ((back.view(torch.int32) == x.view(torch.int32)) | nan).all()
+    assert (half[nan] == 0).all()
+    other = (weight != x.bfloat16()) & ~nan
+    assert ((x.view(torch.int32)[other] & 0xFFFF) == 0x8000).all()
+    return int(other.sum())
+
+
+@device
+def test_a_sample_of_all_patterns(backend, device):
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(-(2**31), 2**31, (2**20 + 5,), generator=generator)
+    low = torch.tensor([0, 1, 2, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF])
+    edges = ((torch.arange(2**16) << 16).unsqueeze(1) + low).flatten()  # every high half
+    assert check_patterns(edges.to(device)) == TIES
+    check_patterns(drawn.to(device))
+
+
+@pytest.mark.slow
+def test_all_patterns(backend):
+    if backend == "torch":
+        pytest.skip("plain torch takes minutes; the sample has every high half")
+    part = 2**22
+    assert sum(check_patterns(torch.arange(k * part, (k + 1) * part)) for k in range(2**32 // part)) == TIES
+
+
+@device
+def test_what_a_user_writes_into_a_weight(backend, device):
+    wrote = torch.tensor([0.0, -0.0, 1.0, -3.5, math.inf, -math.inf, math.nan], dtype=torch.bfloat16, device=device)
+    for half in (-32768, -1, 0, 1, 32767):
+        (master,) = join([wrote], [torch.full_like(wrote, half, dtype=torch.int16)])
+        assert not master[:6].isnan().any() and master[6].isnan()
+        # Within a unit in the last place: of an infinity that is the largest numbers of FP32.
+        assert (master[:2].abs() < 1e-38).all() and (master[4:6].abs() > 3.38e38).all()
+        torch.testing.assert_close(master[2:4], wrote[2:4].float(), rtol=2**-8, atol=0)
+        assert torch.equal(master.signbit()[2:6], wrote.signbit()[2:6])
+
+
+@device
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_is_the_step_of_the_joined_masters(backend, device, optimizer, dtype):
+    generator = torch.Generator().manual_seed(1)
+    sizes = [0, 1, 7, 8, 33, 70, 16384 + 13]
+    whole = [torch.randn(n, generator=generator).to(device) for n in sizes]
+    weights, halves = split(whole)
+    states = [[[torch.zeros_like(p) for p in whole] for _ in range(2)] for _ in range(2)]
+    steps = [[torch.zeros((), device=device) for _ in whole] for _ in range(2)]
+    for k in range(20):
+        grads = [torch.randn(n, generator=generator).to(device, dtype) for n in sizes]
+        for params, low, (m, v), counts in ((whole, None, states[0], steps[0]), (halves, weights, states[1], steps[1])):
+            if optimizer == "adam":
+                mt.multi_tensor_adam(grads, params, m, v, None, counts, low, **ADAM, factors=(0.3,))
+            else:
+                mt.multi_tensor_sgd(grads, params, m, low, **SGD, first_run=k == 0, factors=(0.3,))
+    for one, two in zip([whole, *states[0]], [join(weights, halves), *states[1]], strict=True):
+        for a, b in zip(one, two, strict=True):
+            assert torch.equal(a, b)
+    before = [t.clone() for t in (*weights, *halves)]
+    mt.multi_tensor_sgd(
+        grads, halves, None, weights, **SGD | {"momentum": 0.0}, found_inf=torch.ones((), device=device)
+    )
+    assert all(torch.equal(a, b) for a, b in zip((*weights, *halves), before, strict=True))
+
+
+def test_whole_and_split_masters_in_one_call(backend):
+    generator = torch.Generator().manual_seed(2)
+    masters = [torch.randn(50, generator=generator) for _ in range(3)]
+    grads = [torch.randn(50, generator=generator) for _ in range(3)]
+    weights, halves = split(masters)
+    apart = [m.clone() for m in masters]
+    low = [masters[0].half(), weights[1], masters[2].bfloat16()]
+    mt.multi_tensor_sgd(grads, [masters[0], halves[1], masters[2]], None, low, **SGD | {"momentum": 0.0})
+    mt.multi_tensor_sgd(grads, apart, None, **SGD | {"momentum": 0.0})
+    joined = [masters[0], *join([weights[1]], [halves[1]]), masters[2]]
+    assert all(torch.equal(a, b) for a, b in zip(joined, apart, strict=True))
+
+
+def test_memory_orders(backend):
+    x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    weights, halves = split([x])
+    assert weights[0].stride() == x.stride() and torch.equal(join(weights, halves)[0], x)
+    with pytest.raises(ValueError, match=r"multi_tensor_split: tensor 0 of weights has strides .*, its parameter has"):
+        mt.multi_tensor_split([x], [weights[0].contiguous()], halves)
+
+
+def test_what_is_refused_before_the_first_write(backend):
+    x = torch.randn(9)
+    (weight,), (half,) = split([x])
+    with pytest.raises(TypeError, match=r"tensor 0 of weights is torch\.float16, bfloat16 is wanted"):
+        mt.multi_tensor_split([x], [x.half()], [half])
+    with pytest.raises(TypeError, match=r"tensor 0 of halves is torch\.int32, int16 is wanted"):
+        mt.multi_tensor_join([weight], [half.int()], [x])
+    with pytest.raises(ValueError, match="tensor 0 of halves overlaps 0 of weights"):
+        mt.multi_tensor_split([x], [half.view(torch.bfloat16)], [half])
+    options = SGD | {"momentum": 0.0}
+    before = half.clone()
+    for low in (None, [x.half()]):
+        with pytest.raises(TypeError, match=r"is torch\.int16, half of a split master, and its weight in low is"):
+            mt.multi_tensor_sgd([x], [half], None, low, **options)
+    assert torch.equal(half, before)
+
+
+def test_nothing_to_do(backend):
+    mt.multi_tensor_split([], [], [])
+    mt.multi_tensor_join([], [], [])
