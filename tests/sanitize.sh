@@ -25,6 +25,7 @@ runtime="$("$CXX" -print-file-name=libasan.so) $("$CXX" -print-file-name=libstdc
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH="$PWD" OMP_NUM_THREADS=2
 export CXXFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -D_GLIBCXX_ASSERTIONS"
 FILES="tests/multi_tensor/test_plan.py tests/multi_tensor/test_chunk.py tests/multi_tensor/test_multi_tensor.py"
+FILES="$FILES tests/multi_tensor/test_steps.py tests/multi_tensor/test_split.py tests/multi_tensor/test_step_chunk.py"
 FILES="$FILES tests/multi_tensor/test_properties.py tests/casts/test_threads.py tests/casts/test_casts.py"
 case ${1:-} in tests/*) FILES= ;; esac
 # Not the compilers of torch, which take minutes. A report must reach the terminal: the process ends right after it.
