@@ -115,7 +115,7 @@ inline void check_place(const std::vector<StepList>& lists, size_t i, c10::Devic
   const at::Tensor& param = (*lists[1].tensors)[i];
   bool contiguous = true;
   for (const StepList& list : lists) {
-    list.tensors->prefetch_ahead(i);
+    list.tensors->prefetch(i + 8);
     const at::Tensor& t = (*list.tensors)[i];
     check_plain(t, device);
     const at::ScalarType dtype = t.scalar_type();
@@ -176,7 +176,7 @@ StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, co
   for_each_index(params.size(), [&](size_t i) {
     check_place(lists, i, job.device, recorded, job.rows[i], storages[i], lazy);
     if (!steps.empty()) {
-      steps.prefetch_ahead(i);
+      steps.prefetch(i + 8);
       check_step(steps[i], counted_on, recorded, job.rows[i].step, storages[i].back());
     }
   });

@@ -31,15 +31,7 @@ class Tensors {
     if (i < items_.size()) prefetch_object<c10::TensorImpl>(items_[i].unsafeGetTensorImpl());
   }
 
-  // The same for a loop over all tensors, at whose turn i this is called; and for their storages.
-  void prefetch_ahead(size_t i) const {
-    prefetch(i + 2 * kStage);
-    if (i + kStage >= items_.size()) return;
-    const c10::Storage& storage = items_[i + kStage].unsafeGetTensorImpl()->unsafe_storage();
-    __builtin_prefetch(storage.unsafeGetStorageImpl());
-  }
-
-  // And for a loop that bumps versions.
+  // For a loop that bumps versions, at whose turn i this is called.
   void prefetch_versions(size_t i) const {
     static_assert(sizeof(c10::VariableVersion) == sizeof(void*), "a pointer to the counter");
     if (i + 2 * kStage < items_.size()) {
