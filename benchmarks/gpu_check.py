@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = {
     "kernels": ["benchmarks/kernels.py", "--device", "cuda", "--elements", str(2**28)],  # 1 GB in FP32
     "launches": ["benchmarks/launches.py"],
+    "optimizer": ["benchmarks/optimizer.py", "--device", "cuda"],
     "step": ["benchmarks/step.py", "--device", "cuda", "--size", "100m"],
     "compile": ["benchmarks/compile.py", "--device", "cuda", "--size", "100m"],
     "recording": ["benchmarks/recording.py", "--device", "cuda"],

@@ -118,23 +118,31 @@ def multi_tensor_axpby(
     )
 
 
-def multi_tensor_check_finite(tensors: Tensors, found_inf: Tensor) -> None:
-    """Raise ``found_inf`` if any element of ``tensors`` is infinite or NaN. Writes nothing else."""
+def multi_tensor_check_finite(tensors: Tensors, found_inf: Tensor, factor: Number = 1.0) -> None:
+    """Raise ``found_inf`` if any element of ``tensors``, times ``factor`` in FP32, is infinite or NaN.
+
+    Writes nothing else. ``factor`` as in ``multi_tensor_scale``.
+    """
     run(
         "check_finite",
         plain.check_finite,
         (tensors,),
-        (found_inf,),
-        lambda: check_lists("multi_tensor_check_finite", {"tensors": tensors}, None, found_inf),
+        (found_inf, factor),
+        lambda: check_lists("multi_tensor_check_finite", {"tensors": tensors}, None, found_inf, {"factor": factor}),
     )
 
 
 @overload
-def multi_tensor_l2norm(tensors: Tensors, per_tensor: Literal[False] = False) -> Tensor: ...
+def multi_tensor_l2norm(tensors: Tensors, per_tensor: Literal[False] = False, factor: Number = 1.0) -> Tensor: ...
 @overload
-def multi_tensor_l2norm(tensors: Tensors, per_tensor: Literal[True]) -> tuple[Tensor, Tensor]: ...
-def multi_tensor_l2norm(tensors: Tensors, per_tensor: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+def multi_tensor_l2norm(tensors: Tensors, per_tensor: Literal[True], factor: Number = 1.0) -> tuple[Tensor, Tensor]: ...
+def multi_tensor_l2norm(
+    tensors: Tensors, per_tensor: bool = False, factor: Number = 1.0
+) -> Tensor | tuple[Tensor, Tensor]:
     """The 2-norm of all tensors taken together: a tensor of shape [] on their device (on the CPU if there are none).
+
+    ``factor`` (as in ``multi_tensor_scale``) multiplies each element first, in FP32: the norm of gradients that are
+    still scaled, as if they had been unscaled into FP32 ones, with the same bits.
 
     With ``per_tensor`` also a tensor of shape [len(tensors)] with the norm of each. Both are float32, or float64 if any
     of the tensors is. Squares are FP32: elements past 1.8e19 make the norm infinite, as in torch.
@@ -145,8 +153,8 @@ def multi_tensor_l2norm(tensors: Tensors, per_tensor: bool = False) -> Tensor | 
         "l2norm",
         plain.l2norm,
         (tensors,),
-        (),
-        lambda: check_lists("multi_tensor_l2norm", {"tensors": tensors}, None),
+        (factor,),
+        lambda: check_lists("multi_tensor_l2norm", {"tensors": tensors}, None, None, {"factor": factor}),
     )
     return (total, norms) if per_tensor else total
 

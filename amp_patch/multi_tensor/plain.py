@@ -29,6 +29,10 @@ def _times(tensors: Tensors, factor: Number) -> list[Tensor]:
     return [t * factors[t.dtype] for t in wide]
 
 
+def _is_one(factor: Number) -> bool:
+    return not isinstance(factor, Tensor) and factor == 1.0
+
+
 def _raise_flag(found_inf: Tensor | None, finite: list[Tensor]) -> None:
     if found_inf is not None and finite:
         found_inf.masked_fill_(~torch.stack(finite).all(), 1.0)
@@ -37,7 +41,7 @@ def _raise_flag(found_inf: Tensor | None, finite: list[Tensor]) -> None:
 def scale(src: Tensors, dst: Tensors, factor: Number, found_inf: Tensor | None) -> None:
     if not src:
         return
-    copies = not isinstance(factor, Tensor) and factor == 1.0 and found_inf is None  # every bit, a NaN's too
+    copies = _is_one(factor) and found_inf is None  # every bit, a NaN's too
     torch._foreach_copy_(list(dst), list(src) if copies else _times(src, factor))
     check_finite(dst, found_inf)
 
@@ -68,16 +72,18 @@ def axpby(
     _raise_flag(found_inf, finite)
 
 
-def check_finite(tensors: Tensors, found_inf: Tensor | None) -> None:
-    if found_inf is not None:
-        _raise_flag(found_inf, [t.isfinite().all() for t in tensors])
+def check_finite(tensors: Tensors, found_inf: Tensor | None, factor: Number = 1.0) -> None:
+    if found_inf is not None and tensors:
+        scaled = tensors if _is_one(factor) else _times(tensors, factor)
+        _raise_flag(found_inf, [t.isfinite().all() for t in scaled])
 
 
-def l2norm(tensors: Tensors) -> tuple[Tensor, Tensor]:
+def l2norm(tensors: Tensors, factor: Number = 1.0) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     if not tensors:
         return torch.zeros(()), torch.zeros(0)
-    norms = torch.stack([torch.linalg.vector_norm(t, dtype=dtype) for t in tensors])
+    scaled = tensors if _is_one(factor) else _times(tensors, factor)
+    norms = torch.stack([torch.linalg.vector_norm(t, dtype=dtype) for t in scaled])
     return torch.linalg.vector_norm(norms), norms
 
 

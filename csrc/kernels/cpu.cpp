@@ -25,6 +25,7 @@ namespace {
 constexpr int64_t kLanes = 64;           // partial sums of a chunk's norm: as many on every instruction set
 constexpr int64_t kBlock = 256;          // elements of a row: three of them stay in the L1 cache
 constexpr int64_t kGrain = 32768;        // least work worth a thread, torch's own grain
+constexpr int64_t kReadAhead = 8192;     // bytes that a loop that only reads is ahead with asking, in a long row
 constexpr int64_t kStreamed = 16 << 20;  // bytes of output that no cache would keep until it is read
 
 struct Result {

@@ -6,6 +6,18 @@
 
 #if AMP_PATCH_WIDTH > 1
 
+// Asks for kLanes elements, kReadAhead bytes after p, into the L2 cache. They may lie past the end of a tensor: to ask
+// is no access. By itself the processor asks for no more than the rest of a page, which leaves a loop that only reads
+// waiting.
+template <class Element>
+void prefetch_ahead(const Element* p) {
+  constexpr size_t kLine = 64;
+  const uintptr_t row = reinterpret_cast<uintptr_t>(p) + kReadAhead;
+  for (size_t k = 0; k < kLanes * sizeof(Element); k += kLine) {
+    __builtin_prefetch(reinterpret_cast<const void*>(row + k), 0, 2);
+  }
+}
+
 // The last m elements of a row, made up to kLanes by repetitions of the last one.
 template <class Element>
 struct Padded {
@@ -73,6 +85,13 @@ struct Set {
       if constexpr (kStream) {
         static_assert(!Functor::reduces, "the elements before the first aligned one would move the lanes");
         for (; i < n && reinterpret_cast<uintptr_t>(out + i) % sizeof(Register) != 0; ++i) one(0, out + i, (in + i)...);
+      }
+      if constexpr (!Functor::writes) {
+        const bool is_long = ((n * static_cast<int64_t>(sizeof(In)) >= 4 * kReadAhead) && ...);
+        for (; is_long && i + kLanes <= n; i += kLanes) {
+          (prefetch_ahead(in + i), ...);
+          step(out + i, (in + i)...);
+        }
       }
       for (; i + kLanes <= n; i += kLanes) step(out + i, (in + i)...);
       if constexpr (Functor::reduces) {

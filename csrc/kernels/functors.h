@@ -145,14 +145,15 @@ struct Axpby {
 #endif
 };
 
-// Reads, and writes nothing.
+// Whether factor * x is finite. Reads, and writes nothing.
 template <class T>
 struct CheckFinite {
   static constexpr bool writes = false, watches = true, reduces = false;
-  C10_HOST_DEVICE void prepare(c10::ScalarType, c10::ScalarType) {}
+  Scalar<T> factor;
+  C10_HOST_DEVICE void prepare(c10::ScalarType, c10::ScalarType) { factor.load(); }
   template <class V>
   AMP_PATCH_ELEMENT V operator()(V x) const {
-    return x;
+    return x * factor.value;
   }
   template <class V>
   AMP_PATCH_ELEMENT auto bad(V value, V) const {
@@ -160,14 +161,15 @@ struct CheckFinite {
   }
 };
 
-// The sum of squares.
+// The sum of the squares of factor * x, each product rounded.
 template <class T>
 struct Norm {
   static constexpr bool writes = false, watches = false, reduces = true;
-  C10_HOST_DEVICE void prepare(c10::ScalarType, c10::ScalarType) {}
+  Scalar<T> factor;
+  C10_HOST_DEVICE void prepare(c10::ScalarType, c10::ScalarType) { factor.load(); }
   template <class V>
   AMP_PATCH_ELEMENT V operator()(V x) const {
-    return x;
+    return x * factor.value;
   }
   template <class V>
   AMP_PATCH_ELEMENT V term(V stored) const {

@@ -64,8 +64,8 @@ struct Ops {
   static void unscale(const Tensors& grads, const Number& inv_scale, const MaybeTensor& found_inf);
   static void axpby(const Tensors& x, const Tensors& y, const Tensors& out, const Number& a, const Number& b,
                     const MaybeTensor& found_inf, bool watch_x, bool watch_y);
-  static void check_finite(const Tensors& tensors, const MaybeTensor& found_inf);
-  static std::vector<at::Tensor> l2norm(const Tensors& tensors);
+  static void check_finite(const Tensors& tensors, const MaybeTensor& found_inf, const Number& factor);
+  static std::vector<at::Tensor> l2norm(const Tensors& tensors, const Number& factor);
   static std::vector<at::Tensor> unscale_l2norm(const Tensors& grads, const Number& inv_scale,
                                                 const MaybeTensor& found_inf);
   static void adopt(const Tensors& params, const Tensors& masters);
@@ -354,18 +354,22 @@ void Ops<Loop>::axpby(const Tensors& x, const Tensors& y, const Tensors& out, co
 }
 
 template <class Loop>
-void Ops<Loop>::check_finite(const Tensors& tensors, const MaybeTensor& found_inf) {
-  const auto checked = check_lists<1>(Loop::device, {&tensors}, false, found_inf, {});
-  launch<Loop, 1>(checked, {&tensors}, nullptr, found_inf, nullptr,
-                  [](auto zero) { return CheckFinite<decltype(zero)>{}; });
+void Ops<Loop>::check_finite(const Tensors& tensors, const MaybeTensor& found_inf, const Number& factor) {
+  const auto checked = check_lists<1>(Loop::device, {&tensors}, false, found_inf, {&factor});
+  launch<Loop, 1>(checked, {&tensors}, nullptr, found_inf, nullptr, [&](auto zero) {
+    using T = decltype(zero);
+    return CheckFinite<T>{scalar<Loop, T>(factor)};
+  });
 }
 
 template <class Loop>
-std::vector<at::Tensor> Ops<Loop>::l2norm(const Tensors& tensors) {
-  const auto checked = check_lists<1>(Loop::device, {&tensors}, false, std::nullopt, {});
+std::vector<at::Tensor> Ops<Loop>::l2norm(const Tensors& tensors, const Number& factor) {
+  const auto checked = check_lists<1>(Loop::device, {&tensors}, false, std::nullopt, {&factor});
   const at::Tensor squares = make_squares(tensors, checked.device);
-  launch<Loop, 1>(checked, {&tensors}, nullptr, std::nullopt, squares.mutable_data_ptr<double>(),
-                  [](auto zero) { return Norm<decltype(zero)>{}; });
+  launch<Loop, 1>(checked, {&tensors}, nullptr, std::nullopt, squares.mutable_data_ptr<double>(), [&](auto zero) {
+    using T = decltype(zero);
+    return Norm<T>{scalar<Loop, T>(factor)};
+  });
   return norms<Loop>(checked.facts[0], squares);
 }
 

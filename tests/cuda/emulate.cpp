@@ -122,8 +122,8 @@ extern "C" int emulate(const char* op, int64_t count, const Given* x, const Give
     const auto two = [&](const auto& f) { run<T, 2>(f, count, lists, *options, found_inf, squares, *seen); };
     if (!std::strcmp(op, "copy")) return one(Copy<T>{}), 0;
     if (!std::strcmp(op, "scale")) return one(Scale<T>{first, T(0)}), 0;
-    if (!std::strcmp(op, "check_finite")) return one(CheckFinite<T>{}), 0;
-    if (!std::strcmp(op, "l2norm")) return one(Norm<T>{}), 0;
+    if (!std::strcmp(op, "check_finite")) return one(CheckFinite<T>{first}), 0;
+    if (!std::strcmp(op, "l2norm")) return one(Norm<T>{first}), 0;
     if (!std::strcmp(op, "unscale_l2norm")) return one(ScaleNorm<T>{{first, T(0)}}), 0;
     if (!std::strcmp(op, "axpby")) return two(Axpby<T>{first, second, (watch & 1) != 0, (watch & 2) != 0, T(0)}), 0;
     if (!std::strcmp(op, "adopt")) return two(Adopt<T>{c10::ScalarType::Float}), 0;

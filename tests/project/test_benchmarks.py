@@ -92,3 +92,16 @@ def test_the_recorded_turns_are_recorded(tmp_path):
     assert [row["level"] for row in rows] == ["O0", "O2"]
     for row in rows:
         assert row["off"] > 0 and row["recorded"] > 0 and f"{row['ratio']:9.4f}" in output
+
+
+@pytest.mark.slow
+def test_the_optimizers_half_of_a_step_is_the_same_training_by_hand(tmp_path):
+    output, rows = run("optimizer", tmp_path, "--size", "tiny")
+    assert len(rows) == len({(row["work"], row["dtype"]) for row in rows}) == 12
+    for row in rows:
+        assert row["weights equal"] > 0.999, row
+        assert row["ratio"] > 0 and f"{row['work']:21}{row['dtype']:6}" in output
+        for column in ("clipped", "torch clip adds", "amp_patch clip adds"):
+            assert (row[column] != "-") == (row["work"] in ("gpt AdamW", "gpt SGD"))
+        # Half weights, FP32 masters, and AdamW's two or SGD's one; more is gradients and temporaries.
+        assert row["torch bytes"] >= row["amp_patch bytes"] - 0.1 >= (10 if "SGD" in row["work"] else 14) - 0.1

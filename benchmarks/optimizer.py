@@ -1,0 +1,266 @@
+"""The optimizer's half of a step, from the end of backward to the next forward: O2 beside torch's own functions.
+
+That half unscales the gradients and checks them, steps, writes the FP32 masters into the half weights and clears the
+gradients. `torch` does it in as few passes as torch's own functions allow: gradients are copied into FP32 ones that are
+there already, unscaled and checked where the loss is scaled, the optimizer steps on the masters, and these are copied
+into the weights. `amp_patch` is the exit of `scale_loss`, `optimizer.step()` and `optimizer.zero_grad()` of a model at
+O2. Both begin with the same half gradients, which no backward has to make.
+
+`ratio` is our time over torch's; `clipped` the same with clip_grad_norm_ before the step, and `clip adds` its share of
+a step without. `bytes` are those a parameter that torch's allocator has given out at the most while the optimizer
+steps: weights, gradients, masters, the optimizer's state, temporaries. (FP32 training with AdamW has 16.)
+
+    python benchmarks/optimizer.py [--threads N] [--device cuda] [--repeats N] [--size full|tiny] [--only "gpt AdamW"]
+                                   [--dtypes bf16 fp16] [--json PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import timing
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, NAdam, Optimizer, RMSprop
+
+from amp_patch import amp
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+MAX_NORM = 1.0
+INITIAL_SCALE = 2.0**16  # of FP16's loss
+WIDTHS = dict(
+    [("work", -21), ("dtype", -6), ("torch ms", 9), ("amp_patch ms", 13), ("ratio", 7), ("clipped", 9)],
+    **{"clip adds: torch": 18, "amp_patch": 10, "bytes: torch": 14, " amp_patch": 10},
+)
+
+Shapes = list[tuple[int, ...]]
+
+
+class Size(NamedTuple):
+    width: int  # of the GPT, which has six blocks
+    vocabulary: int
+    length: int
+    count: int  # of the small tensors
+    elements: int  # of the one large tensor
+
+
+SIZES = {"full": Size(544, 2048, 512, 4000, 50_000_000), "tiny": Size(8, 16, 8, 20, 1000)}
+
+
+def gpt(size: Size) -> Shapes:
+    """74 tensors, of 22.7 M elements at full size."""
+    width = size.width
+    vectors = [(width,)] * 6 + [(3 * width,), (4 * width,)]
+    block = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width), *vectors]
+    return [(size.vocabulary, width), (size.length, width), *block * 6]
+
+
+class Work(NamedTuple):
+    shapes: Callable[[Size], Shapes]
+    optimizer: Callable[[Any], Optimizer]
+    clips: bool = False
+
+
+ADAMW = partial(AdamW, lr=1e-4, fused=True)
+WORKS = {
+    "gpt AdamW": Work(gpt, ADAMW, clips=True),
+    "gpt SGD": Work(gpt, partial(SGD, lr=1e-4, momentum=0.9, fused=True), clips=True),
+    "gpt NAdam": Work(gpt, partial(NAdam, lr=1e-4, foreach=True)),
+    "gpt RMSprop": Work(gpt, partial(RMSprop, lr=1e-4, foreach=True)),
+    "4,000 of 256 AdamW": Work(lambda size: [(256,)] * size.count, ADAMW),
+    "one of 50 M AdamW": Work(lambda size: [(size.elements,)], ADAMW),
+}
+
+
+class Rival:
+    """A model's parameters and their optimizer. `begin` stands for backward; `gather`, `step` and `clear` follow it."""
+
+    weights: list[Tensor]  # the half ones
+
+    def begin(self, gradients: list[Tensor]) -> None: ...
+    def gather(self) -> None: ...
+    def clip(self) -> None: ...
+    def step(self) -> None: ...
+    def clear(self) -> None: ...
+
+    def finish(self, clips: bool) -> None:
+        """All that is timed."""
+        self.gather()
+        if clips:
+            self.clip()
+        self.step()
+        self.clear()
+
+
+class ByHand(Rival):
+    """Torch's own functions on lists of tensors."""
+
+    def __init__(self, work: Work, weights: list[Tensor], dtype: torch.dtype) -> None:
+        self.masters = [nn.Parameter(weight.clone()) for weight in weights]
+        for master in self.masters:
+            master.grad = torch.zeros_like(master)
+        self.grads = [master.grad for master in self.masters]
+        self.weights = [nn.Parameter(weight.to(dtype)) for weight in weights]
+        self.optimizer = work.optimizer(self.masters)
+        self.scales = dtype is torch.float16
+        device = weights[0].device
+        self.scale, self.found_inf = torch.full((1,), INITIAL_SCALE, device=device), torch.zeros(1, device=device)
+        self.clean_steps = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def begin(self, gradients: list[Tensor]) -> None:
+        for weight, gradient in zip(self.weights, gradients, strict=True):
+            weight.grad = gradient
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        torch._foreach_copy_(self.grads, [weight.grad for weight in self.weights])
+        for weight in self.weights:
+            weight.grad = None
+        if self.scales:
+            self.found_inf.zero_()
+            torch._amp_foreach_non_finite_check_and_unscale_(self.grads, self.found_inf, self.scale.reciprocal())
+            torch._amp_update_scale_(self.scale, self.clean_steps, self.found_inf, 2.0, 0.5, 2000)
+
+    def clip(self) -> None:
+        nn.utils.clip_grad_norm_(self.masters, MAX_NORM)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if self.scales and self.found_inf.item():
+            return
+        self.optimizer.step()
+        torch._foreach_copy_(self.weights, self.masters)
+
+
+class AmpPatch(Rival):
+    """The public calls of a training script at O2."""
+
+    def __init__(self, work: Work, weights: list[Tensor], dtype: torch.dtype) -> None:
+        model = nn.Module()
+        model.weights = nn.ParameterList(weight.clone() for weight in weights)
+        optimizer = work.optimizer(model.parameters())
+        self.model, self.optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=dtype, verbosity=0)
+        self.weights = list(self.model.parameters())
+        self.loss = torch.zeros((), device=weights[0].device)
+
+    def begin(self, gradients: list[Tensor]) -> None:
+        self.backward = amp.scale_loss(self.loss, self.optimizer)
+        self.backward.__enter__()
+        for weight, gradient in zip(self.weights, gradients, strict=True):
+            weight.grad = gradient
+
+    def gather(self) -> None:
+        self.backward.__exit__(None, None, None)
+
+    def clip(self) -> None:
+        nn.utils.clip_grad_norm_(amp.master_params(self.optimizer), MAX_NORM)
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def clear(self) -> None:
+        self.optimizer.zero_grad()
+
+
+RIVALS: dict[str, Callable[..., Rival]] = {"torch": ByHand, "amp_patch": AmpPatch}
+
+
+class Given(NamedTuple):
+    """What all rivals begin with."""
+
+    weights: list[Tensor]  # FP32
+    gradients: list[Tensor]  # half; where FP16's loss is scaled, those of the scaled loss
+
+
+def given(shapes: Shapes, dtype: torch.dtype, device: str) -> Given:
+    torch.manual_seed(0)
+    weights = [torch.randn(shape, device=device) for shape in shapes]
+    factor = 2.0**-8 * (INITIAL_SCALE if dtype is torch.float16 else 1.0)  # of a norm that is clipped
+    gradients = [(torch.randn_like(weight) * factor).to(dtype) for weight in weights]
+    return Given(weights, gradients)
+
+
+def timer(rival: Rival, start: Given, device: str, clips: bool) -> timing.Timer:
+    """Times what follows backward, whose gradients nobody else holds."""
+    finish = timing.timer(lambda: rival.finish(clips), device)
+
+    def run() -> float:
+        rival.begin([gradient.clone() for gradient in start.gradients])
+        if device != "cpu":
+            torch.cuda.synchronize()
+        return finish()
+
+    return run
+
+
+def bytes_at_step(make: Callable[[], Rival], start: Given) -> float:
+    """Bytes a parameter, at the most while the optimizer steps for the second time: it has its state then."""
+    mark = "the optimizer steps"
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        rival = make()
+        for _ in range(2):
+            rival.begin([gradient.clone() for gradient in start.gradients])
+            rival.gather()
+            with torch.profiler.record_function(mark):
+                rival.step()
+            rival.clear()
+    events = profile.profiler.kineto_results.events()
+    last = max((event for event in events if event.name() == mark), key=lambda event: event.start_ns())
+    memory = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    before = sum(size for time, size in memory if time < last.start_ns())
+    during = [size for time, size in memory if last.start_ns() <= time <= last.end_ns()]
+    return max(accumulate(during, initial=before)) / sum(gradient.numel() for gradient in start.gradients)
+
+
+def compare(name: str, options: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    """One row: both rivals on one work."""
+    work = WORKS[name]
+    start = given(work.shapes(SIZES[options.size]), DTYPES[dtype], options.device)
+    makes = {rival: partial(make, work, start.weights, DTYPES[dtype]) for rival, make in RIVALS.items()}
+    held = {rival: bytes_at_step(make, start) for rival, make in makes.items()}
+    rivals = {rival: make() for rival, make in makes.items()}
+    timers = {rival: timer(it, start, options.device, clips=False) for rival, it in rivals.items()}
+    for run in timers.values():
+        run()
+    equal = statistics.mean(
+        (ours == theirs).float().mean().item()
+        for ours, theirs in zip(rivals["amp_patch"].weights, rivals["torch"].weights, strict=True)
+    )
+    if work.clips:
+        timers |= {f"{rival} clipped": timer(it, start, options.device, clips=True) for rival, it in rivals.items()}
+    times = timing.in_turns(timers, options.repeats)
+    row: dict[str, Any] = {"work": name, "dtype": dtype}
+    row |= {f"{rival} ms": statistics.median(times[rival]) / 1e3 for rival in RIVALS}
+    row["ratio"] = timing.ratio(times["amp_patch"], times["torch"])
+    row["clipped"] = timing.ratio(times["amp_patch clipped"], times["torch clipped"]) if work.clips else "-"
+    for rival in RIVALS:
+        row[f"{rival} clip adds"] = timing.ratio(times[f"{rival} clipped"], times[rival]) - 1 if work.clips else "-"
+    row |= {f"{rival} bytes": held[rival] for rival in RIVALS}
+    return row | {"weights equal": equal}
+
+
+def main() -> None:
+    parser = timing.parser(__doc__, repeats=15)
+    parser.add_argument("--size", choices=SIZES, default="full")
+    parser.add_argument("--only", nargs="+", choices=WORKS, default=list(WORKS), metavar="WORK", help="%(choices)s")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows = []
+    print(timing.heading(options))
+    print(timing.line(list(WIDTHS), WIDTHS))
+    for name in options.only:
+        for dtype in options.dtypes:
+            rows.append(compare(name, options, dtype))
+            print(timing.line(list(rows[-1].values())[: len(WIDTHS)], WIDTHS), flush=True)
+            amp.restore()
+    timing.write_json(options, rows)
+
+
+if __name__ == "__main__":
+    main()
