@@ -195,7 +195,7 @@ class GradScaler(torch.amp.GradScaler):
         if not stepped and (stash := _stash(optimizer)) is not None:
             stash.step_skipped = True
             # as after a step that it skips itself
-            optimizer_step.consume(innermost(optimizer), stash, stash.masters.linked())
+            optimizer_step.consume(innermost(optimizer), stash)
         return stepped if result is None else result
 
     @eager_only

@@ -44,8 +44,9 @@ struct type_caster<amp_patch::Tensors> {
 
 namespace amp_patch {
 
-void bind_casts(py::module_& m);     // casts/wrapper.cpp
-void bind_versions(py::module_& m);  // masters/versions.cpp
+void bind_casts(py::module_& m);      // casts/wrapper.cpp
+void bind_gradients(py::module_& m);  // masters/gradients.cpp
+void bind_versions(py::module_& m);   // masters/versions.cpp
 
 // kernels/cpu.cpp
 struct CpuLoop;
@@ -110,8 +111,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(OP(scale));           // src, dst, factor, found_inf
   m.def(OP(unscale));         // grads, inv_scale, found_inf
   m.def(OP(axpby));           // x, y, out, a, b, found_inf, watch_x, watch_y
-  m.def(OP(check_finite));    // tensors, found_inf
-  m.def(OP(l2norm));          // tensors -> [total, norms]
+  m.def(OP(check_finite));    // tensors, found_inf, factor
+  m.def(OP(l2norm));          // tensors, factor -> [total, norms]
   m.def(OP(unscale_l2norm));  // grads, inv_scale, found_inf -> [total, norms]
   m.def(OP(adopt));           // params, masters
   m.def(OP(update_scale));    // scale, growth_tracker, found_inf, growth_factor, ..., hysteresis_tracker
@@ -127,6 +128,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("instruction_sets", &instruction_sets);
   m.def("use_instruction_set", &use_instruction_set);  // name -> the one before
 
+  bind_gradients(m);
   bind_versions(m);
 
   auto casts = m.def_submodule("casts", "The O1 call in C, and whose casts act.");

@@ -2,20 +2,28 @@
 
 Under O2 the gradients are the masters'. `clip_grad_norm_(model.parameters(), 1.0)` finds none on the model and, in
 Apex, silently did nothing.
+
+The 2-norm of masters' gradients is taken by our kernel, whether they wait in low precision or not. Those that wait are
+read once, and what clips them becomes one more of the factors that they wait with.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
-from amp_patch.masters.masters import master_of
+from amp_patch import multi_tensor
+from amp_patch.masters.masters import Master, has_gradient, master_of
+from amp_patch.masters.walks import with_gradient
+from amp_patch.multi_tensor.checks import DTYPES
+from amp_patch.support import distributed
 from amp_patch.support.patches import Installation, Patches
 
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
@@ -36,27 +44,84 @@ def _redirect(patches: Patches) -> None:
         if cell is not None:
             # Torch's function is a no_grad wrapper, and what it calls is in a closure cell. Every reference to the
             # function shares that cell, also one that a script imported by name.
-            patches.set_cell(cell, _redirected(cell.cell_contents))
+            patches.set_cell(cell, _redirected(cell.cell_contents, name))
             continue
-        redirected = _redirected(function)
+        redirected = _redirected(function, name)
         for owner in (clip_grad, torch.nn.utils):
             patches.set(owner, name, redirected)
 
 
-def _redirected(function: Callable[..., Any]) -> Callable[..., Any]:
+def _redirected(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+
     @functools.wraps(function)
     def redirected(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(parameters, Tensor):
-            return function(_holder(parameters), *args, **kwargs)
-        return function([_holder(parameter) for parameter in parameters], *args, **kwargs)
+        holders = [_holder(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)]
+        if name == "clip_grad_norm_":
+            given = signature.bind(holders, *args, **kwargs)
+            given.apply_defaults()
+            norm = _clip_by_norm(holders, given.arguments)
+            if norm is not None:
+                return norm
+        return function(holders, *args, **kwargs)
 
     return redirected
+
+
+def _clip_by_norm(holders: list[Tensor], given: dict[str, Any]) -> Tensor | None:
+    """Clip as `torch.nn.utils.clip_grad_norm_` with these arguments, under no_grad.
+
+    Syncs with the device where `error_if_nonfinite` asks for it, as torch's does.
+
+    Returns:
+        The norm before; None, and nothing was changed, where this is left to torch: norms other than the 2-norm, no
+        gradients of masters, several devices, gradients that are sparse or sharded.
+    """
+    if float(given["norm_type"]) != 2.0:
+        return None
+    found = {id(holder): holder for holder in holders if has_gradient(holder)}
+    masters = [holder for holder in found.values() if isinstance(holder, Master)]
+    if not masters or len(found) < sum(map(has_gradient, holders)):
+        return None
+    for index in with_gradient(masters):  # those on which somebody has run backward themselves: it is added
+        assert masters[index].grad is not None
+    tables = {id(m.waiting): m.waiting for m in masters if m.waiting and id(m) in m.waiting.grads}
+    waiting = {key: table for table in tables.values() for key in table.grads}
+    if not waiting.keys() <= found.keys() or any(len(table.factors) > 1 for table in tables.values()):
+        waiting, tables = {}, {}  # a part of them, or a second time: on FP32 gradients
+    own = _gradients(holder for holder in found.values() if not isinstance(holder, Master))
+    plain = _gradients(master for master in masters if id(master) not in waiting)
+    everything = [*(g for table in tables.values() for g in table.grads.values()), *plain, *own]
+    if len({g.device for g in everything}) > 1 or not all(map(_is_plain, everything)):
+        return None
+    norms = [
+        multi_tensor.multi_tensor_l2norm(list(table.grads.values()), True, *table.factors)[1]
+        for table in tables.values()
+    ]
+    norms += [multi_tensor.multi_tensor_l2norm(grads, True)[1] for grads in (plain, own) if grads]
+    norm = torch.linalg.vector_norm(torch.cat(norms))
+    if given["error_if_nonfinite"] and not bool(norm.isfinite()):
+        return None  # torch says so
+    factor = (float(given["max_norm"]) / (norm + 1e-6)).clamp(max=1.0)
+    for table in tables.values():
+        table.factors.append(factor.float())
+    if plain or own:
+        torch._foreach_mul_([*plain, *own], factor)
+    return norm
+
+
+def _gradients(holders: Iterable[Tensor]) -> list[Tensor]:
+    return [grad for holder in holders if (grad := holder.grad) is not None]
+
+
+def _is_plain(grad: Tensor) -> bool:
+    return grad.layout is torch.strided and grad.dtype in DTYPES and not distributed.is_dtensor(grad)
 
 
 def _holder(param: Tensor) -> Tensor:
     """Whichever of a parameter and its master holds the gradient to clip."""
     master = master_of(param)
-    return param if master is None or master.grad is None else master
+    return param if master is None or not has_gradient(master) else master
 
 
 def _cell_of(function: Any) -> types.CellType | None:

@@ -16,19 +16,56 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import multi_tensor
+from amp_patch.masters.half_gradients import HalfGradients
 from amp_patch.masters.recycled_memory import Recycled
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.patches import Installation
 
+_GRAD: Any = Tensor.grad  # torch's own attribute, a descriptor
+
 
 class Master(nn.Parameter):
-    """The class of masters: plain parameters, save that their version counter counts edits through `.data` too.
+    """The class of masters: parameters that count edits through `.data`, and make their gradients when they are asked.
 
     Torch gives the tensor of `.data` a version counter of its own, so that what Lookahead or a checkpoint writes there
     would never reach the model. Here `.data` is `.detach()`, which shares the master's counter, and an assignment to
-    `.data` counts. `connect` gives a parameter this class and `disconnect` takes it away. Copies keep it; pickles are
-    plain parameters.
+    `.data` counts.
+
+    A gradient may wait in low precision (`HalfGradients`). Who reads `.grad` finds the FP32 one.
+
+    `connect` gives a parameter this class and `disconnect` takes it away. Copies keep it; pickles are plain parameters.
     """
+
+    waiting: HalfGradients | None = None  # where gradients of this master may wait
+
+    @property
+    def grad(self) -> Tensor | None:
+        waiting = self.waiting
+        if waiting and (lent := waiting.lent.get(id(self))) is not None:
+            return lent
+        if waiting:
+            waiting.give(self, _GRAD)
+        grad: Tensor | None = _GRAD.__get__(self)
+        return grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if self.waiting:
+            self.waiting.replace(self, _GRAD, value)
+        else:
+            _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def waits_alone(self) -> bool:
+        """Whether a gradient waits in low precision, and nothing was added to it since."""
+        waiting = self.waiting
+        return waiting is not None and id(self) in waiting.grads and _GRAD.__get__(self) is None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "waiting"}
 
     @property
     def data(self) -> Tensor:
@@ -73,6 +110,11 @@ class PlainWatch:
             for index, noted in enumerate(self.noted)
             if noted.version is not None and noted.tensor._version != noted.version
         ]
+
+    def note(self) -> None:
+        """Take note of all."""
+        for noted in self.noted:
+            noted.note()
 
 
 _C: Any = multi_tensor.extension()
@@ -121,6 +163,13 @@ def master_of(param: Tensor) -> Tensor | None:
     return None if link is None else link.master
 
 
+def has_gradient(master: Tensor) -> bool:
+    """Whether `master`, or a parameter that is its own, has a gradient, in whichever type; none is made."""
+    if not isinstance(master, Master):
+        return master.grad is not None
+    return bool(master.waiting and master in master.waiting) or _GRAD.__get__(master) is not None
+
+
 def connect(param: Tensor, master: Tensor) -> Link:
     """Make `master` (FP32, the shape of `param`) the master of `param`."""
     global _changes
@@ -141,8 +190,11 @@ def disconnect(param: Tensor) -> None:
     entry = _links.pop(id(param), None)
     if entry is not None:
         _changes += 1
-        if type(entry[1].master) is Master:
-            entry[1].master.__class__ = nn.Parameter  # type: ignore[assignment]
+        master = entry[1].master
+        if type(master) is Master:
+            master.grad = master.grad  # one that waits
+            vars(master).pop("waiting", None)
+            master.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def _install() -> bool:
@@ -165,9 +217,14 @@ def linked(params: Iterable[Tensor]) -> list[Linked]:
 @without_grad
 def publish(pairs: Sequence[Linked]) -> None:
     """Round every master into its parameter, in place, on the device; no sync."""
+    round_into_weights(pairs)
+    note_published(pairs)
+
+
+def round_into_weights(pairs: Sequence[Linked]) -> None:
+    """`publish`, after which the masters still count as written; under no_grad."""
     for params, masters in _by_device(pairs):
         multi_tensor.multi_tensor_scale(masters, params, 1.0)
-    _mark_published(pairs)
 
 
 def publish_written(pairs: Sequence[Linked]) -> list[Linked]:
@@ -192,7 +249,7 @@ def reconcile(pairs: Sequence[Linked]) -> None:
         pairs = [pair for pair in pairs if id(pair[1]) not in published]
     for params, masters in _by_device(pairs):
         multi_tensor.multi_tensor_adopt(params, masters)
-    _mark_published(pairs)
+    note_published(pairs)
 
 
 class Edits:
@@ -228,7 +285,8 @@ def _forget(entries: dict[int, tuple[weakref.ref[Tensor], Link]], key: int, refe
         _changes += 1
 
 
-def _mark_published(pairs: Sequence[Linked]) -> None:
+def note_published(pairs: Sequence[Linked]) -> None:
+    """Take note that every master has the value that was last rounded into its parameter."""
     for _, link in pairs:
         link.noted.note()
 

@@ -2,15 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from amp_patch.masters.gradients import Groups
-from amp_patch.masters.masters import Linked, connect, master_of
+from amp_patch import multi_tensor
+from amp_patch.masters.gradients import FoundInf, Groups
+from amp_patch.masters.half_gradients import HalfGradients
+from amp_patch.masters.masters import Link, Linked, Master, Watch, connect, master_of, publish
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.patches import Attempts
+
+Pair = tuple[Tensor, Tensor]  # (param, master)
+
+
+class Pairs:
+    """The pairs of one optimizer.
+
+    Attributes:
+        pairs: as the groups have them.
+        distinct: each once.
+        params, masters: of `pairs`.
+        low, linked_masters: of those of `distinct` that are two tensors.
+    """
+
+    def __init__(self, pairs: list[Pair]) -> None:
+        self.pairs = pairs
+        self.params = [param for param, _ in pairs]
+        self.masters = [master for _, master in pairs]
+        once = {id(param): (param, master) for param, master in pairs}
+        self.distinct = pairs if len(once) == len(pairs) else list(once.values())
+        self.low = [param for param, master in self.distinct if param is not master]
+        self.linked_masters = [master for param, master in self.distinct if param is not master]
+
+
+class Links:
+    """The parameters that have a master.
+
+    Attributes:
+        linked: with their links.
+        params, masters: of these.
+        watch: tells which masters were written since they were published.
+    """
+
+    def __init__(self, linked: list[Linked]) -> None:
+        self.linked = linked
+        self.params = [param for param, _ in linked]
+        self.masters = [link.master for _, link in linked]
+        self.watch = Watch([link.noted for _, link in linked])
+
+    def publish_written(self) -> list[Linked]:
+        """As `masters.publish_written`."""
+        written = [self.linked[index] for index in self.watch.written()]
+        if written:
+            publish(written)
+        return written
 
 
 class Masters:
@@ -18,29 +67,94 @@ class Masters:
 
     The optimizer's groups hold the masters, in the user's order. All that is kept here is the way back from a master to
     the model's parameter. The groups are arguments, so that nothing here has to be kept in step with them.
+
+    Attributes:
+        waiting: where gradients wait in low precision; None where they do not.
     """
 
     def __init__(self) -> None:
+        self.waiting: HalfGradients | None = None
         self._params: dict[int, Linked] = {}  # id(master) -> the parameter and its link to this master
+        self._links: Links | None = None  # of these
+        self._pairs: Pairs | None = None
 
     def __getstate__(self) -> list[tuple[Tensor, Tensor]]:
         return [(param, link.master) for param, link in self._params.values()]
 
     def __setstate__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        self.__init__()  # type: ignore[misc]
         self._params = {id(master): (param, connect(param, master)) for param, master in pairs}
 
-    def pairs(self, groups: Groups) -> list[tuple[Tensor, Tensor]]:
+    def pairs(self, groups: Groups) -> Sequence[Pair]:
         """(param, master) for every parameter in `groups`; the same tensor twice where it is its own master."""
-        params = self._params
-        return [
-            (params[id(master)][0] if id(master) in params else master, master)
-            for group in groups
-            for master in group["params"]
-        ]
+        return self.of_groups(groups).pairs
 
-    def linked(self) -> list[Linked]:
+    def of_groups(self, groups: Groups) -> Pairs:
+        """The pairs of the parameters in `groups`, made anew when these have changed."""
+        masters = groups[0]["params"] if len(groups) == 1 else [p for group in groups for p in group["params"]]
+        known = self._pairs
+        if known is None or len(masters) != len(known.masters) or not all(map(is_, masters, known.masters)):
+            params = self._params
+            known = self._pairs = Pairs([(params[id(m)][0] if id(m) in params else m, m) for m in masters])
+        return known
+
+    def links(self) -> Links:
+        """The parameters that have a master, and what is asked of all of them at once."""
+        if self._links is None:
+            self._links = Links(list(self._params.values()))
+        return self._links
+
+    def linked(self) -> Sequence[Linked]:
         """The parameters that have a master, with their links."""
-        return list(self._params.values())
+        return self.links().linked
+
+    def _changed(self) -> None:
+        self._links = self._pairs = None
+
+    @property
+    def by_master(self) -> Mapping[int, Linked]:
+        """By the master's id the parameter that has it, and the link between the two."""
+        return self._params
+
+    def let_gradients_wait(self) -> None:
+        """Leave gradients in low precision from now on (`take_half`): the optimizer knows what to do with them."""
+        if self.waiting is None:
+            self.waiting = HalfGradients()
+            for _, link in self._params.values():
+                self._serve(link)
+
+    def _serve(self, link: Link) -> None:
+        """Let gradients of this master wait; those of no master where another optimizer has it, or it cannot tell."""
+        if self.waiting is None:
+            return
+        if not isinstance(link.master, Master) or link.master.waiting not in (None, self.waiting):
+            self.waiting.make()
+            self.waiting = None
+            return
+        link.master.waiting = self.waiting
+        self.waiting.serve(link.master, link.gradients)
+
+    def take_half(self, groups: Groups, inverse: Tensor | None) -> FoundInf | None:
+        """Let the scaled gradients of parameters with masters wait as they are; overflow is checked; no sync.
+
+        Args:
+            groups: whose parameters.
+            inverse: of the loss scale, FP32, shape []; None for a scale of 1 whose gradients nobody checks.
+
+        Returns:
+            As `gather`; None, and nothing was changed, where they cannot wait.
+        """
+        waiting, pairs = self.waiting, self.of_groups(groups)
+        if waiting is None or not pairs.low or not waiting.take(pairs.low, pairs.linked_masters):
+            return None
+        grads = list(waiting.grads.values())
+        if inverse is None or not grads:
+            return {}
+        device = grads[0].device
+        factor, found_inf = inverse.to(device), torch.zeros((), device=device)
+        waiting.factors.append(factor)
+        multi_tensor.multi_tensor_check_finite(grads, found_inf, factor)
+        return {device: found_inf}
 
     def attach(self, optimizer: Any, group: dict[str, Any], about_to_be_cast: Collection[int] = ()) -> None:
         """Put masters into one of the optimizer's groups, in place.
@@ -58,6 +172,8 @@ class Masters:
                 # `.data`, since a detached tensor would share the parameter's version counter too
                 master = nn.Parameter(param.data.float(), requires_grad=param.requires_grad)
             self._params[id(master)] = (param, connect(param, master))
+            self._changed()
+            self._serve(self._params[id(master)][1])
             _replace(optimizer, params, index, master)
             if param.grad is not None:
                 master.grad, param.grad = param.grad.to(master.dtype), None
@@ -71,6 +187,7 @@ class Masters:
         for group in optimizer.param_groups:
             attempt(self._detach_group, optimizer, group)
         self._params.clear()
+        self._changed()
         attempt.finish()
 
     def _detach_group(self, optimizer: Any, group: dict[str, Any]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,13 +32,20 @@ class Recycled:
 
     def empty_like(self, like: Tensor) -> Tensor:
         """An uninitialized FP32 tensor of the shape and the device of `like`."""
-        size = 4 * like.numel()
-        kept = size >= _WORTH_KEEPING and _use_count is not None and like.device.type == "cpu" and _is_dense(like)
-        if kept and self._is_free(size):
+        if 4 * like.numel() >= _WORTH_KEEPING and like.device.type == "cpu" and _is_dense(like):
+            return self._empty(like.shape, like.stride())
+        return torch.empty_like(like, dtype=torch.float32)
+
+    def flat(self, count: int) -> Tensor:
+        """An uninitialized FP32 tensor of `count` elements on the CPU."""
+        return self._empty((count,), (1,))
+
+    def _empty(self, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+        if self._is_free(4 * math.prod(shape)):
             assert self._storage is not None
-            return torch.empty(0, dtype=torch.float32).set_(self._storage, 0, like.shape, like.stride())
-        result = torch.empty_like(like, dtype=torch.float32)
-        if kept:
+            return torch.empty(0, dtype=torch.float32, device="cpu").set_(self._storage, 0, shape, stride)
+        result = torch.empty_strided(shape, stride, dtype=torch.float32, device="cpu")
+        if _use_count is not None:
             self._storage = result.untyped_storage()
             self._pointer = self._storage.data_ptr()
         return result

@@ -119,10 +119,10 @@ class AmpModel(Generated):
             own.cleared += 1
         for _, link in linked(module.parameters()):
             master = link.master
-            if set_to_none or master.grad is None:
+            if set_to_none or (grad := master.grad) is None:
                 master.grad = None
             else:
-                master.grad = torch.zeros_like(master.grad)
+                master.grad = torch.zeros_like(grad)
 
 
 class KeptModule(Generated):

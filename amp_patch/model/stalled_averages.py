@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from amp_patch.masters.masters import link_of
 from amp_patch.policy import LOW_PRECISION
+from amp_patch.support.scripts_line import stacklevel
 
 _STEPS = 500  # a copy is watched for so many steps
 _TENSORS, _ELEMENTS = 4, 64  # and this much of it is looked at
@@ -78,7 +79,7 @@ class CopyWatch:
                 f"a copy of this {type(copied).__name__} ({level}) is averaged with its {copies[0].dtype} weights, in "
                 "which most of an average's small steps are lost; average the FP32 ones: make the copy by "
                 "amp.fp32_copy(model) and blend in the values of model.state_dict(), as examples/recipes/average.py",
-                stacklevel=5,
+                stacklevel=stacklevel(),
             )
 
     def _tensors(self) -> list[tuple[Tensor, Tensor]]:

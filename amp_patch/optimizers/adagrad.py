@@ -74,7 +74,7 @@ class FusedAdagrad(FusedOptimizer):
                 adagrad(
                     params,
                     gradients(params),
-                    self._state(params, "sum"),
+                    self.averages(params, "sum"),
                     lr=group["lr"],
                     eps=group["eps"],
                     weight_decay=group["weight_decay"],

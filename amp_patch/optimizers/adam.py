@@ -212,8 +212,8 @@ class FusedAdam(FusedOptimizer):
                 adam(
                     masters,
                     gradients(params),
-                    self._state(params, "exp_avg"),
-                    self._state(params, "exp_avg_sq"),
+                    self.averages(params, "exp_avg"),
+                    self.averages(params, "exp_avg_sq"),
                     step=step,
                     lr=lr.to(device) if isinstance(lr, Tensor) else lr,
                     betas=group["betas"],

@@ -197,7 +197,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             batches.setdefault((param.device, wide(param.dtype)), []).append(param)
         return list(batches.values())
 
-    def _state(self, params: Iterable[Tensor], name: str) -> list[Tensor]:
+    def averages(self, params: Iterable[Tensor], name: str) -> list[Tensor]:
         """The tensors of that name in the parameters' states; zeros where there are none yet."""
         found = []
         for param in params:

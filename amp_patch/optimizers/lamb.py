@@ -234,8 +234,8 @@ class FusedLAMB(FusedOptimizer):
                 lamb(
                     params,
                     gradients(params),
-                    self._state(params, "exp_avg"),
-                    self._state(params, "exp_avg_sq"),
+                    self.averages(params, "exp_avg"),
+                    self.averages(params, "exp_avg_sq"),
                     step=step,
                     lr=group["lr"],
                     betas=group["betas"],

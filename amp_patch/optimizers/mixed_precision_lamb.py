@@ -143,8 +143,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
                 lamb(
                     masters,
                     of_params,
-                    self._state(params, "exp_avg"),
-                    self._state(params, "exp_avg_sq"),
+                    self.averages(params, "exp_avg"),
+                    self.averages(params, "exp_avg_sq"),
                     step=step,
                     lr=group["lr"].to(device) if isinstance(group["lr"], Tensor) else group["lr"],
                     betas=group["betas"],

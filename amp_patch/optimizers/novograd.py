@@ -167,7 +167,7 @@ class FusedNovoGrad(FusedOptimizer):
                 novograd(
                     params,
                     grads,
-                    self._state(params, "exp_avg"),
+                    self.averages(params, "exp_avg"),
                     norms,
                     step=step,
                     lr=group["lr"],

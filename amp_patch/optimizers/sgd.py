@@ -111,7 +111,7 @@ class FusedSGD(FusedOptimizer):
                 for first_run, some in ((True, fresh), (False, [p for p in params if id(p) not in new])):
                     if not some:
                         continue
-                    buffers = self._state(some, "momentum_buffer") if group["momentum"] else []
+                    buffers = self.averages(some, "momentum_buffer") if group["momentum"] else []
                     sgd(
                         some,
                         gradients(some),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_patch.masters.masters import Master
 from amp_patch.support import distributed, tree
 from amp_patch.support.compiled import eager_only
 from amp_patch.training import zero_redundancy
@@ -45,7 +46,10 @@ class Sizes:
     @eager_only
     def measure_gradients(self) -> None:
         """Those of parameters and masters that are there now, if they are more than ever before."""
-        grads = [t.grad for t in {id(t): t for pair in self._pairs() for t in pair}.values() if t.grad is not None]
+        tensors = {id(t): t for pair in self._pairs() for t in pair}.values()
+        waiting = {id(w): w for t in tensors if isinstance(t, Master) and (w := t.waiting)}
+        half = {key: grad for table in waiting.values() for key, grad in table.grads.items()}
+        grads = [grad for t in tensors if (grad := half.get(id(t))) is not None or (grad := t.grad) is not None]
         self.bytes["gradients"] = max(self.bytes["gradients"], _bytes(grads))
 
     def _optimizers(self) -> list[Any]:

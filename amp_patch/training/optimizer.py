@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from amp_patch.masters.masters import disconnect
+from amp_patch.masters.walks import drop_gradients
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import generated_class
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Attempts
-from amp_patch.training import zero_redundancy
+from amp_patch.training import one_pass, portions, zero_redundancy
 from amp_patch.training.stash import Stash, give_stash, note_sharing, siblings, stash_of, take_stash
 from amp_patch.training.step import after_step, before_step, guarded_step, recover
 from amp_patch.training.unscale import unscale_pending
@@ -31,6 +32,8 @@ class AmpOptimizer(Generated):
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
+        if (known := one_pass.step_of(base) or portions.step_of(base)) is not None:
+            return {"step": known}
         # torch's optimizers, and ours, do nothing at all where there is no gradient: hooks suffice to skip their step.
         if issubclass(base, torch.optim.Optimizer) and base.__module__.partition(".")[0] in ("torch", "amp_patch"):
             return {}
@@ -45,12 +48,17 @@ class AmpOptimizer(Generated):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """torch's, and the low-precision gradients of the model's parameters with it."""
-        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
         stash = stash_of(self)
+        to_none = getattr(self, "set_grad_none", True)  # FusedAdam's, FusedSGD's
+        if stash is not None and stash.masters.waiting is not None and to_none and not args and not kwargs:
+            # As torch's does for each parameter: it would ask each for its gradient, which waits for somebody to ask.
+            stash.masters.waiting.clear(stash.masters.links().masters)
+            drop_gradients(stash.masters.of_groups(self.param_groups).masters)  # type: ignore[attr-defined]
+        else:
+            super().zero_grad(*args, **kwargs)  # type: ignore[misc]
         if stash is not None:
             recover(self, stash)
-            for param, _ in stash.masters.linked():
-                param.grad = None
+            drop_gradients(stash.masters.links().params)
             stash.pending = stash.backward.brought = None
             stash.backward.cleared += 1
             stash.backward.earlier.clear()
@@ -144,6 +152,8 @@ def _lead_scheduler(optimizer: Any) -> None:
 def register_hooks(optimizer: Any, stash: Stash) -> None:
     """Register what runs before and after every `step` of `optimizer`."""
     stash.around.owner = weakref.ref(optimizer)
+    if stash.policy.master_weights and (one_pass.knows(optimizer) or portions.suits(optimizer, stash)):
+        stash.masters.let_gradients_wait()
     if isinstance(optimizer, torch.optim.Optimizer):
         stash.around.handles = [
             optimizer.register_step_pre_hook(before_step),

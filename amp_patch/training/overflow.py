@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.masters.gradients import held
-from amp_patch.masters.masters import Master
+from amp_patch.masters.masters import Master, has_gradient
 from amp_patch.support import distributed
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.stash import DeviceSkip, SkippedStep, Stash, known_stash, overflowed
@@ -34,6 +34,8 @@ def skip_if_overflowed(optimizer: Any, stash: Stash) -> None:
     for scaler in scalers:
         scaler.skipped(lambda: culprits(optimizer))
     if scalers:
+        if (waiting := stash.masters.waiting) and not stash.wrapped:
+            waiting.clear(stash.masters.links().masters)  # nobody will look at them after the step
         grads = [(m, m.grad) for group in optimizer.param_groups for m in group["params"] if m.grad is not None]
         # What some optimizers count per group is put back afterwards.
         values = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -89,7 +91,7 @@ def skips_on_device(optimizer: Any, stash: Stash) -> bool:
         type(master) in (Tensor, nn.Parameter, Master) and stepped.get(id(master)) == len(state.get(master, ()))
         for group in optimizer.param_groups
         for master in group["params"]
-        if master.grad is not None
+        if has_gradient(master)
     )
 
 
@@ -105,7 +107,7 @@ def note_stepped(optimizer: Any, stash: Stash) -> None:
     stepped = stash.around.stepped
     for group in optimizer.param_groups:
         for master in group["params"]:
-            if master.grad is not None:
+            if has_gradient(master):
                 stepped[id(master)] = len(optimizer.state.get(master, ()))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from amp_patch.masters import gradients
+from amp_patch.masters.of_optimizer import Pair
+from amp_patch.masters.walks import drop_gradients, with_gradient
 from amp_patch.model import forward as model_forward
 from amp_patch.model import fsdp
 from amp_patch.multi_tensor import inverse_of
@@ -28,8 +30,6 @@ from amp_patch.training.stash import (
 )
 from amp_patch.training.step import recover
 from amp_patch.training.unscale import unscale, unscale_pending
-
-Pair = tuple[Tensor, Tensor]  # (param, master)
 
 
 class _Bystander(NamedTuple):
@@ -122,10 +122,8 @@ class ScaledBackward(Block):
         accumulating = []
         for stash, pairs, new in self._parts():
             if stash.pending is None:
-                for param, master in new:
-                    if param is not master:
-                        param.grad = None
-                if all(master.grad is None for _, master in pairs):
+                drop_gradients([param for param, master in new if param is not master])
+                if not stash.masters.waiting and not with_gradient([master for _, master in pairs]):
                     stash.clear_found()
                 elif self.scaling:
                     accumulating.append((stash, new))
@@ -138,7 +136,8 @@ class ScaledBackward(Block):
             for param, master in new:
                 if param is master and (earlier := gradients.take(param)) is not None:
                     stash.backward.earlier[id(param)] = earlier
-        self.had_grad = {id(param) for param, _ in distinct_pairs(self.optimizers) if param.grad is not None}
+        params = [param for param, _ in distinct_pairs(self.optimizers)]
+        self.had_grad = {id(params[index]) for index in with_gradient(params)}
 
     def _refuse_mixtures(self) -> None:
         """Raise where gradients of two bodies, or of two scales, would be added up."""
@@ -320,11 +319,15 @@ class ScaledBackward(Block):
             gradients.put_back(param, earlier)
             del stash.backward.earlier[id(param)]
 
-    def _parts(self) -> Iterator[tuple[Stash, list[Pair], list[Pair]]]:
+    def _parts(self) -> Iterator[tuple[Stash, Sequence[Pair], Sequence[Pair]]]:
         """Per optimizer its stash, its pairs, and those of them that no optimizer before it holds.
 
         Optimizers whose gradients wait, scaled, come first, so that a parameter which they share with others is theirs.
         """
+        if len(self.optimizers) == 1:
+            known = self.stashes[0].masters.of_groups(self.optimizers[0].param_groups)
+            yield self.stashes[0], known.pairs, known.distinct
+            return
         seen: set[int] = set()
         for optimizer, stash in sorted(self._both(), key=lambda both: both[1].pending is None):
             pairs = stash.masters.pairs(optimizer.param_groups)
@@ -346,6 +349,8 @@ class ScaledBackward(Block):
         Gradients of a parameter with a master stay there: the next body of its own optimizer drops them. Those that
         wait, scaled, for the rest of a delayed iteration are taken too.
         """
+        if not self.siblings and not any(stash.around.unowned for stash in self.stashes):
+            return
         known = {id(param) for param, _ in distinct_pairs(self.optimizers)}
         for other in self.siblings:
             stash = known_stash(other)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from types import FrameType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef
 
 from amp_patch.casts import regions
 from amp_patch.masters import clipping
 from amp_patch.masters.gradients import Earlier
+from amp_patch.masters.masters import Linked
 from amp_patch.masters.of_optimizer import Masters
+from amp_patch.masters.recycled_memory import Recycled
 from amp_patch.policy import Policy
 from amp_patch.support.device_numbers import DeviceNumbers
 from amp_patch.training import ddp
@@ -110,7 +111,7 @@ class BackwardState(OfThisProcess):
     cleared: int = 0
     earlier: dict[int, Earlier] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
-    brought: TensorWeakRef | None = None
+    brought: Callable[[], Tensor | None] | None = None
 
 
 @dataclass
@@ -121,19 +122,27 @@ class StepState(OfThisProcess):
         depth: how many calls of `step` are running: a subclass's may call its parent's.
         frame: the outermost of these calls, if no exception has left it.
         prepared: whether the pre-hook is done: what writes to a master from then on is the step.
+        in_one_pass: whether this step brings weights and masters in step by itself (`one_pass.py`).
+        unpublished: the masters that such a step has not rounded into the weights.
+        stepped: whether such a step is done, and its masters are noted as published, but its gradients not consumed.
         told: whether the optimizer was given the overflow flag of this step, on the device.
         quiet: the region without casts that the step runs in.
         set_aside: what a skipped step must find again afterwards.
         spent: masters with their gradients, which are done with but stay for a wrapper that looks after the step.
+        memory: that FP32 gradients of a portion of the masters are made in (`portions.py`).
     """
 
     depth: int = 0
     frame: FrameType | None = None
     prepared: bool = False
+    in_one_pass: bool = False
+    unpublished: list[Linked] = field(default_factory=list)
+    stepped: bool = False
     told: bool = False
     quiet: regions.region | None = None
     set_aside: SkippedStep | None = None
     spent: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    memory: Recycled = field(default_factory=Recycled, compare=False)
 
 
 @dataclass
@@ -237,6 +246,11 @@ class Stash:
         """Whether any loss of the training is multiplied."""
         return any(scaler.scales for scaler in self.scalers)
 
+    @property
+    def unobserved(self) -> bool:
+        """Whether nobody but the optimizer needs the masters' gradients: no wrapper, scaler or other optimizer."""
+        return not (self.wrapped or self.two_passes or self.keeps_scaled_gradients or self.around.sharing)
+
     def __getstate__(self) -> dict[str, Any]:
         self.hear(wait=True)
         return {name: value for name, value in vars(self).items() if not isinstance(value, OfThisProcess)}
@@ -250,7 +264,7 @@ class Stash:
             clipping.install()  # this may be another process
             ddp.install()
 
-    def forget_cleared(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    def forget_cleared(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Forget what was taken off parameters whose scaled gradients somebody has cleared since the delayed exit."""
         taken = self.backward.earlier
         if taken:
@@ -271,8 +285,10 @@ class Stash:
         self.found.append((scaler, found_inf))
 
 
-def distinct_pairs(optimizers: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
+def distinct_pairs(optimizers: Sequence[Any]) -> Sequence[tuple[Tensor, Tensor]]:
     """(param, master) of all the optimizers' parameters, one that several of them share once."""
+    if len(optimizers) == 1:
+        return known_stash(optimizers[0]).masters.of_groups(optimizers[0].param_groups).distinct
     return list(
         {
             id(param): (param, master)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from amp_patch.casts import regions, thread_state
 from amp_patch.casts import state as casts_state
-from amp_patch.masters.masters import Linked, publish, publish_written, reconcile
+from amp_patch.masters.masters import Linked, has_gradient, publish, reconcile
+from amp_patch.masters.walks import drop_gradients, with_gradient
 from amp_patch.model import stalled_averages
 from amp_patch.support.compiled import not_traced
 from amp_patch.support.generated_class import base_class
+from amp_patch.support.scripts_line import stacklevel
 from amp_patch.training import observers
 from amp_patch.training.overflow import may_skip_on_device, note_stepped, put_back, skip_if_overflowed
 from amp_patch.training.stash import BackwardState, Stash, drop_spent, siblings, stash_of
@@ -47,7 +50,10 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     stalled_averages.compare(stash.around.models)
     unscale_pending(optimizer)
     linked = stash.masters.linked()
-    reconcile(linked)
+    if step.in_one_pass:  # edits of weights are adopted on the way
+        stash.masters.links().publish_written()
+    else:
+        reconcile(linked)
     _warn_of_ungathered(optimizer, stash, linked)
     _drop_removed(optimizer, stash)
     stash.hear()
@@ -81,9 +87,11 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         note_stepped(optimizer, stash)
     casts_state.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
     linked = stash.masters.linked()
-    consume(optimizer, stash, linked)
+    consume(optimizer, stash)
     if not skipped:  # a step that the device skipped publishes the values that are there already
-        publish(linked)
+        publish(step.unpublished if step.in_one_pass else linked)
+        if step.in_one_pass:
+            stash.masters.links().publish_written()  # what a post-hook before this one has written
     stalled_averages.remember(stash.around.models)
     # The order is for an exception in here. To `recover` masters that are written and not published are the sign that
     # the step is yet to be consumed: so `publish` comes behind `consume`. `recover` ends the step: so it comes last.
@@ -116,8 +124,8 @@ def _guarded_step(base: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-def consume(optimizer: Any, stash: Stash, linked: list[Linked]) -> None:
-    """Forget the gradients that a step, taken or skipped, was for: those of its masters (`linked`) that nobody awaits.
+def consume(optimizer: Any, stash: Stash) -> None:
+    """Forget the gradients that a step, taken or skipped, was for: those of its masters that nobody awaits.
 
     Another optimizer of the training awaits a gradient of a master that it holds too and has yet to step with.
     """
@@ -125,12 +133,16 @@ def consume(optimizer: Any, stash: Stash, linked: list[Linked]) -> None:
     stash.backward.left.clear()
     stash.found.clear()
     awaited = _awaited_by_others(optimizer, stash)
-    masters = [link.master for _, link in linked if id(link.master) not in awaited]
+    masters = stash.masters.links().masters
+    if awaited:
+        masters = [master for master in masters if id(master) not in awaited]
     if stash.wrapped:  # Lookahead moves those masters that have a gradient, after the step
         stash.step.spent = [(master, master.grad) for master in masters if master.grad is not None]
-        return
-    for master in masters:
-        master.grad = None  # consumed: scripts that clear only the model's gradients never see it
+    else:  # scripts that clear only the model's gradients never see it
+        if stash.masters.waiting:
+            stash.masters.waiting.clear(masters)
+        drop_gradients(masters)
+    stash.step.stepped = False
 
 
 def _awaited_by_others(optimizer: Any, stash: Stash) -> set[int]:
@@ -166,8 +178,11 @@ def recover(optimizer: Any, stash: Stash, running: bool | None = None) -> None:
         step.quiet.__exit__(None, None, None)
         step.quiet = None
     put_back(optimizer, stash)
-    if left and publish_written(linked := stash.masters.linked()) and step.prepared:
-        consume(optimizer, stash, linked)
+    if left and (stash.masters.links().publish_written() or step.stepped) and step.prepared:
+        consume(optimizer, stash)
+    if (waiting := stash.masters.waiting) is not None:
+        waiting.lent = {}
+    step.unpublished, step.stepped = [], False
     step.depth, step.frame, step.prepared = 0, None, False
 
 
@@ -196,7 +211,7 @@ def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
         where = "where its gradients are scaled and unchecked"
     elif any(body.beside.values()) and (own or stash.pending is not None):
         where = "whose scaled backward may reach its parameters: its own gradients are away until that ends"
-    elif any(p is not master and (body.open or (p.grad is not None and master.grad is None)) for p, master in pairs):
+    elif any(p is not m and (body.open or (p.grad is not None and not has_gradient(m))) for p, m in pairs):
         where = "where its gradients are on the low-precision parameters, not on their masters"
     else:
         return
@@ -207,18 +222,18 @@ def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
     )
 
 
-def _warn_of_ungathered(optimizer: Any, stash: Stash, linked: list[Linked]) -> None:
+def _warn_of_ungathered(optimizer: Any, stash: Stash, linked: Sequence[Linked]) -> None:
     """Warn of gradients of cast parameters that no exit of `scale_loss` has brought to their masters (`linked`).
 
     The loss of another optimizer may rightly leave such gradients (a GAN's generator loss fills the discriminator's).
     After the body of another optimizer the warning comes only if no master of this one has a gradient.
     """
-    strays = {id(link.master): param for param, link in linked if param.grad is not None}
+    strays = {id(linked[i][1].master): linked[i][0] for i in with_gradient(stash.masters.links().params)}
     if not strays or (stash.keeps_scaled_gradients and stash.bodies > 0):  # gathered ones stay on the model there
         return
     # Whether a body of another optimizer is running, or was since the last one of this optimizer.
     others = bool(stash.backward.beside) or stash.backward.ended != BackwardState.turns
-    if others and any(link.master.grad is not None for _, link in linked):
+    if others and any(has_gradient(link.master) for _, link in linked):
         return
     named = [
         stash.around.names.get(id(strays[id(master)]), f"group {index}, parameter {position}")
@@ -231,5 +246,5 @@ def _warn_of_ungathered(optimizer: Any, stash: Stash, linked: list[Linked]) -> N
             f"{base_class(optimizer).__name__}.step: {named[0]} has a gradient on the model that was never "
             f"gathered for this optimizer{f', and so have {len(named) - 1} more' if len(named) > 1 else ''}: the step "
             "does without; call backward() inside `with amp.scale_loss(loss, optimizer)`",
-            stacklevel=4,
+            stacklevel=stacklevel(),
         )

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from amp_patch.masters.gradients import Earlier, gather, held
+from amp_patch.masters.gradients import Earlier, FoundInf, gather, held
+from amp_patch.masters.masters import has_gradient
 from amp_patch.multi_tensor import inverse_of
 from amp_patch.support import distributed
 from amp_patch.training.innermost_optimizer import innermost
@@ -20,12 +21,17 @@ from amp_patch.training.stash import Stash, distinct_pairs, drop_spent, known_st
 def first_gradient(optimizer: Any) -> Tensor | None:
     """The first gradient that the optimizer would step with, or the parameter's where a master has none yet."""
     stash = stash_of(innermost(optimizer))
-    for group in innermost(optimizer).param_groups:
-        pairs = [(p, p) for p in group["params"]] if stash is None else stash.masters.pairs([group])
-        for param, master in pairs:
-            grad = param.grad if master.grad is None else master.grad
-            if grad is not None:
-                return grad
+    groups = innermost(optimizer).param_groups
+    if stash is None:
+        return next((p.grad for group in groups for p in group["params"] if p.grad is not None), None)
+    waiting = stash.masters.waiting
+    if waiting and (grad := waiting.first()) is not None:
+        return grad
+    for param, master in stash.masters.pairs(groups):
+        if has_gradient(master):
+            return master.grad
+        if param.grad is not None:
+            return param.grad
     return None
 
 
@@ -50,14 +56,14 @@ def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | Non
         raise
 
 
-def drop(pairs: list[tuple[Tensor, Tensor]]) -> None:
+def drop(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Drop the gradients of parameters and masters."""
     for param, master in pairs:
         param.grad = master.grad = None
 
 
 def _unscale(
-    optimizers: Sequence[Any], pairs: list[tuple[Tensor, Tensor]], scaler: LossScaler, inverse: Tensor | None
+    optimizers: Sequence[Any], pairs: Sequence[tuple[Tensor, Tensor]], scaler: LossScaler, inverse: Tensor | None
 ) -> None:
     stashes = [known_stash(optimizer) for optimizer in optimizers]
     for stash in stashes:
@@ -67,13 +73,18 @@ def _unscale(
         if stash.pending is not None:
             stash.forget_cleared(pairs)
         earlier.update(stash.backward.earlier)
-    found = gather(pairs, inverse, keep=any(stash.keeps_scaled_gradients for stash in stashes), earlier=earlier)
+    found, rest = _leave_in_low_precision(optimizers, pairs, inverse)
+    keep = any(stash.keeps_scaled_gradients for stash in stashes)
+    gathered = gather(rest, inverse, keep=keep, earlier=earlier)
+    for device, found_inf in gathered.items():
+        found[device] = torch.maximum(found[device], found_inf) if device in found else found_inf
     for optimizer, stash in zip(optimizers, stashes, strict=True):
         stash.pending = None
         stash.backward.earlier.clear()
         stash.gathered = True
-        first = first_gradient(optimizer)
-        stash.backward.brought = None if first is None else TensorWeakRef(first)
+        waiting = stash.masters.waiting
+        first = None if waiting else first_gradient(optimizer)
+        stash.backward.brought = waiting.first if waiting else None if first is None else TensorWeakRef(first)
         if stash.keeps_scaled_gradients:
             own = stash.masters.pairs(optimizer.param_groups)
             stash.backward.left = {id(param) for param, master in own if param is not master and param.grad is not None}
@@ -97,6 +108,33 @@ def _unscale(
     for other in others.values():  # these optimizers would step with shared gradients, which may have overflowed
         other.note_found(scaler, overall)
     scaler.record(overall * (1 - torch.stack(known).amax()) if known else overall)
+
+
+def _leave_in_low_precision(
+    optimizers: Sequence[Any], pairs: Sequence[tuple[Tensor, Tensor]], inverse: Tensor | None
+) -> tuple[FoundInf, Sequence[tuple[Tensor, Tensor]]]:
+    """Let the gradients of parameters with masters wait as they are, where their optimizers can.
+
+    Not where somebody will look at the masters' gradients anyway, nor where another optimizer needs them too.
+
+    Returns:
+        What was found per device, as by `gather`, and the pairs that are still to be gathered.
+    """
+    found: FoundInf = {}
+    left: list[Any] = []
+    for optimizer in optimizers:
+        stash = known_stash(optimizer)
+        if not stash.unobserved:
+            continue
+        if (of_these := stash.masters.take_half(optimizer.param_groups, inverse)) is None:
+            continue
+        left.append(optimizer)
+        for device, found_inf in of_these.items():
+            found[device] = torch.maximum(found[device], found_inf) if device in found else found_inf
+    if len(left) == len(optimizers):
+        return found, [pair for pair in pairs if pair[0] is pair[1]]
+    gone = {id(param) for o in left for param in known_stash(o).masters.of_groups(o.param_groups).low}
+    return found, [pair for pair in pairs if id(pair[0]) not in gone]
 
 
 @torch.no_grad()

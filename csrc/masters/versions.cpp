@@ -40,6 +40,10 @@ class Watch {
     return indices;
   }
 
+  void note() {
+    for (const auto& noted : noted_) noted->note();
+  }
+
  private:
   std::vector<std::shared_ptr<Noted>> noted_;
 };
@@ -51,7 +55,10 @@ void bind_versions(py::module_& m) {
       .def(py::init<at::Tensor>())
       .def("written", &Noted::written)
       .def("note", &Noted::note);
-  py::class_<Watch>(m, "Watch").def(py::init<std::vector<std::shared_ptr<Noted>>>()).def("written", &Watch::written);
+  py::class_<Watch>(m, "Watch")
+      .def(py::init<std::vector<std::shared_ptr<Noted>>>())
+      .def("written", &Watch::written)
+      .def("note", &Watch::note);
 }
 
 }  // namespace amp_patch

@@ -26,7 +26,7 @@ def network() -> nn.Sequential:
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, fused=True)  # as the loop at O2 steps it
 
 
 class Classifier(pl.LightningModule):

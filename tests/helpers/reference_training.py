@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from amp_patch import multi_tensor
+
 WIDTH = 4  # of every activation: (rows, WIDTH)
 HALF, BRAIN = torch.float16, torch.bfloat16
 
@@ -180,6 +182,20 @@ class Scale:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Forward
+
+
+def clip_grad_norm(masters: list[Tensor], of_low_precision: list[bool], max_norm: float) -> None:
+    """torch's, with the norms of masters' gradients as our kernel sums them: those of masters first."""
+    if not any(of_low_precision):
+        nn.utils.clip_grad_norm_(masters, max_norm)
+        return
+    kinds = [
+        [m.grad for m, low in zip(masters, of_low_precision, strict=True) if low is kind] for kind in (True, False)
+    ]
+    there = [[grad for grad in grads if grad is not None] for grads in kinds]
+    norms = [multi_tensor.multi_tensor_l2norm(grads, per_tensor=True)[1] for grads in there if grads]
+    if norms:
+        nn.utils.clip_grads_with_norm_(masters, max_norm, torch.linalg.vector_norm(torch.cat(norms)))
 
 
 class Weight:

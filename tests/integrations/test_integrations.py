@@ -333,7 +333,7 @@ def test_accelerate_does_what_the_loop_does(level, accelerate_state):
     torch.manual_seed(0)
     inputs, targets = torch.randn(32, 8), torch.randint(3, (32,))
     expected = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
-    optimizer = adam(expected)
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2, eps=1e-4)
     expected, optimizer = amp.initialize(expected, optimizer, opt_level=level)
     expected_losses = []
     for step in range(8):

@@ -106,7 +106,7 @@ def test_an_overflow_changes_nothing_and_nobody_waits(make_scaler, how, first, f
     for step in range(0 if first else 3):
         one(step)
     if first:  # make the state
-        optimizer._state(params, "exp_avg"), optimizer._state(params, "exp_avg_sq")
+        optimizer.averages(params, "exp_avg"), optimizer.averages(params, "exp_avg_sq")
         optimizer._masters(params)
     before, syncs = everything(optimizer), Syncs(device)
     with syncs.counting():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType, SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from amp_patch.apex.amp.opt import OptimWrapper
 from amp_patch.casts import install, regions, thread_state
 from amp_patch.casts import state as casts_state
 from amp_patch.model import state as model_state
+from amp_patch.support import generated_class
+from amp_patch.training import one_pass, portions
 from amp_patch.training.scaled_backward import ScaledBackward
 
 INPUTS = {
@@ -361,6 +365,37 @@ def test_an_interrupt_at_some_calls_of_an_iteration_leaves_everything_right(case
         assert sweep(case, STORIES["iteration"], places, KeyboardInterrupt, stride=23) == []
 
 
+def consistent(training: Training) -> None:
+    """Every weight is its master, rounded."""
+    masters = amp.master_params(training.optimizer)
+    assert all(torch.equal(p, m.to(p.dtype)) for p, m in zip(training.model.parameters(), masters, strict=True))
+
+
+# Any code of torch's may be interrupted between two portions: what was stepped stays so, and nothing is stepped twice.
+IN_PORTIONS = Story(
+    lambda t: t.optimizer.step(),
+    lambda t: (t.optimizer.step(), consistent(t)),
+    lambda t: t.backward("first"),
+    parts=True,
+    between=(lambda t: None,),  # the gradients were dropped
+)
+
+
+@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("event", ["call", pytest.param("c_return", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", [CASES[2], CASES[5]], ids=str)
+def test_an_interrupt_of_a_step_in_portions_leaves_each_parameter_stepped_or_not(case, event, stride, monkeypatch):
+    monkeypatch.delitem(one_pass._KERNELS, torch.optim.SGD)
+    monkeypatch.setattr(portions, "PORTION", 1)
+    monkeypatch.setattr(generated_class, "_classes", WeakValueDictionary())
+    larger = nn.Sequential(*network(), nn.Linear(3, 3))
+    monkeypatch.setattr(sys.modules[__name__], "network", lambda: copy.deepcopy(larger))
+    Training("O2").iteration("first")  # the trial is made
+    amp.restore()
+    places = left_without_grad_mode_by_torch(event)
+    assert sweep(case, IN_PORTIONS, places, KeyboardInterrupt, stride=stride, event=event) == []
+
+
 def entry_of(function: Callable[..., Any], run: Callable[[], Any]) -> int:
     """At which call within `run` the function is called first."""
     seen: list[int] = []
@@ -403,7 +438,8 @@ def test_ctrl_c_as_what_apex_has_around_scale_loss_closes(around, monkeypatch):
         with scaling(training.loss("first")) as scaled_loss:
             scaled_loss.backward()
 
-    run()
+    for _ in range(2):  # a first backward leaves its gradients in low precision, a second adds to them
+        run()
     leave = type(scaling(training.loss("first"))).__exit__
     raised = Raise(entry_of(leave, run))(run)
     assert raised.place[0] is leave.__code__

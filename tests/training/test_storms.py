@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,18 +25,20 @@ from reference_training import PLAIN, WIDTH, Net, Owner, Plant, Scale, Stack, Tr
 from torch import Tensor, nn
 
 from amp_patch import amp
+from amp_patch.multi_tensor import backend
 
 ROWS = 3
 
 OPTIMIZERS = {
-    "SGD": lambda groups: torch.optim.SGD(groups),
-    "momentum": lambda groups: torch.optim.SGD(groups, momentum=0.9, weight_decay=0.01, nesterov=True),
-    "Adam": lambda groups: torch.optim.Adam(groups, eps=1e-4),
-    "Adam foreach": lambda groups: torch.optim.Adam(groups, eps=1e-4, amsgrad=True, foreach=True),
-    "AdamW fused": lambda groups: torch.optim.AdamW(groups, eps=1e-4, fused=True),
-    "Adagrad": lambda groups: torch.optim.Adagrad(groups, eps=1e-4),
-    "RMSprop": lambda groups: torch.optim.RMSprop(groups, eps=1e-4, momentum=0.9),
+    "SGD": partial(torch.optim.SGD),
+    "momentum": partial(torch.optim.SGD, momentum=0.9, weight_decay=0.01, nesterov=True),
+    "Adam": partial(torch.optim.Adam, eps=1e-4),
+    "Adam foreach": partial(torch.optim.Adam, eps=1e-4, amsgrad=True, foreach=True),
+    "AdamW fused": partial(torch.optim.AdamW, eps=1e-4, fused=True),
+    "Adagrad": partial(torch.optim.Adagrad, eps=1e-4),
+    "RMSprop": partial(torch.optim.RMSprop, eps=1e-4, momentum=0.9),
 }
+IN_ONE_PASS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # with masters, whatever they were told, as fused
 RATES = (0.125, 0.0625)  # of the two groups
 
 
@@ -221,7 +224,9 @@ class Both:
         for kind, both in zip(case.optimizers, groups, strict=True):
             kept = [(lr, group) for lr, group in zip(RATES, both, strict=True) if group]
             optimizers.append(OPTIMIZERS[kind]([{"params": [p for p, _ in group], "lr": lr} for lr, group in kept]))
-            owners.append(Owner(OPTIMIZERS[kind], [(lr, [w for _, w in group]) for lr, group in kept]))
+            fused = OPTIMIZERS[kind].func in IN_ONE_PASS and level.masters and backend() == "cpp"
+            by_itself = partial(OPTIMIZERS[kind], foreach=False, fused=True) if fused else OPTIMIZERS[kind]
+            owners.append(Owner(by_itself, [(lr, [w for _, w in group]) for lr, group in kept]))
         scales = [Scale(level, case.interval) for _ in case.losses]
         self.trainer = Trainer(level, nets, owners, scales)
         _, self.optimizers = amp.initialize(
@@ -306,7 +311,8 @@ class Both:
         if how == "norm":
             for optimizer, owner in zip(self.optimizers, self.trainer.owners, strict=True):
                 nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5)
-                self.trainer.clip(owner.weights, lambda masters: nn.utils.clip_grad_norm_(masters, 0.5))
+                low = [weight.has_master for weight in owner.weights]
+                self.trainer.clip(owner.weights, lambda masters, low=low: by_hand.clip_grad_norm(masters, low, 0.5))
         elif how == "value" and any(weight.grad is not None for weight in self.trainer.weights):  # torch wants some
             nn.utils.clip_grad_value_(list(self.params.values()), 0.25)
             self.trainer.clip(self.trainer.weights, lambda masters: nn.utils.clip_grad_value_(masters, 0.25))

@@ -1,0 +1,165 @@
+"""Low-precision gradients that stand for FP32 ones of masters until somebody looks at those, or a step is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import RLock
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from amp_patch import multi_tensor
+from amp_patch.masters.recycled_memory import Recycled
+from amp_patch.multi_tensor.checks import Number
+from amp_patch.support.blocks import without_grad
+
+
+def room_for(tensor: Tensor) -> int:
+    """The elements that `HalfGradients.lend` takes for the gradient of `tensor`: whole cache lines."""
+    return -(-tensor.numel() // 16) * 16
+
+
+def can_wait() -> bool:
+    """Whether gradients can be left in low precision at all: the walk over them is the extension's."""
+    return multi_tensor.extension() is not None
+
+
+class HalfGradients:
+    """The gradients of one optimizer's masters that one backward pass has left, as it made them.
+
+    The FP32 gradient of a master is ``grad.float() * factors[0] * factors[1] ...``, each product rounded to FP32. Those
+    of all masters are made in one pass, when somebody asks for the first: `Master.grad` does. An optimizer that knows
+    better reads `grads` and `factors` and makes none.
+
+    Attributes:
+        grads: by the master's id its low-precision gradient, alone in its memory and laid out as the master is.
+        factors: numbers, or FP32 tensors of one element on the gradients' device.
+        lent: by the master's id the FP32 gradient that it has while a portion is stepped (`lend`).
+    """
+
+    def __init__(self) -> None:
+        self.grads: dict[int, Tensor] = {}
+        self.factors: list[Number] = []
+        self.lent: dict[int, Tensor] = {}
+        self._made: dict[int, Tensor] = {}  # by the master's id the FP32 gradient, until that master has it
+        self._first: TensorWeakRef | None = None
+        self._memory: dict[int, Recycled] = {}
+        self._making = RLock()
+
+    def serve(self, master: Tensor, memory: Recycled) -> None:
+        """Let gradients of `master` wait here; its FP32 ones are made in `memory`."""
+        self._memory[id(master)] = memory
+
+    def __bool__(self) -> bool:
+        return bool(self.grads or self._made)
+
+    def __contains__(self, master: Tensor) -> bool:
+        """Whether a gradient of `master` waits here."""
+        return id(master) in self.grads or id(master) in self._made
+
+    def take(self, params: list[Tensor], masters: list[Tensor]) -> bool:
+        """Take the gradients off low-precision `params`, for their `masters`; no sync.
+
+        Returns:
+            Whether that could be done. Not where a gradient is sparse, sharded, part of another tensor or held by
+            somebody else, nor where a master has one already. Nothing was changed then.
+        """
+        kernels = multi_tensor.extension()
+        if self or kernels is None:
+            return False
+        taken: dict[int, Tensor] | None = kernels.take_half_gradients(params, masters)
+        if taken is None:
+            return False
+        self.grads, self.factors = taken, []
+        self._first = next((TensorWeakRef(grad) for grad in taken.values()), None)
+        return True
+
+    def first(self) -> Tensor | None:
+        """The first of the gradients that were taken, in the type that it has now; None if that is gone."""
+        return None if self._first is None else self._first()
+
+    @without_grad
+    def give(self, master: Tensor, grad: Any) -> None:
+        """Give `master` the FP32 gradient that waits for it, through torch's attribute `grad`; no sync.
+
+        It is added to one that the master has: somebody has run backward on the master itself. Nobody is given it
+        twice: not another thread that asks, nor who asks again after an interrupt in here.
+        """
+        with self._making:
+            if id(master) in self.grads:
+                self.make()
+            made = self._made.get(id(master))
+            if made is None:
+                return
+            held = grad.__get__(master)
+            if held is not None and held is not made:
+                made = self._made[id(master)] = held + made
+            grad.__set__(master, made)
+            self.drop(master)
+
+    def replace(self, master: Tensor, grad: Any, value: Tensor | None) -> None:
+        """Write `value` into torch's attribute `grad` of `master`, in the place of what waits."""
+        with self._making:
+            half, made = self.grads.pop(id(master), None), self._made.pop(id(master), None)
+            try:
+                grad.__set__(master, value)
+            except BaseException:  # torch refuses a value of another shape
+                if half is not None:
+                    self.grads[id(master)] = half
+                if made is not None:
+                    self._made[id(master)] = made
+                raise
+            self.lent.pop(id(master), None)
+
+    @without_grad
+    def make(self) -> None:
+        """Make the FP32 gradients of all masters that wait for one, in one pass for each factor; no sync."""
+        with self._making, torch.inference_mode(False):
+            if not self.grads:
+                return
+            made = {key: self._memory[key].empty_like(grad) for key, grad in self.grads.items()}
+            results = list(made.values())
+            self._multiply(list(self.grads.values()), results)
+            self._first = TensorWeakRef(results[0])
+            self._made.update(made)
+            self.grads = {}
+
+    def _multiply(self, grads: list[Tensor], results: list[Tensor]) -> None:
+        factor, *others = self.factors or [1.0]
+        multi_tensor.multi_tensor_scale(grads, results, factor)
+        for other in others:
+            multi_tensor.multi_tensor_scale(results, results, other)
+
+    def lend(self, masters: Sequence[Tensor], memory: Recycled, count: int) -> None:
+        """Give those of the `masters` (on the CPU) that wait FP32 gradients, in `memory`, until `lent` is cleared.
+
+        Nothing moves: what waits stays here meanwhile, so that an exception finds all as it was.
+
+        Args:
+            masters: under no_grad.
+            count: the elements of the memory: at least `room_for` all of them.
+        """
+        grads = {id(master): self.grads[id(master)] for master in masters if id(master) in self.grads}
+        if not grads:
+            return
+        flat, offset, results = memory.flat(count), 0, []
+        for grad in grads.values():
+            results.append(flat.as_strided(grad.shape, grad.stride(), offset))
+            offset += room_for(grad)
+        self._multiply(list(grads.values()), results)
+        self.lent = dict(zip(grads, results, strict=True))
+
+    def drop(self, master: Tensor) -> None:
+        """Forget what waits for `master`."""
+        self.lent.pop(id(master), None)
+        self.grads.pop(id(master), None)
+        self._made.pop(id(master), None)
+
+    def clear(self, masters: list[Tensor]) -> None:
+        """Forget what waits for `masters`."""
+        if len(masters) >= len(self._memory):
+            self.grads, self._made, self.lent = {}, {}, {}
+        for master in masters if self else ():
+            self.drop(master)
