@@ -90,7 +90,8 @@ def is_untouched(base: Any) -> bool:
     layers = [base.step]
     while (inner := getattr(layers[-1], "__wrapped__", None)) is not None:
         layers.append(inner)
-    return all(layer.__globals__["__name__"].partition(".")[0] in ("torch", "amp_patch") for layer in layers)
+    modules = [getattr(layer, "__globals__", {}).get("__name__", "") for layer in layers]
+    return all(module.partition(".")[0] in ("torch", "amp_patch") for module in modules)
 
 
 def step_between_hooks(
