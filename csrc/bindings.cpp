@@ -112,7 +112,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(OP(unscale));         // grads, inv_scale, found_inf
   m.def(OP(axpby));           // x, y, out, a, b, found_inf, watch_x, watch_y
   m.def(OP(check_finite));    // tensors, found_inf, factor
-  m.def(OP(l2norm));          // tensors, factor -> [total, norms]
+  m.def(OP(l2norm));          // tensors, factor, found_inf -> [total, norms]
   m.def(OP(unscale_l2norm));  // grads, inv_scale, found_inf -> [total, norms]
   m.def(OP(adopt));           // params, masters
   m.def(OP(update_scale));    // scale, growth_tracker, found_inf, growth_factor, ..., hysteresis_tracker

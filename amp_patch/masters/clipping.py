@@ -4,7 +4,8 @@ Under O2 the gradients are the masters'. `clip_grad_norm_(model.parameters(), 1.
 Apex, silently did nothing.
 
 The 2-norm of masters' gradients is taken by our kernel, whether they wait in low precision or not. Those that wait are
-read once, and what clips them becomes one more of the factors that they wait with.
+read once, by the overflow check itself where it can expect that they will be clipped. What clips them becomes one more
+of the factors that they wait with.
 """
 
 from __future__ import annotations
@@ -94,10 +95,7 @@ def _clip_by_norm(holders: list[Tensor], given: dict[str, Any]) -> Tensor | None
     everything = [*(g for table in tables.values() for g in table.grads.values()), *plain, *own]
     if len({g.device for g in everything}) > 1 or not all(map(_is_plain, everything)):
         return None
-    norms = [
-        multi_tensor.multi_tensor_l2norm(list(table.grads.values()), True, *table.factors)[1]
-        for table in tables.values()
-    ]
+    norms = [table.norm_of_each() for table in tables.values()]
     norms += [multi_tensor.multi_tensor_l2norm(grads, True)[1] for grads in (plain, own) if grads]
     norm = torch.linalg.vector_norm(torch.cat(norms))
     if given["error_if_nonfinite"] and not bool(norm.isfinite()):

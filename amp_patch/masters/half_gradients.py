@@ -37,12 +37,16 @@ class HalfGradients:
         grads: by the master's id its low-precision gradient, alone in its memory and laid out as the master is.
         factors: numbers, or FP32 tensors of one element on the gradients' device.
         lent: by the master's id the FP32 gradient that it has while a portion is stepped (`lend`).
+        norms: the 2-norm of each of `grads`, times the first factor, if the overflow check has taken them.
+        clipped: whether the norm of `grads`, or of those before them, was asked for.
     """
 
     def __init__(self) -> None:
         self.grads: dict[int, Tensor] = {}
         self.factors: list[Number] = []
         self.lent: dict[int, Tensor] = {}
+        self.norms: Tensor | None = None
+        self.clipped = False
         self._made: dict[int, Tensor] = {}  # by the master's id the FP32 gradient, until that master has it
         self._first: TensorWeakRef | None = None
         self._memory: dict[int, Recycled] = {}
@@ -72,9 +76,36 @@ class HalfGradients:
         taken: dict[int, Tensor] | None = kernels.take_half_gradients(params, masters)
         if taken is None:
             return False
-        self.grads, self.factors = taken, []
+        self.grads, self.factors, self.norms = taken, [], None
         self._first = next((TensorWeakRef(grad) for grad in taken.values()), None)
         return True
+
+    def check(self, inverse: Tensor) -> Tensor:
+        """Make `inverse` (FP32, one element) the first factor; whether a product overflows; no sync.
+
+        Where the gradients before these were clipped by their norm, the norms come out of the same pass.
+
+        Returns:
+            On the gradients' device 1.0 where a product is not finite, else 0.0; FP32, shape [].
+        """
+        grads = list(self.grads.values())
+        device = grads[0].device
+        factor, found_inf = inverse.to(device), torch.zeros((), device=device)
+        self.factors.append(factor)
+        clipped, self.clipped = self.clipped, False
+        if clipped:
+            self.norms = multi_tensor.multi_tensor_l2norm(grads, True, factor, found_inf)[1]
+        else:
+            multi_tensor.multi_tensor_check_finite(grads, found_inf, factor)
+        return found_inf
+
+    def norm_of_each(self) -> Tensor:
+        """The 2-norms of the gradients, times the one factor that they may have: FP32, on their device; no sync."""
+        self.clipped = True
+        if self.norms is not None and len(self.factors) == 1:
+            return self.norms
+        factor = self.factors[0] if self.factors else 1.0
+        return multi_tensor.multi_tensor_l2norm(list(self.grads.values()), True, factor)[1]
 
     def first(self) -> Tensor | None:
         """The first of the gradients that were taken, in the type that it has now; None if that is gone."""

@@ -6,10 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from operator import is_
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from amp_patch import multi_tensor
 from amp_patch.masters.gradients import FoundInf, Groups
 from amp_patch.masters.half_gradients import HalfGradients
 from amp_patch.masters.masters import Link, Linked, Master, Watch, connect, master_of, publish
@@ -147,14 +145,10 @@ class Masters:
         waiting, pairs = self.waiting, self.of_groups(groups)
         if waiting is None or not pairs.low or not waiting.take(pairs.low, pairs.linked_masters):
             return None
-        grads = list(waiting.grads.values())
-        if inverse is None or not grads:
+        if inverse is None or not waiting.grads:
             return {}
-        device = grads[0].device
-        factor, found_inf = inverse.to(device), torch.zeros((), device=device)
-        waiting.factors.append(factor)
-        multi_tensor.multi_tensor_check_finite(grads, found_inf, factor)
-        return {device: found_inf}
+        found_inf = waiting.check(inverse)
+        return {found_inf.device: found_inf}
 
     def attach(self, optimizer: Any, group: dict[str, Any], about_to_be_cast: Collection[int] = ()) -> None:
         """Put masters into one of the optimizer's groups, in place.

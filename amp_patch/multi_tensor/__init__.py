@@ -133,16 +133,21 @@ def multi_tensor_check_finite(tensors: Tensors, found_inf: Tensor, factor: Numbe
 
 
 @overload
-def multi_tensor_l2norm(tensors: Tensors, per_tensor: Literal[False] = False, factor: Number = 1.0) -> Tensor: ...
-@overload
-def multi_tensor_l2norm(tensors: Tensors, per_tensor: Literal[True], factor: Number = 1.0) -> tuple[Tensor, Tensor]: ...
 def multi_tensor_l2norm(
-    tensors: Tensors, per_tensor: bool = False, factor: Number = 1.0
+    tensors: Tensors, per_tensor: Literal[False] = False, factor: Number = 1.0, found_inf: Tensor | None = None
+) -> Tensor: ...
+@overload
+def multi_tensor_l2norm(
+    tensors: Tensors, per_tensor: Literal[True], factor: Number = 1.0, found_inf: Tensor | None = None
+) -> tuple[Tensor, Tensor]: ...
+def multi_tensor_l2norm(
+    tensors: Tensors, per_tensor: bool = False, factor: Number = 1.0, found_inf: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The 2-norm of all tensors taken together: a tensor of shape [] on their device (on the CPU if there are none).
 
     ``factor`` (as in ``multi_tensor_scale``) multiplies each element first, in FP32: the norm of gradients that are
-    still scaled, as if they had been unscaled into FP32 ones, with the same bits.
+    still scaled, as if they had been unscaled into FP32 ones, with the same bits. ``found_inf`` as in
+    ``multi_tensor_check_finite``, in the same pass.
 
     With ``per_tensor`` also a tensor of shape [len(tensors)] with the norm of each. Both are float32, or float64 if any
     of the tensors is. Squares are FP32: elements past 1.8e19 make the norm infinite, as in torch.
@@ -153,8 +158,8 @@ def multi_tensor_l2norm(
         "l2norm",
         plain.l2norm,
         (tensors,),
-        (factor,),
-        lambda: check_lists("multi_tensor_l2norm", {"tensors": tensors}, None, None, {"factor": factor}),
+        (factor, found_inf),
+        lambda: check_lists("multi_tensor_l2norm", {"tensors": tensors}, None, found_inf, {"factor": factor}),
     )
     return (total, norms) if per_tensor else total
 

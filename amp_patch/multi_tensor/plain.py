@@ -78,7 +78,8 @@ def check_finite(tensors: Tensors, found_inf: Tensor | None, factor: Number = 1.
         _raise_flag(found_inf, [t.isfinite().all() for t in scaled])
 
 
-def l2norm(tensors: Tensors, factor: Number = 1.0) -> tuple[Tensor, Tensor]:
+def l2norm(tensors: Tensors, factor: Number = 1.0, found_inf: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    check_finite(tensors, found_inf, factor)
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     if not tensors:
         return torch.zeros(()), torch.zeros(0)

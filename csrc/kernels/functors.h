@@ -177,6 +177,16 @@ struct Norm {
   }
 };
 
+// Norm, which watches the products too.
+template <class T>
+struct CheckedNorm : Norm<T> {
+  static constexpr bool watches = true;
+  template <class V>
+  AMP_PATCH_ELEMENT auto bad(V value, V) const {
+    return !is_finite(value);
+  }
+};
+
 // Scale and Norm of what it stored, in one pass.
 template <class T>
 struct ScaleNorm : Scale<T> {

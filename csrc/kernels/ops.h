@@ -65,7 +65,7 @@ struct Ops {
   static void axpby(const Tensors& x, const Tensors& y, const Tensors& out, const Number& a, const Number& b,
                     const MaybeTensor& found_inf, bool watch_x, bool watch_y);
   static void check_finite(const Tensors& tensors, const MaybeTensor& found_inf, const Number& factor);
-  static std::vector<at::Tensor> l2norm(const Tensors& tensors, const Number& factor);
+  static std::vector<at::Tensor> l2norm(const Tensors& tensors, const Number& factor, const MaybeTensor& found_inf);
   static std::vector<at::Tensor> unscale_l2norm(const Tensors& grads, const Number& inv_scale,
                                                 const MaybeTensor& found_inf);
   static void adopt(const Tensors& params, const Tensors& masters);
@@ -363,13 +363,17 @@ void Ops<Loop>::check_finite(const Tensors& tensors, const MaybeTensor& found_in
 }
 
 template <class Loop>
-std::vector<at::Tensor> Ops<Loop>::l2norm(const Tensors& tensors, const Number& factor) {
-  const auto checked = check_lists<1>(Loop::device, {&tensors}, false, std::nullopt, {&factor});
+std::vector<at::Tensor> Ops<Loop>::l2norm(const Tensors& tensors, const Number& factor, const MaybeTensor& found_inf) {
+  const auto checked = check_lists<1>(Loop::device, {&tensors}, false, found_inf, {&factor});
   const at::Tensor squares = make_squares(tensors, checked.device);
-  launch<Loop, 1>(checked, {&tensors}, nullptr, std::nullopt, squares.mutable_data_ptr<double>(), [&](auto zero) {
-    using T = decltype(zero);
-    return Norm<T>{scalar<Loop, T>(factor)};
-  });
+  const auto run = [&](auto norm) {
+    launch<Loop, 1>(checked, {&tensors}, nullptr, found_inf, squares.mutable_data_ptr<double>(), norm);
+  };
+  if (found_inf.has_value()) {
+    run([&](auto zero) { return CheckedNorm<decltype(zero)>{{scalar<Loop, decltype(zero)>(factor)}}; });
+  } else {
+    run([&](auto zero) { return Norm<decltype(zero)>{scalar<Loop, decltype(zero)>(factor)}; });
+  }
   return norms<Loop>(checked.facts[0], squares);
 }
 

@@ -203,6 +203,26 @@ def test_clipping_by_norm_leaves_them_waiting(level, whose, max_norm):
     torch.testing.assert_close(master_of(optimizer).detach(), wanted, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize(("level", "factor"), [("O2", 1.0), ("O2", math.inf), ("O5", 1.0), ("O5", 2.0**63)])
+def test_the_norm_out_of_the_overflow_check_is_that_of_a_pass_of_its_own(level, factor):
+    found = []
+    for clips_before in (False, True):
+        model, optimizer = start(level)
+        if clips_before:
+            backward(model, optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+            optimizer.step()
+        backward(model, optimizer, factor)
+        waits = optimizer._amp_stash.masters.waiting
+        assert (waits.norms is not None) is clips_before
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append((norm.item(), optimizer._amp_stash.step_skipped))
+    (norm, skipped), (with_the_check, skips) = found
+    assert norm == with_the_check or math.isnan(norm) is math.isnan(with_the_check) is True
+    assert skipped is skips is math.isinf(factor)
+
+
 def test_a_norm_that_is_not_finite_is_an_error_where_it_shall_be():
     model, optimizer = start("O5")
     backward(model, optimizer)

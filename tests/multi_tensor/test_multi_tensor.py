@@ -443,6 +443,24 @@ def test_check_finite_writes_the_flag_alone(device, dtype):
     assert versions(tensors)[:-1] == counters[:-1]
 
 
+@on_every_set
+@device
+@pytest.mark.parametrize("op", ["check_finite", "l2norm"])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_factor_comes_before_the_check(device, op, as_tensor):
+    def found(value: float, factor: float) -> bool:
+        tensors = [torch.ones(40000, device=device), torch.full((3,), value, device=device)]
+        raised, given = flag(device), torch.tensor(factor, device=device) if as_tensor else factor
+        if op == "check_finite":
+            mt.multi_tensor_check_finite(tensors, raised, given)
+        else:
+            mt.multi_tensor_l2norm(tensors, factor=given, found_inf=raised)
+        return bool(raised)
+
+    assert not found(2.0**127, 1.0) and found(2.0**127, 2.0) and not found(2.0**127, 2.0**-127)
+    assert found(INF, 2.0**-127) and found(math.nan, 0.5) and not found(2.0**-149, 0.5)
+
+
 @device
 def test_found_inf_is_never_reset(device):
     found, clean, out = torch.ones(1, device=device), draw([9], torch.float32, device), draw([9], torch.float32, device)
@@ -467,6 +485,19 @@ def test_l2norm_by_hand(device, dtype):
     assert norms.tolist() == [5.0, 0.0, 12.0, 0.0]
     assert total.item() == 13.0 and total.shape == () and total.device.type == device
     assert total.dtype == norms.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@on_every_set
+@device
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_norm_times_a_factor_is_that_of_what_the_factor_makes(device, dtype):
+    tensors, factor = draw([*SIZES, 40000], dtype, device), 1 / 3
+    made = [torch.empty_like(t, dtype=torch.float32) for t in tensors]
+    mt.multi_tensor_scale(tensors, made, factor)
+    expected = mt.multi_tensor_l2norm(made, per_tensor=True)
+    for found in (None, flag(device)):
+        exact(mt.multi_tensor_l2norm(tensors, True, factor, found), expected)
+        assert found is None or found == 0.0
 
 
 @on_every_set
