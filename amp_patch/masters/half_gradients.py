@@ -111,7 +111,6 @@ class HalfGradients:
         """The first of the gradients that were taken, in the type that it has now; None if that is gone."""
         return None if self._first is None else self._first()
 
-    @without_grad
     def give(self, master: Tensor, grad: Any) -> None:
         """Give `master` the FP32 gradient that waits for it, through torch's attribute `grad`; no sync.
 
@@ -126,7 +125,7 @@ class HalfGradients:
                 return
             held = grad.__get__(master)
             if held is not None and held is not made:
-                made = self._made[id(master)] = held + made
+                made = self._made[id(master)] = held.detach() + made
             grad.__set__(master, made)
             self.drop(master)
 
@@ -144,10 +143,18 @@ class HalfGradients:
                 raise
             self.lent.pop(id(master), None)
 
-    @without_grad
     def make(self) -> None:
         """Make the FP32 gradients of all masters that wait for one, in one pass for each factor; no sync."""
-        with self._making, torch.inference_mode(False):
+        if not torch.is_inference_mode_enabled():
+            self._make()
+            return
+        # Not inside of a region without gradients: after an interrupt torch's context manager would bring that back.
+        with torch.inference_mode(False):
+            self._make()
+
+    @without_grad
+    def _make(self) -> None:
+        with self._making:
             if not self.grads:
                 return
             made = {key: self._memory[key].empty_like(grad) for key, grad in self.grads.items()}

@@ -106,7 +106,8 @@ def of_pytorch_optimizer(name: str) -> Callable[[nn.Module], Any]:
                 {"params": [p for p in model.parameters() if (p.dim() == 2) is muon], "use_muon": muon}
                 for muon in (True, False)
             ]
-        return cls(params, **ARGUMENTS.get(name, {}))
+        fused = {"fused": True} if cls in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW) else {}  # torch's own
+        return cls(params, **ARGUMENTS.get(name, {}), **fused)
 
     return make
 
