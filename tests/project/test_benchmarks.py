@@ -105,5 +105,5 @@ def test_the_optimizers_half_of_a_step_is_the_same_training_by_hand(tmp_path):
             assert (row[column] != "-") == (row["work"] in ("gpt AdamW", "gpt SGD"))
         # Half weights, FP32 masters, and AdamW's two or SGD's one; more is gradients and temporaries.
         assert row["amp_patch bytes"] >= (10 if "SGD" in row["work"] else 14) - 0.1
-        if "NAdam" not in row["work"] and "RMSprop" not in row["work"]:  # a portion's memory is no share of a tiny model
+        if "NAdam" not in row["work"] and "RMSprop" not in row["work"]:  # whose portions share a memory
             assert row["torch bytes"] >= row["amp_patch bytes"] - 0.1
