@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from amp_patch.masters.masters import publish_written
 from amp_patch.support import generated_class
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.training.innermost_optimizer import innermost, layers, makes_two_passes
@@ -32,7 +31,7 @@ class AmpWrapper(Generated):
             unscale_pending(innermost(self))
             result = base.first_step(self, *args, **kwargs)  # type: ignore[attr-defined]
             # The model's next forward would publish them, but not a compiled one, nor that of a part of the model.
-            publish_written(known_stash(innermost(self)).masters.linked())
+            known_stash(innermost(self)).masters.links().publish_written()
             return result
 
         def second_step(self: Any, *args: Any, **kwargs: Any) -> Any:

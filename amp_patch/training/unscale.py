@@ -76,8 +76,7 @@ def _unscale(
     found, rest = _leave_in_low_precision(optimizers, pairs, inverse)
     keep = any(stash.keeps_scaled_gradients for stash in stashes)
     gathered = gather(rest, inverse, keep=keep, earlier=earlier)
-    for device, found_inf in gathered.items():
-        found[device] = torch.maximum(found[device], found_inf) if device in found else found_inf
+    _add(found, gathered)
     for optimizer, stash in zip(optimizers, stashes, strict=True):
         stash.pending = None
         stash.backward.earlier.clear()
@@ -110,6 +109,12 @@ def _unscale(
     scaler.record(overall * (1 - torch.stack(known).amax()) if known else overall)
 
 
+def _add(found: FoundInf, more: FoundInf) -> None:
+    """Raise the flags of `found`, in place, that are up in `more`; no sync."""
+    for device, found_inf in more.items():
+        found[device] = torch.maximum(found[device], found_inf) if device in found else found_inf
+
+
 def _leave_in_low_precision(
     optimizers: Sequence[Any], pairs: Sequence[tuple[Tensor, Tensor]], inverse: Tensor | None
 ) -> tuple[FoundInf, Sequence[tuple[Tensor, Tensor]]]:
@@ -129,8 +134,7 @@ def _leave_in_low_precision(
         if (of_these := stash.masters.take_half(optimizer.param_groups, inverse)) is None:
             continue
         left.append(optimizer)
-        for device, found_inf in of_these.items():
-            found[device] = torch.maximum(found[device], found_inf) if device in found else found_inf
+        _add(found, of_these)
     if len(left) == len(optimizers):
         return found, [pair for pair in pairs if pair[0] is pair[1]]
     gone = {id(param) for o in left for param in known_stash(o).masters.of_groups(o.param_groups).low}
