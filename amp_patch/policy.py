@@ -10,6 +10,7 @@ import torch
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 CPU_FP16 = ("auto", "emulate", "native")
+SPLIT = "split"  # of master_weights
 
 # A scale and its FP32 inverse must both be normal numbers: gradients are multiplied by the inverse.
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
@@ -26,7 +27,8 @@ class Policy:
         cast_model_type: dtype of the model's weights and inputs; None leaves them FP32.
         patch_torch_functions: casts around torch's functions, by the op lists (O1, O4).
         keep_batchnorm_fp32: whether batch norms stay FP32 in a cast model; None where the model is not cast.
-        master_weights: whether the optimizer updates FP32 copies of low-precision weights; None as above.
+        master_weights: whether the optimizer updates FP32 copies of low-precision weights; "split" keeps of each copy
+            the half that the bfloat16 weight is not; None as above.
         loss_scale: "dynamic", or a positive static scale.
         cast_model_outputs: dtype for floating outputs of the model; None gives FP32 for a cast model and
             leaves the outputs of any other alone.
@@ -45,7 +47,7 @@ class Policy:
     cast_model_type: torch.dtype | None = None
     patch_torch_functions: bool = False
     keep_batchnorm_fp32: bool | None = None
-    master_weights: bool | None = None
+    master_weights: bool | str | None = None
     loss_scale: float | str = 1.0
     cast_model_outputs: torch.dtype | None = None
     min_loss_scale: float = _DEFAULT_MIN_SCALE
@@ -67,6 +69,11 @@ class Policy:
     def uses_fp16(self) -> bool:
         """Whether this training makes FP16 tensors."""
         return torch.float16 in (self.cast_model_type, self.dtype if self.patch_torch_functions else None)
+
+    @property
+    def splits_masters(self) -> bool:
+        """Whether masters are kept as halves."""
+        return self.master_weights == SPLIT
 
     @property
     def emulates(self) -> bool:
@@ -129,13 +136,13 @@ def resolve(
     policy = _cast_model_type(policy, cast_model_type, explicit_dtype=low)
     policy = _with_patching(policy, opt_level, boolean("patch_torch_functions", patch_torch_functions))
     keep = boolean("keep_batchnorm_fp32", keep_batchnorm_fp32)
-    masters = boolean("master_weights", master_weights)
+    masters = SPLIT if master_weights == SPLIT else boolean("master_weights", master_weights, f"{SPLIT!r}, ")
     if keep is not None or masters is not None:
         _refuse_where_weights_stay_fp32(policy, opt_level, keep, masters)
     if keep is not None:
         policy = replace(policy, keep_batchnorm_fp32=keep)
     if masters is not None:
-        policy = replace(policy, master_weights=masters)
+        policy = _with_masters(policy, masters)
 
     if loss_scale is not None:
         policy = replace(policy, loss_scale=parse_loss_scale(loss_scale))
@@ -234,7 +241,19 @@ def _with_scale_range(policy: Policy, smallest: float | None, largest: float) ->
     return replace(policy, min_loss_scale=low_end, max_loss_scale=high_end)
 
 
-def _refuse_where_weights_stay_fp32(policy: Policy, opt_level: str, keep: bool | None, masters: bool | None) -> None:
+def _with_masters(policy: Policy, masters: bool | str) -> Policy:
+    if masters == SPLIT and policy.cast_model_type is torch.float16:
+        raise ValueError(
+            f"initialize: master_weights={SPLIT!r} contradicts float16 weights, the type of opt_level "
+            f"{policy.opt_level!r} here: a bfloat16 weight is the high half of its FP32 master, a float16 one is no "
+            "part of it; use opt_level='O5' (or dtype=torch.bfloat16), or leave master_weights at None"
+        )
+    return replace(policy, master_weights=masters)
+
+
+def _refuse_where_weights_stay_fp32(
+    policy: Policy, opt_level: str, keep: bool | None, masters: bool | str | None
+) -> None:
     if policy.cast_model_type is not None:
         return
     if policy.patch_torch_functions:
@@ -252,10 +271,12 @@ def _refuse_where_weights_stay_fp32(policy: Policy, opt_level: str, keep: bool |
             )
 
 
-def boolean(name: str, value: Any) -> bool | None:
+def boolean(name: str, value: Any, or_else: str = "") -> bool | None:
     """True, False or None, also from the words; else TypeError, which names the argument of `initialize`."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str) and value in ("True", "False", "None"):
         return {"True": True, "False": False, "None": None}[value]
-    raise TypeError(f"initialize: {name} is {value!r}; wanted True, False, None or one of these words as a string")
+    raise TypeError(
+        f"initialize: {name} is {value!r}; wanted {or_else}True, False, None or one of these words as a string"
+    )

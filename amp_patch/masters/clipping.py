@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from amp_patch import multi_tensor
-from amp_patch.masters.masters import Master, has_gradient, master_of
+from amp_patch.masters.master import Master
+from amp_patch.masters.masters import has_gradient, master_of
 from amp_patch.masters.walks import with_gradient
 from amp_patch.multi_tensor.checks import DTYPES
 from amp_patch.support import distributed

@@ -16,68 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import multi_tensor
-from amp_patch.masters.half_gradients import HalfGradients
+from amp_patch.masters import split_master
+from amp_patch.masters.master import GRAD, Master
 from amp_patch.masters.recycled_memory import Recycled
+from amp_patch.masters.split_master import SplitMaster, is_split
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.patches import Installation
-
-_GRAD: Any = Tensor.grad  # torch's own attribute, a descriptor
-
-
-class Master(nn.Parameter):
-    """The class of masters: parameters that count edits through `.data`, and make their gradients when they are asked.
-
-    Torch gives the tensor of `.data` a version counter of its own, so that what Lookahead or a checkpoint writes there
-    would never reach the model. Here `.data` is `.detach()`, which shares the master's counter, and an assignment to
-    `.data` counts.
-
-    A gradient may wait in low precision (`HalfGradients`). Who reads `.grad` finds the FP32 one.
-
-    `connect` gives a parameter this class and `disconnect` takes it away. Copies keep it; pickles are plain parameters.
-    """
-
-    waiting: HalfGradients | None = None  # where gradients of this master may wait
-
-    @property
-    def grad(self) -> Tensor | None:
-        waiting = self.waiting
-        if waiting and (lent := waiting.lent.get(id(self))) is not None:
-            return lent
-        if waiting:
-            waiting.give(self, _GRAD)
-        grad: Tensor | None = _GRAD.__get__(self)
-        return grad
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        if self.waiting:
-            self.waiting.replace(self, _GRAD, value)
-        else:
-            _GRAD.__set__(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
-    def waits_alone(self) -> bool:
-        """Whether a gradient waits in low precision, and nothing was added to it since."""
-        waiting = self.waiting
-        return waiting is not None and id(self) in waiting.grads and _GRAD.__get__(self) is None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "waiting"}
-
-    @property
-    def data(self) -> Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        torch.autograd.graph.increment_version(self)
-
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"Parameter containing:\n{self.detach().requires_grad_(self.requires_grad)!r}"
 
 
 class PlainNoted:
@@ -167,7 +111,7 @@ def has_gradient(master: Tensor) -> bool:
     """Whether `master`, or a parameter that is its own, has a gradient, in whichever type; none is made."""
     if not isinstance(master, Master):
         return master.grad is not None
-    return bool(master.waiting and master in master.waiting) or _GRAD.__get__(master) is not None
+    return bool(master.waiting and master in master.waiting) or GRAD.__get__(master) is not None
 
 
 def connect(param: Tensor, master: Tensor) -> Link:
@@ -191,6 +135,8 @@ def disconnect(param: Tensor) -> None:
     if entry is not None:
         _changes += 1
         master = entry[1].master
+        if isinstance(master, SplitMaster):
+            split_master.join_for_good(master)
         if type(master) is Master:
             master.grad = master.grad  # one that waits
             vars(master).pop("waiting", None)
@@ -205,7 +151,7 @@ def _install() -> bool:
     module = importlib.import_module("torch.optim.optimizer")  # torch.optim has no attribute of this name
     types = getattr(module, _FOREACH_TYPES, None)
     if isinstance(types, list) and Master not in types:
-        _installation.add(lambda patches: patches.set(module, _FOREACH_TYPES, [*types, Master]))
+        _installation.add(lambda patches: patches.set(module, _FOREACH_TYPES, [*types, Master, SplitMaster]))
     return isinstance(types, list)
 
 
@@ -223,6 +169,8 @@ def publish(pairs: Sequence[Linked]) -> None:
 
 def round_into_weights(pairs: Sequence[Linked]) -> None:
     """`publish`, after which the masters still count as written; under no_grad."""
+    split, pairs = _parted(pairs)
+    split_master.fold(split)
     for params, masters in _by_device(pairs):
         multi_tensor.multi_tensor_scale(masters, params, 1.0)
 
@@ -242,12 +190,16 @@ def reconcile(pairs: Sequence[Linked]) -> None:
     A master that was written since it was published is published. For the others values decide, since no version
     counter tells of edits through `.data`: an element of the parameter that is not its master's, rounded, was edited
     (weights clamped, initialized by hand), and the master adopts it. All other elements keep the master's precision.
+
+    Of a split master the parameter is a half, so an edit is in the master by itself. Those that are open are closed.
     """
     written = publish_written(pairs)
     if written:
         published = {id(link) for _, link in written}
         pairs = [pair for pair in pairs if id(pair[1]) not in published]
-    for params, masters in _by_device(pairs):
+    split, whole = _parted(pairs)
+    split_master.close(master for _, master in split)
+    for params, masters in _by_device(whole):
         multi_tensor.multi_tensor_adopt(params, masters)
     note_published(pairs)
 
@@ -289,6 +241,12 @@ def note_published(pairs: Sequence[Linked]) -> None:
     """Take note that every master has the value that was last rounded into its parameter."""
     for _, link in pairs:
         link.noted.note()
+
+
+def _parted(pairs: Sequence[Linked]) -> tuple[list[tuple[Tensor, Tensor]], Sequence[Linked]]:
+    """Those of the pairs whose masters are split (param, master), and the others."""
+    split = [(param, link.master) for param, link in pairs if is_split(link.master)]
+    return split, [pair for pair in pairs if not is_split(pair[1].master)] if split else pairs
 
 
 def _by_device(pairs: Sequence[Linked]) -> list[tuple[list[Tensor], list[Tensor]]]:

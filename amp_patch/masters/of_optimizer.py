@@ -8,9 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from amp_patch.masters import split_master
 from amp_patch.masters.gradients import FoundInf, Groups
 from amp_patch.masters.half_gradients import HalfGradients
-from amp_patch.masters.masters import Link, Linked, Master, Watch, connect, master_of, publish
+from amp_patch.masters.master import Master
+from amp_patch.masters.masters import Link, Linked, Watch, connect, master_of, note_published, publish
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.patches import Attempts
 
@@ -113,6 +115,17 @@ class Masters:
     def by_master(self) -> Mapping[int, Linked]:
         """By the master's id the parameter that has it, and the link between the two."""
         return self._params
+
+    def keep(self, *, split: bool) -> None:
+        """Keep the masters of bfloat16 parameters as halves, or all of them whole, in place; no sync."""
+        pairs = [(param, link.master) for param, link in self.linked()]
+        if split:
+            split_master.split(pairs)
+            note_published(self.linked())
+            return
+        for _, master in pairs:
+            if split_master.is_split(master):
+                split_master.join_for_good(master)
 
     def let_gradients_wait(self) -> None:
         """Leave gradients in low precision from now on (`take_half`): the optimizer knows what to do with them."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch.masters.masters import Master
+from amp_patch.masters.master import Master
 from amp_patch.support import distributed, tree
 from amp_patch.support.compiled import eager_only
 from amp_patch.training import zero_redundancy

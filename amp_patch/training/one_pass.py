@@ -7,79 +7,34 @@ not take (sparse gradients, capturable=True, a state that somebody has replaced)
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from amp_patch import multi_tensor
+from amp_patch.masters import split_master
 from amp_patch.masters.half_gradients import can_wait
 from amp_patch.masters.masters import Linked, note_published, reconcile
 from amp_patch.masters.walks import with_gradient
-from amp_patch.multi_tensor.checks import Number
-from amp_patch.optimizers.adam import FusedAdam
-from amp_patch.optimizers.sgd import FusedSGD
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.compiled import eager_only
+from amp_patch.training.known_optimizers import KERNELS, Group, NotKnown, Part, counts, kernel_of, version_of
 from amp_patch.training.stash import Stash, known_stash, stash_of
 
-Group = dict[str, Any]
 _NUMBERS = ("weight_decay", "momentum", "dampening", "eps")  # settings that the kernels do not read from the device
-
-
-class _NotKnown(Exception):
-    """A setting or a state that the kernels do not take."""
-
-
-@dataclass
-class Part:
-    """Parameters of one group whose gradients are of one kind.
-
-    Attributes:
-        group: the optimizer's, for its settings.
-        masters: what is stepped; a parameter that is its own master, too.
-        grads: of low precision, still scaled, or FP32.
-        links: of the masters to the model's weights; empty where each is its own.
-        factors: what the gradients are multiplied by.
-    """
-
-    group: Group
-    factors: Sequence[Number]
-    masters: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    links: list[Linked] = field(default_factory=list)
-    first_run: bool = False  # whether there is no momentum yet
-    version: int = -1  # of the first master, before the step
-    refused: bool = False  # whether the kernels do not take it
-    is_left: bool = False  # whether its step is left to the optimizer's own way
-
-    @property
-    def is_made(self) -> bool:
-        """Whether the kernels have made the step, which counts as a write to each master, as an adopted edit does."""
-        return not self.refused and self.masters[0]._version != self.version
-
-    @property
-    def weights(self) -> list[Tensor] | None:
-        """The model's weights, which take the rounded results."""
-        return [param for param, _ in self.links] or None
 
 
 def knows(optimizer: Any) -> bool:
     """Whether steps of `optimizer` can be made here: exactly a class of the table, and the extension is there."""
-    return _kernel_of(optimizer) is not None and can_wait()
-
-
-def _kernel_of(optimizer: Any) -> Callable[[Any, Part, Tensor | None], None] | None:
-    return _KERNELS.get(getattr(type(optimizer), "_amp_base", type(optimizer)))
+    return kernel_of(optimizer) is not None and can_wait()
 
 
 def step_of(base: type) -> Callable[..., Any] | None:
     """The `step` for optimizers of the class `base` in a training; None where torch's stays."""
-    if base not in _KERNELS or not is_untouched(base):
+    if base not in KERNELS or not is_untouched(base):
         return None
     # With the backend "torch" torch's own kernels are nearer to torch's numbers.
     return step_between_hooks(base, _step, lambda _, given: not given and multi_tensor.backend() != "torch")
@@ -145,33 +100,35 @@ def _step(optimizer: Any, stash: Stash, plain: Callable[[Any], Any]) -> None:
     stash.masters.links().publish_written()  # what a pre-hook behind ours has written
     try:
         parts = None if stash.step.set_aside is not None else list(_parts(optimizer, stash))
-    except _NotKnown:
+    except NotKnown:
         parts = None
     if parts is None:
         linked = stash.masters.linked()
         reconcile(linked)
         stash.step.unpublished = list(linked)
+        split_master.open_all(link.master for _, link in linked)
         plain(optimizer)
         return
     stash.step.unpublished = []
-    counts = _counts(optimizer) if parts else []
+    counted = counts(optimizer) if parts else []
     try:
-        _step_all(optimizer, stash, parts, counts, plain)
+        _step_all(optimizer, stash, parts, counted, plain)
     except BaseException:
         if any(part.is_made for part in parts) and not any(part.is_left for part in parts):
-            _step_all(optimizer, stash, parts, counts, plain)  # all or nothing, also where somebody interrupts
+            _step_all(optimizer, stash, parts, counted, plain)  # all or nothing, also where somebody interrupts
         raise
 
 
-def _step_all(optimizer: Any, stash: Stash, parts: list[Part], counts: list[int], plain: Callable[[Any], Any]) -> None:
+def _step_all(optimizer: Any, stash: Stash, parts: list[Part], counted: list[int], plain: Callable[[Any], Any]) -> None:
     """Step those parts that have not been: in one pass, or the optimizer's own way, which counts by itself."""
+    split_master.close(master for part in parts for master in part.masters)  # they are about to be stale
     left = [part for part in parts if not _run(optimizer, part)]
     stepped = {id(link.master) for part in parts if part.is_made for _, link in part.links}
     linked = stash.masters.linked()
     if len(stepped) < len(linked):
         reconcile([pair for pair in linked if id(pair[1].master) not in stepped])
     if not left:
-        for group, count in zip(optimizer.param_groups, counts, strict=False):
+        for group, count in zip(optimizer.param_groups, counted, strict=False):
             group["step"] = count
         done(stash)
         return
@@ -190,22 +147,17 @@ def done(stash: Stash, left: Sequence[Linked] = ()) -> None:
         stash.masters.links().watch.note()
 
 
-def _counts(optimizer: Any) -> list[int]:
-    """What the groups of an optimizer that counts there (FusedAdam) count with this step; of any other nothing."""
-    groups = optimizer.param_groups if _kernel_of(optimizer) is _fused_adam else []
-    return [0 if isinstance(step := group.get("step", 0), Tensor) else int(step) + 1 for group in groups]
-
-
 def _run(optimizer: Any, part: Part) -> bool:
     """Step the parameters of `part`, if they have not been; returns whether the kernels took them."""
-    kernel = _kernel_of(optimizer)
+    kernel = kernel_of(optimizer)
     part.refused = part.refused or kernel is None or not _is_ordinary(optimizer, part.group)
     if part.refused or kernel is None:
         return False
     if not part.is_made:
         try:
-            kernel(optimizer, part, optimizer.found_inf if known_stash(optimizer).step.told else None)
-        except (_NotKnown, TypeError, ValueError):  # before the first write
+            with torch._C.DisableTorchFunctionSubclass():  # split masters are asked for anything but their value
+                kernel(optimizer, part, optimizer.found_inf if known_stash(optimizer).step.told else None)
+        except (NotKnown, TypeError, ValueError):  # before the first write
             part.refused = True
             return False
     return True
@@ -228,7 +180,7 @@ def _parts(optimizer: Any, stash: Stash) -> Iterator[Part]:
     """The parameters that have a gradient: per group those whose gradient waits, with a master, and without one.
 
     Raises:
-        _NotKnown: a gradient is sparse.
+        NotKnown: a gradient is sparse.
     """
     waiting = stash.masters.waiting
     if waiting:
@@ -254,7 +206,7 @@ def _parts(optimizer: Any, stash: Stash) -> Iterator[Part]:
             else:
                 part = own if linked is None else gathered
                 if grad.layout is not torch.strided:
-                    raise _NotKnown  # torch may refuse it, before any parameter is stepped
+                    raise NotKnown  # torch may refuse it, before any parameter is stepped
             part.masters.append(master)
             part.grads.append(grad)
             if linked is not None:
@@ -267,7 +219,7 @@ def _by_age(optimizer: Any, part: Part) -> Iterator[Part]:
     """The part, if it has any parameters; SGD's in two, since a first momentum is made otherwise."""
     if not part.masters:
         return
-    part.version = part.masters[0]._version
+    part.version = version_of(part.masters[0])
     if not part.group.get("momentum"):
         yield part
         return
@@ -276,7 +228,7 @@ def _by_age(optimizer: Any, part: Part) -> Iterator[Part]:
         chosen = [is_fresh is first_run for is_fresh in fresh]
         masters, grads = list(compress(part.masters, chosen)), list(compress(part.grads, chosen))
         links = list(compress(part.links, chosen))
-        yield Part(part.group, part.factors, masters, grads, links, first_run=first_run, version=masters[0]._version)
+        yield Part(part.group, part.factors, masters, grads, links, first_run=first_run, version=version_of(masters[0]))
 
 
 def _go_its_own_way(optimizer: Any, parts: list[Part], plain: Callable[[Any], Any]) -> None:
@@ -287,6 +239,7 @@ def _go_its_own_way(optimizer: Any, parts: list[Part], plain: Callable[[Any], An
             group["params"] = [m for part in parts if part.group is group for m in part.masters]
         for part in parts:
             part.is_left = True
+            split_master.open_all(part.masters)
         plain(optimizer)
         for part in parts:
             for master in part.masters:  # torch's fused kernels leave versions as they are
@@ -294,151 +247,3 @@ def _go_its_own_way(optimizer: Any, parts: list[Part], plain: Callable[[Any], An
     finally:
         for group, params in zip(optimizer.param_groups, before, strict=True):
             group["params"] = params
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The optimizers: where they keep what, and which settings they have
-
-
-# torch's question whether a graph is captured that would keep the learning rate and the count of now, by its names.
-_CAPTURE_CHECKS = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
-
-
-def _adam(optimizer: Any, part: Part, found_inf: Tensor | None) -> None:
-    for name in _CAPTURE_CHECKS:
-        if (check := getattr(optimizer, name, None)) is not None:
-            check()
-            break
-    group = part.group
-    states = _states(optimizer, part)
-    multi_tensor.multi_tensor_adam(
-        part.grads,
-        part.masters,
-        _of(states, "exp_avg"),
-        _of(states, "exp_avg_sq"),
-        _of(states, "max_exp_avg_sq") if group["amsgrad"] else None,
-        _of(states, "step"),
-        part.weights,
-        lr=_number(group["lr"], part),
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        decoupled=group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)),
-        maximize=group["maximize"],
-        factors=part.factors,
-        found_inf=found_inf,
-    )
-
-
-def _sgd(optimizer: Any, part: Part, found_inf: Tensor | None) -> None:
-    group = part.group
-    buffers = None
-    if group["momentum"]:
-        state = optimizer.state
-        buffers = [
-            torch.empty_like(m, requires_grad=False) if part.first_run else state[m]["momentum_buffer"]
-            for m in part.masters
-        ]
-        if part.first_run:
-            for master, buffer in zip(part.masters, buffers, strict=True):
-                state[master]["momentum_buffer"] = buffer
-    try:
-        multi_tensor.multi_tensor_sgd(
-            part.grads,
-            part.masters,
-            buffers,
-            part.weights,
-            lr=_number(group["lr"], part),
-            momentum=group["momentum"],
-            dampening=group["dampening"],
-            weight_decay=group["weight_decay"],
-            nesterov=group["nesterov"],
-            maximize=group.get("maximize", False),
-            first_run=part.first_run,
-            factors=part.factors,
-            found_inf=found_inf,
-        )
-    finally:
-        if part.first_run and not part.is_made:
-            for master in part.masters:
-                optimizer.state[master].pop("momentum_buffer", None)
-
-
-def _fused_sgd(optimizer: Any, part: Part, found_inf: Tensor | None) -> None:
-    if optimizer.wd_after_momentum and part.group["weight_decay"]:
-        raise _NotKnown  # its `decay` is more exact than the kernel's
-    _sgd(optimizer, part, found_inf)
-
-
-def _fused_adam(optimizer: Any, part: Part, found_inf: Tensor | None) -> None:
-    group = part.group
-    decoupled = optimizer.adam_w_mode and group["weight_decay"]  # its `decay` is more exact than the kernel's
-    count = group.get("step", 0)
-    if decoupled or optimizer.capturable or optimizer.master_weights or isinstance(count, Tensor):
-        raise _NotKnown
-    multi_tensor.multi_tensor_adam(
-        part.grads,
-        part.masters,
-        optimizer.averages(part.masters, "exp_avg"),
-        optimizer.averages(part.masters, "exp_avg_sq"),
-        None,
-        float(count),
-        part.weights,
-        lr=_number(group["lr"], part),
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        decoupled=False,
-        bias_correction=bool(group["bias_correction"]),
-        factors=part.factors,
-        found_inf=found_inf,
-    )
-
-
-def _number(value: Any, part: Part) -> Any:
-    """A setting, on the device of the parameters if it is a tensor; one of the host is read there."""
-    if not isinstance(value, Tensor) or value.device == part.masters[0].device:
-        return value
-    return value.item() if value.device.type == "cpu" else value.to(part.masters[0].device)
-
-
-def _of(states: list[dict[str, Any]], name: str) -> list[Tensor]:
-    try:
-        return [state[name] for state in states]
-    except KeyError as error:
-        raise _NotKnown from error
-
-
-def _states(optimizer: Any, part: Part) -> list[dict[str, Any]]:
-    """The states of the parameters; new ones are made by torch's own code."""
-    state = optimizer.state
-    fresh = [master for master in part.masters if not state.get(master)]
-    if fresh:
-        # That code keeps states by parameter and asks it for its gradient: one in the master's place has any.
-        stand_ins = {nn.Parameter(master.detach(), requires_grad=False): master for master in fresh}
-        try:
-            for stand_in in stand_ins:
-                stand_in.grad = stand_in.detach()
-            _, *names = inspect.signature(optimizer._init_group).parameters
-            # The rest are lists to be filled, save that torch 2.6's AdamW is told the group's `amsgrad` too.
-            others = [part.group.get(name, []) for name in names]
-            optimizer._init_group({**part.group, "params": list(stand_ins)}, *others)
-            for stand_in, master in stand_ins.items():
-                state[master] = state[stand_in]
-        except Exception as error:  # the optimizer will say so itself
-            raise _NotKnown from error
-        finally:
-            for stand_in in stand_ins:
-                state.pop(stand_in, None)
-    return [state[master] for master in part.masters]
-
-
-_KERNELS: dict[type, Callable[[Any, Part, Tensor | None], None]] = {
-    torch.optim.Adam: _adam,
-    torch.optim.AdamW: _adam,
-    torch.optim.SGD: _sgd,
-    FusedAdam: _fused_adam,
-    FusedSGD: _fused_sgd,
-}

@@ -82,6 +82,7 @@ class AmpOptimizer(Generated):
                 param.grad = None  # backward passes may have reached it before it had an optimizer: it is scaled
         if stash.policy.master_weights:
             stash.masters.attach(self, group)
+            stash.masters.keep(split=stash.policy.splits_masters)
             zero_redundancy.repartition(self)
         note_sharing([other for other, _ in siblings(stash)])
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.masters.gradients import held
-from amp_patch.masters.masters import Master, has_gradient
+from amp_patch.masters.master import Master
+from amp_patch.masters.masters import has_gradient
+from amp_patch.masters.split_master import SplitMaster
 from amp_patch.support import distributed
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.stash import DeviceSkip, SkippedStep, Stash, known_stash, overflowed
@@ -87,8 +89,9 @@ def skips_on_device(optimizer: Any, stash: Stash) -> bool:
     if not may_skip_on_device(optimizer, stash) or stash.last_skipped:
         return False
     state, stepped = optimizer.state, stash.around.stepped
+    plain = (Tensor, nn.Parameter, Master, SplitMaster)
     return all(
-        type(master) in (Tensor, nn.Parameter, Master) and stepped.get(id(master)) == len(state.get(master, ()))
+        type(master) in plain and stepped.get(id(master)) == len(state.get(master, ()))
         for group in optimizer.param_groups
         for master in group["params"]
         if has_gradient(master)

@@ -24,8 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_patch.masters import split_master
 from amp_patch.masters.half_gradients import can_wait, room_for
-from amp_patch.masters.masters import Master, has_gradient, reconcile, round_into_weights
+from amp_patch.masters.master import Master
+from amp_patch.masters.masters import has_gradient, reconcile, round_into_weights
+from amp_patch.masters.split_master import SplitMaster
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.generated_class import base_class
 from amp_patch.training.one_pass import done, is_untouched, step_between_hooks
@@ -40,7 +43,7 @@ Plain = Callable[[Any], Any]  # an optimizer's step beneath its hooks
 # 2 MB a core); RMSprop took the same with all four.
 PORTION = 2**19
 
-_PLAIN_TYPES = (nn.Parameter, Master, Tensor)
+_PLAIN_TYPES = (nn.Parameter, Master, SplitMaster, Tensor)
 
 # By the class's step and the kind of a group why that takes the ordinary way; None where portions are sound.
 _tried: dict[Any, str | None] = {}
@@ -86,6 +89,7 @@ def _step(optimizer: Any, stash: Stash, plain: Plain) -> None:
     _reconcile_others(stash, portions)
     if not portions:  # no gradient at all, or one that only a whole step is known to be right with
         stash.step.unpublished = list(linked)
+        split_master.open_all(link.master for _, link in linked)
         plain(optimizer)
         return
     _step_each(optimizer, stash, portions, plain)
@@ -111,6 +115,7 @@ def _step_each(optimizer: Any, stash: Stash, portions: list[tuple[Group, list[Te
             if waiting is not None:
                 waiting.lend(masters, stash.step.memory, room)
             stash.step.prepared = True
+            split_master.open_all(masters)
             plain(shell)
         finally:
             if waiting is not None:

@@ -260,6 +260,8 @@ class Stash:
         for part in fields(self):
             if isinstance(part.default_factory, type) and issubclass(part.default_factory, OfThisProcess):
                 setattr(self, part.name, part.default_factory())
+        if self.policy.splits_masters:
+            self.masters.keep(split=True)
         if self.policy.master_weights:
             clipping.install()  # this may be another process
             ddp.install()

@@ -9,6 +9,7 @@ from typing import Any
 
 from amp_patch.casts import regions, thread_state
 from amp_patch.casts import state as casts_state
+from amp_patch.masters import split_master
 from amp_patch.masters.masters import Linked, has_gradient, publish, reconcile
 from amp_patch.masters.walks import drop_gradients, with_gradient
 from amp_patch.model import stalled_averages
@@ -58,6 +59,8 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     _drop_removed(optimizer, stash)
     stash.hear()
     skip_if_overflowed(optimizer, stash)
+    if not step.in_one_pass and step.set_aside is None:
+        split_master.open_all(link.master for _, link in linked if has_gradient(link.master))
     watched = None if closure is None else regions.as_now(closure)
     if casts_state.current() is not None:  # the casts that act here are not for the optimizer's own arithmetic
         step.quiet = regions.region(None)

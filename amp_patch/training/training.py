@@ -190,6 +190,8 @@ def enter(
     model_forward.enter_training(models, kept, policy, methods, on_demand=not targets)
     if policy.cast_model_type is not None:
         model_tensors.cast(params, policy.cast_model_type)
+        for target in targets:
+            known_stash(target).masters.keep(split=policy.splits_masters)
         model_forward.cast_buffers(models, buffers, policy.cast_model_type)
     for model in models:
         model_tensors.reflatten(model)

@@ -23,6 +23,11 @@ def check_zero(optimizer: Any, policy: Policy) -> None:
     """Raise unless `initialize` can take this optimizer, which may be any."""
     if not is_zero(optimizer):
         return
+    if policy.splits_masters:
+        raise ValueError(
+            "initialize: master_weights='split' is not for a ZeroRedundancyOptimizer, which sends whole FP32 masters "
+            "from process to process after each step; leave master_weights at None, or use torch's own optimizer"
+        )
     if optimizer._overlap_with_ddp and (policy.scales_loss or policy.cast_model_type is not None):
         raise ValueError(
             "initialize: this ZeroRedundancyOptimizer has overlap_with_ddp=True: it steps during backward, with scaled "

@@ -18,7 +18,8 @@ from torch import nn
 from training import LEVELS, backward, convnet, images, linear
 
 from amp_patch import amp
-from amp_patch.masters.masters import Master, Noted, PlainNoted, PlainWatch, Watch
+from amp_patch.masters.master import Master
+from amp_patch.masters.masters import Noted, PlainNoted, PlainWatch, Watch
 
 CAST = ("O2", "O5")
 MASTERED = [level for level in LEVELS if level != "O3"]

@@ -14,7 +14,8 @@ from torch import nn
 from training import LEVELS, SGD, backward, convnet
 
 from amp_patch import amp
-from amp_patch.masters.masters import Master, _links
+from amp_patch.masters.master import Master
+from amp_patch.masters.masters import _links
 from amp_patch.masters.recycled_memory import Recycled
 from amp_patch.multi_tensor import backend
 

@@ -22,7 +22,7 @@ from amp_patch.casts import install, regions, thread_state
 from amp_patch.casts import state as casts_state
 from amp_patch.model import state as model_state
 from amp_patch.support import generated_class
-from amp_patch.training import one_pass, portions
+from amp_patch.training import known_optimizers, portions
 from amp_patch.training.scaled_backward import ScaledBackward
 
 INPUTS = {
@@ -393,7 +393,7 @@ IN_PORTIONS = Story(
 @pytest.mark.parametrize("event", ["call", pytest.param("c_return", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", [CASES[2], CASES[5]], ids=str)
 def test_an_interrupt_of_a_step_in_portions_leaves_each_parameter_stepped_or_not(case, event, stride, monkeypatch):
-    monkeypatch.delitem(one_pass._KERNELS, torch.optim.SGD)
+    monkeypatch.delitem(known_optimizers.KERNELS, torch.optim.SGD)
     monkeypatch.setattr(portions, "PORTION", 1)
     monkeypatch.setattr(generated_class, "_classes", WeakValueDictionary())
     larger = nn.Sequential(*network(), nn.Linear(3, 3))

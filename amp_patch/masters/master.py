@@ -1,0 +1,68 @@
+"""The class of FP32 masters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch.masters.half_gradients import HalfGradients
+
+GRAD: Any = Tensor.grad  # torch's own attribute, a descriptor
+
+
+class Master(nn.Parameter):
+    """The class of masters: parameters that count edits through `.data`, and make their gradients when they are asked.
+
+    Torch gives the tensor of `.data` a version counter of its own, so that what Lookahead or a checkpoint writes there
+    would never reach the model. Here `.data` is `.detach()`, which shares the master's counter, and an assignment to
+    `.data` counts.
+
+    A gradient may wait in low precision (`HalfGradients`). Who reads `.grad` finds the FP32 one.
+
+    `connect` gives a parameter this class and `disconnect` takes it away. Copies keep it; pickles are plain parameters.
+    """
+
+    waiting: HalfGradients | None = None  # where gradients of this master may wait
+
+    @property
+    def grad(self) -> Tensor | None:
+        waiting = self.waiting
+        if waiting and (lent := waiting.lent.get(id(self))) is not None:
+            return lent
+        if waiting:
+            waiting.give(self, GRAD)
+        grad: Tensor | None = GRAD.__get__(self)
+        return grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if self.waiting:
+            self.waiting.replace(self, GRAD, value)
+        else:
+            GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def waits_alone(self) -> bool:
+        """Whether a gradient waits in low precision, and nothing was added to it since."""
+        waiting = self.waiting
+        return waiting is not None and id(self) in waiting.grads and GRAD.__get__(self) is None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "waiting"}
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        torch.autograd.graph.increment_version(self)
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"Parameter containing:\n{self.detach().requires_grad_(self.requires_grad)!r}"

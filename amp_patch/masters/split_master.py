@@ -1,0 +1,263 @@
+"""FP32 masters in two halves: the BF16 weight is the high one, and an int16 tensor keeps the other 16 bits.
+
+Such a master has no memory of its own. Whoever hands it to a function of torch finds an FP32 tensor, joined at that
+moment: the master is open then. What was written into it is split again before the next forward or step, which also
+gives its memory back. Somebody may hold that memory by another tensor, a detached one say: then it stays, and is joined
+anew after each step.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from threading import RLock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch import multi_tensor
+from amp_patch.masters.master import GRAD, Master
+from amp_patch.support import tree
+from amp_patch.support.blocks import without_grad
+
+_DATA: Any = Tensor.data
+_raw = torch._C.DisableTorchFunctionSubclass  # in here a master is what it is, open or not
+_opening = RLock()
+
+# id(master) -> those that are open.
+_open: dict[int, weakref.ref[SplitMaster]] = {}
+
+
+class SplitMaster(Master):
+    """A master that is kept as halves.
+
+    `split` gives a master this class, `join_for_good` takes it away. A copy is whole, and so is what is pickled.
+    """
+
+    low_half: Tensor | None = None  # int16, laid out as the weight; None: this one is whole, as copies are
+    weight: Callable[[], Tensor | None] = staticmethod(lambda: None)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the memory has the value."""
+        return self.low_half is None or id(self) in _open
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _of_no_value():
+            open_all(t for t in tree.tensors([*args, *kwargs.values()]) if isinstance(t, SplitMaster))
+        others = [kind for kind in types if not issubclass(kind, SplitMaster)]
+        if others:
+            return others[0].__torch_function__(func, tuple(others), args, kwargs)
+        with _raw():
+            return func(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = super().__getstate__()
+        return {name: value for name, value in kept.items() if name not in ("low_half", "weight")}
+
+
+def low_half(master: Tensor) -> Tensor | None:
+    """The half (int16) that a split master keeps beside the weight; None of any other, and of a copy."""
+    return master.low_half if type(master) is SplitMaster else None
+
+
+def is_split(master: Tensor) -> bool:
+    """Whether `master` is kept as halves."""
+    return low_half(master) is not None
+
+
+@functools.cache
+def _of_no_value() -> frozenset[Any]:
+    """Torch's functions that ask a tensor for anything but its value, or set what is none."""
+    names = "shape dtype device layout ndim is_leaf retains_grad grad_fn requires_grad output_nr names itemsize nbytes"
+    names += " is_cpu is_cuda is_xpu is_mps is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn _version"
+    names += " _backward_hooks _post_accumulate_grad_hooks _grad_fn _base"
+    attributes = [attribute for name in names.split() if (attribute := getattr(Tensor, name, None)) is not None]
+    found = {attribute.__get__ for attribute in (*attributes, GRAD)}
+    settable: tuple[Any, ...] = (GRAD, Tensor.requires_grad, Tensor._backward_hooks)  # noqa: SLF001
+    found |= {GRAD.__delete__, *(attribute.__set__ for attribute in settable)}
+    methods = "size dim stride numel nelement element_size storage_offset is_contiguous is_floating_point is_complex"
+    methods += " is_inference is_same_size requires_grad_ get_device register_hook retain_grad"
+    methods += " register_post_accumulate_grad_hook __len__ _is_view is_neg is_conj is_coalesced"
+    found |= {getattr(Tensor, name) for name in methods.split() if hasattr(Tensor, name)}
+    found |= {getattr(torch, name) for name in ("is_floating_point", "is_complex", "numel") if hasattr(torch, name)}
+    return frozenset(found)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Masters become halves, and whole again
+
+
+@without_grad
+def split(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Keep the masters (param, master) of bfloat16 parameters as halves, in place, on the device; no sync.
+
+    The parameters are rounded anew: ties away from zero.
+    """
+    for param, master in pairs:
+        if is_split(master) or param.dtype is not torch.bfloat16:
+            continue
+        half = torch.empty_like(param, dtype=torch.int16, requires_grad=False)
+        with _raw():
+            multi_tensor.multi_tensor_split([_laid_out_as(param, master)], [param], [half])
+        master.__class__ = SplitMaster
+        assert isinstance(master, SplitMaster)
+        master.weight, master.low_half = weakref.ref(param), half
+        _open[id(master)] = weakref.ref(master, functools.partial(_forget, id(master)))
+        _close(master)
+
+
+@without_grad
+def join_for_good(master: Tensor) -> None:
+    """Make `master` an ordinary one, in place."""
+    if is_split(master):
+        open_all([master])
+        _open.pop(id(master), None)
+    for name in ("low_half", "weight"):
+        vars(master).pop(name, None)
+    master.__class__ = Master
+
+
+def _forget(key: int, reference: Any) -> None:
+    if _open.get(key) is reference:
+        del _open[key]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Masters are opened and closed
+
+
+def open_all(masters: Iterable[Tensor]) -> None:
+    """Join the halves of those `masters` that are not open, in place, on the device; no sync.
+
+    Raises:
+        RuntimeError: the parameter of one is gone, and the high half with it.
+    """
+    closed = [m for m in masters if isinstance(m, SplitMaster) and not m.is_open]
+    if not closed:
+        return
+    with _opening, torch.inference_mode(False):  # leaves the grad mode as it was
+        _join([master for master in closed if not master.is_open])
+
+
+@without_grad
+def _join(masters: list[SplitMaster]) -> None:
+    lists = _Lists()
+    with _raw():
+        for master in masters:
+            param = master.weight()
+            if param is None or master.low_half is None:
+                raise RuntimeError(
+                    "a split master was read whose parameter is gone, and with it one half of the value; keep the "
+                    "model as long as its masters, or take copies of them before: [p.detach().clone() for p in "
+                    "amp.master_params(optimizer)]"
+                )
+            _give_memory(master, param)
+            value = _DATA.__get__(master)  # a tensor with a version counter of its own: this is no edit
+            if param.dtype is torch.bfloat16:
+                master.low_half = _laid_out_as(param, master.low_half)
+                lists.add(param, param, master.low_half, value)
+            else:  # somebody gave it another type, and has the whole value there
+                value.copy_(param)
+        for weights, halves, values in lists.of_devices:
+            multi_tensor.multi_tensor_join(weights, halves, values)
+    for master in masters:
+        _open[id(master)] = weakref.ref(master, functools.partial(_forget, id(master)))
+
+
+def _give_memory(master: Tensor, param: Tensor) -> None:
+    """Memory for the value, laid out as the parameter; `_raw`."""
+    storage, wanted = master.untyped_storage(), 4 * master.numel()
+    if _is_alike(master, param) and storage.nbytes() >= wanted:
+        return
+    if _is_alike(master, param) and storage.resizable():
+        storage.resize_(wanted)
+    else:
+        _DATA.__set__(master, torch.empty_like(param, dtype=torch.float32, requires_grad=False))
+
+
+@without_grad
+def fold(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Split those of the masters (param, master) that are open, in place, on the device, and close them; no sync."""
+    opened = [(param, m) for param, m in pairs if isinstance(m, SplitMaster) and id(m) in _open]
+    with _raw():
+        _split_all(opened)  # a call of its own: its lists hold the memory too
+    for _, master in opened:
+        _close(master)
+
+
+def _split_all(pairs: list[tuple[Tensor, SplitMaster]]) -> None:
+    lists = _Lists()
+    for param, master in pairs:
+        assert master.low_half is not None
+        master.low_half = _laid_out_as(param, master.low_half)
+        lists.add(param, _laid_out_as(param, master.detach()), param, master.low_half)
+    for masters, weights, halves in lists.of_devices:
+        multi_tensor.multi_tensor_split(masters, weights, halves)
+
+
+class _Lists:
+    """Per device three lists of tensors, for one call of a kernel."""
+
+    def __init__(self) -> None:
+        self._of: dict[torch.device, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}
+
+    def add(self, param: Tensor, *tensors: Tensor) -> None:
+        for some, tensor in zip(self._of.setdefault(param.device, ([], [], [])), tensors, strict=True):
+            some.append(tensor)
+
+    @property
+    def of_devices(self) -> Iterable[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
+        return self._of.values()
+
+
+@without_grad
+def close(masters: Iterable[Tensor]) -> None:
+    """Give back the memory of those `masters` that are open; what was written there and not split is lost.
+
+    One whose memory somebody else holds is joined anew: after the halves have changed, or to see what was written into
+    the weight.
+    """
+    opened = [m for m in masters if id(m) in _open and isinstance(m, SplitMaster)] if _open else []
+    held = [master for master in opened if not _close(master)]
+    for master in held:
+        _open.pop(id(master), None)
+    open_all(held)
+
+
+def _close(master: SplitMaster) -> bool:
+    """Give back the memory of an open `master`, which has what the halves have; not where somebody else holds it."""
+    with _raw():
+        storage = master.untyped_storage()
+        if torch._C._storage_Use_Count(storage._cdata) > _lone_holders():
+            return False
+        # Autograd may have saved this master for a backward: that shall refuse, not read what is gone.
+        torch.autograd.graph.increment_version(master)
+        _open.pop(id(master), None)
+        if storage.resizable():
+            storage.resize_(0)
+        return True
+
+
+@functools.cache
+def _lone_holders() -> int:
+    """The holders that a storage has which is one tensor's, when Python has asked for it."""
+    alone = torch.empty(1, device="cpu")
+    storage = alone.untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
+
+
+def _is_alike(tensor: Tensor, param: Tensor) -> bool:
+    return tensor.device == param.device and tensor.shape == param.shape and tensor.stride() == param.stride()
+
+
+def _laid_out_as(param: Tensor, tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy of it that lies in memory as `param` does, on its device."""
+    if _is_alike(tensor, param) or tensor.shape != param.shape:
+        return tensor
+    return torch.empty_like(param, dtype=tensor.dtype, requires_grad=False).copy_(tensor)

@@ -1,0 +1,225 @@
+"""The optimizers whose steps our kernels make: where each keeps what, and which settings it has."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch import multi_tensor
+from amp_patch.masters.masters import Linked
+from amp_patch.masters.split_master import low_half
+from amp_patch.multi_tensor.checks import Number
+from amp_patch.optimizers.adam import FusedAdam
+from amp_patch.optimizers.sgd import FusedSGD
+
+Group = dict[str, Any]
+
+
+class NotKnown(Exception):
+    """A setting or a state that the kernels do not take."""
+
+
+@dataclass
+class Part:
+    """Parameters of one group whose gradients are of one kind.
+
+    Attributes:
+        group: the optimizer's, for its settings.
+        masters: what is stepped; a parameter that is its own master, too.
+        grads: of low precision, still scaled, or FP32.
+        links: of the masters to the model's weights; empty where each is its own.
+        factors: what the gradients are multiplied by.
+    """
+
+    group: Group
+    factors: Sequence[Number]
+    masters: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    links: list[Linked] = field(default_factory=list)
+    first_run: bool = False  # whether there is no momentum yet
+    version: int = -1  # of the first master, before the step
+    refused: bool = False  # whether the kernels do not take it
+    is_left: bool = False  # whether its step is left to the optimizer's own way
+
+    @property
+    def stepped(self) -> list[Tensor]:
+        """What the kernels step: the masters, or the halves of split ones."""
+        return [m if (half := low_half(m)) is None else half for m in self.masters]
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the kernels have made the step, which counts as a write to each master, as an adopted edit does."""
+        return not self.refused and version_of(self.masters[0]) != self.version
+
+    @property
+    def weights(self) -> list[Tensor] | None:
+        """The model's weights, which take the rounded results."""
+        return [param for param, _ in self.links] or None
+
+
+def kernel_of(optimizer: Any) -> Kernel | None:
+    """What steps a part of this optimizer's parameters, given the overflow flag; None where none of ours does."""
+    return KERNELS.get(getattr(type(optimizer), "_amp_base", type(optimizer)))
+
+
+def counts(optimizer: Any) -> list[int]:
+    """What the groups of an optimizer that counts there (FusedAdam) count with this step; of any other nothing."""
+    groups = optimizer.param_groups if kernel_of(optimizer) is _fused_adam else []
+    return [0 if isinstance(step := group.get("step", 0), Tensor) else int(step) + 1 for group in groups]
+
+
+def version_of(master: Tensor) -> int:
+    """The version of what the kernels step."""
+    half = low_half(master)
+    return master._version if half is None else half._version
+
+
+Kernel = Callable[[Any, Part, Tensor | None], None]
+
+# torch's question whether a graph is captured that would keep the learning rate and the count of now, by its names.
+_CAPTURE_CHECKS = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
+
+
+def _adam(optimizer: Any, part: Part, found_inf: Tensor | None) -> None:
+    for name in _CAPTURE_CHECKS:
+        if (check := getattr(optimizer, name, None)) is not None:
+            check()
+            break
+    group = part.group
+    states = _states(optimizer, part)
+    multi_tensor.multi_tensor_adam(
+        part.grads,
+        part.stepped,
+        _of(states, "exp_avg"),
+        _of(states, "exp_avg_sq"),
+        _of(states, "max_exp_avg_sq") if group["amsgrad"] else None,
+        _of(states, "step"),
+        part.weights,
+        lr=_number(group["lr"], part),
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)),
+        maximize=group["maximize"],
+        factors=part.factors,
+        found_inf=found_inf,
+    )
+
+
+def _sgd(optimizer: Any, part: Part, found_inf: Tensor | None) -> None:
+    group = part.group
+    buffers = None
+    if group["momentum"]:
+        state = optimizer.state
+        buffers = [
+            torch.empty_like(m, requires_grad=False) if part.first_run else state[m]["momentum_buffer"]
+            for m in part.masters
+        ]
+        if part.first_run:
+            for master, buffer in zip(part.masters, buffers, strict=True):
+                state[master]["momentum_buffer"] = buffer
+    try:
+        multi_tensor.multi_tensor_sgd(
+            part.grads,
+            part.stepped,
+            buffers,
+            part.weights,
+            lr=_number(group["lr"], part),
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            maximize=group.get("maximize", False),
+            first_run=part.first_run,
+            factors=part.factors,
+            found_inf=found_inf,
+        )
+    finally:
+        if part.first_run and not part.is_made:
+            for master in part.masters:
+                optimizer.state[master].pop("momentum_buffer", None)
+
+
+def _fused_sgd(optimizer: Any, part: Part, found_inf: Tensor | None) -> None:
+    if optimizer.wd_after_momentum and part.group["weight_decay"]:
+        raise NotKnown  # its `decay` is more exact than the kernel's
+    _sgd(optimizer, part, found_inf)
+
+
+def _fused_adam(optimizer: Any, part: Part, found_inf: Tensor | None) -> None:
+    group = part.group
+    decoupled = optimizer.adam_w_mode and group["weight_decay"]  # its `decay` is more exact than the kernel's
+    count = group.get("step", 0)
+    if decoupled or optimizer.capturable or optimizer.master_weights or isinstance(count, Tensor):
+        raise NotKnown
+    multi_tensor.multi_tensor_adam(
+        part.grads,
+        part.stepped,
+        optimizer.averages(part.masters, "exp_avg"),
+        optimizer.averages(part.masters, "exp_avg_sq"),
+        None,
+        float(count),
+        part.weights,
+        lr=_number(group["lr"], part),
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=False,
+        bias_correction=bool(group["bias_correction"]),
+        factors=part.factors,
+        found_inf=found_inf,
+    )
+
+
+def _number(value: Any, part: Part) -> Any:
+    """A setting, on the device of the parameters if it is a tensor; one of the host is read there."""
+    if not isinstance(value, Tensor) or value.device == part.masters[0].device:
+        return value
+    return value.item() if value.device.type == "cpu" else value.to(part.masters[0].device)
+
+
+def _of(states: list[dict[str, Any]], name: str) -> list[Tensor]:
+    try:
+        return [state[name] for state in states]
+    except KeyError as error:
+        raise NotKnown from error
+
+
+def _states(optimizer: Any, part: Part) -> list[dict[str, Any]]:
+    """The states of the parameters; new ones are made by torch's own code."""
+    state = optimizer.state
+    fresh = [master for master in part.masters if not state.get(master)]
+    if fresh:
+        # That code keeps states by parameter and asks it for its gradient: one in the master's place has any.
+        stand_ins = {nn.Parameter(master.detach(), requires_grad=False): master for master in fresh}
+        try:
+            for stand_in in stand_ins:
+                stand_in.grad = stand_in.detach()
+            _, *names = inspect.signature(optimizer._init_group).parameters
+            # The rest are lists to be filled, save that torch 2.6's AdamW is told the group's `amsgrad` too.
+            others = [part.group.get(name, []) for name in names]
+            optimizer._init_group({**part.group, "params": list(stand_ins)}, *others)
+            for stand_in, master in stand_ins.items():
+                state[master] = state[stand_in]
+        except Exception as error:  # the optimizer will say so itself
+            raise NotKnown from error
+        finally:
+            for stand_in in stand_ins:
+                state.pop(stand_in, None)
+    return [state[master] for master in part.masters]
+
+
+KERNELS: dict[type, Kernel] = {
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adam,
+    torch.optim.SGD: _sgd,
+    FusedAdam: _fused_adam,
+    FusedSGD: _fused_sgd,
+}
