@@ -222,11 +222,17 @@ def close(masters: Iterable[Tensor]) -> None:
     One whose memory somebody else holds is joined anew: after the halves have changed, or to see what was written into
     the weight.
     """
+    open_all(let_go(masters))
+
+
+@without_grad
+def let_go(masters: Iterable[Tensor]) -> list[SplitMaster]:
+    """`close`, save that those whose memory somebody else holds are returned, to be opened when the halves changed."""
     opened = [m for m in masters if id(m) in _open and isinstance(m, SplitMaster)] if _open else []
     held = [master for master in opened if not _close(master)]
     for master in held:
         _open.pop(id(master), None)
-    open_all(held)
+    return held
 
 
 def _close(master: SplitMaster) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_patch.masters.master import Master
+from amp_patch.masters.split_master import low_half
 from amp_patch.support import distributed, tree
 from amp_patch.support.compiled import eager_only
 from amp_patch.training import zero_redundancy
@@ -40,7 +41,8 @@ class Sizes:
         pairs = self._pairs()
         states = [getattr(zero_redundancy.stateful(optimizer), "state", None) or {} for optimizer in optimizers]
         self.bytes["weights"] = _bytes(param for param, _ in pairs)
-        self.bytes["masters"] = _bytes(master for param, master in pairs if master is not param)
+        masters = [master for param, master in pairs if master is not param]
+        self.bytes["masters"] = _bytes(master if (half := low_half(master)) is None else half for master in masters)
         self.bytes["state"] = _bytes(tensor for state in states for tensor in tree.tensors([*state.values()]))
 
     @eager_only

@@ -121,8 +121,11 @@ def _step(optimizer: Any, stash: Stash, plain: Callable[[Any], Any]) -> None:
 
 def _step_all(optimizer: Any, stash: Stash, parts: list[Part], counted: list[int], plain: Callable[[Any], Any]) -> None:
     """Step those parts that have not been: in one pass, or the optimizer's own way, which counts by itself."""
-    split_master.close(master for part in parts for master in part.masters)  # they are about to be stale
-    left = [part for part in parts if not _run(optimizer, part)]
+    held = split_master.let_go(master for part in parts for master in part.masters)
+    try:
+        left = [part for part in parts if not _run(optimizer, part)]
+    finally:
+        split_master.open_all(held)
     stepped = {id(link.master) for part in parts if part.is_made for _, link in part.links}
     linked = stash.masters.linked()
     if len(stepped) < len(linked):

@@ -1,0 +1,476 @@
+"""`master_weights="split"`: masters that are kept as the BF16 weight and 16 bits more."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from conftest import DEVICES
+from ranks import RankError
+from three_ways import rounds_as_torch
+from torch import Tensor, nn
+from training import ADAM, ADAMW, SGD, images
+
+from amp_patch import amp, multi_tensor, optimizers
+from amp_patch.masters.split_master import SplitMaster, is_split, low_half
+from amp_patch.support import tree
+
+OPTIM = torch.optim
+# In one pass; in portions; by itself, with torch's functions and with our kernels.
+MAKERS = {
+    "AdamW": lambda p: OPTIM.AdamW(p, lr=1e-2, weight_decay=0.1, fused=True),
+    "AdamW, amsgrad": lambda p: OPTIM.AdamW(p, lr=1e-2, amsgrad=True, fused=True),
+    "SGD": lambda p: OPTIM.SGD(p, lr=0.05, momentum=0.9, nesterov=True, fused=True),
+    "NAdam": lambda p: OPTIM.NAdam(p, lr=1e-2, foreach=True),
+    "RMSprop": lambda p: OPTIM.RMSprop(p, lr=1e-2, foreach=False),
+    "Adam, betas that are tensors": lambda p: OPTIM.Adam(p, lr=1e-2, betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False),
+    "FusedLAMB": lambda p: optimizers.FusedLAMB(p, lr=1e-2),
+    "FusedAdam": lambda p: optimizers.FusedAdam(p, lr=1e-2, weight_decay=0.1),
+}
+every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+one_of_each_way = pytest.mark.parametrize("make", [MAKERS[name] for name in ("AdamW", "NAdam", "FusedLAMB")])
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def net(device: str = "cpu") -> nn.Sequential:
+    """Linear layers of odd sizes, one weight of which is exactly half way between two BF16 numbers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 33), nn.GELU(), nn.LayerNorm(33), nn.Linear(33, 5)).to(device)
+    with torch.no_grad():
+        model[0].weight[0, 0] = 1 + 2.0**-8
+    return model
+
+
+def start(make: Any, device: str = "cpu", **options: Any) -> tuple[nn.Sequential, Any]:
+    model = net(device)
+    return amp.initialize(
+        model, make(model.parameters()), **{"opt_level": "O5", "master_weights": "split", "verbosity": 0} | options
+    )
+
+
+def loss_of(model: nn.Module, step: int, device: str = "cpu") -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(8, 16, generator=generator).to(device)
+    return (model(inputs).float() - inputs[:, :5].sin()).square().mean()
+
+
+def iterate(model: nn.Module, optimizer: Any, steps: range, device: str = "cpu") -> list[float]:
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, step, device)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def masters(optimizer: Any) -> list[Tensor]:
+    return [master.detach().clone() for master in amp.master_params(optimizer)]
+
+
+def opened(optimizer: Any) -> int:
+    return sum(isinstance(m, SplitMaster) and m.is_open for m in amp.master_params(optimizer))
+
+
+def high_half(master: Tensor) -> Tensor:
+    """A finite FP32 tensor in BF16, to the nearest, ties away from zero."""
+    return ((master.detach().view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def same(some: Any, others: Any) -> bool:
+    return all(map(torch.equal, some, others))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The numbers
+
+
+@on_every_device
+@every_maker
+def test_a_training_has_the_bits_of_fp32_masters_whose_high_halves_are_the_weights(make, device):
+    if make is MAKERS["AdamW"] and not rounds_as_torch():
+        pytest.skip("torch's fused kernels round otherwise on this machine")
+    model, optimizer = start(make, device)
+    plain = net(device)
+    wanted = [nn.Parameter(p.detach().clone()) for p in plain.parameters()]
+    reference, plain = make(wanted), plain.bfloat16()
+    assert model[0].weight[0, 0] == 1 + 2.0**-7
+    for step in range(30):
+        with torch.no_grad():
+            for param, master in zip(plain.parameters(), wanted, strict=True):
+                param.copy_(high_half(master))
+                param.grad = None
+        assert same(model.parameters(), plain.parameters())
+        clips = step % 4 == 1
+        optimizer.zero_grad()
+        loss, expected = loss_of(model, step, device), loss_of(lambda x: plain(x.bfloat16()), step, device)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        expected.backward()
+        for param, master in zip(plain.parameters(), wanted, strict=True):
+            master.grad = param.grad.float()
+        if clips:  # by value: the 2-norm is summed in another order
+            nn.utils.clip_grad_value_(amp.master_params(optimizer), 1e-3)
+            nn.utils.clip_grad_value_(wanted, 1e-3)
+        optimizer.step()
+        reference.step()
+        assert loss.item() == expected.item()
+        assert opened(optimizer) == 0
+    assert same(amp.master_params(optimizer), wanted)
+    for master, param in zip(amp.master_params(optimizer), wanted, strict=True):
+        mine, others = (tree.tensors(o.state[p]) for o, p in ((optimizer, master), (reference, param)))
+        assert same(mine, others)
+
+
+@one_of_each_way
+def test_a_step_that_overflows_changes_nothing(make):
+    model, optimizer = start(make, loss_scale="dynamic")
+    iterate(model, optimizer, range(3))
+    before, weights = masters(optimizer), [p.detach().clone() for p in model.parameters()]
+    loss = loss_of(model, 3) * float("inf")
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert optimizer._amp_stash.step_skipped
+    assert same(masters(optimizer), before) and same(model.parameters(), weights)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who looks, and who writes
+
+
+@pytest.fixture(params=["AdamW", "NAdam", "FusedLAMB"])
+def training(request):
+    model, optimizer = start(MAKERS[request.param])
+    iterate(model, optimizer, range(3))
+    return model, optimizer
+
+
+def test_whoever_looks_finds_an_fp32_parameter(training):
+    model, optimizer = training
+    for param, master in zip(model.parameters(), amp.master_params(optimizer), strict=True):
+        assert is_split(master) and isinstance(master, nn.Parameter) and master.requires_grad and master.is_leaf
+        assert master.dtype is torch.float32 and master.shape == param.shape and master.grad is None
+        assert not master.is_open, "facts take no memory"
+        assert torch.equal(high_half(master), param) and master.is_open
+        value = master.detach().clone()
+        for looked in (master.data, master * 1, torch.clone(master), torch.stack([master])[0], master.view_as(master)):
+            assert torch.equal(looked, value)
+        assert torch.equal(torch.from_numpy(master.detach().numpy()), value) and repr(value)[7:40] in repr(master)
+        del looked
+    iterate(model, optimizer, range(3, 4))
+    assert opened(optimizer) == 0, "a step gives the memory back"
+
+
+def test_what_is_written_into_masters_reaches_the_model(training):
+    model, optimizer = training
+    writes = [lambda m: m.mul_(2), lambda m: m.data.mul_(2), lambda m: m.detach().mul_(2), lambda m: m.copy_(2 * m)]
+
+    def replace(m: Tensor) -> None:
+        m.data = 2 * m.data
+
+    for write in (*writes, replace):
+        wanted = [2 * master for master in masters(optimizer)]
+        with torch.no_grad():
+            for master in amp.master_params(optimizer):
+                write(master)
+        loss_of(model, 9)  # a forward
+        assert same(model.parameters(), map(high_half, wanted)) and opened(optimizer) == 0
+        assert same(amp.master_params(optimizer), wanted)
+
+
+def test_what_is_written_into_weights_is_in_the_masters(training):
+    model, optimizer = training
+    next(amp.master_params(optimizer)).sum()  # one is open, with the value before
+    with torch.no_grad():
+        model[0].weight.fill_(0.5)
+        model[3].weight.data.clamp_(-0.01, 0.01)
+    model.state_dict()  # as any other place where edits are adopted
+    first, *_, last, _ = amp.master_params(optimizer)
+    assert torch.equal(high_half(first), torch.full_like(first, 0.5).bfloat16())
+    assert last.abs().max() <= 0.01 + 2.0**-14 and torch.equal(high_half(last), model[3].weight)
+
+
+def test_a_tensor_that_shares_a_master_s_memory_sees_each_step_and_is_heard(training):
+    model, optimizer = training
+    held = [master.detach() for master in amp.master_params(optimizer)]
+    for step in range(3, 6):
+        iterate(model, optimizer, range(step, step + 1))
+        assert same(held, amp.master_params(optimizer)) and same(map(high_half, held), model.parameters())
+    wanted = held[0].mul_(2).clone()
+    loss_of(model, 9)
+    assert torch.equal(high_half(wanted), model[0].weight)
+    del held
+    iterate(model, optimizer, range(6, 7))
+    assert opened(optimizer) == 0
+
+
+def test_a_graph_that_has_saved_a_master_refuses_after_the_step(training):
+    model, optimizer = training
+    penalty = sum(master.square().sum() for master in amp.master_params(optimizer))
+    iterate(model, optimizer, range(3, 4))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        penalty.backward()
+
+
+def test_a_penalty_on_masters_is_stepped(training):
+    model, optimizer = training
+    other, others = start(lambda p: OPTIM.SGD(p, lr=0.0))
+    for trained, adds in ((model, True), (other, False)):
+        opt = optimizer if adds else others
+        loss = loss_of(trained, 3)
+        with amp.scale_loss(loss, opt) as scaled_loss:
+            scaled_loss.backward()
+    plain = [master.grad.clone() for master in amp.master_params(optimizer)]
+    sum(master.square().sum() for master in amp.master_params(optimizer)).backward()
+    for master, grad in zip(amp.master_params(optimizer), plain, strict=True):
+        torch.testing.assert_close(master.grad, grad + 2 * master.detach())
+
+
+def test_threads_that_look_at_once_all_see_the_value(training):
+    model, optimizer = training
+    wanted = masters(optimizer)
+    for _ in range(20):
+        iterate(model, optimizer, range(0))
+        model.state_dict()
+        found: list[bool] = []
+        look = [threading.Thread(target=lambda: found.append(same(amp.master_params(optimizer), wanted))) for _ in "abc"]
+        for thread in look:
+            thread.start()
+        for thread in look:
+            thread.join()
+        assert found == [True] * 3
+
+
+def test_a_user_s_tensor_class_beside_a_master(training):
+    class Mine(Tensor):
+        pass
+
+    _, optimizer = training
+    master = next(amp.master_params(optimizer))
+    wanted = 2 * masters(optimizer)[0]
+    assert torch.equal((master + master.detach().as_subclass(Mine)).as_subclass(Tensor), wanted)
+
+
+def test_a_master_whose_model_is_gone_says_so():
+    model, optimizer = start(MAKERS["AdamW"])
+    kept = list(amp.master_params(optimizer))
+    del model, optimizer
+    with pytest.raises(RuntimeError, match="parameter is gone"):
+        kept[0].sum()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def memory_of(tensors: Any) -> int:
+    return sum({s.data_ptr(): s.nbytes() for t in tensors if (s := t.untyped_storage()).nbytes()}.values())
+
+
+def test_a_parameter_takes_14_bytes_with_adamw(monkeypatch):
+    if multi_tensor.backend() != "cpp":
+        pytest.skip("without the extension gradients are FP32 at the end of the body")
+    model = nn.Linear(256, 256, bias=False)
+    model, optimizer = amp.initialize(model, ADAMW(model.parameters()), opt_level="O5", master_weights="split")
+    held: list[int] = []
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        (master,) = amp.master_params(optimizer)
+        with torch._C.DisableTorchFunctionSubclass():
+            state = [t for t in optimizer.state[master].values() if t.dim()]
+            grads = optimizer._amp_stash.masters.waiting.grads.values()
+            held.append(memory_of([model.weight, master, low_half(master), *grads, *state]))
+
+    optimizer.register_step_pre_hook(before)
+    for _ in range(2):
+        loss = model(torch.randn(4, 256)).square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    assert held[-1] == 14 * model.weight.numel()
+
+
+def test_a_run_s_record_counts_the_halves():
+    with amp.record() as run:
+        model, optimizer = start(MAKERS["AdamW"])
+        iterate(model, optimizer, range(2))
+    count = sum(p.numel() for p in model.parameters())
+    assert run.weights == run.masters == 2 * count
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints, copies, and the way back
+
+
+@one_of_each_way
+@pytest.mark.parametrize("other", ["split", None])
+def test_checkpoints_move_between_split_and_whole_masters(make, other):
+    for first, second in (("split", other), (other, "split")):
+        model, optimizer = start(make, master_weights=first)
+        iterate(model, optimizer, range(3))
+        saved = io.BytesIO()
+        torch.save([model.state_dict(), optimizer.state_dict(), amp.state_dict()], saved)
+        wanted = masters(optimizer)
+        saved.seek(0)
+        states = torch.load(saved)
+        assert all(v.dtype is torch.float32 for v in states[0].values()) and same(states[0].values(), wanted)
+        amp.restore()
+        again, its_optimizer = start(make, master_weights=second)
+        again.load_state_dict(states[0])
+        its_optimizer.load_state_dict(states[1])
+        amp.load_state_dict(states[2])
+        assert same(amp.master_params(its_optimizer), wanted)
+        assert [is_split(m) for m in amp.master_params(its_optimizer)] == [second == "split"] * len(wanted)
+        iterate(again, its_optimizer, range(3, 6))
+        amp.restore()
+
+
+@one_of_each_way
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
+def test_copies_are_split_and_train_on_to_the_bit(make, copied):
+    model, optimizer = start(make)
+    iterate(model, optimizer, range(3))
+    twin, its_optimizer = copied((model, optimizer))
+    assert same(amp.master_params(its_optimizer), amp.master_params(optimizer))
+    assert iterate(twin, its_optimizer, range(3, 8)) == iterate(model, optimizer, range(3, 8))
+    assert same(amp.master_params(its_optimizer), amp.master_params(optimizer))
+    assert all(map(is_split, amp.master_params(its_optimizer))) and opened(its_optimizer) <= len(masters(optimizer))
+
+
+def test_a_copy_of_a_master_is_an_ordinary_tensor(training):
+    _, optimizer = training
+    for master in amp.master_params(optimizer):
+        for twin in (copy.deepcopy(master), pickle.loads(pickle.dumps(master)), copy.copy(master)):
+            assert torch.equal(twin, master) and not is_split(twin) and twin.requires_grad
+
+
+def test_restore_gives_the_masters_values_back(training):
+    model, optimizer = training
+    wanted = masters(optimizer)
+    amp.restore()
+    assert same(model.parameters(), wanted)
+    assert all(type(p) is nn.Parameter and p.dtype is torch.float32 for p in model.parameters())
+    optimizer.zero_grad()
+    loss_of(model, 3).backward()
+    optimizer.step()
+
+
+def test_fp32_copies_and_averages_have_the_masters_values(training):
+    model, optimizer = training
+    assert same(amp.fp32_copy(model).parameters(), masters(optimizer))
+    average = OPTIM.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    assert same(average.module.parameters(), masters(optimizer))
+
+
+@pytest.mark.parametrize(("first", "second"), [("split", None), (None, "split")])
+def test_initialize_again_splits_masters_or_makes_them_whole(first, second):
+    model, optimizer = start(MAKERS["AdamW"], master_weights=first)
+    iterate(model, optimizer, range(3))
+    wanted = masters(optimizer)
+    amp.initialize(model, optimizer, opt_level="O5", master_weights=second, verbosity=0)
+    assert same(amp.master_params(optimizer), wanted)
+    assert all(is_split(master) is (second == "split") for master in amp.master_params(optimizer))
+    iterate(model, optimizer, range(3, 5))
+
+
+def test_a_group_that_comes_later_and_one_that_is_frozen():
+    model, optimizer = start(lambda p: SGD(list(p)[:2]))
+    model[0].weight.requires_grad_(False)
+    before = masters(optimizer)
+    optimizer.add_param_group({"params": list(model[3].parameters())})
+    assert all(map(is_split, amp.master_params(optimizer)))
+    iterate(model, optimizer, range(3))
+    assert [torch.equal(*pair) for pair in zip(masters(optimizer), before, strict=False)] == [True, False]
+
+
+def test_shapes_and_orders_of_all_kinds():
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.LazyLinear(5))
+    model(images(0)[0])
+    model = model.to(memory_format=torch.channels_last)
+    model.register_parameter("empty", nn.Parameter(torch.empty(0, 3)))
+    model.register_parameter("number", nn.Parameter(torch.tensor(3.5)))
+    model[1].weight.data = model[1].weight.data.contiguous()
+    wanted = [p.detach().clone() for p in model.parameters()]
+    model, optimizer = amp.initialize(model, ADAM(model.parameters()), opt_level="O5", master_weights="split")
+    assert same(amp.master_params(optimizer), wanted)
+    model[0].weight.data = model[0].weight.data.contiguous()  # another order than the half has
+    for step in range(3):
+        loss = nn.functional.cross_entropy(model(images(step)[0]) + model.number, images(step)[1])
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    assert same(map(high_half, masters(optimizer)), model.parameters()) and not torch.equal(masters(optimizer)[2], wanted[2])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where it is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"opt_level": "O2"}, ValueError, "master_weights='split' contradicts float16 weights.*opt_level='O5'"),
+        ({"opt_level": "O5", "cast_model_type": torch.float16}, ValueError, "float16"),
+        ({"opt_level": "O4"}, ValueError, "master_weights=split contradicts opt_level 'O4'"),
+        ({"opt_level": "O5", "master_weights": "halves"}, TypeError, "'halves'; wanted 'split', True, False"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_name(options, error, match):
+    model = net()
+    with pytest.raises(error, match=match):
+        amp.initialize(model, SGD(model.parameters()), **{"master_weights": "split"} | options)
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+
+
+def test_o2_in_bfloat16_takes_it():
+    _, optimizer = start(MAKERS["AdamW"], opt_level="O2", dtype=torch.bfloat16)
+    assert all(map(is_split, amp.master_params(optimizer)))
+
+
+def on_ranks(case: str) -> Any:
+    """A training with split masters on two processes: the masters in the end, and what is refused."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = net()
+    rank = torch.distributed.get_rank()
+    if case == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), mp_policy=amp.fsdp_policy("O5"))
+    if case == "zero":
+        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), OPTIM.SGD, lr=0.1)
+    else:
+        if case == "ddp" and rank == 1:
+            with torch.no_grad():
+                model[0].weight.mul_(1.001)
+        optimizer = MAKERS["AdamW"](model.parameters())
+    amp.initialize(model, optimizer, opt_level="O5", master_weights="split", verbosity=0)
+    wrapped = DistributedDataParallel(model)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = loss_of(wrapped, 2 * step + rank)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    return opened(optimizer), masters(optimizer)
+
+
+def test_ddp_begins_with_one_rank_s_masters_and_keeps_them_alike(ranks):
+    (opened_here, ours), (opened_there, theirs) = ranks(on_ranks, "ddp")
+    assert same(ours, theirs) and not opened_here and not opened_there
+
+
+@pytest.mark.parametrize(("case", "words"), [("fsdp", "is not for shards"), ("zero", "ZeroRedundancyOptimizer")])
+def test_shards_are_refused_by_name(ranks, case, words):
+    with pytest.raises(RankError, match=words):
+        ranks(on_ranks, case)
