@@ -251,6 +251,7 @@ CASES = [
     *(Case(level, FIRST, {}) for level in ("O0", "O4", "O5")),
     *(Case(level, FIRST, {"cpu_fp16": way}) for level in ("O1", "O2", "O3") for way in ("emulate", "native")),
     *(Case("O1", wrappers, {"cpu_fp16": "emulate"}) for wrappers in WRAPPERS[1:]),
+    Case("O5", FIRST, {"master_weights": "split"}),
 ]
 
 
