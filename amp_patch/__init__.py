@@ -100,4 +100,5 @@ if not TYPE_CHECKING:  # a type checker has these names from the imports above, 
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    """The public names, and what every module has."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

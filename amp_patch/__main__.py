@@ -64,6 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m amp_patch", description="The opt-level switch for PyTorch.", allow_abbrev=False
     )
+    parser.add_argument("--version", action="version", version=f"amp_patch {__version__}, torch {torch.__version__}")
     subcommands = parser.add_subparsers(dest="command", required=True, metavar="command")
     parsers = {}
     for name, command in COMMANDS.items():

@@ -55,7 +55,7 @@ def initialize(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     keep_fp32: Any = (),
     allow_banned: bool = False,
     cpu_fp16: str = "auto",
@@ -95,7 +95,8 @@ def initialize(
         verbosity: 0 silences the messages about overflow (logger "amp_patch"; only rank 0 speaks). 2: the next forward
             of each model prints what ran in which type, and why, to stdout (`explain`).
         min_loss_scale, max_loss_scale: range of a dynamic scale. Defaults 2**-24 and 2**24.
-        dtype: torch.float16 (default; bfloat16 at O4 and O5) or torch.bfloat16, whose loss scale is 1 unless given.
+        dtype: torch.float16 (default; bfloat16 at O4 and O5) or torch.bfloat16, whose loss scale is 1 unless given. Their
+            names are understood too.
         keep_fp32: modules that stay FP32 at any level, with their children: qualified names, classes, or a predicate
             over (name, module); one or several. Such a module is given FP32; in a cast model (O2, O3) it returns the
             dtype that came in. So does, by itself, each module in a cast model that has FP32 buffers and no parameters.

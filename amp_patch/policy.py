@@ -101,8 +101,8 @@ OPT_LEVELS: dict[str, Policy] = {
 def resolve(
     opt_level: str = "O1",
     *,
-    dtype: torch.dtype | None = None,
-    cast_model_type: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
+    cast_model_type: torch.dtype | str | None = None,
     patch_torch_functions: bool | str | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | str | None = None,
@@ -189,6 +189,9 @@ def _level(opt_level: Any) -> Policy:
 
 
 def _low_precision(name: str, value: Any) -> torch.dtype | None:
+    """The type, also by its name ("bfloat16", as the command line has it)."""
+    if isinstance(value, str):
+        value = {str(dtype).removeprefix("torch."): dtype for dtype in LOW_PRECISION}.get(value, value)
     if value is not None and value not in LOW_PRECISION:
         raise ValueError(f"initialize: {name} is {value!r}; wanted {' or '.join(map(str, LOW_PRECISION))}")
     return value
@@ -206,7 +209,7 @@ def _cast_model_type(policy: Policy, wanted: Any, explicit_dtype: torch.dtype | 
     if wanted is torch.float32:
         # The explicit form of "leave the weights in FP32", which then need no masters either.
         return replace(policy, cast_model_type=None, keep_batchnorm_fp32=None, master_weights=None)
-    _low_precision("cast_model_type", wanted)
+    wanted = _low_precision("cast_model_type", wanted)
     if policy.patch_torch_functions:
         raise ValueError(
             f"initialize: cast_model_type={wanted} contradicts opt_level {policy.opt_level!r}, which casts around "

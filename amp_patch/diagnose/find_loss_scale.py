@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.casts import regions
+from amp_patch.casts import state as casts_state
 from amp_patch.diagnose.trial_forward import undone
 from amp_patch.model.forward import policy_of
+from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
 
 _LOWEST, _HIGHEST = -24, 120  # powers of two that are tried
@@ -53,7 +55,7 @@ def find_loss_scale(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any
     Raises:
         TypeError: a batch that is no such tuple; a model or a loss that is none.
         ValueError: the loss is not one finite number, or does not depend on a parameter that requires grad; or even at
-        a scale of 2**-24 a gradient overflows; or the model is sharded.
+        a scale of 2**-24 a gradient overflows; or the model is sharded; or nothing makes it compute in low precision.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"find_loss_scale: model is a {type(model).__name__}; wanted a torch.nn.Module")
@@ -63,6 +65,11 @@ def find_loss_scale(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any
     params = [param for param in model.parameters() if param.requires_grad]
     if not params:
         raise ValueError(f"find_loss_scale: no parameter of {type(model).__name__} requires grad")
+    if policy_of(model) is None and not _has_low_precision(model):
+        raise ValueError(
+            f"find_loss_scale: this {type(model).__name__} is FP32 and in no training, so that there is no scale to be "
+            "found: give it a level first, model, optimizer = amp.initialize(model, optimizer, opt_level='O1') or 'O2'"
+        )
 
     def gradients(power: int) -> list[Tensor]:
         return _gradients(model, loss_fn, batch, params, 2.0**power)
@@ -82,6 +89,12 @@ def find_loss_scale(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any
     fewest = zeros(highest)
     lowest = -_last(lambda negated: zeros(-negated) == fewest, -highest, -_LOWEST)
     return LossScaleRange(2.0**lowest, 2.0**highest)
+
+
+def _has_low_precision(model: nn.Module) -> bool:
+    """Whether the model computes in low precision without any training: its weights are, or an autocast acts."""
+    casts = casts_state.current() is not None or any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+    return casts or any(param.dtype in LOW_PRECISION for param in model.parameters())
 
 
 def _gradients(

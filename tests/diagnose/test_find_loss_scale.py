@@ -94,6 +94,8 @@ def test_bad_input_is_named():
         amp.find_loss_scale(model.requires_grad_(False), total, (inputs, 1.0))
     with pytest.raises(ValueError, match="find_loss_scale: no parameter of ReLU requires grad"):
         amp.find_loss_scale(torch.nn.ReLU(), total, (inputs, 1.0))
+    with pytest.raises(ValueError, match=r"this Linear is FP32 and in no training.*give it a level first"):
+        amp.find_loss_scale(torch.nn.Linear(2, 1), total, (inputs, 1.0))
     with pytest.raises(TypeError, match="find_loss_scale: model is a function"):
         amp.find_loss_scale(total, total, (inputs, 1.0))
 
@@ -147,7 +149,7 @@ class Averaging(torch.nn.Linear):
 
 
 def test_a_buffer_that_forward_replaces_is_put_back():
-    model = Averaging()
+    model = amp.initialize(Averaging(), opt_level="O0")
     before = model.average
     amp.find_loss_scale(model, F.mse_loss, (torch.ones(1, 2), torch.ones(1, 1)))
     assert model.average is before

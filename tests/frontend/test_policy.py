@@ -43,6 +43,7 @@ def test_a_policy_is_a_value():
 def test_bfloat16_needs_no_loss_scale_unless_given(level):
     policy = resolve(level, dtype=BF16)
     assert (policy.dtype, policy.loss_scale) == (BF16, 1.0)
+    assert resolve(level, dtype="bfloat16") == policy
     assert policy.cast_model_type == (None if level == "O1" else BF16)
     assert resolve(level, dtype=BF16, loss_scale="dynamic").loss_scale == "dynamic"
 
@@ -109,7 +110,7 @@ def test_contradictions_say_why(level, override, why):
 def test_overrides_that_agree_with_the_level_are_accepted():
     assert resolve("O1", patch_torch_functions=True) == resolve("O1")
     assert resolve("O1", cast_model_type=torch.float32) == resolve("O1")
-    assert resolve("O2", cast_model_type=BF16) == resolve("O2", dtype=BF16)
+    assert resolve("O2", cast_model_type=BF16) == resolve("O2", dtype=BF16) == resolve("O2", cast_model_type="bfloat16")
     assert resolve("O1", patch_torch_functions=False).patch_torch_functions is False
     assert resolve("O0", keep_batchnorm_fp32=True, master_weights=True).cast_model_type is None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -21,6 +21,12 @@ from amp_patch.masters.split_master import SplitMaster, is_split, low_half
 from amp_patch.support import tree
 
 OPTIM = torch.optim
+
+
+def tensors(*values: float) -> tuple[Tensor, ...]:
+    return tuple(map(torch.tensor, values))
+
+
 # In one pass; in portions; by itself, with torch's functions and with our kernels.
 MAKERS = {
     "AdamW": lambda p: OPTIM.AdamW(p, lr=1e-2, weight_decay=0.1, fused=True),
@@ -28,7 +34,7 @@ MAKERS = {
     "SGD": lambda p: OPTIM.SGD(p, lr=0.05, momentum=0.9, nesterov=True, fused=True),
     "NAdam": lambda p: OPTIM.NAdam(p, lr=1e-2, foreach=True),
     "RMSprop": lambda p: OPTIM.RMSprop(p, lr=1e-2, foreach=False),
-    "Adam, betas that are tensors": lambda p: OPTIM.Adam(p, lr=1e-2, betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False),
+    "Adam, betas that are tensors": lambda p: OPTIM.Adam(p, lr=1e-2, betas=tensors(0.9, 0.99), foreach=False),
     "FusedLAMB": lambda p: optimizers.FusedLAMB(p, lr=1e-2),
     "FusedAdam": lambda p: optimizers.FusedAdam(p, lr=1e-2, weight_decay=0.1),
 }
@@ -240,13 +246,9 @@ def test_threads_that_look_at_once_all_see_the_value(training):
     for _ in range(20):
         iterate(model, optimizer, range(0))
         model.state_dict()
-        found: list[bool] = []
-        look = [threading.Thread(target=lambda: found.append(same(amp.master_params(optimizer), wanted))) for _ in "abc"]
-        for thread in look:
-            thread.start()
-        for thread in look:
-            thread.join()
-        assert found == [True] * 3
+        with ThreadPoolExecutor(3) as pool:
+            looks = [pool.submit(same, amp.master_params(optimizer), wanted) for _ in range(3)]
+        assert all(look.result() for look in looks)
 
 
 def test_a_user_s_tensor_class_beside_a_master(training):
@@ -334,7 +336,7 @@ def test_checkpoints_move_between_split_and_whole_masters(make, other):
 
 
 @one_of_each_way
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_copies_are_split_and_train_on_to_the_bit(make, copied):
     model, optimizer = start(make)
     iterate(model, optimizer, range(3))
@@ -408,7 +410,8 @@ def test_shapes_and_orders_of_all_kinds():
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
-    assert same(map(high_half, masters(optimizer)), model.parameters()) and not torch.equal(masters(optimizer)[2], wanted[2])
+    assert same(map(high_half, masters(optimizer)), model.parameters())
+    assert not torch.equal(masters(optimizer)[2], wanted[2])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
