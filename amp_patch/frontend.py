@@ -95,8 +95,8 @@ def initialize(
         verbosity: 0 silences the messages about overflow (logger "amp_patch"; only rank 0 speaks). 2: the next forward
             of each model prints what ran in which type, and why, to stdout (`explain`).
         min_loss_scale, max_loss_scale: range of a dynamic scale. Defaults 2**-24 and 2**24.
-        dtype: torch.float16 (default; bfloat16 at O4 and O5) or torch.bfloat16, whose loss scale is 1 unless given. Their
-            names are understood too.
+        dtype: torch.float16 (default; bfloat16 at O4 and O5) or torch.bfloat16, whose loss scale is 1 unless given.
+            Their names ("bfloat16") are understood.
         keep_fp32: modules that stay FP32 at any level, with their children: qualified names, classes, or a predicate
             over (name, module); one or several. Such a module is given FP32; in a cast model (O2, O3) it returns the
             dtype that came in. So does, by itself, each module in a cast model that has FP32 buffers and no parameters.
