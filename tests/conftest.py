@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
+from syncs import hear_the_notice
 
 from amp_patch import amp
 from amp_patch.casts import install
@@ -23,6 +24,9 @@ collect_ignore = [] if torch.cuda.is_available() else ["multi_tensor/test_cuda.p
 
 # Where the extension is there, what speaks of the casts runs on the wrappers in C and on those in Python.
 WRAPPERS = ["python"] if cast_wrappers.backend() == "python" else ["cpp", "python"]
+
+if torch.cuda.is_available():
+    hear_the_notice()
 
 # Where the tests run in a shell's background, this signal is ignored, and the processes that they start inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
