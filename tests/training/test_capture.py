@@ -10,20 +10,12 @@ import logging
 import pytest
 import torch
 import training
+from captured_steps import LEVELS, MAKERS, iteration, start
 from syncs import CopiesToOrFrom, count
 
-from amp_patch import amp, optimizers
+from amp_patch import amp
 from amp_patch.support import capture
 from amp_patch.training import overflow, stash
-
-MAKERS = {
-    "torch's fused AdamW, capturable": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
-    "torch's fused SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=True),
-    "FusedSGD": lambda params: optimizers.FusedSGD(params, lr=0.05, momentum=0.9),
-    "FusedAdam": lambda params: optimizers.FusedAdam(params, lr=1e-2, weight_decay=0.1, capturable=True),
-    "FusedMixedPrecisionLamb": lambda params: optimizers.FusedMixedPrecisionLamb(params, lr=1e-2),
-}
-LEVELS = ["O1", "O2", "O5"]
 
 
 @pytest.fixture
@@ -44,23 +36,6 @@ def capturing(monkeypatch):
     monkeypatch.setattr(overflow, "waits", lambda device: True)
     monkeypatch.setattr(stash, "DeviceNumbers", NoNumbers)
     return state
-
-
-def start(maker, level, device="cpu"):
-    model = training.convnet().to(device)
-    # A step that is skipped on the device is one of the graph like any other: statistics must not depend on it.
-    for module in model.modules():
-        if isinstance(module, torch.nn.BatchNorm2d):
-            module.eval()
-    options = {} if level == "O5" else {"loss_scale": "dynamic"}
-    return amp.initialize(model, maker(model.parameters()), opt_level=level, verbosity=0, **options)
-
-
-def iteration(model, optimizer, images, classes, factor=1.0):
-    loss = torch.nn.functional.cross_entropy(model(images), classes)
-    training.backward(loss * factor, optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def persistent(model, optimizer):
