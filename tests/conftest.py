@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
+from syncs import hear_the_notice
 
 from amp_patch import amp
 from amp_patch.casts import install
@@ -19,10 +20,13 @@ DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 # What only a GPU can show.
-collect_ignore = [] if torch.cuda.is_available() else ["multi_tensor/test_cuda.py"]
+collect_ignore = [] if torch.cuda.is_available() else ["multi_tensor/test_cuda.py", "training/test_cuda_graphs.py"]
 
 # Where the extension is there, what speaks of the casts runs on the wrappers in C and on those in Python.
 WRAPPERS = ["python"] if cast_wrappers.backend() == "python" else ["cpp", "python"]
+
+if torch.cuda.is_available():
+    hear_the_notice()
 
 # Where the tests run in a shell's background, this signal is ignored, and the processes that they start inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
