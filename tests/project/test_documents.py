@@ -1,4 +1,4 @@
-"""README.md, the other pages of the top level, and docs: links and files that they name are there, their Python runs, two stay short."""
+"""README.md, the other pages of the top level and docs: links and files that they name are there, their Python runs."""
 
 from __future__ import annotations
 
