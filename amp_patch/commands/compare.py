@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from amp_patch.commands.run import wanted_cuda
 from amp_patch.comparison.comparison import Comparison
+from amp_patch.comparison.level_result import went_well
 from amp_patch.comparison.machine import machine
 from amp_patch.comparison.plan import LEVELS, Plan, name_as_asked
 from amp_patch.policy import OPT_LEVELS
@@ -103,7 +104,11 @@ def compare(args: argparse.Namespace) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # what it has no letter for is not worth a comparison
         sys.stdout.reconfigure(errors="replace")
     console = Console()
-    runs, interrupted = _measure(plan, args, console)
+    try:
+        runs, interrupted = _measure(plan, args, console)
+    except _Refused as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
     script = ["-m", args.script] if args.module else [Path(args.script).name]
     title = shlex.join([*script, *args.arguments])
     comparison = Comparison(title, runs, plan.metric, plan.maximize, plan.steps, machine())
@@ -117,6 +122,10 @@ def compare(args: argparse.Namespace) -> None:
     console.print(f"report: {where}", soft_wrap=True, highlight=False, markup=False)
     if failure is not None or not comparison.comparable:
         sys.exit(130 if interrupted else 1)
+
+
+class _Refused(Exception):
+    """The script cannot be trained at another level unedited; the message names the lines to add."""
 
 
 def _measure(plan: Plan, args: argparse.Namespace, console: Console) -> tuple[list[Run], bool]:
@@ -134,6 +143,8 @@ def _measure(plan: Plan, args: argparse.Namespace, console: Console) -> tuple[li
                 return runs[: index + 1], True
             finally:
                 progress.end(index)
+            if run.refused and not any(map(went_well, runs[:index])):
+                raise _Refused(run.error)  # the other levels and seeds would say the same
     return runs, False
 
 
@@ -175,7 +186,7 @@ def _run(plan: Plan, args: argparse.Namespace, run: Run) -> None:
         run.error = (
             f"the recording breaks off after {run.steps} steps: by os._exit or exec in the script, or a full disk"
         )
-    if run.error is not None:
+    if run.error is not None and not run.refused:
         hint = "; --device cpu takes the CPU instead" if args.device is None and wanted_cuda(run.error) else ""
         run.error += f"{hint} (see {log})"
 

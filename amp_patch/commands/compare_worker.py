@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from amp_patch.commands import run as runner
 from amp_patch.comparison.outcome import failure
 from amp_patch.comparison.seeds import seeded
+from amp_patch.integrations.unedited.refusal import Refused
+from amp_patch.integrations.unedited.watch import Watch
 from amp_patch.recording.recorder import Recorder
 from amp_patch.recording.run import Run, dumps
 from amp_patch.recording.sinks import JsonLines
@@ -23,21 +25,25 @@ def recorded(path: str, *, steps: int | None, inspect: bool, shift: bool) -> Ite
     """
     level, seed = os.environ["AMP_PATCH_OPT_LEVEL"], int(os.environ["AMP_PATCH_SEED"])
     run, recorder, error = Run(level, seed), None, None
+    watch = Watch(level)
     try:
         with seeded(seed, shift=shift):
             recorder = Recorder([JsonLines(path), run], stop_after=steps, inspect=inspect)
-            with recorder:
+            with recorder, watch:
                 yield
     except BaseException as raised:
         error = raised
         raise
     finally:
-        words = None
         if recorder is not None and recorder.process == os.getpid():  # else a fork has left the script
-            words = failure(recorder, run, error)
-        if words is not None:
-            with open(path, "a") as lines:
-                lines.write(dumps({"event": "end", "error": words}) + "\n")
+            refused = error if isinstance(error, Refused) else None
+            words = str(refused) if refused is not None else failure(recorder, run, error)
+            if words is not None and error is None and (refused := watch.missing()) is not None:
+                words = str(refused)
+            if words is not None:
+                end = {"event": "end", "error": words, "refused": refused is not None}
+                with open(path, "a") as lines:
+                    lines.write(dumps(end) + "\n")
 
 
 def main() -> None:

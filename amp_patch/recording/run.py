@@ -52,6 +52,7 @@ class Run:
         policy: the resolved policy in words.
         device: of the model's first parameter, "cpu" or "cuda".
         error: why there are no figures, or fewer than asked for, in one line; None if all went well.
+        refused: whether that is because the script cannot be trained at another level unedited.
         notes: what the reader should know of a run that went well, a line each.
         loss: the sum over the loss_ids of the mean over the micro-batches of what went into `scale_loss`, unscaled.
         seconds: the time of a step.
@@ -73,6 +74,7 @@ class Run:
     policy: str = ""
     device: str = ""
     error: str | None = None
+    refused: bool = False
     notes: list[str] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
