@@ -81,14 +81,14 @@ def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = N
 def watched() -> Iterator[None]:
     """Train what torch alone would train in the body at AMP_PATCH_OPT_LEVEL, if that is set; say so if nothing was."""
     try:
-        level = asked_level()
+        watch = None if (level := asked_level()) is None else Watch(level)
     except ValueError as error:
         print(f"python -m amp_patch run: {error}", file=sys.stderr)
         sys.exit(2)
-    if level is None:
+    if watch is None:
         yield
         return
-    with Watch(level) as watch:
+    with watch:
         yield
     if (missing := watch.missing()) is not None:
         print(f"amp_patch: AMP_PATCH_OPT_LEVEL={level} has changed nothing: {missing.why}", file=sys.stderr)

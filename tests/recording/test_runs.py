@@ -44,6 +44,7 @@ RUN = Run(
     policy="O2 (torch.bfloat16)",
     device="cuda",
     error="it broke",
+    refused=True,
     notes=["one", "two"],
     loss=[1.5, math.nan, math.inf, -math.inf, 1e-320, 0.1],
     seconds=[0.25, math.nan],

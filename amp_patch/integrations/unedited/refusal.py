@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import FrameType
 
 _NOT_THE_USERS = ("torch", __name__.partition(".")[0], "runpy", "importlib", "contextlib")
 
@@ -29,22 +30,24 @@ class Refused(SystemExit):
 
     def __init__(self, why: str, hint: str = "", *, line: bool = True) -> None:
         self.why = f"{why}{_where() if line else ''}"
-        hint = f"\n{hint}" if hint else ""
-        super().__init__(f"amp_patch: this script cannot be taken unedited: {self.why}. Add to it:{_lines()}{hint}")
+        lines = _lightnings_lines() or _LINES + (f"\n{hint}" if hint else "")
+        super().__init__(f"amp_patch: this script cannot be taken unedited: {self.why}. Add to it:{lines}")
 
 
-def _lines() -> str:
-    for package, module in ("lightning", "lightning.pytorch.trainer"), ("pytorch_lightning", "pytorch_lightning"):
-        if module in sys.modules:
+def _lightnings_lines() -> str:
+    for package, module in ("lightning", "lightning.pytorch"), ("pytorch_lightning", "pytorch_lightning"):
+        if hasattr(sys.modules.get(module), "Trainer"):
             return _LIGHTNING_LINES.format(package=package)
-    return _LINES
+    return ""
 
 
 def _where() -> str:
-    """ " (train.py, line 31)": the innermost line that is neither torch's nor ours; empty where there is none."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS:
+    """ " (train.py, line 31)": the innermost line that is neither an installed package's nor ours; empty if none."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        installed = "site-packages" in path or path.startswith("<frozen")
+        if not installed and str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS:
+            return f" ({os.path.basename(path)}, line {frame.f_lineno})"
         frame = frame.f_back
-    if str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS:
-        return ""
-    return f" ({os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno})"
+    return ""

@@ -3,12 +3,16 @@
 The level begins in the call of a model, before its forward, not at the first backward: by then the first forward has
 run in FP32, on weights that a cast would change under the graph, and the first step would be another level's. A model
 is a module that is called with gradients enabled while no other module's call is running, and that has parameters
-which an optimizer holds. Optimizers are seen as they are made. Models of one script (an encoder and a decoder, a GAN's
-two) come one after another; each time all of them are initialized again, together, which keeps the masters' values.
+which an optimizer holds. Optimizers are seen as they are made. Models with optimizers of their own (a GAN's two) are
+trainings of their own. Where one optimizer holds several models (an encoder's and a decoder's), these come one after
+another in the first forward; each time they are initialized again, together, which keeps the masters' values.
+O1's casts are installed from the beginning, where they do nothing: in `F.mse_loss(model(x), y)` Python looks the
+loss function up before it calls the model.
 
 `torch.autograd.backward`, to which `Tensor.backward` leads, runs in a `scale_loss` of all optimizers that hold what the
 loss reaches: as in torch, a GAN's loss leaves gradients of both networks. What is no parameter (the image of an
-adversarial attack) gets the gradient that it would have without the scale.
+adversarial attack) gets the gradient that it would have without the scale. A closure that one of torch's optimizers
+would call at the beginning of its step is called before it, where the check for overflow can see its gradients.
 """
 
 from __future__ import annotations
@@ -20,25 +24,36 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from amp_patch.casts import install
+from amp_patch.environment import overridden
 from amp_patch.frontend import initialize, load_state_dict, loss_scale, state_dict
 from amp_patch.integrations.unedited.reach import Reach, reach_of
 from amp_patch.integrations.unedited.refusal import Refused
-from amp_patch.policy import OPT_LEVELS
+from amp_patch.policy import OPT_LEVELS, resolve
 from amp_patch.support.compiled import not_traced, uncompiled
+from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Patches
 from amp_patch.training import observers
 from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.observers import Observer
 from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.stash import stash_of
+from amp_patch.training.step import Done
 
 _OURS = ("amp_patch", "apex")
+
+
+class _Taken(NamedTuple):
+    """What one `initialize` was given: models, and optimizers, wrappers too."""
+
+    models: list[weakref.ref[nn.Module]]
+    optimizers: list[weakref.ref[Any]]
 
 
 class Watch(Observer):
@@ -62,12 +77,13 @@ class Watch(Observer):
         if level not in OPT_LEVELS:
             raise ValueError(f"Watch: level {level!r} is none of {', '.join(OPT_LEVELS)} (the letter O, not zero)")
         self.level = level
+        resolved, options = overridden(level, {})
+        self._policy = resolve(resolved, **options)
         self.backwards = 0
         self._aside = False  # whether the script calls `initialize` itself
         self._entering = False
         self._made: list[weakref.ref[Any]] = []  # all optimizers, in the order in which they were made
-        self._models: list[weakref.ref[nn.Module]] = []
-        self._entered: list[weakref.ref[Any]] = []  # what `initialize` was given: wrappers too
+        self._taken: list[_Taken] = []
         self._groups = 0  # how often an optimizer was given parameters
         # The modules that were looked at -> what `_groups` was then.
         self._looked = weakref.WeakKeyDictionary[nn.Module, int]()
@@ -87,6 +103,9 @@ class Watch(Observer):
         patches.on_remove(hook.remove)
         observers.add(self)
         patches.on_remove(lambda: observers.remove(self))
+        if self._policy.patch_torch_functions and not install.installed():
+            install.install(self._policy.op_lists)
+            patches.on_remove(lambda: None if self._taken else install.uninstall())
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -98,7 +117,7 @@ class Watch(Observer):
             return None
         if not self._made:
             return Refused("it made no optimizer of torch.optim in this process", line=False)
-        if not self._models:
+        if not self._taken:
             return Refused("it called no module whose parameters an optimizer holds", line=False)
         return Refused("it never called backward() of a loss of its model", line=False)
 
@@ -171,15 +190,14 @@ class Watch(Observer):
     def _forward_begins(self, module: nn.Module) -> None:
         if self._aside or not torch.is_grad_enabled() or self._looked.get(module) == self._groups:
             return
-        if torch._C._get_tracing_state() is not None:
+        if torch._C._get_tracing_state() is not None or torch._C._current_graph_task_id() != -1:
             return
         self._looked[module] = self._groups
         model = uncompiled(module)
         own = self._holders(map(id, model.parameters()))
         if not own:
             return
-        models = _alive(self._models)
-        known = {id(p) for each in models for p in each.parameters()}
+        known = {id(p) for each in self._models() for p in each.parameters()}
         fresh = any(stash_of(innermost(optimizer)) is None for optimizer in own)
         if not fresh and all(id(p) in known or id(p) not in self._owners for p in model.parameters()):
             return
@@ -190,17 +208,26 @@ class Watch(Observer):
             raise Refused(
                 "it enters torch.autocast itself", "and take out torch.autocast and GradScaler, whose part a level has"
             )
-        if all(each is not model for each in models):
-            models.append(model)
-        self._begin(models, [*_alive(self._entered), *own])
+        self._take(model, own)
 
-    def _begin(self, models: list[nn.Module], optimizers: list[Any]) -> None:
-        """Initialize these, some of them again; the loss scale goes on."""
-        optimizers = list({id(optimizer): optimizer for optimizer in optimizers}.values())
-        earlier = _alive(self._entered)
+    def _take(self, model: nn.Module, optimizers: list[Any]) -> None:
+        """Initialize these, with all that belongs to the same optimizers already; the loss scale goes on."""
+        for optimizer in optimizers:
+            _refuse_lbfgs(innermost(optimizer))
+        held = {id(innermost(optimizer)) for optimizer in optimizers}
+        joined = [t for t in self._taken if any(id(innermost(o)) in held for o in _alive(t.optimizers))]
+        earlier = [optimizer for taken in joined for optimizer in _alive(taken.optimizers)]
+        if any(stash.gathered for o in earlier if (stash := stash_of(innermost(o))) is not None):
+            raise Refused(
+                f"{base_class(model).__name__} is called for the first time between backward() and step() of an "
+                "optimizer that it shares with other models",
+                "and give initialize all these models, as a list",
+            )
+        models = list({id(m): m for m in (*(m for t in joined for m in _alive(t.models)), model)}.values())
+        optimizers = list({id(innermost(o)): o for o in (*earlier, *optimizers)}.values())
         self._entering = True
         try:
-            scales = state_dict(earlier) if earlier else None
+            scales = state_dict(earlier) if len(joined) == 1 else None
             initialize(models, optimizers, opt_level=self.level)
             if scales is not None:
                 load_state_dict(scales, optimizers)
@@ -208,11 +235,14 @@ class Watch(Observer):
             raise Refused(f"{error}") from error
         finally:
             self._entering = False
-        self._models = [weakref.ref(model) for model in models]
-        self._entered = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._taken = [taken for taken in self._taken if all(taken is not each for each in joined)]
+        self._taken.append(_Taken([*map(weakref.ref, models)], [*map(weakref.ref, optimizers)]))
         self._groups += 1
-        for model in models:
-            self._looked[model] = self._groups
+        for each in models:
+            self._looked[each] = self._groups
+
+    def _models(self) -> list[nn.Module]:
+        return [model for taken in self._taken for model in _alive(taken.models)]
 
     # Losses.
 
@@ -247,7 +277,7 @@ class Watch(Observer):
             Refused: one of them went through no `initialize`.
         """
         if not reach.whole:
-            return _alive(self._entered)
+            return [optimizer for taken in self._taken for optimizer in _alive(taken.optimizers)]
         found = self._holders(reach.leaves)
         if not (found and self._is_of_ours()):
             for optimizer in found:
@@ -259,15 +289,14 @@ class Watch(Observer):
     def _refuse_unknown(self, optimizer: Any) -> None:
         if stash_of(innermost(optimizer)) is None:
             raise Refused(
-                f"the {type(innermost(optimizer)).__name__} here holds tensors of no module that was called since it "
-                "was made, with gradients enabled"
+                f"the {base_class(innermost(optimizer)).__name__} here holds tensors of no module that was called "
+                "since it was made, with gradients enabled"
             )
 
     @contextmanager
     def _others_unscaled(self, reach: Reach, optimizers: list[Any]) -> Iterator[None]:
         """Let the leaves that belong to no model and no optimizer have their gradients as without a scale."""
-        models = _alive(self._models)
-        known = {id(p) for each in models for p in each.parameters()}.union(self._owners)
+        known = {id(p) for each in self._models() for p in each.parameters()}.union(self._owners)
         others = [leaf for key, leaf in reach.leaves.items() if key not in known]
         earlier = [leaf.grad for leaf in others]
         scale = loss_scale(optimizers) if others else None
@@ -288,19 +317,40 @@ class Watch(Observer):
     # Steps.
 
     @not_traced
-    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self._aside or all(ref() is not optimizer for ref in self._made) or self._is_of_ours():
-            return
-        name = type(optimizer).__name__
-        if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
-            raise Refused(
-                f"step() is given a closure, which makes gradients inside of the step of {name}",
-                "and call what the closure does before step(), and step() without it",
-            )
+            return None
+        name, result = base_class(optimizer).__name__, None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None and not isinstance(closure, Done):
+            _refuse_unknown_use(optimizer)
+            with torch.enable_grad():
+                done = Done(closure())
+            result = ((args[0], done, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": done})
         stash = stash_of(optimizer)
         if (stash is None or not stash.bodies) and any(p.grad is not None for p in _params(innermost(optimizer))):
             self._refuse_unknown(optimizer)
             raise Refused(f"the gradients of {name} were made without backward()")
+        return result
+
+
+def _refuse_lbfgs(optimizer: Any) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise Refused(
+            "LBFGS evaluates its closure again and again inside of step()",
+            "inside of the closure, and compare --levels O0,O4: no other level can train so",
+        )
+
+
+def _refuse_unknown_use(optimizer: Any) -> None:
+    """Raise unless the optimizer is known to call its closure once, before all else, as torch's do save for LBFGS."""
+    _refuse_lbfgs(optimizer)
+    base = base_class(optimizer)
+    if base.__module__.partition(".")[0] != "torch":
+        raise Refused(
+            f"step() is given a closure, and what a {base.__name__} does with it is not known",
+            "and call what the closure does before step(), and step() without it",
+        )
 
 
 def _params(optimizer: Any) -> Iterator[Tensor]:
