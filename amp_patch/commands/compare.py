@@ -20,7 +20,7 @@ from amp_patch.commands.run import wanted_cuda
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.level_result import went_well
 from amp_patch.comparison.machine import machine
-from amp_patch.comparison.plan import LEVELS, Plan, name_as_asked
+from amp_patch.comparison.plan import LEVELS, NATIVE, Plan, name_as_asked
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.recording.run import Run, loads
 
@@ -134,7 +134,7 @@ def _measure(plan: Plan, args: argparse.Namespace, console: Console) -> tuple[li
 
     runs = plan.runs()
     with Progress(console, runs, plan.steps).shown() as progress:
-        for index, run in enumerate(runs):
+        for index, run in enumerate(runs):  # which may grow meanwhile
             progress.begin(index)
             try:
                 _run(plan, args, run)
@@ -143,6 +143,8 @@ def _measure(plan: Plan, args: argparse.Namespace, console: Console) -> tuple[li
                 return runs[: index + 1], True
             finally:
                 progress.end(index)
+            if index == 0 and run.native:
+                progress.grow(plan.runs(native=True)[1:])
             if run.refused and not any(map(went_well, runs[:index])):
                 raise _Refused(run.error)  # the other levels and seeds would say the same
     return runs, False
@@ -158,7 +160,7 @@ def _run(plan: Plan, args: argparse.Namespace, run: Run) -> None:
     environment = {"PYTHONHASHSEED": "0", **os.environ, **plan.environment(run)}
     with open(args.out / log, "wb") as output, open(record, "rb") as lines:
         child = subprocess.Popen(
-            _command(plan, args, record, run.seed),
+            _command(plan, args, record, asked),
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -213,12 +215,14 @@ def _has_ended(child: subprocess.Popen[bytes], seconds: float) -> bool:
     return True
 
 
-def _command(plan: Plan, args: argparse.Namespace, record: Path, seed: int) -> list[str]:
+def _command(plan: Plan, args: argparse.Namespace, record: Path, run: Run) -> list[str]:
     python = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
     options = ["--record", str(record)]
     if plan.steps is not None:
         options += ["--steps", str(plan.steps)]
-    if plan.inspect:
+    if run.level == NATIVE:
+        options += ["--native"]
+    elif plan.inspect:
         options += ["--inspect"]
     if args.seed_flag is None:
         options += ["--shift"]
@@ -226,7 +230,7 @@ def _command(plan: Plan, args: argparse.Namespace, record: Path, seed: int) -> l
         options += ["--device", args.device]
     if args.module:
         options += ["-m"]
-    own = [args.seed_flag, str(seed)] if args.seed_flag is not None else []
+    own = [args.seed_flag, str(run.seed)] if args.seed_flag is not None else []
     return [*python, "-m", "amp_patch.commands.compare_worker", *options, args.script, *args.arguments, *own]
 
 

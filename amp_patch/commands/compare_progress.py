@@ -45,6 +45,11 @@ class Progress:
         if not self.live and not run.refused:  # why that is comes once, and whole
             self.console.print(Text(progress_line(run, self.asked)), soft_wrap=True)
 
+    def grow(self, rest: list[Run]) -> None:
+        """Let `rest` be what follows the first run."""
+        self.runs[1:] = rest
+        self.states[1:] = ["waiting"] * len(rest)
+
     def table(self) -> Table:
         """The rows around the run that is under way, as many as the terminal has room for."""
         table = Table("level", "seed", "step", "loss", "ms a step", "state", box=None, header_style="dim")

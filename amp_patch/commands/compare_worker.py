@@ -18,14 +18,14 @@ from amp_patch.recording.sinks import JsonLines
 
 
 @contextmanager
-def recorded(path: str, *, steps: int | None, inspect: bool, shift: bool) -> Iterator[None]:
+def recorded(path: str, *, steps: int | None, inspect: bool, shift: bool, native: bool = False) -> Iterator[None]:
     """Write the events of the training in the body to `path`, and last why it failed, if it did.
 
     The level and the seed are in the environment: AMP_PATCH_OPT_LEVEL, AMP_PATCH_SEED.
     """
     level, seed = os.environ["AMP_PATCH_OPT_LEVEL"], int(os.environ["AMP_PATCH_SEED"])
     run, recorder, error = Run(level, seed), None, None
-    watch = Watch(level)
+    watch = Watch(level, native=native)
     try:
         with seeded(seed, shift=shift):
             recorder = Recorder([JsonLines(path), run], stop_after=steps, inspect=inspect)
@@ -40,8 +40,8 @@ def recorded(path: str, *, steps: int | None, inspect: bool, shift: bool) -> Ite
             words = str(refused) if refused is not None else failure(recorder, run, error)
             if words is not None and error is None and (refused := watch.missing()) is not None:
                 words = str(refused)
-            if words is not None:
-                end = {"event": "end", "error": words, "refused": refused is not None}
+            if words is not None or watch.native.seen:
+                end = {"event": "end", "error": words, "refused": refused is not None, "native": watch.native.seen}
                 with open(path, "a") as lines:
                     lines.write(dumps(end) + "\n")
 
@@ -52,9 +52,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--inspect", action="store_true")
     parser.add_argument("--shift", action="store_true")
+    parser.add_argument("--native", action="store_true")
     runner.add_arguments(parser)
     args = parser.parse_args()
-    runner.run(args, recorded(args.record, steps=args.steps, inspect=args.inspect, shift=args.shift))
+    options = {name: getattr(args, name) for name in ("steps", "inspect", "shift", "native")}
+    runner.run(args, recorded(args.record, **options))
 
 
 if __name__ == "__main__":

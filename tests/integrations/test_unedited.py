@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,7 +259,13 @@ first(torch.ones(1, 2)).sum().backward()
 second(torch.ones(1, 2)).sum().backward()
 """
 SEVERAL = "a, b = net(torch.randn(8, 1, 8, 8)).sum(1)[:2]\ntorch.autograd.backward([a, b])"
-AUTOCAST = "with torch.autocast('cpu', torch.bfloat16):\n    net(torch.randn(8, 1, 8, 8))"
+AUTOCAST = """
+torch.set_autocast_enabled("cpu", True)
+try:
+    net(torch.randn(8, 1, 8, 8))
+finally:
+    torch.set_autocast_enabled("cpu", False)
+"""
 LBFGS = NET.replace("Adam(net.parameters(), lr=1e-2, eps=1e-4)", "LBFGS(net.parameters())") + CLOSURE
 
 # What cannot be taken: the script, what is said of it, and what stands in its line (None: it is said at the end).
@@ -267,7 +275,7 @@ REFUSED = {
     "no module": (RAW, "the SGD here holds tensors of no module", ".backward"),
     "by hand": (NET + BY_HAND, "the gradients of Adam were made without backward()", "optimizer.step"),
     "in flight": (IN_FLIGHT, "Linear is called for the first time between backward() and step()", "second(torch"),
-    "autocast": (NET + AUTOCAST, "it enters torch.autocast itself", "    net("),
+    "autocast": (NET + AUTOCAST, "it turns torch's autocast on", "    net("),
     "bfloat16": (
         NET + "net.bfloat16()(torch.ones(8, 1, 8, 8).bfloat16())",
         "of Sequential is torch.bfloat16",
@@ -305,6 +313,51 @@ def test_what_cannot_be_taken_is_refused_in_one_message(name, level):
         assert f"(train.py, line {numbers[0]})" in said
 
 
+# At step 2 the loss overflows. At a level the lines with a comment are as in FP32.
+NATIVE = """
+scaler = torch.amp.GradScaler("cpu") #pass
+for step in range(5):
+    factor = 1e6 if step == 2 else 1.0
+    with torch.autocast("cpu", torch.float16): #if True:
+        loss = F.cross_entropy(net(torch.randn(8, 1, 8, 8)), torch.randint(5, (8,))) * factor
+    optimizer.zero_grad()
+    scaler.scale(loss).backward() #loss.backward()
+    scaler.unscale_(optimizer) #pass
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    scaler.step(optimizer) #optimizer.step()
+    scaler.update() #pass
+    losses.append(loss.item())
+"""
+
+
+def in_fp32(script: str) -> str:
+    """The script with what its comments have in place of their lines."""
+    return re.sub(r"^( *)[^#\n]*#(?!net)", r"\1", script, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_level_takes_the_place_of_torchs_own_precision(level):
+    with Watch(level) as watch:
+        losses = run(NET + NATIVE)["losses"]
+    amp.restore()
+    assert watch.native.seen
+    with Watch(level) as watch:
+        assert losses == run(NET + in_fp32(NATIVE))["losses"] and not watch.native.seen
+    amp.restore()
+    assert (losses == run(NET + in_fp32(NATIVE))["losses"]) is (level == "O0")
+
+
+def test_torchs_own_precision_is_recorded_as_it_is(tmp_path, monkeypatch):
+    plain = run(NET + NATIVE)["losses"]
+    monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "O0")
+    monkeypatch.setenv("AMP_PATCH_SEED", "0")
+    with recorded(str(tmp_path / "run.jsonl"), steps=None, inspect=False, shift=True, native=True):
+        assert run(NET + NATIVE)["losses"] == plain
+    found = run_of(tmp_path / "run.jsonl")
+    assert found.loss == plain and found.native and found.error is None
+    assert found.skipped == [False, False, True, False, False] and found.scale == [2.0**16] * 3 + [2.0**15] * 2
+
+
 def test_a_script_of_ours_is_left_alone():
     script = edited(NET + CLIPS).replace("import torch\n", "import torch\nfrom amp_patch import amp\n", 1)
     expected = run(script, LEVEL="O1")["losses"]
@@ -319,6 +372,13 @@ def test_a_level_that_cannot_be_is_refused():
         Watch("02")
 
 
+def run_of(path: Path) -> Run:
+    found = Run("")
+    for line in path.read_text().splitlines():
+        found.add(loads(line))
+    return found
+
+
 @pytest.mark.parametrize("name", ["gan", "closure", "accumulates"])
 def test_its_losses_are_recorded(name, tmp_path, monkeypatch):
     monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "O2")
@@ -329,8 +389,6 @@ def test_its_losses_are_recorded(name, tmp_path, monkeypatch):
         with recorded(str(path), steps=None, inspect=False, shift=True):
             run(edited(SCRIPTS[name]) if ours else SCRIPTS[name], amp=amp, LEVEL="O2")
         amp.restore()
-        runs.append(Run(""))
-        for line in path.read_text().splitlines():
-            runs[-1].add(loads(line))
+        runs.append(run_of(path))
     assert runs[0].loss == runs[1].loss and runs[0].steps > 2 and runs[0].error is None
     assert (runs[0].level, runs[0].scale, runs[0].skipped) == ("O2", runs[1].scale, runs[1].skipped)

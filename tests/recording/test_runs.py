@@ -45,6 +45,7 @@ RUN = Run(
     device="cuda",
     error="it broke",
     refused=True,
+    native=True,
     notes=["one", "two"],
     loss=[1.5, math.nan, math.inf, -math.inf, 1e-320, 0.1],
     seconds=[0.25, math.nan],

@@ -33,6 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from amp_patch.casts import install
 from amp_patch.environment import overridden
 from amp_patch.frontend import initialize, load_state_dict, loss_scale, state_dict
+from amp_patch.integrations.unedited.native import NativePrecision, before_scaling
 from amp_patch.integrations.unedited.reach import Reach, reach_of
 from amp_patch.integrations.unedited.refusal import Refused
 from amp_patch.policy import OPT_LEVELS, resolve
@@ -64,19 +65,23 @@ class Watch(Observer):
 
     Args:
         level: "O0" to "O5"; as for `initialize`, AMP_PATCH_OPT_LEVEL and AMP_PATCH_DTYPE have the last word.
+        native: leave the script its own torch.autocast and GradScaler; for "O0" alone.
 
     Attributes:
         backwards: how many losses were taken.
+        native: what the script does of torch's own mixed precision, which a level takes the place of.
 
     Raises:
         ValueError: a level that cannot be.
         Refused (a SystemExit): from the line of the script that cannot be taken.
     """
 
-    def __init__(self, level: str) -> None:
+    def __init__(self, level: str, *, native: bool = False) -> None:
         if level not in OPT_LEVELS:
             raise ValueError(f"Watch: level {level!r} is none of {', '.join(OPT_LEVELS)} (the letter O, not zero)")
         self.level = level
+        self.native = NativePrecision(native, lambda: not (self._aside or self._is_of_ours()))
+        self._scale: Tensor | None = None  # by which the script's own GradScaler has scaled the loss of this backward
         resolved, options = overridden(level, {})
         self._policy = resolve(resolved, **options)
         self.backwards = 0
@@ -99,6 +104,7 @@ class Watch(Observer):
         patches.set(optimizer, "add_param_group", self._telling_of_groups(optimizer.add_param_group))
         patches.set(nn.Module, "__call__", self._telling_of_forwards(nn.Module.__call__))
         patches.set(torch.autograd, "backward", self._scaling(torch.autograd.backward))
+        self.native.install(patches)
         hook = register_optimizer_step_pre_hook(self._step_begins)
         patches.on_remove(hook.remove)
         observers.add(self)
@@ -123,6 +129,10 @@ class Watch(Observer):
 
     def training_begun(self, training: Any) -> None:
         self._aside = self._aside or not self._entering
+
+    def body_begins(self, body: Any) -> None:
+        if self._scale is not None:
+            body.scale = self._scale
 
     # Optimizers.
 
@@ -204,9 +214,10 @@ class Watch(Observer):
         if self._is_of_ours():
             self._aside = True
             return
-        if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        if not self.native.kept and any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
             raise Refused(
-                "it enters torch.autocast itself", "and take out torch.autocast and GradScaler, whose part a level has"
+                "it turns torch's autocast on in a way of its own",
+                "and take out torch.autocast and GradScaler, whose part a level has",
             )
         self._take(model, own)
 
@@ -260,9 +271,11 @@ class Watch(Observer):
                 return original(losses, grad_tensors, *args, **kwargs)
             if len(losses) > 1:
                 raise Refused("torch.autograd.backward is given several losses", "and add the losses up before")
+            loss, self._scale = before_scaling(losses[0])
             self._thread.backward = True
             try:
-                with scale_loss(losses[0], optimizers) as scaled, self._others_unscaled(reach, optimizers):
+                with scale_loss(loss, optimizers) as scaled, self._others_unscaled(reach, optimizers):
+                    scaled = scaled if self._scale is None else losses[0]
                     original(scaled, _as_type_of(grad_tensors, scaled), *args, **kwargs)
             finally:
                 self._thread.backward = False
@@ -318,6 +331,7 @@ class Watch(Observer):
 
     @not_traced
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        self.native.stepped()
         if self._aside or all(ref() is not optimizer for ref in self._made) or self._is_of_ours():
             return None
         name, result = base_class(optimizer).__name__, None
