@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--levels", default=",".join(LEVELS), help=f"of {', '.join(OPT_LEVELS)}, two or more (default %(default)s)")
     add("--dtype", help="float16 or bfloat16 at O1, O2 and O3; O4 and O5 are bfloat16 (default: as the script has it)")
     add("--steps", type=int, help="end each run after so many optimizer steps, before an evaluation that follows them")
-    add("--seeds", type=int, default=1, help="repetitions; the verdict needs several (default %(default)s)")
+    add("--seeds", type=int, default=3, help="repetitions; the verdict needs several (default %(default)s)")
     add("--seed-flag", metavar="FLAG", help="the script's own option for a seed")
     add("--metric", default="loss", help="compare by this name of amp.log's (default: the training loss)")
     add("--maximize", action="store_true", help="more of the metric is better")
