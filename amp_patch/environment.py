@@ -30,6 +30,15 @@ _OPTIONS = (
 Choice = TypeVar("Choice")
 
 
+def asked_level() -> str | None:
+    """What ``AMP_PATCH_OPT_LEVEL`` is; None where it is not set, or empty.
+
+    Raises:
+        ValueError: it names no level.
+    """
+    return _read(LEVEL, {level: level for level in OPT_LEVELS})
+
+
 def overridden(opt_level: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The level and the options of `resolve` that the environment makes of a script's; without it the very same.
 
@@ -42,7 +51,7 @@ def overridden(opt_level: str, options: dict[str, Any]) -> tuple[str, dict[str, 
     Raises:
         ValueError, TypeError: a variable that names no level or dtype; what `resolve` refuses at the script's own.
     """
-    wanted, dtype = _read(LEVEL, {level: level for level in OPT_LEVELS}), _read(DTYPE, _DTYPES)
+    wanted, dtype = asked_level(), _read(DTYPE, _DTYPES)
     level = opt_level if wanted is None else wanted
     if level not in _OF_EITHER_DTYPE:
         dtype = None

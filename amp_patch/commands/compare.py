@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 from amp_patch.commands.run import wanted_cuda
 from amp_patch.comparison.comparison import Comparison
+from amp_patch.comparison.level_result import went_well
 from amp_patch.comparison.machine import machine
-from amp_patch.comparison.plan import LEVELS, Plan, name_as_asked
+from amp_patch.comparison.plan import LEVELS, NATIVE, Plan, name_as_asked
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.recording.run import Run, loads
 
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--levels", default=",".join(LEVELS), help=f"of {', '.join(OPT_LEVELS)}, two or more (default %(default)s)")
     add("--dtype", help="float16 or bfloat16 at O1, O2 and O3; O4 and O5 are bfloat16 (default: as the script has it)")
     add("--steps", type=int, help="end each run after so many optimizer steps, before an evaluation that follows them")
-    add("--seeds", type=int, default=1, help="repetitions; the verdict needs several (default %(default)s)")
+    add("--seeds", type=int, default=3, help="repetitions; the verdict needs several (default %(default)s)")
     add("--seed-flag", metavar="FLAG", help="the script's own option for a seed")
     add("--metric", default="loss", help="compare by this name of amp.log's (default: the training loss)")
     add("--maximize", action="store_true", help="more of the metric is better")
@@ -103,7 +104,11 @@ def compare(args: argparse.Namespace) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # what it has no letter for is not worth a comparison
         sys.stdout.reconfigure(errors="replace")
     console = Console()
-    runs, interrupted = _measure(plan, args, console)
+    try:
+        runs, interrupted = _measure(plan, args, console)
+    except _Refused as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
     script = ["-m", args.script] if args.module else [Path(args.script).name]
     title = shlex.join([*script, *args.arguments])
     comparison = Comparison(title, runs, plan.metric, plan.maximize, plan.steps, machine())
@@ -119,13 +124,17 @@ def compare(args: argparse.Namespace) -> None:
         sys.exit(130 if interrupted else 1)
 
 
+class _Refused(Exception):
+    """The script cannot be trained at another level unedited; the message names the lines to add."""
+
+
 def _measure(plan: Plan, args: argparse.Namespace, console: Console) -> tuple[list[Run], bool]:
     """The runs that were begun, and whether Ctrl-C ended them."""
     from amp_patch.commands.compare_progress import Progress
 
     runs = plan.runs()
     with Progress(console, runs, plan.steps).shown() as progress:
-        for index, run in enumerate(runs):
+        for index, run in enumerate(runs):  # which may grow meanwhile
             progress.begin(index)
             try:
                 _run(plan, args, run)
@@ -134,6 +143,10 @@ def _measure(plan: Plan, args: argparse.Namespace, console: Console) -> tuple[li
                 return runs[: index + 1], True
             finally:
                 progress.end(index)
+            if index == 0 and run.native:
+                progress.grow(plan.runs(native=True)[1:])
+            if run.refused and not any(map(went_well, runs[:index])):
+                raise _Refused(run.error)  # the other levels and seeds would say the same
     return runs, False
 
 
@@ -147,7 +160,7 @@ def _run(plan: Plan, args: argparse.Namespace, run: Run) -> None:
     environment = {"PYTHONHASHSEED": "0", **os.environ, **plan.environment(run)}
     with open(args.out / log, "wb") as output, open(record, "rb") as lines:
         child = subprocess.Popen(
-            _command(plan, args, record, run.seed),
+            _command(plan, args, record, asked),
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -175,7 +188,7 @@ def _run(plan: Plan, args: argparse.Namespace, run: Run) -> None:
         run.error = (
             f"the recording breaks off after {run.steps} steps: by os._exit or exec in the script, or a full disk"
         )
-    if run.error is not None:
+    if run.error is not None and not run.refused:
         hint = "; --device cpu takes the CPU instead" if args.device is None and wanted_cuda(run.error) else ""
         run.error += f"{hint} (see {log})"
 
@@ -202,12 +215,14 @@ def _has_ended(child: subprocess.Popen[bytes], seconds: float) -> bool:
     return True
 
 
-def _command(plan: Plan, args: argparse.Namespace, record: Path, seed: int) -> list[str]:
+def _command(plan: Plan, args: argparse.Namespace, record: Path, run: Run) -> list[str]:
     python = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
     options = ["--record", str(record)]
     if plan.steps is not None:
         options += ["--steps", str(plan.steps)]
-    if plan.inspect:
+    if run.level == NATIVE:
+        options += ["--native"]
+    elif plan.inspect:
         options += ["--inspect"]
     if args.seed_flag is None:
         options += ["--shift"]
@@ -215,7 +230,7 @@ def _command(plan: Plan, args: argparse.Namespace, record: Path, seed: int) -> l
         options += ["--device", args.device]
     if args.module:
         options += ["-m"]
-    own = [args.seed_flag, str(seed)] if args.seed_flag is not None else []
+    own = [args.seed_flag, str(run.seed)] if args.seed_flag is not None else []
     return [*python, "-m", "amp_patch.commands.compare_worker", *options, args.script, *args.arguments, *own]
 
 

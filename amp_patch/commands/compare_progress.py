@@ -42,8 +42,13 @@ class Progress:
         self.states[index] = "done" if run.error is None else "failed"
         if self.steps is None and run.error is None:
             self.steps = run.steps  # what the others can be expected to take
-        if not self.live:
+        if not self.live and not run.refused:  # why that is comes once, and whole
             self.console.print(Text(progress_line(run, self.asked)), soft_wrap=True)
+
+    def grow(self, rest: list[Run]) -> None:
+        """Let `rest` be what follows the first run."""
+        self.runs[1:] = rest
+        self.states[1:] = ["waiting"] * len(rest)
 
     def table(self) -> Table:
         """The rows around the run that is under way, as many as the terminal has room for."""
@@ -54,7 +59,7 @@ class Progress:
         current = next((i for i, state in enumerate(self.states) if state in ("waiting", "running")), len(self.runs))
         first = max(0, min(current - room // 2, len(self.runs) - room))
         for run, state in list(zip(self.runs, self.states, strict=True))[first : first + room]:
-            words = state if run.error is None else f"{state}: {run.error}"
+            words = state if run.error is None or run.refused else f"{state}: {run.error}"
             cells = [run.level, str(run.seed), self._step(run), *newest_figures(run)]
             last = Text(words, style=_COLOURS[state], no_wrap=True, overflow="ellipsis")
             table.add_row(*cells, last)

@@ -10,34 +10,40 @@ from contextlib import contextmanager
 from amp_patch.commands import run as runner
 from amp_patch.comparison.outcome import failure
 from amp_patch.comparison.seeds import seeded
+from amp_patch.integrations.unedited.refusal import Refused
+from amp_patch.integrations.unedited.watch import Watch
 from amp_patch.recording.recorder import Recorder
 from amp_patch.recording.run import Run, dumps
 from amp_patch.recording.sinks import JsonLines
 
 
 @contextmanager
-def recorded(path: str, *, steps: int | None, inspect: bool, shift: bool) -> Iterator[None]:
+def recorded(path: str, *, steps: int | None, inspect: bool, shift: bool, native: bool = False) -> Iterator[None]:
     """Write the events of the training in the body to `path`, and last why it failed, if it did.
 
     The level and the seed are in the environment: AMP_PATCH_OPT_LEVEL, AMP_PATCH_SEED.
     """
     level, seed = os.environ["AMP_PATCH_OPT_LEVEL"], int(os.environ["AMP_PATCH_SEED"])
     run, recorder, error = Run(level, seed), None, None
+    watch = Watch(level, native=native)
     try:
         with seeded(seed, shift=shift):
             recorder = Recorder([JsonLines(path), run], stop_after=steps, inspect=inspect)
-            with recorder:
+            with recorder, watch:
                 yield
     except BaseException as raised:
         error = raised
         raise
     finally:
-        words = None
         if recorder is not None and recorder.process == os.getpid():  # else a fork has left the script
-            words = failure(recorder, run, error)
-        if words is not None:
-            with open(path, "a") as lines:
-                lines.write(dumps({"event": "end", "error": words}) + "\n")
+            refused = error if isinstance(error, Refused) else None
+            words = str(refused) if refused is not None else failure(recorder, run, error)
+            if words is not None and error is None and (refused := watch.missing()) is not None:
+                words = str(refused)
+            if words is not None or watch.native.seen:
+                end = {"event": "end", "error": words, "refused": refused is not None, "native": watch.native.seen}
+                with open(path, "a") as lines:
+                    lines.write(dumps(end) + "\n")
 
 
 def main() -> None:
@@ -46,9 +52,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--inspect", action="store_true")
     parser.add_argument("--shift", action="store_true")
+    parser.add_argument("--native", action="store_true")
     runner.add_arguments(parser)
     args = parser.parse_args()
-    runner.run(args, recorded(args.record, steps=args.steps, inspect=args.inspect, shift=args.shift))
+    options = {name: getattr(args, name) for name in ("steps", "inspect", "shift", "native")}
+    runner.run(args, recorded(args.record, **options))
 
 
 if __name__ == "__main__":

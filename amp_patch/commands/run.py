@@ -20,8 +20,8 @@ import os
 import pkgutil
 import runpy
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
@@ -29,6 +29,8 @@ from typing import Any
 
 import amp_patch.apex
 from amp_patch.commands import no_cuda
+from amp_patch.environment import asked_level
+from amp_patch.integrations.unedited.watch import Watch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = None) -> None:
-    """run a script written for Apex as it is: its `import apex` finds amp_patch"""
+    """run a script as it is: its `import apex` finds amp_patch; AMP_PATCH_OPT_LEVEL trains plain torch at a level"""
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins  # which exec would give as a dict, as for any module but this one
     execute: Callable[[], Any]
@@ -68,11 +70,28 @@ def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = N
     # The second name is what a spawned process has for it, and multiprocessing made it one for our own main module.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     try:
-        with around or nullcontext():
+        with watched() if around is None else around:
             execute()
     except BaseException:
         sys.excepthook = partial(_report, sys.excepthook, main.__dict__)
         raise
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Train what torch alone would train in the body at AMP_PATCH_OPT_LEVEL, if that is set; say so if nothing was."""
+    try:
+        watch = None if (level := asked_level()) is None else Watch(level)
+    except ValueError as error:
+        print(f"python -m amp_patch run: {error}", file=sys.stderr)
+        sys.exit(2)
+    if watch is None:
+        yield
+        return
+    with watch:
+        yield
+    if (missing := watch.missing()) is not None:
+        print(f"amp_patch: AMP_PATCH_OPT_LEVEL={level} has changed nothing: {missing.why}", file=sys.stderr)
 
 
 def begin(device: str | None) -> None:
@@ -85,6 +104,13 @@ def begin(device: str | None) -> None:
         no_cuda.install()
     original = multiprocessing.spawn.get_preparation_data
     multiprocessing.spawn.get_preparation_data = partial(_preparation_data, original, device)
+
+
+def _begin_spawned(device: str | None) -> None:
+    """`begin`, and a watch over this process until it ends."""
+    begin(device)
+    if (level := asked_level()) is not None:
+        Watch(level).__enter__()
 
 
 def _leave_working_directory() -> bool:
@@ -136,7 +162,7 @@ class _Call:
 
 
 def _preparation_data(original: Callable[[str], dict[str, Any]], device: str | None, name: str) -> dict[str, Any]:
-    """What multiprocessing tells a new process before that imports the script, and with it: `begin(device)`."""
+    """What multiprocessing tells a new process before that imports the script, and with it: what `run` would do."""
     data = original(name)
     if name == "ignore":
         # These are for a fork server, which is told no more than the script's path and would import it without Apex.
@@ -147,6 +173,6 @@ def _preparation_data(original: Callable[[str], dict[str, Any]], device: str | N
     ours = os.path.dirname(os.path.dirname(os.path.abspath(amp_patch.apex.__path__[0])))
     data["amp_patch"] = (
         _Call(multiprocessing.spawn.prepare, {"sys_path": [*data["sys_path"], ours]}),
-        _Call(begin, device),
+        _Call(_begin_spawned, device),
     )
     return data

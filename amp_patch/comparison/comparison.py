@@ -105,7 +105,7 @@ class Comparison:
                 f"steps, or more than {SKIPPED_SHARE:.0%} and {SKIPPED_STEPS} of them, is not recommended.",
                 "Times: the median step of each run, without the first tenth of the steps; the ratio is taken for each",
                 "seed, and a level is faster only if it is with all of them (with one seed: if the quartiles of its",
-                "step times are).",
+                "step times are). O3, which keeps no FP32 weights, is recommended only where it is compared alone.",
             ]
         )
 
@@ -117,7 +117,10 @@ class Comparison:
             return self._nothing_to_compare()
         others = [level for level in self.levels if level is not base and level.runs]
         sound = [level for level in others if level.verdict.usable and not faults(level)]
-        usable = [level for level in sound if not skips_much(level)]
+        well = [level for level in sound if not skips_much(level)]
+        # Only whoever compares O3 with the baseline alone asks for it.
+        asked = all(level.level == "O3" for level in self._groups if level.level != base.level)
+        usable = [level for level in well if level.level != "O3" or asked]
         faster = [level for level in usable if level.speedup is not None and level.speedup.low > 1]
         if faster:
             best = max(faster, key=lambda level: level.speedup or Ratio(0, 0, 0))
@@ -139,6 +142,9 @@ class Comparison:
             ],
             "{} would do as well, but how fast is not known": [level for level in usable if level not in timed],
             f"{{}} cannot be told from chance yet, {more_seeds(base)}": undecided,
+            "{} keeps no FP32 weights, and is for whoever compares it alone": [
+                level for level in well if level not in usable
+            ],
             "{} skipped too many steps": [level for level in sound if skips_much(level)],
             "do not use {}": kinds["differs"],
             "{} failed with some seeds": [level for level in others if level.verdict.usable and faults(level)],

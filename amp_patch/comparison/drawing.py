@@ -36,6 +36,7 @@ COLOURS = {
     "O3": ("#c0609a", "#e09bc4"),
     "O4": ("#2c93cc", "#86cdf7"),
     "O5": ("#c78500", "#f2b632"),
+    "native": ("#4d7c0f", "#9bcf4a"),
     "data": ("#9aa0a6", "#9aa0a6"),
     "forward": ("#4477aa", "#5c92c8"),
     "backward": ("#ee6677", "#f07f8e"),

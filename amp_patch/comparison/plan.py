@@ -12,6 +12,9 @@ from amp_patch.recording.run import Run
 # The levels that one would train with, in both types; O3, which keeps no FP32 weights, shows what that costs.
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 
+# A script's own torch.autocast and GradScaler, beside the levels that take their place.
+NATIVE = "native"
+
 _MOST_SEEDS = 1000
 
 
@@ -57,13 +60,18 @@ class Plan:
         if self.dtype is not None and self.dtype not in names:
             raise ValueError(f"compare: dtype is {self.dtype!r}; wanted {' or '.join(names)}")
 
-    def runs(self) -> list[Run]:
-        """Those to be made, in order: every level of a seed, then the next seed: levels share the machine's moods."""
-        return [Run(level, seed) for seed in range(self.seeds) for level in self.levels]
+    def runs(self, *, native: bool = False) -> list[Run]:
+        """Those to be made, in order: every level of a seed, then the next seed: levels share the machine's moods.
+
+        With `native` each seed ends with a run of the script's own mixed precision.
+        """
+        levels = (*self.levels, NATIVE) if native else self.levels
+        return [Run(level, seed) for seed in range(self.seeds) for level in levels]
 
     def environment(self, run: Run) -> dict[str, str]:
         """What tells a run's `initialize` its level."""
-        named = {"AMP_PATCH_OPT_LEVEL": run.level, "AMP_PATCH_SEED": str(run.seed)}
+        level = "O0" if run.level == NATIVE else run.level
+        named = {"AMP_PATCH_OPT_LEVEL": level, "AMP_PATCH_SEED": str(run.seed)}
         return named if self.dtype is None else {**named, "AMP_PATCH_DTYPE": self.dtype}
 
 
@@ -88,6 +96,6 @@ def newest_figures(run: Run) -> tuple[str, str]:
 
 def name_as_asked(run: Run, asked: Run) -> None:
     """Give `run` the level and the seed of `asked`, and note it if the script trained at another level."""
-    if run.level != asked.level:
+    if run.level != asked.level and asked.level != NATIVE:
         run.notes.append(f"asked for {asked.level}, the script trained at {run.level}")
     run.level, run.seed = asked.level, asked.seed

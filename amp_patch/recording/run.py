@@ -46,12 +46,14 @@ class Run:
     """One training at one level, from one seed. Lists have one entry a step; times are in seconds, sizes in bytes.
 
     Attributes:
-        level: "O0" to "O5".
+        level: "O0" to "O5"; "native" is torch's own mixed precision, as the script has it.
         seed: which of the repetitions, from 0.
         dtype: the low-precision type, "float16" or "bfloat16"; None at O0.
         policy: the resolved policy in words.
         device: of the model's first parameter, "cpu" or "cuda".
         error: why there are no figures, or fewer than asked for, in one line; None if all went well.
+        refused: whether that is because the script cannot be trained at another level unedited.
+        native: whether the script has mixed precision of torch's own (torch.autocast, GradScaler).
         notes: what the reader should know of a run that went well, a line each.
         loss: the sum over the loss_ids of the mean over the micro-batches of what went into `scale_loss`, unscaled.
         seconds: the time of a step.
@@ -73,6 +75,8 @@ class Run:
     policy: str = ""
     device: str = ""
     error: str | None = None
+    refused: bool = False
+    native: bool = False
     notes: list[str] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)

@@ -23,6 +23,16 @@ from amp_patch.training.stash import BackwardState, Stash, drop_spent, siblings,
 from amp_patch.training.unscale import unscale_pending
 
 
+class Done:
+    """A closure whose work was done before the step that it is given to: gives what that returned."""
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+    def __call__(self) -> Any:
+        return self.result
+
+
 @not_traced
 def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Pre-hook of `step`; `args` begins with the optimizer. Returns other arguments, or None to keep these.
@@ -42,7 +52,7 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
         return None
     step.frame = sys._getframe(1)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is not None and stash.scales_loss:
+    if closure is not None and stash.scales_loss and not isinstance(closure, Done):
         recover(optimizer, stash, running=False)
         raise RuntimeError(
             f"{base_class(optimizer).__name__}.step: a closure computes new gradients inside step(), after "

@@ -202,7 +202,7 @@ os.wait()
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_process_that_leaves_in_silence_has_an_error_and_one_that_forks_has_none(tmp_path):
     (tmp_path / "train.py").write_text(LEAVES)
-    given = ["--levels", "O0,O1", "--out", str(tmp_path), str(tmp_path / "train.py")]
+    given = ["--levels", "O0,O1", "--seeds", "1", "--out", str(tmp_path), str(tmp_path / "train.py")]
     with pytest.raises(SystemExit) as exit_:
         main(["compare", *given])
     left, forked = runs_of(tmp_path)
@@ -220,14 +220,14 @@ def test_a_line_that_a_full_disk_has_cut_is_left_out():
 @pytest.mark.slow
 def test_nothing_to_compare_is_an_error(tmp_path, capsys):
     (tmp_path / "train.py").write_text(MISBEHAVES)
-    given = ["--levels", "O0,O2", "--steps", "3", "--out", str(tmp_path), str(tmp_path / "train.py")]
+    given = ["--levels", "O0,O2", "--seeds", "1", "--steps", "3", "--out", str(tmp_path), str(tmp_path / "train.py")]
     with pytest.raises(SystemExit) as exit_:
         main(["compare", *given])
     assert exit_.value.code == 1 and [run.steps for run in runs_of(tmp_path)] == [3, 0]
     # A metric that nobody logged.
     (tmp_path / "train.py").write_text(SCRIPT)
     with pytest.raises(SystemExit) as exit_:
-        main(["compare", "--metric", "accuracy", *given[:2], *given[4:], "--", "3"])
+        main(["compare", "--metric", "accuracy", *given[:4], *given[6:], "--", "3"])
     assert exit_.value.code == 1 and [run.steps for run in runs_of(tmp_path)] == [3, 3]
     printed = " ".join(capsys.readouterr().out.split())
     assert "accuracy" in printed and "held_out" in printed
@@ -259,7 +259,7 @@ optimizer.step()
 def test_a_script_that_wants_cuda_is_told_of_the_cpu(call, tmp_path, capsys):
     (tmp_path / "train.py").write_text(f"import torch; {call}")
     with pytest.raises(SystemExit):
-        main(["compare", "--levels", "O0,O2", "--out", str(tmp_path), str(tmp_path / "train.py")])
+        main(["compare", "--levels", "O0,O2", "--seeds", "1", "--out", str(tmp_path), str(tmp_path / "train.py")])
     assert all("; --device cpu takes the CPU instead (see" in run.error for run in runs_of(tmp_path))
 
 
@@ -299,7 +299,8 @@ for step in range(10):
 @pytest.mark.parametrize(("waits_at", "code"), [("O4", 0), ("O1", 130)])
 def test_an_interrupt_keeps_what_has_finished(tmp_path, waits_at, code):
     (tmp_path / "train.py").write_text(WAITS)
-    command = [sys.executable, "-m", "amp_patch", "compare", "train.py", "--levels", "O0,O1,O4,O5", "--", waits_at]
+    command = [sys.executable, "-m", "amp_patch", "compare", "--levels", "O0,O1,O4,O5", "--seeds", "1"]
+    command += ["train.py", "--", waits_at]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, start_new_session=True) as compare:
         try:
             while not (tmp_path / "waiting").exists() and compare.poll() is None:

@@ -299,6 +299,15 @@ def test_what_a_process_came_to_hold_tells_nothing_of_a_tiny_model():
     assert compare(runs).levels[1].memory == 1
 
 
+def test_o3_is_recommended_only_where_it_is_compared_alone():
+    base, o3 = seeds("O0", 1.0, 1.25, 1.5), seeds("O3", 1.25, 1.0, 1.5, ms=1)
+    assert compare(base, seeds("O2", 1.25, 1.0, 1.5, ms=5), o3).summary.startswith("Use O2 fp16: 2.0x faster")
+    assert compare(base, seeds("O2", 1.25, 1.0, 1.5, ms=20), o3).summary.endswith(
+        "; O3 fp16 keeps no FP32 weights, and is for whoever compares it alone."
+    )
+    assert compare(base, o3).summary.startswith("Use O3 fp16: 10.0x faster")
+
+
 def test_the_recommendation():
     base = seeds("O0", 1.0, 1.25, 1.5)
     same, worse = (1.25, 1.0, 1.5), (2.0, 2.25, 2.5625)

@@ -1,0 +1,3 @@
+"""Training scripts that never heard of amp_patch, at an opt level as they are. The one to read first is `watch.py`."""
+
+from __future__ import annotations

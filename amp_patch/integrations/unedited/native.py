@@ -1,0 +1,116 @@
+"""torch's own mixed precision in a watched script: its `torch.autocast` and its GradScaler."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch.support.patches import Patches
+from amp_patch.training import observers
+from amp_patch.training.innermost_optimizer import innermost
+from amp_patch.training.stash import stash_of
+
+_OURS = "_amp_is_ours"  # of an autocast: whether amp_patch has made it
+_SCALED = "_amp_scaled_by"  # of a loss that a GradScaler has scaled: the loss before, and the scale
+
+
+class NativePrecision:
+    """While it is installed the script's autocasts and GradScalers do nothing: a level of ours has their part.
+
+    Where they are `kept` they do what they always do, and what they do is told to whoever records: the loss before it
+    was scaled, the scale, and the steps that a GradScaler skips. Autocasts that compiled code enters are always on.
+
+    Args:
+        kept: see above.
+        applies: whether the script is one that is watched; in another nothing is changed.
+
+    Attributes:
+        seen: whether the script has entered an enabled autocast, or made an enabled GradScaler.
+    """
+
+    def __init__(self, kept: bool, applies: Callable[[], bool]) -> None:
+        self.kept = kept
+        self._applies = applies
+        self.seen = False
+        self._stepped = False
+
+    def install(self, patches: Patches) -> None:
+        autocast, scaler = torch.amp.autocast_mode.autocast, torch.amp.GradScaler
+        patches.set(autocast, "__init__", self._marking(autocast.__init__))
+        for name in "__enter__", "__exit__":
+            patches.set(autocast, name, self._entering(getattr(autocast, name)))
+        patches.set(scaler, "__init__", self._making(scaler.__init__))
+        if self.kept:
+            patches.set(scaler, "scale", self._scaling(scaler.scale))
+            patches.set(scaler, "step", self._stepping(scaler.step))
+
+    def stepped(self) -> None:
+        """An optimizer steps."""
+        self._stepped = True
+
+    def _marking(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def __init__(autocast: Any, *args: Any, **kwargs: Any) -> None:
+            original(autocast, *args, **kwargs)
+            caller = sys._getframe(1)
+            while caller.f_code.co_name == "__init__" and caller.f_back is not None:  # of torch.cuda.amp's subclass
+                caller = caller.f_back
+            ours = str(caller.f_globals.get("__name__")).partition(".")[0] == "amp_patch"
+            setattr(autocast, _OURS, ours)
+
+        return __init__
+
+    def _entering(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def enter_or_exit(autocast: Any, *args: Any) -> Any:
+            if not autocast._enabled or getattr(autocast, _OURS, True) or not self._applies():
+                return original(autocast, *args)
+            self.seen = True
+            return original(autocast, *args) if self.kept else None if args else autocast
+
+        return enter_or_exit
+
+    def _making(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def __init__(scaler: Any, *args: Any, **kwargs: Any) -> None:
+            original(scaler, *args, **kwargs)
+            if scaler._enabled and self._applies():
+                self.seen = True
+                scaler._enabled = self.kept
+
+        return __init__
+
+    def _scaling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def scale(scaler: Any, outputs: Any) -> Any:
+            scaled = original(scaler, outputs)
+            if isinstance(scaled, Tensor) and scaled is not outputs and self._applies():
+                setattr(scaled, _SCALED, (outputs, original(scaler, torch.ones((), device=scaled.device))))
+            return scaled
+
+        return scale
+
+    def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            self._stepped = False
+            result = original(scaler, optimizer, *args, **kwargs)
+            target = innermost(optimizer)
+            if not self._stepped and (stash := stash_of(target)) is not None:
+                observers.tell("step_begins", target)
+                stash.step_skipped = True
+                observers.tell("step_ends", target)
+            return result
+
+        return step
+
+
+def before_scaling(loss: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The loss before a GradScaler has scaled it, and by how much; the loss itself and None where none has."""
+    found: tuple[Tensor, Tensor | None] = vars(loss).get(_SCALED, (loss, None))
+    return found

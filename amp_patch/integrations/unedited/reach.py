@@ -1,0 +1,47 @@
+"""What a backward pass will reach: the leaves of the autograd graph behind a loss."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+# A node of Python's that may run another backward pass inside of its own: its parameters are no inputs of it.
+_OPAQUE = "CheckpointFunctionBackward"
+
+
+class Reach(NamedTuple):
+    """The tensors whose `.grad` a backward pass adds to.
+
+    Attributes:
+        leaves: by id.
+        whole: False where a reentrant checkpoint hides some of them.
+    """
+
+    leaves: dict[int, Tensor]
+    whole: bool
+
+
+def reach_of(loss: Tensor, inputs: Any = None) -> Reach:
+    """What `loss.backward(inputs=inputs)` adds gradients to. Walks the graph once, on the host."""
+    if inputs is not None:
+        given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        return Reach({id(tensor): tensor for tensor in given if isinstance(tensor, Tensor)}, True)
+    if loss.grad_fn is None:
+        return Reach({id(loss): loss} if loss.requires_grad else {}, True)
+    leaves: dict[int, Tensor] = {}
+    whole = True
+    # Nodes are held while their ids are in use: a wrapper of a node may be made anew at each look.
+    seen: dict[Any, None] = {loss.grad_fn: None}
+    left = [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves[id(leaf)] = leaf
+            continue
+        whole = whole and node.name() != _OPAQUE
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen[following] = None
+                left.append(following)
+    return Reach(leaves, whole)

@@ -1,0 +1,53 @@
+"""What cannot be trained at another level unedited: one message, which names the lines to add."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType
+
+_NOT_THE_USERS = ("torch", __name__.partition(".")[0], "runpy", "importlib", "contextlib")
+
+_LINES = """
+    from amp_patch import amp
+    model, optimizer = amp.initialize(model, optimizer)  # behind the line that makes the optimizer
+    with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()  # in place of loss.backward()"""
+
+_LIGHTNING_LINES = """
+    import os
+    from amp_patch.integrations.{package} import OptLevelPrecision
+    trainer = Trainer(plugins=OptLevelPrecision(os.environ.get("AMP_PATCH_OPT_LEVEL", "O1")))"""
+
+
+class Refused(SystemExit):
+    """A script that cannot be taken as it is. To Python an exit with the message, which the script's `except` lets by.
+
+    Args:
+        why: what the script does, as a sentence without its end.
+        hint: what else to change beside adding the lines.
+        line: whether the line of the script's that runs now is the one to name.
+    """
+
+    def __init__(self, why: str, hint: str = "", *, line: bool = True) -> None:
+        self.why = f"{why}{_where() if line else ''}"
+        lines = _lightnings_lines() or _LINES + (f"\n{hint}" if hint else "")
+        super().__init__(f"amp_patch: this script cannot be taken unedited: {self.why}. Add to it:{lines}")
+
+
+def _lightnings_lines() -> str:
+    for package, module in ("lightning", "lightning.pytorch"), ("pytorch_lightning", "pytorch_lightning"):
+        if hasattr(sys.modules.get(module), "Trainer"):
+            return _LIGHTNING_LINES.format(package=package)
+    return ""
+
+
+def _where() -> str:
+    """ " (train.py, line 31)": the innermost line that is neither an installed package's nor ours; empty if none."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        installed = "site-packages" in path or path.startswith("<frozen")
+        if not installed and str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS:
+            return f" ({os.path.basename(path)}, line {frame.f_lineno})"
+        frame = frame.f_back
+    return ""
