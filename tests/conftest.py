@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,12 @@ WRAPPERS = ["python"] if cast_wrappers.backend() == "python" else ["cpp", "pytho
 
 if torch.cuda.is_available():
     hear_the_notice()
+    # Runs are compared to the bit, and FP32 with FP32: cuDNN has faster ways, which add up in any order and in TF32.
+    # By torch's older name for the latter, which all releases know; the newer ones say so, once.
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.backends.cudnn.allow_tf32 = False
 
 # Where the tests run in a shell's background, this signal is ignored, and the processes that they start inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
