@@ -40,10 +40,14 @@ def recorded(path: str, *, steps: int | None, inspect: bool, shift: bool, native
             words = str(refused) if refused is not None else failure(recorder, run, error)
             if words is not None and error is None and (refused := watch.missing()) is not None:
                 words = str(refused)
-            if words is not None or watch.native.seen:
+            note = watch.note()
+            if note is not None and words is not None and isinstance(error, AttributeError | TypeError):
+                words += f": {note}"
+            if words is not None or note is not None or watch.native.seen:
                 end = {"event": "end", "error": words, "refused": refused is not None, "native": watch.native.seen}
+                events = [end] if note is None else [{"event": "note", "text": note}, end]
                 with open(path, "a") as lines:
-                    lines.write(dumps(end) + "\n")
+                    lines.write("".join(f"{dumps(event)}\n" for event in events))
 
 
 def main() -> None:

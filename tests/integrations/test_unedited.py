@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
+import types
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +359,39 @@ def test_torchs_own_precision_is_recorded_as_it_is(tmp_path, monkeypatch):
     found = run_of(tmp_path / "run.jsonl")
     assert found.loss == plain and found.native and found.error is None
     assert found.skipped == [False, False, True, False, False] and found.scale == [2.0**16] * 3 + [2.0**15] * 2
+
+
+READS = """
+loss = net(torch.randn(8, 1, 8, 8)).square().mean()
+torch.autograd.grad(loss, net[0].weight, retain_graph=True)
+loss.backward()
+for p in net.parameters():
+    if p.grad is not None or {raises}:
+        p.grad.clamp_(-1, 1)
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("level", "raises"), [("O0", True), ("O2", False), ("O2", True), ("O4", True)])
+def test_gradients_that_a_script_reads_by_itself_are_noted(level, raises, tmp_path, monkeypatch):
+    script = NET + READS.format(raises=raises)
+    (tmp_path / "train.py").write_text(script)
+    main = types.ModuleType("__main__")
+    main.__file__ = str(tmp_path / "train.py")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", level)
+    monkeypatch.setenv("AMP_PATCH_SEED", "0")
+    fails = level == "O2" and raises
+    with (
+        pytest.raises(AttributeError) if fails else nullcontext(),
+        recorded(str(tmp_path / "run.jsonl"), steps=None, inspect=False, shift=True),
+    ):
+        run(script)
+    found = run_of(tmp_path / "run.jsonl")
+    line = 1 + script.splitlines().index(next(line for line in script.splitlines() if "p.grad is" in line))
+    words = f"the script reads .grad by itself (line {line}), which is None"
+    assert [words in note for note in found.notes] == ([True] if level == "O2" else [])
+    assert words in found.error if fails else found.error is None
 
 
 def test_a_script_of_ours_is_left_alone():

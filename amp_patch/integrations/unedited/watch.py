@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from amp_patch.frontend import initialize, load_state_dict, loss_scale, state_di
 from amp_patch.integrations.unedited.native import NativePrecision, before_scaling
 from amp_patch.integrations.unedited.reach import Reach, reach_of
 from amp_patch.integrations.unedited.refusal import Refused
+from amp_patch.integrations.unedited.source import line_that_reads_gradients, names_us
 from amp_patch.policy import OPT_LEVELS, resolve
 from amp_patch.support.compiled import not_traced, uncompiled
 from amp_patch.support.generated_class import base_class
@@ -46,8 +46,6 @@ from amp_patch.training.observers import Observer
 from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.stash import stash_of
 from amp_patch.training.step import Done
-
-_OURS = ("amp_patch", "apex")
 
 
 class _Taken(NamedTuple):
@@ -127,6 +125,18 @@ class Watch(Observer):
             return Refused("it called no module whose parameters an optimizer holds", line=False)
         return Refused("it never called backward() of a loss of its model", line=False)
 
+    def note(self) -> str | None:
+        """What the reader of the figures should know of the script, once it was trained; None if nothing."""
+        if not self._taken or not self._policy.master_weights:
+            return None
+        line = line_that_reads_gradients(sys.modules.get("__main__"))
+        if line is None:
+            return None
+        return (
+            f"the script reads .grad by itself (line {line}), which is None for the model's parameters where masters "
+            "have the gradients: take those of amp.master_params(optimizer)"
+        )
+
     def training_begun(self, training: Any) -> None:
         self._aside = self._aside or not self._entering
 
@@ -175,7 +185,7 @@ class Watch(Observer):
 
     def _is_of_ours(self) -> bool:
         if self._knows_us is None:
-            self._knows_us = _names_us(sys.modules.get("__main__"))
+            self._knows_us = names_us(sys.modules.get("__main__"))
         return self._knows_us
 
     # Models.
@@ -374,18 +384,6 @@ def _params(optimizer: Any) -> Iterator[Tensor]:
     else:
         for group in optimizer.param_groups:
             yield from group["params"]
-
-
-def _names_us(main: Any) -> bool:
-    """Whether the script imports amp_patch or Apex, at its top or in a function there: then it means what it does."""
-    for value in vars(main).values() if main is not None else ():
-        home = getattr(value, "__name__" if isinstance(value, types.ModuleType) else "__module__", "")
-        if isinstance(home, str) and home.partition(".")[0] in _OURS:
-            return True
-        code = value.__code__ if isinstance(value, types.FunctionType) else None
-        if code is not None and any(name in _OURS for name in code.co_names):
-            return True
-    return False
 
 
 def _alive(refs: Iterable[weakref.ref[Any]]) -> list[Any]:
