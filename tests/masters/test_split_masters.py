@@ -28,7 +28,9 @@ MAKERS = {
     "SGD": lambda p: OPTIM.SGD(p, lr=0.05, momentum=0.9, nesterov=True, fused=True),
     "NAdam": lambda p: OPTIM.NAdam(p, lr=1e-2, foreach=True),
     "RMSprop": lambda p: OPTIM.RMSprop(p, lr=1e-2, foreach=False),
-    "Adam, betas that are tensors": lambda p: OPTIM.Adam(p, lr=1e-2, betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False),
+    "Adam, betas that are tensors": lambda p: OPTIM.Adam(
+        p, lr=1e-2, betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False
+    ),
     "FusedLAMB": lambda p: optimizers.FusedLAMB(p, lr=1e-2),
     "FusedAdam": lambda p: optimizers.FusedAdam(p, lr=1e-2, weight_decay=0.1),
 }
@@ -241,7 +243,10 @@ def test_threads_that_look_at_once_all_see_the_value(training):
         iterate(model, optimizer, range(0))
         model.state_dict()
         found: list[bool] = []
-        look = [threading.Thread(target=lambda: found.append(same(amp.master_params(optimizer), wanted))) for _ in "abc"]
+        look = [
+            threading.Thread(target=lambda found=found: found.append(same(amp.master_params(optimizer), wanted)))
+            for _ in "abc"
+        ]
         for thread in look:
             thread.start()
         for thread in look:
@@ -334,7 +339,9 @@ def test_checkpoints_move_between_split_and_whole_masters(make, other):
 
 
 @one_of_each_way
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+)
 def test_copies_are_split_and_train_on_to_the_bit(make, copied):
     model, optimizer = start(make)
     iterate(model, optimizer, range(3))
@@ -408,7 +415,9 @@ def test_shapes_and_orders_of_all_kinds():
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
-    assert same(map(high_half, masters(optimizer)), model.parameters()) and not torch.equal(masters(optimizer)[2], wanted[2])
+    assert same(map(high_half, masters(optimizer)), model.parameters()) and not torch.equal(
+        masters(optimizer)[2], wanted[2]
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -474,3 +483,76 @@ def test_ddp_begins_with_one_rank_s_masters_and_keeps_them_alike(ranks):
 def test_shards_are_refused_by_name(ranks, case, words):
     with pytest.raises(RankError, match=words):
         ranks(on_ranks, case)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who does not ask
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        torch.utils.dlpack.to_dlpack,
+        torch.vmap(lambda x: x * 2),
+        torch.func.grad(lambda x: x.square().sum()),
+        lambda m: Tensor._make_subclass(Tensor, m).sum(),
+    ],
+    ids=["to_dlpack", "vmap", "grad", "another class"],
+)
+def test_code_that_does_not_ask_for_the_value_is_refused_where_it_is_not_there(training, read):
+    if multi_tensor.backend() != "cpp":
+        pytest.skip("torch alone refuses writes only")
+    master = next(amp.master_params(training[1]))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="handed to compiled code"):
+        read(master)
+    master.sum()
+    iterate(*training, range(3, 4))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's jvp calls it
+def test_a_master_that_is_given_twice_and_one_in_a_transform(training):
+    model, optimizer = training
+    master = next(amp.master_params(optimizer))
+    square, tangent = master * master, torch.ones_like(master)
+    assert torch.equal(square, master.detach() ** 2)
+    del square
+    iterate(model, optimizer, range(3, 4))
+    assert not master.is_open
+    primal, _ = torch.func.jvp(lambda x: x * master, (tangent,), (tangent,))
+    assert torch.equal(primal, master)
+
+
+def test_arrays_storages_and_shared_memory(training):
+    model, optimizer = training
+    master = next(amp.master_params(optimizer))
+    master.detach().numpy().sum()
+    iterate(model, optimizer, range(3, 4))
+    assert opened(optimizer) == 0
+    kept = master.untyped_storage()
+    iterate(model, optimizer, range(4, 5))
+    assert kept.nbytes() == 4 * master.numel()
+    master.share_memory_()
+    iterate(model, optimizer, range(5, 7))
+    assert master.is_shared() and torch.equal(high_half(master), model[0].weight)
+
+
+def test_a_graph_that_has_saved_a_view_of_a_master_refuses_after_the_step(training):
+    model, optimizer = training
+    inputs = torch.ones(3, 16, requires_grad=True)
+    loss = nn.functional.linear(inputs, next(amp.master_params(optimizer))).square().sum()
+    iterate(model, optimizer, range(3, 4))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_weights_that_are_laid_out_anew_leave_masters_as_the_state_is():
+    def train(kind: Any) -> list[Tensor]:
+        model, optimizer = start(MAKERS["NAdam"], master_weights=kind)
+        iterate(model, optimizer, range(2))
+        model[0].weight.data = model[0].weight.data.t().contiguous().t()
+        iterate(model, optimizer, range(2, 5))
+        assert next(amp.master_params(optimizer)).is_contiguous()
+        return masters(optimizer)
+
+    for ours, whole in zip(train("split"), train(True), strict=True):
+        torch.testing.assert_close(ours, whole, rtol=4e-3, atol=4e-3)
