@@ -2,14 +2,16 @@
 
 Environment: AMP_PATCH_NO_EXT=1 builds none. AMP_PATCH_REQUIRE_EXT=1 makes a failed build an error (else amp_patch runs
 on plain torch and `python -m amp_patch info` tells why; where the CUDA part alone fails, CUDA tensors do). FORCE_CUDA=1
-compiles the CUDA kernels without looking for a compiler and a torch for CUDA. TORCH_CUDA_ARCH_LIST names the GPUs to
-compile for, as for any extension of torch ("8.0;9.0"; default: those of this machine). AMP_PATCH_SANITIZE=1 puts
+compiles the CUDA kernels without looking for a compiler and a torch for CUDA. CUDA_HOME is CUDA's toolkit (default:
+that of the nvcc on PATH). TORCH_CUDA_ARCH_LIST names the GPUs to compile for, as for any extension of torch ("8.0;9.0";
+default: those of this machine, and where it has none those of DEFAULT_GPUS that nvcc knows). AMP_PATCH_SANITIZE=1 puts
 AddressSanitizer and UBSan into what the C++ compiler makes (`make sanitize`).
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from glob import glob
@@ -25,8 +27,24 @@ def flag(name: str) -> bool:
 
 NO_EXT, REQUIRE_EXT, FORCE_CUDA = flag("AMP_PATCH_NO_EXT"), flag("AMP_PATCH_REQUIRE_EXT"), flag("FORCE_CUDA")
 SANITIZE = flag("AMP_PATCH_SANITIZE")
+# From Volta, the first with tensor cores, to Hopper; newer GPUs translate the last one's PTX.
+DEFAULT_GPUS = ["7.0", "7.5", "8.0", "8.6", "8.9", "9.0"]
 if NO_EXT and REQUIRE_EXT:
     raise SystemExit("AMP_PATCH_NO_EXT=1 and AMP_PATCH_REQUIRE_EXT=1 contradict each other: unset one of them.")
+
+# Contraction would fuse a*x + b*y into one rounding; the other two change no value and let loops with comparisons
+# become vector code. No -march: one build serves every machine, csrc/kernels/cpu.cpp chooses at run time. Its
+# functions over vector registers are all inlined, so that none has an ABI to be warned about: -Wno-psabi.
+EXACT = [
+    "-O3",
+    "-g0",
+    "-Wall",
+    "-Wno-psabi",
+    "-ffp-contract=off",
+    "-fno-trapping-math",
+    "-fno-math-errno",
+    "-fopenmp",
+]
 
 # The extension must be compiled against the torch that will load it, so an isolated build cannot help.
 ADVICE = "install torch first, then `pip install --no-build-isolation .` (or AMP_PATCH_NO_EXT=1 to do without _C)."
@@ -37,29 +55,59 @@ def sources(suffix: str) -> list[str]:
     return sorted(glob(f"csrc/**/*.{suffix}", recursive=True))
 
 
+def find_toolkit() -> None:
+    """Set CUDA_HOME to a folder with CUDA's headers, which that of an nvcc is not where it is a wrapper.
+
+    torch reads it when cpp_extension is imported.
+    """
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc", path=f"{named}/bin" if named else None)
+    if nvcc is None:
+        return
+    home = Path(nvcc).parents[1]
+    if not is_toolkit(home):
+        top = re.search(r"^#\$ TOP=(.+)", said(nvcc, "--dryrun", "-c", "x.cu"), re.MULTILINE)
+        home = Path(top[1].strip()).resolve() if top else home
+    if is_toolkit(home):
+        os.environ["CUDA_HOME"] = str(home)
+
+
+def is_toolkit(folder: Path) -> bool:
+    """Whether CUDA's headers lie in `folder` where torch looks for them."""
+    return (folder / "include" / "cuda_runtime.h").is_file()
+
+
+def choose_gpus(nvcc: str) -> None:
+    """Set TORCH_CUDA_ARCH_LIST where torch would look at this machine's GPUs, and there are none."""
+    import torch
+
+    if os.environ.get("TORCH_CUDA_ARCH_LIST") or torch.cuda.device_count():
+        return
+    known = re.findall(r"compute_(\d+)(\d)\b", said(nvcc, "--list-gpu-arch"))
+    gpus = [gpu for gpu in DEFAULT_GPUS if not known or tuple(gpu.split(".")) in known]
+    os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(gpus or DEFAULT_GPUS) + "+PTX"
+
+
+def said(*command: str) -> str:
+    """What a command prints; nothing where it cannot be run."""
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    except OSError:
+        return ""
+    return run.stdout + run.stderr
+
+
 def extensions() -> tuple[list[Extension], str, type[build_ext]]:
     """The extension in the forms to try, best first; why the best is without CUDA, if that is odd; who builds it."""
     if NO_EXT:
         return [Extension("amp_patch._C", [])], "", build_ext
+    find_toolkit()
     try:
         import torch
         from torch.utils import cpp_extension
     except ImportError as error:
         raise SystemExit(f"amp_patch is built against the torch it runs with, and {error}: {ADVICE}") from error
 
-    # Contraction would fuse a*x + b*y into one rounding; the other two change no value and let loops with comparisons
-    # become vector code. No -march: one build serves every machine, csrc/kernels/cpu.cpp chooses at run time. Its
-    # functions over vector registers are all inlined, so that none has an ABI to be warned about: -Wno-psabi.
-    exact = [
-        "-O3",
-        "-g0",
-        "-Wall",
-        "-Wno-psabi",
-        "-ffp-contract=off",
-        "-fno-trapping-math",
-        "-fno-math-errno",
-        "-fopenmp",
-    ]
     # vptr would ask for the types of torch's classes, which torch's libraries do not all export.
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize=vptr"] if SANITIZE else []
     reports = ["-D_GLIBCXX_ASSERTIONS", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O2", "-g1"]
@@ -69,9 +117,9 @@ def extensions() -> tuple[list[Extension], str, type[build_ext]]:
         return kind(
             "amp_patch._C",
             sources("cpp") + cuda_sources,
-            define_macros=[("WITH_CUDA", None)] if cuda_sources else [],
+            define_macros=cuda_macros(cpp_extension.include_paths()) if cuda_sources else [],
             extra_compile_args={
-                "cxx": [*exact, *checked],
+                "cxx": [*EXACT, *checked],
                 "nvcc": ["-O3", "--fmad=false", "--expt-relaxed-constexpr", "-Xcompiler", "-fopenmp"],
             },
             extra_link_args=["-fopenmp", *sanitizers],
@@ -79,12 +127,15 @@ def extensions() -> tuple[list[Extension], str, type[build_ext]]:
         )
 
     forms, missing, cuda_sources = [], "", sources("cu")
+    if FORCE_CUDA and not cpp_extension.CUDA_HOME:  # a torch without CUDA looks for none
+        cpp_extension.CUDA_HOME = os.environ.get("CUDA_HOME")
     home = cpp_extension.CUDA_HOME
     if cuda_sources and (FORCE_CUDA or torch.version.cuda):
         if not FORCE_CUDA and not (home and shutil.which("nvcc", path=f"{home}/bin")):
             where = f"CUDA_HOME={home}" if home else "CUDA_HOME is unset"
             missing = f"no CUDA kernels: torch is for CUDA {torch.version.cuda}, but there is no nvcc ({where})"
         else:
+            choose_gpus(f"{home}/bin/nvcc")
             try:
                 forms.append(form(cpp_extension.CUDAExtension, cuda_sources))
             except OSError as error:  # torch looks for CUDA_HOME here
@@ -92,6 +143,13 @@ def extensions() -> tuple[list[Extension], str, type[build_ext]]:
         if missing and FORCE_CUDA and REQUIRE_EXT:
             raise SystemExit(missing)
     return [*forms, form(cpp_extension.CppExtension, [])], missing, cpp_extension.BuildExtension
+
+
+def cuda_macros(headers: list[str]) -> list[tuple[str, str | None]]:
+    """What csrc and torch's `headers` are told where CUDA is compiled."""
+    only_for_cuda = "c10/cuda/impl/cuda_cmake_macros.h"  # included unless forbidden; a torch without CUDA has it not
+    there = any(Path(folder, only_for_cuda).is_file() for folder in headers)
+    return [("WITH_CUDA", None), *([] if there else [("C10_CUDA_NO_CMAKE_CONFIGURE_FILE", None)])]
 
 
 def summary(error: Exception) -> str:
@@ -106,11 +164,9 @@ def summary(error: Exception) -> str:
 def compiler_name() -> str:
     """The C++ compiler's own name and version, for messages."""
     command = os.environ.get("CXX") or "c++"
-    try:
-        run = subprocess.run([*command.split(), "--version"], capture_output=True, text=True)
-    except OSError:
+    if shutil.which(command.split()[0]) is None:
         return f"no compiler {command!r}"
-    return next(iter((run.stdout or run.stderr).splitlines()), command)
+    return next(iter(said(*command.split(), "--version").splitlines()), command)
 
 
 FORMS, MISSING, BuildExtension = extensions()
@@ -159,4 +215,5 @@ class Build(BuildExtension):  # type: ignore[misc, valid-type]
         reason.write_text(f"# Written by setup.py: what amp_patch._C lacks, or why it is absent.\nREASON = {text!r}\n")
 
 
-setup(ext_modules=[EXTENSION], cmdclass={"build_ext": Build})
+# The licence is here because pyproject.toml has no form for it that setuptools takes before and after its release 77.
+setup(license="BSD-3-Clause", ext_modules=[EXTENSION], cmdclass={"build_ext": Build})

@@ -7,12 +7,12 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, resolve
+from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, SPLIT, resolve
 from amp_patch.support.distributed import is_first_rank
 
 logger = logging.getLogger("amp_patch")
 
-LEVEL, DTYPE = "AMP_PATCH_OPT_LEVEL", "AMP_PATCH_DTYPE"
+LEVEL, DTYPE, MASTERS = "AMP_PATCH_OPT_LEVEL", "AMP_PATCH_DTYPE", "AMP_PATCH_MASTER_WEIGHTS"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in LOW_PRECISION}
 _OF_EITHER_DTYPE = ("O1", "O2", "O3")
 
@@ -43,7 +43,8 @@ def overridden(opt_level: str, options: dict[str, Any]) -> tuple[str, dict[str, 
     """The level and the options of `resolve` that the environment makes of a script's; without it the very same.
 
     ``AMP_PATCH_OPT_LEVEL`` replaces the level, ``AMP_PATCH_DTYPE`` ("float16", "bfloat16") the dtype at O1, O2 and O3;
-    both are read at each call, and an empty one is as none. At O0 by override nothing is left of the script's options.
+    ``AMP_PATCH_MASTER_WEIGHTS=split`` splits the masters of bfloat16 weights, at O5 and O2, and does nothing elsewhere.
+    All are read at each call, and an empty one is as none. At O0 by override nothing is left of the script's options.
     At a level that the script did not ask for an option is dropped if `resolve` refuses it there, or if it would undo
     the level (patch_torch_functions=False at O1, cast_model_type=torch.float32 at O2, torch.float16 at O5). What was
     dropped is logged.
@@ -55,7 +56,8 @@ def overridden(opt_level: str, options: dict[str, Any]) -> tuple[str, dict[str, 
     level = opt_level if wanted is None else wanted
     if level not in _OF_EITHER_DTYPE:
         dtype = None
-    if wanted is None and dtype is None:
+    masters = _read(MASTERS, {SPLIT: SPLIT})
+    if wanted is None and dtype is None and masters is None:
         return opt_level, options
     resolve(opt_level, **options)  # the script's own mistakes are errors as ever
     given = {name: options[name] for name in _OPTIONS if options.get(name) is not None}
@@ -64,14 +66,22 @@ def overridden(opt_level: str, options: dict[str, Any]) -> tuple[str, dict[str, 
         for name, value in given.items():
             if name not in kept and _accepts(level, {**kept, name: value}, undone=level == opt_level):
                 kept[name] = value
+    split = {**kept, "master_weights": masters}
+    if masters is None or not OPT_LEVELS[level].master_weights or not _accepts(level, split, undone=True):
+        masters = None
+    else:
+        kept = split
+    if wanted is None and dtype is None and masters is None:
+        return opt_level, options
+    by = {LEVEL: wanted, DTYPE: dtype, MASTERS: masters}
     if is_first_rank():
         dropped = [f"{name}={value!r}" for name, value in given.items() if kept.get(name) is not value]
         logger.info(
             "amp_patch: the script asked for %s, by %s it is %s%s; dropped: %s",
             opt_level,
-            " and ".join(name for name, value in ((LEVEL, wanted), (DTYPE, dtype)) if value is not None),
+            " and ".join(name for name, value in by.items() if value is not None),
             level,
-            "" if dtype is None else f" in {dtype}",
+            ("" if dtype is None else f" in {dtype}") + ("" if masters is None else ", masters split"),
             ", ".join(dropped) or "nothing",
         )
     return level, {**options, **dict.fromkeys(given), **kept}

@@ -182,10 +182,10 @@ class GradScaler(torch.amp.GradScaler):
                 self._refuse_mixtures(optimizer, "step")
                 self._note_gradients(optimizer)
             result = super().step(optimizer, *args, **kwargs)
-            found = list(state["found_inf_per_device"].values())
-            stepped: Any = torch.stack([f.to(found[0].device) for f in found]).amax() == 0 if found else True
+            found = _found(state)
+            stepped: Any = found[0] == 0 if found else True
             return stepped if result is None else result
-        stepped = not any(found.item() for found in state["found_inf_per_device"].values())
+        stepped = not any(found.item() for found in _found(state))
         result = optimizer.step(*args, **kwargs) if stepped else None
         # fully_shard gathers new values into the old tensor, at the old version: the cache would not see the change.
         casts_state.drop_cache()
@@ -346,13 +346,18 @@ class GradScaler(torch.amp.GradScaler):
         return found
 
     def _everywhere(self, found: FoundInf, device: torch.device) -> FoundInf:
-        """Let an overflow that one process of the group found count in all; those without gradients take part."""
-        if self._process_group is None:
+        """Let an overflow that one device found, or one process of the group, count on all: one flag, 0 or 1.
+
+        torch adds the flags of several devices up, and its fused Adam skips only where the sum is exactly 1. Processes
+        without gradients take part in the reduction.
+        """
+        if self._process_group is None and len(found) < 2:
             return found
         overall = torch.zeros((), device=device)
         for found_inf in found.values():
             overall = torch.maximum(overall, found_inf.to(device))
-        torch.distributed.all_reduce(overall, torch.distributed.ReduceOp.MAX, group=self._process_group)
+        if self._process_group is not None:
+            torch.distributed.all_reduce(overall, torch.distributed.ReduceOp.MAX, group=self._process_group)
         return {device: overall}
 
 
@@ -394,5 +399,5 @@ def _stash(optimizer: Any) -> Any:
 
 
 def _found(state: dict[str, Any]) -> list[Tensor]:
-    """The overflow flags, one a device, that torch's scaler keeps of one optimizer."""
+    """The overflow flag that the scaler keeps of one optimizer; none where that had no gradients."""
     return list(state["found_inf_per_device"].values())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from ranks import Ranks
+from syncs import hear_the_notice
 
 from amp_patch import amp
 from amp_patch.casts import install
@@ -19,10 +21,19 @@ DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 # What only a GPU can show.
-collect_ignore = [] if torch.cuda.is_available() else ["multi_tensor/test_cuda.py"]
+collect_ignore = [] if torch.cuda.is_available() else ["multi_tensor/test_cuda.py", "training/test_cuda_graphs.py"]
 
 # Where the extension is there, what speaks of the casts runs on the wrappers in C and on those in Python.
 WRAPPERS = ["python"] if cast_wrappers.backend() == "python" else ["cpp", "python"]
+
+if torch.cuda.is_available():
+    hear_the_notice()
+    # Runs are compared to the bit, and FP32 with FP32: cuDNN has faster ways, which add up in any order and in TF32.
+    # By torch's older name for the latter, which all releases know; the newer ones say so, once.
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.backends.cudnn.allow_tf32 = False
 
 # Where the tests run in a shell's background, this signal is ignored, and the processes that they start inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -10,7 +10,7 @@ import torch.utils.checkpoint
 from torch.compiler import is_dynamo_compiling
 
 from amp_patch.casts import dynamo
-from amp_patch.casts.cpu_fp16 import resolve_cpu_fp16
+from amp_patch.casts.cpu_fp16 import decide_cpu_fp16
 from amp_patch.casts.install import install, installed
 from amp_patch.casts.regions import region
 from amp_patch.policy import LOW_PRECISION, Policy
@@ -87,8 +87,11 @@ def autocast_policy(device_type: Any, dtype: Any, enabled: bool) -> Policy | Non
             stacklevel=3,
         )
         return None
-    policy = Policy("O1", dtype=default if dtype is None else dtype, patch_torch_functions=True)
-    return resolve_cpu_fp16(policy, on_cpu=device_type == "cpu") if enabled else None
+    if not enabled:
+        return None
+    dtype = default if dtype is None else dtype
+    cpu_fp16 = decide_cpu_fp16("auto", device_type == "cpu" and dtype is torch.float16)
+    return Policy("O1", dtype=dtype, patch_torch_functions=True, cpu_fp16=cpu_fp16)
 
 
 def _autocast_dtype(device_type: Any) -> torch.dtype:

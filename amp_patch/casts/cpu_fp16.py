@@ -59,10 +59,17 @@ def resolve_cpu_fp16(policy: Policy, on_cpu: bool) -> Policy:
 
     It is "native", and nothing is patched for it, where the policy makes no FP16 tensors or `on_cpu` is False.
     """
-    wanted = policy.cpu_fp16
+    return replace(policy, cpu_fp16=decide_cpu_fp16(policy.cpu_fp16, on_cpu and policy.uses_fp16))
+
+
+def decide_cpu_fp16(wanted: str, makes_some: bool) -> str:
+    """What "auto", "emulate" or "native" becomes on this machine, for casts that make FP16 tensors on a CPU or do not.
+
+    Apart from `resolve_cpu_fp16`, because torch 2.6 cannot compile a call of `dataclasses.replace`.
+    """
     if wanted == "auto":
         wanted = "native" if _machine_has_fp16() else "emulate"
-    return replace(policy, cpu_fp16=wanted if on_cpu and policy.uses_fp16 else "native")
+    return wanted if makes_some else "native"
 
 
 def takes(operands: Iterable[Tensor]) -> bool:

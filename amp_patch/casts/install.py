@@ -130,8 +130,11 @@ def _keep_regions_in_checkpoints(patches: Patches) -> None:
         return call
 
     owner = torch.utils.checkpoint
-    if (generator := getattr(owner, "_checkpoint_without_reentrant_generator", None)) is not None:
-        patches.set(owner, generator.__name__, wrap(generator, 0))
+    # Torch 2.15 has moved the work into the first, which the second calls.
+    for name in ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator"):
+        if (generator := getattr(owner, name, None)) is not None:
+            patches.set(owner, name, wrap(generator, 0))
+            break
     reentrant = owner.CheckpointFunction
     patches.set(reentrant, "forward", staticmethod(wrap(reentrant.forward, 1)))
 

@@ -287,7 +287,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
         method, policy = getattr(self._amp_base, name), followed_policy(self)
         if policy is None or running.policy is policy or _recomputed(policy, args, kwargs):
             return method(self, *args, **kwargs)
-        own: ModelState = vars(self)["_amp"]
+        own: ModelState = self.__dict__["_amp"]
         # A compiled forward does without: what was written into the masters arrives with the next step. DataParallel's
         # replicas have it already.
         if not is_dynamo_compiling() and not getattr(self, "_is_replica", False):

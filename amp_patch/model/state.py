@@ -99,5 +99,5 @@ def refuse_sharded_since(models: Iterable[nn.Module | None], caller: str) -> Non
 
 
 def followed_policy(module: Any) -> Policy | None:
-    state = vars(module).get("_amp")
+    state = module.__dict__.get("_amp")  # as `vars` of a module, which torch 2.6 cannot compile
     return None if state is None else state.policy

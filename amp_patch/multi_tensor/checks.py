@@ -117,7 +117,7 @@ def is_number(value: object) -> bool:
 
 def _overlap(t: Tensor, out: Tensor) -> bool:
     """Whether writing ``out`` disturbs ``t``, where torch can tell cheaply; the very same elements are no overlap."""
-    if t is out or not t.numel():
+    if t is out or not t.numel() or t.is_meta:
         return False
     if t.data_ptr() == out.data_ptr() and t.dtype == out.dtype and t.stride() == out.stride():
         return False
@@ -138,7 +138,7 @@ def check_apart(name: str, outs: Mapping[str, Tensors], read: Mapping[str, Tenso
             (t.data_ptr(), t.data_ptr() + known(t) * t.element_size(), is_read, (label, i))
             for label, tensors in lists.items()
             for i, t in enumerate(tensors)
-            if t.numel()
+            if t.numel() and not t.is_meta
         ]
 
     ends = {False: 0, True: 0}  # how far the spans before reach: the written ones, those that are read

@@ -19,6 +19,13 @@ def _gradients(grads: Tensors, factors: Sequence[Number], maximize: bool) -> lis
     return list(torch._foreach_neg(wide)) if maximize else wide
 
 
+def _number(value: Number, like: Tensor) -> Tensor:
+    """`value` in FP64, shape [], where `like` is: made there, for a copy from the host would wait for the device."""
+    if isinstance(value, Tensor):
+        return value.reshape(()).double()
+    return torch.full((), float(value), dtype=torch.float64, device=like.device)
+
+
 def _each(tensors: Tensors, numbers: Tensor) -> list[Tensor]:
     """Tensor i times number i of a 1-D tensor, in FP32."""
     return [t * number for t, number in zip(tensors, numbers.float().to(tensors[0].device).unbind(), strict=True)]
@@ -100,7 +107,7 @@ def adam(
     if not params:
         return
     g, p = _gradients(grads, factors, maximize), _masters(params, low)
-    rate = lr.reshape(()).double() if isinstance(lr, Tensor) else torch.tensor(float(lr), dtype=torch.float64)
+    rate = _number(lr, p[0])
     if decoupled:
         p = _each(p, (1 - rate * weight_decay).expand(len(p)))
     elif weight_decay:
@@ -108,8 +115,7 @@ def adam(
     if steps:
         counts = torch.stack([step.reshape(()) for step in steps]).double().to(rate.device) + 1
     else:
-        known = count.reshape(()).to(rate.device) if isinstance(count, Tensor) else torch.tensor(float(count))
-        counts = (known.double() + 1).expand(len(p))
+        counts = (_number(count, p[0]) + 1).expand(len(p))
     first, second = (1 - beta**counts if bias_correction else torch.ones_like(counts) for beta in (beta1, beta2))
 
     m = list(torch._foreach_lerp(list(exp_avgs), g, 1 - beta1))
@@ -153,7 +159,7 @@ def sgd(
             buffers = list(torch._foreach_mul(list(momentum_buffers), momentum))
             torch._foreach_add_(buffers, g, alpha=1 - dampening)
         g = list(torch._foreach_add(g, buffers, alpha=momentum) if nesterov else buffers)
-    rate = lr.reshape(()).double() if isinstance(lr, Tensor) else torch.tensor(float(lr), dtype=torch.float64)
+    rate = _number(lr, p[0])
     p = list(torch._foreach_sub(p, _each(g, rate.expand(len(g)))))
     for targets, values in [(momentum_buffers, buffers), *_published(params, low, p)]:
         _write(targets, values, found_inf)

@@ -93,7 +93,10 @@ def decay(params: list[Tensor], rate: Number, found_inf: Tensor | None = None) -
         torch._foreach_add_(params, params, alpha=-rate)
         return
     like = params[0]
-    rate = rate.to(like).reshape(()) if isinstance(rate, Tensor) else torch.full((), rate).to(like)
+    if isinstance(rate, Tensor):
+        rate = rate.to(like).reshape(())
+    else:  # made there: a copy from the host would wait for the device, and no CUDA graph could hold it
+        rate = torch.full((), rate, device=like.device, dtype=like.dtype)
     if found_inf is not None:
         rate = torch.where(found_inf.reshape(()) != 0, 0.0, rate)
     torch._foreach_sub_(params, torch._foreach_mul(params, rate))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import types
 import weakref
 from collections.abc import Callable, Generator
 from typing import Any, ParamSpec, TypeVar
@@ -41,6 +42,9 @@ _fetched = _Fetched()
 
 
 class _Exit:
+    # As which it passes: from torch 2.15 on Dynamo enters an object only where the class's `__exit__` is a function.
+    __class__ = property(lambda _: types.FunctionType)
+
     def __get__(self, block: Any, owner: Any = None) -> Any:
         if block is None:
             return owner.leave_block  # contextlib.ExitStack binds it by itself

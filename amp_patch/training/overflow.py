@@ -15,7 +15,8 @@ from amp_patch.masters.gradients import held
 from amp_patch.masters.master import Master
 from amp_patch.masters.masters import has_gradient
 from amp_patch.masters.split_master import SplitMaster
-from amp_patch.support import distributed
+from amp_patch.support import capture, distributed
+from amp_patch.support.generated_class import base_class
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.stash import DeviceSkip, SkippedStep, Stash, known_stash, overflowed
 
@@ -25,12 +26,23 @@ def skip_if_overflowed(optimizer: Any, stash: Stash) -> None:
 
     An optimizer that can (`skips_on_device`) is given the flag. For any other the host reads it, which is one sync
     where a loss is scaled; after an overflow it takes all gradients away: without them an optimizer does nothing.
+
+    While a CUDA graph is captured nothing can be read: the flag stays on the device, and the host does not hear of it.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, and the optimizer cannot skip on the device.
     """
-    if skips_on_device(optimizer, stash):
-        stash.device_skips.append(DeviceSkip(stash.found))
-        optimizer.grad_scale, optimizer.found_inf = None, stash.device_skips[-1].overflow
+    captured = capture.is_capturing() and any(waits(found_inf.device) for _, found_inf in stash.found)
+    if skips_on_device(optimizer, stash, captured):
+        flags = torch.stack([found_inf.reshape(()) for _, found_inf in stash.found])
+        overflow = flags.amax()
+        if not captured:
+            stash.device_skips.append(DeviceSkip([scaler for scaler, _ in stash.found], flags, overflow))
+        optimizer.grad_scale, optimizer.found_inf = None, overflow
         stash.step.told = True
         return
+    if captured:
+        _refuse_in_capture(optimizer, stash)
     scalers = read_found(stash)
     stash.step_skipped = bool(scalers)
     for scaler in scalers:
@@ -44,6 +56,22 @@ def skip_if_overflowed(optimizer: Any, stash: Stash) -> None:
         stash.step.set_aside = SkippedStep(grads, values)
         for master, _ in grads:
             master.grad = None
+
+
+def _refuse_in_capture(optimizer: Any, stash: Stash) -> None:
+    """Raise because the host would have to read an overflow flag, which nobody can while a graph is captured."""
+    name = base_class(optimizer).__name__
+    if may_skip_on_device(optimizer, stash):
+        way_out = "let it take a step that is not skipped, of all its parameters, before the capture"
+    else:
+        way_out = (
+            "choose one that skips on the device, and all parameters on one: torch's with fused=True, capturable=True, "
+            "FusedSGD, FusedAdam(capturable=True), FusedMixedPrecisionLamb"
+        )
+    raise RuntimeError(
+        f"{name}.step: a CUDA graph is being captured, in which the host cannot ask whether a gradient overflowed, and "
+        f"this {name} cannot skip a step by itself; {way_out}"
+    )
 
 
 def culprits(optimizer: Any) -> str:
@@ -79,14 +107,15 @@ def waits(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def skips_on_device(optimizer: Any, stash: Stash) -> bool:
+def skips_on_device(optimizer: Any, stash: Stash, captured: bool = False) -> bool:
     """Whether the coming step can be given its overflow flag on the device, as torch.amp.GradScaler gives it.
 
     Then the host does not wait, and learns later what happened. Two steps the host must know of at once. One is the
     first of a parameter: torch's fused SGD starts its momentum where the host says that it is the first. The other is
-    the one after a skip, so that messages about several skips in a row can name the parameters.
+    the one after a skip, so that messages about several skips in a row can name the parameters; not if it is `captured`
+    in a CUDA graph, of whose steps the host knows nothing anyway.
     """
-    if not may_skip_on_device(optimizer, stash) or stash.last_skipped:
+    if not may_skip_on_device(optimizer, stash) or (stash.last_skipped and not captured):
         return False
     state, stepped = optimizer.state, stash.around.stepped
     plain = (Tensor, nn.Parameter, Master, SplitMaster)

@@ -18,6 +18,7 @@ from amp_patch.masters.masters import Linked
 from amp_patch.masters.of_optimizer import Masters
 from amp_patch.masters.recycled_memory import Recycled
 from amp_patch.policy import Policy
+from amp_patch.support import capture
 from amp_patch.support.device_numbers import DeviceNumbers
 from amp_patch.training import ddp
 from amp_patch.training.loss_scaler import LossScaler
@@ -59,15 +60,15 @@ class SkippedStep:
 class DeviceSkip:
     """Whether one step was skipped, which the device alone decided: on its way to the host, without a sync.
 
-    Attributes:
+    Args:
         scalers: of the losses whose gradients the step was for.
-        overflow: FP32, shape [], on the device: not 0 if any of these losses overflowed. The optimizer reads it there.
+        flags: for each of them, on the device: not 0 if its loss overflowed; FP32.
+        overflow: the largest of these, shape [], on the device. The optimizer reads it there.
     """
 
-    def __init__(self, found: list[tuple[LossScaler, Tensor]]) -> None:
-        self.scalers = [scaler for scaler, _ in found]
-        flags = torch.stack([found_inf.reshape(()) for _, found_inf in found])
-        self.overflow = flags.amax()
+    def __init__(self, scalers: list[LossScaler], flags: Tensor, overflow: Tensor) -> None:
+        self.scalers = scalers
+        self.overflow = overflow
         self._flags = DeviceNumbers(flags)
 
     def here(self) -> bool:
@@ -234,7 +235,12 @@ class Stash:
         self.last_skipped = skipped
 
     def hear(self, *, wait: bool = False) -> None:
-        """Take note of the device's skips that have arrived; of all of them if `wait`, which syncs."""
+        """Take note of the device's skips that have arrived; of all of them if `wait`, which syncs.
+
+        Nothing can be asked for while a CUDA graph is captured: they wait for a later call.
+        """
+        if capture.is_capturing():
+            return
         while self.device_skips and (wait or self.device_skips[0].here()):
             skipping = self.device_skips.pop(0).read()
             self.last_skipped = bool(skipping)

@@ -13,6 +13,7 @@ from amp_patch.masters import split_master
 from amp_patch.masters.masters import Linked, has_gradient, publish, reconcile
 from amp_patch.masters.walks import drop_gradients, with_gradient
 from amp_patch.model import stalled_averages
+from amp_patch.support import capture
 from amp_patch.support.compiled import not_traced
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.scripts_line import stacklevel
@@ -37,7 +38,7 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     """Pre-hook of `step`; `args` begins with the optimizer. Returns other arguments, or None to keep these.
 
     Where the loss is scaled, the host asks the device whether a gradient overflowed, which is one sync. There is none
-    with an optimizer that skips on the device.
+    with an optimizer that skips on the device, and such a step can be captured in a CUDA graph.
     """
     stash = stash_of(optimizer)
     if stash is None or not stash.enabled:
@@ -58,7 +59,8 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
             "the check for overflow; under loss scaling call the closure's body first, then step() without it"
         )
     drop_spent(stash)
-    stalled_averages.compare(stash.around.models)
+    if not capture.is_capturing():  # it reads values, of a few steps
+        stalled_averages.compare(stash.around.models)
     unscale_pending(optimizer)
     linked = stash.masters.linked()
     if step.in_one_pass:  # edits of weights are adopted on the way
@@ -105,7 +107,8 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         publish(step.unpublished if step.in_one_pass else linked)
         if step.in_one_pass:
             stash.masters.links().publish_written()  # what a post-hook before this one has written
-    stalled_averages.remember(stash.around.models)
+    if not capture.is_capturing():
+        stalled_averages.remember(stash.around.models)
     # The order is for an exception in here. To `recover` masters that are written and not published are the sign that
     # the step is yet to be consumed: so `publish` comes behind `consume`. `recover` ends the step: so it comes last.
     recover(optimizer, stash, running=False)

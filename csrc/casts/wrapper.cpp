@@ -291,7 +291,8 @@ void bind_state(py::module_& m) {
     return holds(followed.depth, followed.task) ? followed.policy : followed.aside;
   });
   m.def("begin", [](bool claims) {
-    const c10::DispatchKeySet silenced = claims ? native_on() : c10::DispatchKeySet();
+    // Not const: torch 2.6's raw_repr() is not.
+    c10::DispatchKeySet silenced = claims ? native_on() : c10::DispatchKeySet();
     for (const auto key : silenced) c10::impl::tls_set_dispatch_key_excluded(key, true);
     return py::make_tuple(native_depth(), torch::autograd::get_current_graph_task_id(), silenced.raw_repr());
   });

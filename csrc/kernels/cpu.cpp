@@ -315,6 +315,7 @@ size_t instruction_set() { return chosen.load(std::memory_order_relaxed); }
 
 struct CpuLoop {
   static constexpr c10::DeviceType device = c10::DeviceType::CPU;
+  static constexpr bool reads_late = false;
 
   // Elements [begin, end) of tensor i of the lists.
   template <class T, int N, class Functor, size_t Operands>

@@ -105,6 +105,7 @@ View view(const at::Tensor& t) {
 
 struct CudaLoop {
   static constexpr c10::DeviceType device = c10::DeviceType::CUDA;
+  static constexpr bool reads_late = true;
 
   template <class T, int N, class F>
   static void run(const Job<N>& job, const F& f) {

@@ -1,6 +1,7 @@
 // The ops, each written once: its checks, the choice of FP32 or FP64, its functor. They are templates over a device's
 // loop (`CpuLoop` in cpu.cpp, `CudaLoop` in cuda.cu). A loop has
 //   device                             the c10::DeviceType it serves
+//   reads_late                         whether it reads numbers that lie in memory while it writes, not before
 //   run<T>(Job<N>, functor)            functor, which computes in T, over the tensors of a job: N lists in
 //   total(squares)                     the sum of a 1-D float64 tensor, the same whatever the number of threads
 //   once(functor)                      functor() one time, on the current device
@@ -264,6 +265,24 @@ Checked<K> check_lists(c10::DeviceType type, const std::array<const Tensors*, K>
 // ---------------------------------------------------------------------------------------------------------------------
 // From a checked call to the loop
 
+// The number, or a copy of it if it lies in an output, of which is_output(tensor) tells: a device's blocks write there
+// while others have yet to read it. Whoever calls this keeps the result until the launch.
+template <class Loop, class IsOutput>
+Number apart(const Number& number, const IsOutput& is_output) {
+  const at::Tensor* const t = std::get_if<at::Tensor>(&number);
+  if (!Loop::reads_late || t == nullptr || !is_output(*t)) return number;
+  return t->detach().clone();
+}
+
+// By storage: views of one buffer may be copied for nothing.
+template <class Loop>
+Number apart(const Number& number, const Facts& outputs) {
+  return apart<Loop>(number, [&](const at::Tensor& t) {
+    const void* const storage = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    return std::any_of(outputs.begin(), outputs.end(), [&](const Fact& fact) { return fact.storage == storage; });
+  });
+}
+
 template <class Loop, class T>
 Scalar<T> scalar(const Number& number) {
   if (const double* value = std::get_if<double>(&number)) return {static_cast<T>(*value), nullptr, nullptr};
@@ -274,7 +293,7 @@ Scalar<T> scalar(const Number& number) {
   } else {
     there.f32 = t.const_data_ptr<float>();
   }
-  if (Loop::device != c10::DeviceType::CPU) return there;
+  if (Loop::reads_late) return there;
   there.load();  // once, before the first write: it may lie in an output
   return {there.value, nullptr, nullptr};
 }
@@ -332,9 +351,10 @@ void Ops<Loop>::scale(const Tensors& src, const Tensors& dst, const Number& fact
   if (number != nullptr && *number == 1.0 && !found_inf.has_value()) {
     return launch<Loop, 1>(checked, {&src}, &dst, found_inf, nullptr, [](auto zero) { return Copy<decltype(zero)>{}; });
   }
+  const Number kept = apart<Loop>(factor, checked.facts[1]);
   launch<Loop, 1>(checked, {&src}, &dst, found_inf, nullptr, [&](auto zero) {
     using T = decltype(zero);
-    return Scale<T>{scalar<Loop, T>(factor), T(0)};
+    return Scale<T>{scalar<Loop, T>(kept), T(0)};
   });
 }
 
@@ -347,9 +367,10 @@ template <class Loop>
 void Ops<Loop>::axpby(const Tensors& x, const Tensors& y, const Tensors& out, const Number& a, const Number& b,
                       const MaybeTensor& found_inf, bool watch_x, bool watch_y) {
   const auto checked = check_lists<3>(Loop::device, {&x, &y, &out}, true, found_inf, {&a, &b});
+  const Number kept_a = apart<Loop>(a, checked.facts[2]), kept_b = apart<Loop>(b, checked.facts[2]);
   launch<Loop, 2>(checked, {&x, &y}, &out, found_inf, nullptr, [&](auto zero) {
     using T = decltype(zero);
-    return Axpby<T>{scalar<Loop, T>(a), scalar<Loop, T>(b), watch_x, watch_y, T(0)};
+    return Axpby<T>{scalar<Loop, T>(kept_a), scalar<Loop, T>(kept_b), watch_x, watch_y, T(0)};
   });
 }
 
@@ -382,9 +403,10 @@ std::vector<at::Tensor> Ops<Loop>::unscale_l2norm(const Tensors& grads, const Nu
                                                   const MaybeTensor& found_inf) {
   const auto checked = check_lists<2>(Loop::device, {&grads, &grads}, true, found_inf, {&inv_scale});
   const at::Tensor squares = make_squares(grads, checked.device);
+  const Number kept = apart<Loop>(inv_scale, checked.facts[1]);
   launch<Loop, 1>(checked, {&grads}, &grads, found_inf, squares.mutable_data_ptr<double>(), [&](auto zero) {
     using T = decltype(zero);
-    return ScaleNorm<T>{{scalar<Loop, T>(inv_scale), T(0)}};
+    return ScaleNorm<T>{{scalar<Loop, T>(kept), T(0)}};
   });
   return norms<Loop>(checked.facts[0], squares);
 }

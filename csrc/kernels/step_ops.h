@@ -1,6 +1,7 @@
 // The optimizers' steps, each written once: its checks, its numbers, its functor. As ops.h has the other kernels, but
 // with more tensors at a place. A device's loop (`CpuSteps` in steps_cpu.cpp, `CudaSteps` in steps_cuda.cu) has
 //   device                          the c10::DeviceType it serves
+//   reads_late                      whether it reads numbers that lie in memory while it writes, not before
 //   step(StepJob, functor, rule)    functor over all tensors; the rule makes a tensor's rates
 //   split(StepJob), join(StepJob)   whole masters into split ones, and back
 #pragma once
@@ -17,7 +18,8 @@ struct StepJob {
   std::vector<StepRow> rows;  // also of empty tensors, whose steps are counted
   bool host_steps;            // the steps lie on the CPU, the rest elsewhere
   UnscaleRule unscale;
-  const float* found_inf;  // where it is not 0, nothing changes; null: it does
+  const float* found_inf;    // where it is not 0, nothing changes; null: it does
+  std::vector<Number> kept;  // what `unscale` reads
 };
 
 template <class Loop>
@@ -151,12 +153,28 @@ inline void check_step(const at::Tensor& t, c10::Device device, bool recorded, f
   storage = fact.storage;
 }
 
+// The number, or a copy of it if a list that is written holds it.
+template <class Loop>
+Number apart(const Number& number, const std::vector<StepList>& lists, const StepJob& job) {
+  return apart<Loop>(number, [&](const at::Tensor& t) {
+    const char* const data = static_cast<const char*>(t.const_data_ptr());
+    for (const StepList& list : lists) {
+      if (!list.written) continue;
+      for (const StepRow& row : job.rows) {
+        const char* const begin = static_cast<const char*>(row.data[list.place]);
+        if (begin <= data && data < begin + row.size * c10::elementSize(row.dtype[list.place])) return true;
+      }
+    }
+    return false;
+  });
+}
+
 template <class Loop>
 StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, const std::vector<Number>& factors,
                     std::initializer_list<const Number*> numbers, const MaybeTensor& found_inf, bool maximize = false) {
   const Tensors& params = *lists[1].tensors;
   StepJob job{
-      c10::Device(Loop::device), {}, false, {{{1, nullptr, nullptr}, {1, nullptr, nullptr}}, maximize}, nullptr};
+      c10::Device(Loop::device), {}, false, {{{1, nullptr, nullptr}, {1, nullptr, nullptr}}, maximize}, nullptr, {}};
   if (!params.empty() && params[0].defined()) job.device = params[0].device();
   if (params.empty() && found_inf.has_value() && found_inf->defined()) job.device = found_inf->device();
   require(job.device.type() == Loop::device, "device");
@@ -193,7 +211,8 @@ StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, co
       }
     }
   }
-  for (size_t k = 0; k < factors.size(); ++k) job.unscale.factors[k] = scalar<Loop, float>(factors[k]);
+  for (const Number& factor : factors) job.kept.push_back(apart<Loop>(factor, lists, job));
+  for (size_t k = 0; k < factors.size(); ++k) job.unscale.factors[k] = scalar<Loop, float>(job.kept[k]);
   if (found_inf.has_value()) job.found_inf = found_inf->const_data_ptr<float>();
   return job;
 }
@@ -256,8 +275,10 @@ void Steps<Loop>::adam(const Tensors& grads, const Tensors& params, const Tensor
   const bool amsgrad = !max_exp_avg_sqs.empty();
   if (amsgrad) lists.push_back({&max_exp_avg_sqs, StepPlace(kState + 2), true, kSingle});
   const StepJob job = check_steps<Loop>(lists, steps, factors, {&lr, &step}, found_inf, maximize);
-  const AdamRule rule{
-      {beta1, beta2, weight_decay, decoupled, bias_correction}, scalar<Loop, double>(lr), scalar<Loop, double>(step)};
+  const Number rate = apart<Loop>(lr, lists, job), count = apart<Loop>(step, lists, job);
+  const AdamRule rule{{beta1, beta2, weight_decay, decoupled, bias_correction},
+                      scalar<Loop, double>(rate),
+                      scalar<Loop, double>(count)};
   const auto run = [&](auto functor) {
     functor.weight_decay = static_cast<float>(decoupled ? 0 : weight_decay);
     functor.weight1 = static_cast<float>(1 - beta1);
@@ -278,7 +299,8 @@ void Steps<Loop>::sgd(const Tensors& grads, const Tensors& params, const Tensors
   std::vector<StepList> lists = step_lists(grads, params, low);
   if (momentum != 0) lists.push_back({&momentum_buffers, kState, true, kSingle});
   const StepJob job = check_steps<Loop>(lists, Tensors(), factors, {&lr}, found_inf, maximize);
-  const SgdRule rule{scalar<Loop, double>(lr)};
+  const Number rate = apart<Loop>(lr, lists, job);
+  const SgdRule rule{scalar<Loop, double>(rate)};
   const auto run = [&](auto functor) {
     functor.weight_decay = static_cast<float>(weight_decay);
     functor.momentum = static_cast<float>(momentum);

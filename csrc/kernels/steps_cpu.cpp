@@ -128,6 +128,7 @@ std::vector<SgdRates> rates_of(const SgdRule& rule, const StepJob& job) {
 
 struct CpuSteps {
   static constexpr c10::DeviceType device = c10::DeviceType::CPU;
+  static constexpr bool reads_late = false;
 
   // Whether anything was written.
   template <class F, class Rule>

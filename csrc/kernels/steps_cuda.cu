@@ -81,6 +81,7 @@ at::Tensor copy_steps(const StepJob& job, std::vector<StepBlocks>& blocks) {
 
 struct CudaSteps {
   static constexpr c10::DeviceType device = c10::DeviceType::CUDA;
+  static constexpr bool reads_late = true;
 
   // Whether anything may be written: only the device knows found_inf.
   template <class F, class Rule>

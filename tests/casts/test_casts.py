@@ -260,7 +260,7 @@ def test_compiled_models_give_the_same_numbers(first: str, wrappers: str) -> Non
 
 
 @needs_install
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_torch_jit_script_compiles_through_the_wrappers() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Softmax(dim=-1))
     x = torch.randn(2, 4)
@@ -864,7 +864,7 @@ def test_casts_made_in_inference_mode_stay_there() -> None:
 
 
 @needs_install
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_casts_made_in_a_trace_are_not_kept() -> None:
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
     with regions.region(o1()):

@@ -1,4 +1,4 @@
-"""AMP_PATCH_OPT_LEVEL and AMP_PATCH_DTYPE: what becomes of a script's own level and options."""
+"""The environment variables of an opt level: what becomes of a script's own level and options."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ def initialize(request, amp):
 
 @pytest.fixture
 def environment(monkeypatch):
-    def set_to(level=None, dtype=None):
-        for name, value in (("AMP_PATCH_OPT_LEVEL", level), ("AMP_PATCH_DTYPE", dtype)):
+    names = ("AMP_PATCH_OPT_LEVEL", "AMP_PATCH_DTYPE", "AMP_PATCH_MASTER_WEIGHTS")
+
+    def set_to(level=None, dtype=None, masters=None):
+        for name, value in zip(names, (level, dtype, masters), strict=True):
             monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
 
     set_to()
@@ -64,6 +66,20 @@ def test_the_dtype_of_the_environment_acts_where_a_level_has_either(initialize, 
     environment(None, "bfloat16")
     assert policy(initialize, opt_level="O0") == resolve("O0")
     assert policy(initialize, opt_level="O5") == resolve("O5")
+
+
+def test_the_masters_of_the_environment_act_where_weights_are_bfloat16(initialize, environment, caplog):
+    split = {"dtype": BF16, "master_weights": "split"}
+    environment(None, None, "split")
+    assert policy(initialize, opt_level="O5") == resolve("O5", master_weights="split")
+    assert policy(initialize, opt_level="O2", dtype=BF16) == resolve("O2", **split)
+    for level in ("O0", "O1", "O2", "O3", "O4"):
+        assert policy(initialize, opt_level=level) == resolve(level)
+    assert policy(initialize, opt_level="O3", dtype=BF16) == resolve("O3", dtype=BF16)
+    environment("O2", "bfloat16", "split")
+    with caplog.at_level(logging.INFO, logger="amp_patch"):
+        assert policy(initialize, opt_level="O1", master_weights=None) == resolve("O2", **split)
+    assert any("O2 in torch.bfloat16, masters split" in record.getMessage() for record in caplog.records)
 
 
 def test_at_o0_nothing_is_left_of_the_scripts_options(initialize, environment):

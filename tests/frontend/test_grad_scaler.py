@@ -14,7 +14,7 @@ import torch
 from conftest import DEVICES
 from torch import nn
 
-from amp_patch import amp
+from amp_patch import amp, grad_scaler
 from amp_patch.apex.parallel.LARC import LARC
 
 INF = float("inf")
@@ -668,3 +668,26 @@ def test_what_scale_loss_brought_is_forgotten_with_its_iteration(end):
     scaler.scale(model(torch.ones(1, 3)).float().sum()).backward()
     assert model.weight.grad is grad
     assert scaler.step(optimizer) is True
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_two_devices_that_overflow_at_once_skip_as_one_does(kind, monkeypatch):
+    """torch adds their flags up, and its fused Adam steps where the sum is 2."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = kind([weight], lr=0.1, fused=True)
+    devices = [torch.device("cuda", index) for index in range(2)]
+    monkeypatch.setattr(grad_scaler, "gather", lambda *_, **__: {device: torch.ones(()) for device in devices})
+    scaler = amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(weight.sum() * INF).backward()
+    scaler.unscale_(optimizer)
+    assert not scaler.step(optimizer)
+    scaler.update()
+    assert weight.tolist() == [1.0] * 3 and scaler.get_scale() == 512.0
+
+
+def test_the_flags_of_two_devices_are_one():
+    devices = [torch.device("cuda", index) for index in range(2)]
+    scaler = amp.GradScaler("cpu")
+    for flags in ((0.0, 0.0), (0.0, 1.0), (1.0, 1.0)):
+        found = scaler._everywhere(dict(zip(devices, map(torch.tensor, flags), strict=True)), torch.device("cpu"))
+        assert [flag.item() for flag in found.values()] == [max(flags)]

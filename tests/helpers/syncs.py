@@ -8,6 +8,7 @@ from collections import Counter
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # What torch asks the device for an answer with, or a size that depends on values.
 SYNCS = (
@@ -42,6 +43,16 @@ class _Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def hear_the_notice():
+    """Let torch say now, unheard, what it says once when its detector is first used: as an error it would come later.
+
+    It would come after the mode is set, and be taken for a sync.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("default")
+
+
 class Syncs:
     """Counts while a block runs; on a GPU torch's own detector does, which sees what C++ asks for too."""
 
@@ -66,7 +77,7 @@ class Syncs:
                 yield
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        self.count = sum("synchroniz" in str(w.message) for w in caught)
+        self.count = sum("called a synchronizing CUDA operation" in str(w.message) for w in caught)
 
 
 @contextlib.contextmanager
@@ -91,3 +102,22 @@ def count(device, body):
     with syncs.counting():
         body()
     return syncs.count
+
+
+class CopiesToOrFrom(TorchDispatchMode):
+    """Counts the operators that take tensors of the CPU and of `device`, or move one: on a GPU they would wait for it.
+
+    With "meta" for the device this needs none, as long as nobody asks for a value.
+    """
+
+    def __init__(self, device):
+        super().__init__()
+        self.device = device
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)]
+        if {t.device.type for t in tensors} >= {"cpu", self.device}:
+            self.counts[func._schema.name.removeprefix("aten::")] += 1
+        return result

@@ -109,7 +109,7 @@ def test_containers_norms_and_holders_are_not_caught(level):
     assert amp.explain(model, torch.ones(3, 4)).kept == ({} if level == "O3" else {"0.norm": "keep_batchnorm_fp32"})
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
 def test_parametrizations_and_scripted_modules_with_tables_work():
     class Scripted(nn.Module):
         def __init__(self):

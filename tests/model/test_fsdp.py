@@ -52,9 +52,15 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 7), nn.Linear(7, 1))
 
 
-def shard(model: nn.Sequential, level: str = "O1", dtype: Any = None, **kwargs: Any) -> nn.Sequential:
+def fully_shard(module: Any, mesh: Any = None, **kwargs: Any) -> Any:
+    """torch's, over all ranks on the CPU: without a mesh it would take a GPU where there is one, over gloo."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    return fully_shard(module, mesh=mesh or init_device_mesh("cpu", (dist.get_world_size(),)), **kwargs)
+
+
+def shard(model: nn.Sequential, level: str = "O1", dtype: Any = None, **kwargs: Any) -> nn.Sequential:
     policy = amp.fsdp_policy(level, dtype=dtype, **{k: kwargs.pop(k) for k in ("reduce_dtype",) if k in kwargs})
     fully_shard(model[0], mp_policy=policy, **kwargs)
     return fully_shard(model, mp_policy=policy, **kwargs)
@@ -163,7 +169,6 @@ class Rows(nn.Module):
 def overflow_in_one_shard(level: str, dtype: Any, form: str, where: int, mesh: Any = None) -> list[Any]:
     """Three steps, the second with an overflow in the shard `where` alone; what this rank saw of each."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("replicas", "shards")) if mesh else None
     model = fully_shard(Rows(), mp_policy=amp.fsdp_policy(level, dtype=dtype), mesh=mesh)
@@ -257,8 +262,6 @@ def test_an_overflow_is_skipped_by_all_where_tensors_are_parallel(ranks):
 
 def overflow_that_is_told(where: int) -> list[str]:
     """What this rank says of an overflow in the shard `where`."""
-    from torch.distributed.fsdp import fully_shard
-
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -284,8 +287,6 @@ def test_the_message_about_an_overflow_is_of_the_first_rank_and_asks_no_other(ra
 
 def overflow_in_the_reduction(reduce_dtype: torch.dtype) -> tuple[bool, bool]:
     """The scaled gradient is 40000 on both ranks: finite in FP16, and so is their sum only in FP32."""
-    from torch.distributed.fsdp import fully_shard
-
     policy = amp.fsdp_policy("O2", reduce_dtype=reduce_dtype)
     model = fully_shard(Rows(), mp_policy=policy)
     model.set_gradient_divide_factor(1.0)
@@ -559,7 +560,7 @@ def test_initialize_may_come_before_fully_shard_without_an_optimizer(ranks, leve
 
 def refusal(what: str) -> str:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
     from torch.distributed.tensor import distribute_module
 
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -639,8 +640,6 @@ def test_what_cannot_be_is_refused_by_name(ranks, what, words):
 
 
 def kept(level: str) -> tuple[Any, Any, float]:
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 1))
     for index in (1, 3):

@@ -388,7 +388,7 @@ def test_an_fp32_copy_is_of_the_plain_classes_where_no_casts_of_the_process_act(
     assert type(plain.head) is nn.Linear  # known by its class to quantization and its like
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("how", ["trace", "script", "export", "compile"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_fp32_copy_is_exported_in_fp32_while_the_training_lives(level, how, fresh_compiler):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import DEVICES
 from reference_steps import ADAM, SGD, State
+from syncs import CopiesToOrFrom
 
 from amp_patch import multi_tensor as mt
 from amp_patch.multi_tensor import backends
@@ -429,3 +430,17 @@ def test_threads_change_nothing(backend, threads):
         torch.set_num_threads(1)
     for a, b in zip(one.everything(), many.everything(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("options", [{"lr": 0.1}, {"lr": torch.tensor(0.1, device="meta")}], ids=["number", "tensor"])
+def test_numbers_are_not_copied_to_the_device(options):
+    """Which would wait for it; "meta" acts the device, and plain torch the kernels, as where no extension serves it."""
+    lists = [[torch.ones(size, device="meta") for size in (3, 5)] for _ in range(4)]
+    counts = [torch.ones((), device="meta") for _ in range(2)]
+    settings = {"weight_decay": 0.1, "factors": [torch.ones((), device="meta")], **options}
+    with CopiesToOrFrom("meta") as copies:
+        for steps in (counts, 3.0):
+            adam = {**ADAM, **settings, "decoupled": True}
+            mt.multi_tensor_adam(*lists, None, steps, **adam, found_inf=counts[0])
+        mt.multi_tensor_sgd(*lists[:3], **{**SGD, **settings, "momentum": 0.9}, found_inf=counts[0])
+    assert not copies.counts

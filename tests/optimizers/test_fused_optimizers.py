@@ -13,7 +13,7 @@ import reference_optimizers as reference
 import torch
 import training
 from conftest import DEVICES, DTYPES
-from syncs import count
+from syncs import CopiesToOrFrom, count
 from torch import nn
 from training import assert_unchanged, snapshot
 
@@ -28,6 +28,7 @@ from amp_patch.optimizers import (
     FusedOptimizer,
     FusedSGD,
 )
+from amp_patch.optimizers.common import decay
 
 ORACLES = {
     FusedAdam: reference.adam,
@@ -833,3 +834,17 @@ def test_a_skip_is_told_by_the_snapshot_of_the_overflow_tests():
     optimizer.step()
     optimizer.zero_grad()
     assert_unchanged(before, snapshot(model, optimizer))
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1, dtype=torch.float64)])
+def test_weight_decay_under_a_flag_reads_its_rate_where_the_weights_are(rate):
+    weights = torch.tensor([1.0, -3.0], dtype=torch.float64)
+    before = weights.clone()
+    decay([weights], rate, found_inf=torch.ones(1))
+    assert torch.equal(weights, before)
+    decay([weights], rate, found_inf=torch.zeros(1))
+    assert torch.equal(weights, before - 0.1 * before), "0.1 of FP64, not of FP32"
+    there = rate.to("meta") if isinstance(rate, torch.Tensor) else rate
+    with CopiesToOrFrom("meta") as copies:
+        decay([torch.ones(2, device="meta")], there, found_inf=torch.zeros(1, device="meta"))
+    assert not copies.counts

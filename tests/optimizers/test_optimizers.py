@@ -64,6 +64,7 @@ def setup(name, flags, level="O2"):
     """A model of one 2x2 weight (an embedding for the optimizer of sparse gradients), its optimizer and a backward."""
     torch.manual_seed(0)
     model = nn.Embedding(2, 2, sparse=True) if name == "SparseAdam" else nn.Linear(2, 2, bias=False)
+    model.to("cuda" if flags.get("capturable") else "cpu")  # torch refuses these on a CPU
     make = getattr(torch.optim, name)
     optimizer = make(model.parameters(), **OPTIMIZERS[name], **flags)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -72,8 +73,9 @@ def setup(name, flags, level="O2"):
 
 def one_step(model, optimizer, factor=1.0):
     inputs = torch.tensor([0, 1]) if isinstance(model, nn.Embedding) else torch.tensor([[0.5, -0.25], [0.25, 1.0]])
+    device = model.weight.device
     optimizer.zero_grad()
-    loss = (model(inputs).float() * torch.tensor([[0.5, 0.25], [0.25, -0.5]])).sum() * factor
+    loss = (model(inputs.to(device)).float() * torch.tensor([[0.5, 0.25], [0.25, -0.5]], device=device)).sum() * factor
     training.backward(loss / 8, optimizer)
     optimizer.step()
 

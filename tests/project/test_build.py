@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -233,3 +234,90 @@ def test_a_wheel_holds_the_extension_or_the_reason(sources, content):
     assert len(extensions(target)) == (content == "good")
     assert (target / "amp_patch" / "_build.py").exists() == (content != "good")
     assert not (sources / "amp_patch" / "_build.py").exists()
+
+
+@pytest.fixture
+def toolkit(sources):
+    """A toolkit of CUDA 13 whose compiler says what nvcc says, and in another folder a wrapper around it."""
+    (sources / "csrc" / "device.cu").touch()
+    for folder in ("cuda/bin", "cuda/include", "wrapped/bin"):
+        (sources / folder).mkdir(parents=True)
+    (sources / "cuda" / "include" / "cuda_runtime.h").touch()
+    scripts = {
+        "cuda": 'case "$1" in --dryrun) printf "#$ _HERE_=$0\\n#$ TOP=$(dirname "$0")/..\\n" >&2;;\n'
+        '--list-gpu-arch) printf "compute_75\\ncompute_80\\ncompute_90\\ncompute_100\\n";; esac\n',
+        "wrapped": f'exec {sources}/cuda/bin/nvcc "$@"\n',
+    }
+    for folder, script in scripts.items():
+        nvcc = sources / folder / "bin" / "nvcc"
+        nvcc.write_text(f"#!/bin/sh\n{script}")
+        nvcc.chmod(0o755)
+    return sources
+
+
+def chosen(folder, **environment):
+    """The toolkit and the GPUs that setup.py compiles for where torch sees no GPU, and torch's flags for these."""
+    (folder / "chosen.py").write_text(
+        "import json, os, runpy, sys, torch\ntorch.cuda.device_count = lambda: 0\n"
+        "sys.argv = ['setup.py', '--name']\nrunpy.run_path('setup.py', run_name='__main__')\n"
+        "from torch.utils import cpp_extension as of_torch\n"
+        "flags = of_torch._get_cuda_arch_flags()\n"
+        "print(json.dumps([of_torch.CUDA_HOME, os.environ['TORCH_CUDA_ARCH_LIST'], flags]))\n"
+    )
+    switches = ("AMP_PATCH_NO_EXT", "AMP_PATCH_REQUIRE_EXT", "CUDA_PATH", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST")
+    inherited = {name: value for name, value in os.environ.items() if name not in switches}
+    result = subprocess.run(
+        [sys.executable, "chosen.py"],
+        cwd=folder,
+        env={**inherited, "FORCE_CUDA": "1", **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("found", ["on PATH", "by CUDA_HOME"])
+@pytest.mark.parametrize("nvcc", ["wrapped", "cuda"])
+def test_a_wrapper_of_nvcc_is_asked_for_its_toolkit(toolkit, nvcc, found):
+    given = {"PATH": f"{toolkit / nvcc}/bin:{os.environ['PATH']}"}
+    home, _, _ = chosen(toolkit, **(given if found == "on PATH" else {"CUDA_HOME": str(toolkit / nvcc)}))
+    assert home == str(toolkit / "cuda")
+
+
+def test_without_a_gpu_it_is_compiled_for_those_that_the_compiler_knows(toolkit):
+    """An image is built on a machine without a GPU; torch would raise `IndexError: list index out of range`."""
+    home = str(toolkit / "cuda")
+    _, gpus, flags = chosen(toolkit, CUDA_HOME=home)
+    assert gpus == "7.5;8.0;9.0+PTX"
+    assert "-gencode=arch=compute_90,code=compute_90" in flags and len(flags) == 4
+    assert chosen(toolkit, CUDA_HOME=home, TORCH_CUDA_ARCH_LIST="8.6")[1] == "8.6"
+    (toolkit / "cuda" / "bin" / "nvcc").write_text("#!/bin/sh\nexit 1\n")  # of a release that has no such list
+    assert chosen(toolkit, CUDA_HOME=home)[1] == "7.0;7.5;8.0;8.6;8.9;9.0+PTX"
+
+
+# Python 3.12 took away what setuptools 65 imports.
+OLD_SETUPTOOLS = "setuptools==65.*" if sys.version_info < (3, 12) else "setuptools==69.*"
+
+
+@pytest.mark.parametrize("release", ["installed", pytest.param(OLD_SETUPTOOLS, marks=pytest.mark.slow)])
+def test_old_and_new_setuptools_take_the_metadata(sources, release):
+    for name in ("pyproject.toml", "README.md", "amp_patch/__init__.py"):
+        shutil.copy(ROOT / name, sources / name)
+    path = []
+    if release != "installed":
+        command = [sys.executable, "-m", "pip", "install", "-q", "--target", str(sources / "old"), release, "wheel"]
+        got = subprocess.run(command, capture_output=True, text=True)
+        if got.returncode:
+            pytest.skip(f"pip cannot get {release}: {got.stderr.splitlines()[-1]}")
+        path = [str(sources / "old")]
+        shown = [sys.executable, "-c", "import setuptools; print(setuptools.__version__)"]
+        environment = {**os.environ, "PYTHONPATH": path[0]}
+        version = subprocess.run(shown, env=environment, capture_output=True, text=True).stdout
+        assert version.startswith(release.removeprefix("setuptools==").removesuffix("*"))
+    result = build(sources, "-q", "egg_info", AMP_PATCH_NO_EXT="1", PYTHONPATH=os.pathsep.join(path))
+    assert result.returncode == 0, result.stderr
+    assert "deprecated" not in result.stderr or release != "installed"
+    (metadata,) = sources.glob("*.egg-info/PKG-INFO")
+    lines = metadata.read_text().splitlines()
+    assert "License: BSD-3-Clause" in lines and "Requires-Python: >=3.10" in lines

@@ -1,4 +1,4 @@
-"""README.md, CONTRIBUTING.md and docs: links and files that they name are there, their Python runs, two stay short."""
+"""README.md, the other pages of the top level and docs: links and files that they name are there, their Python runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 from paths import ROOT
 from torch import nn
 
-from amp_patch import amp, apex
+from amp_patch import __version__, amp, apex
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TOP = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")]
+PAGES = [*TOP, *sorted((ROOT / "docs").glob("*.md"))]
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -104,3 +105,8 @@ def test_the_python_of_a_page_runs_and_prints_what_it_says(page, tmp_path, monke
             ] == []
     finally:
         apex.uninstall()
+
+
+def test_one_version_is_named_everywhere():
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1].startswith(f"{__version__}\n")

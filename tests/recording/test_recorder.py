@@ -567,7 +567,7 @@ def test_the_samples_are_those_of_the_forward_that_a_body_followed():
     assert run.samples == [1, 2]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
 def test_a_copy_for_export_has_no_trace_of_the_recording():
     with amp.record():
         model, optimizer = started("O2")
@@ -799,7 +799,7 @@ def compile_wrapper(model):
     return compile_whole(Wrapper())
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     "make, when",
@@ -828,7 +828,7 @@ def test_compiled_models_stay_one_graph_and_their_forwards_are_seen(make, when):
     assert len(run.loss) == began
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_model_that_is_not_trained_here_begins_nothing():
     class Brighter(nn.Module):
@@ -847,7 +847,7 @@ def test_a_compiled_model_that_is_not_trained_here_begins_nothing():
     assert run.samples == [8]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_model_is_known_as_soon_as_initialize_is_called():
     with amp.record() as run:
@@ -862,7 +862,7 @@ def test_a_compiled_model_is_known_as_soon_as_initialize_is_called():
     assert run.samples == [1, 8, 8]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.usefixtures("fresh_compiler")
 def test_after_a_recording_nothing_of_it_is_in_compiled_models():
     optimized = torch._dynamo.OptimizedModule
@@ -883,7 +883,7 @@ def test_after_a_recording_nothing_of_it_is_in_compiled_models():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be instantiated")
 def test_a_compiled_loop_is_recorded_and_nothing_of_that_is_compiled():

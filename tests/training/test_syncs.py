@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import training
 from conftest import DEVICES
-from syncs import Syncs, count
+from syncs import Syncs, count, hear_the_notice
 
 from amp_patch import amp, multi_tensor
 from amp_patch.multi_tensor import backends
@@ -19,6 +21,17 @@ def test_the_counter_counts(device):
         assert count(device, ask) == 1
     assert count(device, lambda: x[x > 1]) >= 1
     assert count(device, lambda: (x * 2).sum().sqrt()) == 0
+
+
+def test_the_detector_s_own_notice_is_no_sync(monkeypatch):
+    """torch's words, on any machine: the second is said once in a process, when the detector is first used."""
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    notice = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: warnings.warn(notice, stacklevel=2))
+    sync = "called a synchronizing CUDA operation"
+    assert count("cuda", lambda: warnings.warn(sync, stacklevel=2)) == 1
+    assert count("cuda", lambda: None) == 0
+    hear_the_notice()
 
 
 def a_step(level, device, clip, **options):

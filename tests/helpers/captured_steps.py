@@ -1,0 +1,38 @@
+"""Trainings whose whole step a CUDA graph can hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import training
+from torch import Tensor, nn
+
+from amp_patch import amp, optimizers
+
+LEVELS = ["O1", "O2", "O5"]
+MAKERS = {
+    "torch's fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True, capturable=True),
+    "torch's fused SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=True),
+    "FusedSGD": lambda params: optimizers.FusedSGD(params, lr=0.05, momentum=0.9),
+    "FusedAdam": lambda params: optimizers.FusedAdam(params, lr=1e-2, weight_decay=0.1, capturable=True),
+    "FusedMixedPrecisionLamb": lambda params: optimizers.FusedMixedPrecisionLamb(params, lr=1e-2),
+}
+
+
+def start(maker: Any, level: str, device: str = "cpu") -> Any:
+    """Model and optimizer. The batch norms use what they have: NaN of a step that overflows would stay in them."""
+    model = training.convnet().to(device)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    scale = {} if level == "O5" else {"loss_scale": "dynamic"}
+    return amp.initialize(model, maker(model.parameters()), opt_level=level, verbosity=0, **scale)
+
+
+def iteration(model: Any, optimizer: Any, images: Tensor, classes: Tensor, factor: float | Tensor = 1.0) -> None:
+    """A step on the loss times `factor`, whose infinity is an overflow."""
+    loss = nn.functional.cross_entropy(model(images), classes)
+    training.backward(loss * factor, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()

@@ -1,0 +1,63 @@
+"""Whole steps in CUDA graphs, on a GPU; conftest.py leaves this file out where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import training
+from captured_steps import LEVELS, MAKERS, iteration, start
+
+from amp_patch import amp
+
+OVERFLOWS = range(7, 1000, 50)  # which of the steps
+
+
+def run(maker, level, captured, replays=1000):
+    """The weights after 20 steps, those after all, and the scale; of a graph, or of the loop that it holds."""
+    model, optimizer = start(maker, level, "cuda")
+    optimizer._amp_stash.scalers[0].growth_interval = 30  # so that the scale rises between two overflows
+    images, classes = (t.clone() for t in training.images(0, "cuda"))
+    factor = torch.ones((), device="cuda")
+    side = torch.cuda.Stream()  # as torch's documentation of CUDA graphs has it
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            iteration(model, optimizer, images, classes, factor)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    if captured:
+        with torch.cuda.graph(graph):
+            iteration(model, optimizer, images, classes, factor)
+    for index in range(replays):
+        for target, value in zip((images, classes), training.images(index % 20, "cuda"), strict=True):
+            target.copy_(value)
+        factor.fill_(float("inf") if index in OVERFLOWS and level != "O5" else 1.0)
+        if captured:
+            graph.replay()
+        else:
+            iteration(model, optimizer, images, classes, factor)
+        if index == 19:
+            early = training.weights(model)
+    return early, training.weights(model), amp.state_dict()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
+def test_a_thousand_replays_are_a_thousand_steps(maker, level):
+    early, _, scales = run(maker, level, captured=False)
+    early_too, late_too, scales_too = run(maker, level, captured=True)
+    assert scales_too == scales
+    for one, other in zip(early_too, early, strict=True):  # later cuBLAS's other choices in a capture have added up
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
+    assert all(bool(weight.isfinite().all()) for weight in late_too)
+    assert not training.same(late_too, early_too)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_cannot_skip_by_itself_is_refused_by_name(level):
+    model, optimizer = start(lambda params: torch.optim.SGD(params, lr=0.1), level, "cuda")
+    batch = training.images(0, "cuda")
+    iteration(model, optimizer, *batch)
+    refused = pytest.raises(RuntimeError, match=r"^SGD\.step: a CUDA graph is being captured")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        iteration(model, optimizer, *batch)
