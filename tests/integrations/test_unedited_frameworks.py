@@ -22,6 +22,7 @@ from training import same, weights  # noqa: E402
 
 from amp_patch import amp  # noqa: E402
 from amp_patch.integrations.lightning import OptLevelPrecision  # noqa: E402
+from amp_patch.integrations.unedited.refusal import Refused  # noqa: E402
 from amp_patch.integrations.unedited.watch import Watch  # noqa: E402
 
 # What the packages warn of, on any script: their own deprecations, and advice on loaders and workers.
@@ -88,3 +89,15 @@ def test_a_loop_of_theirs_trains_as_with_lines_of_ours(train, level, tmp_path):
     assert losses == expected[0] and same(found, expected[1])
     plain = train(tmp_path, None)
     assert same(found, plain[1]) is (level == "O0")
+
+
+def test_what_cannot_be_taken_of_lightning_names_its_lines():
+    class Unknown(torch.optim.SGD):
+        """Nobody knows when this one calls its closure."""
+
+    module = Classifier()
+    module.configure_optimizers = lambda: Unknown(module.parameters(), lr=0.1)
+    with pytest.raises(Refused, match="what a Unknown does with it is not known") as caught, Watch("O2"):
+        trainer(None).fit(module, loader())
+    said = str(caught.value)
+    assert "import OptLevelPrecision" in said and "Trainer(plugins=" in said and "scale_loss" not in said
