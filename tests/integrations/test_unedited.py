@@ -116,12 +116,31 @@ for step in range(3):
         return loss.detach()
     losses.append(optimizer.step(closure)) #losses.append(closure()); optimizer.step()
 """
+# Two optimizers of one model: the second is made later, and the first goes on. At step 1 the loss overflows.
+PHASES = """
+for step in range(6):
+    if step == 3:
+        other = torch.optim.SGD(net.parameters(), lr=0.01)
+        #scale = amp.state_dict(optimizer)
+        #net, (optimizer, other) = amp.initialize(net, [optimizer, other], opt_level=LEVEL)
+        #amp.load_state_dict(scale, optimizer)
+    loss = F.cross_entropy(net(torch.randn(8, 1, 8, 8)), torch.randint(5, (8,))) * (1e6 if step == 1 else 1.0)
+    optimizer.zero_grad()
+    loss.backward() #[optimizer, other] if step > 2 else optimizer
+    if step != 1:
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+    if step > 3:
+        other.step()
+    losses.append(loss.detach())
+"""
 SCRIPTS = {
     "clips": NET + CLIPS,
     "accumulates": NET + ACCUMULATES,
     "gan": GAN,
     "parts": PARTS,
     "closure": NET + CLOSURE,
+    "phases": NET + PHASES,
 }
 
 
@@ -253,6 +272,12 @@ for p, grad in zip(params, torch.autograd.grad(net(torch.randn(8, 1, 8, 8)).sum(
     p.grad = grad
 optimizer.step()
 """
+CHECKPOINTED = """
+from torch.utils.checkpoint import checkpoint
+x = torch.randn(8, 1, 8, 8, requires_grad=True)
+checkpoint(net, x, use_reentrant=True).sum().backward()
+optimizer.step()
+"""
 IN_FLIGHT = """
 import torch
 from torch import nn
@@ -276,6 +301,7 @@ REFUSED = {
     "lbfgs": (LBFGS, "LBFGS evaluates its closure", "optimizer.step("),
     "losses": (NET + SEVERAL, "given several losses", "autograd.backward"),
     "no module": (RAW, "the SGD here holds tensors of no module", ".backward"),
+    "all is checkpointed": (NET + CHECKPOINTED, "the Adam here holds tensors of no module", "optimizer.step"),
     "by hand": (NET + BY_HAND, "the gradients of Adam were made without backward()", "optimizer.step"),
     "in flight": (IN_FLIGHT, "Linear is called for the first time between backward() and step()", "second(torch"),
     "autocast": (NET + AUTOCAST, "it turns torch's autocast on", "    net("),
@@ -415,7 +441,7 @@ def run_of(path: Path) -> Run:
     return found
 
 
-@pytest.mark.parametrize("name", ["gan", "closure", "accumulates"])
+@pytest.mark.parametrize("name", ["gan", "closure", "accumulates", "phases"])
 def test_its_losses_are_recorded(name, tmp_path, monkeypatch):
     monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "O2")
     monkeypatch.setenv("AMP_PATCH_SEED", "0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from types import FrameType
 
 _NOT_THE_USERS = ("torch", __name__.partition(".")[0], "runpy", "importlib", "contextlib")
@@ -35,19 +36,25 @@ class Refused(SystemExit):
 
 
 def _lightnings_lines() -> str:
-    for package, module in ("lightning", "lightning.pytorch"), ("pytorch_lightning", "pytorch_lightning"):
-        if hasattr(sys.modules.get(module), "Trainer"):
-            return _LIGHTNING_LINES.format(package=package)
-    return ""
+    """The lines for a script whose training Lightning runs now; empty where it does not."""
+    packages = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in _frames()}
+    package = next((name for name in ("lightning", "pytorch_lightning") if name in packages), None)
+    return "" if package is None else _LIGHTNING_LINES.format(package=package)
 
 
 def _where() -> str:
     """ " (train.py, line 31)": the innermost line that is neither an installed package's nor ours; empty if none."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
+    for frame in _frames():
         path = frame.f_code.co_filename
         installed = "site-packages" in path or path.startswith("<frozen")
         if not installed and str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS:
             return f" ({os.path.basename(path)}, line {frame.f_lineno})"
-        frame = frame.f_back
     return ""
+
+
+def _frames() -> Iterator[FrameType]:
+    """Those that run now, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -91,7 +91,7 @@ class Watch(Observer):
         # The modules that were looked at -> what `_groups` was then.
         self._looked = weakref.WeakKeyDictionary[nn.Module, int]()
         self._knows_us: bool | None = None  # whether the script does, once that was looked at
-        self._owners: dict[int, int] = {}  # the id of a parameter -> of the optimizer that holds it or its master
+        self._owners: dict[int, list[int]] = {}  # id of a parameter -> of the optimizers that hold it or its master
         self._owners_of = -1  # what `_groups` was then
         self._thread = threading.local()
         self._patches = Patches()
@@ -178,9 +178,12 @@ class Watch(Observer):
         """The optimizers, each once, that hold parameters of these ids, or their masters."""
         optimizers = self._optimizers()
         if self._owners_of != self._groups:
-            self._owners = {id(p): key for key, o in optimizers.items() for p in _params(innermost(o))}
+            self._owners = {}
+            for key, optimizer in optimizers.items():
+                for param in _params(innermost(optimizer)):
+                    self._owners.setdefault(id(param), []).append(key)
             self._owners_of = self._groups
-        found = dict.fromkeys(owner for key in params if (owner := self._owners.get(key)) is not None)
+        found = dict.fromkeys(owner for key in params for owner in self._owners.get(key, ()))
         return [optimizers[owner] for owner in found if owner in optimizers]
 
     def _is_of_ours(self) -> bool:
