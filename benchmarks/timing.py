@@ -93,8 +93,17 @@ def syncs(call: Callable[[], Any], device: str) -> int | None:
     return sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught)
 
 
+def memory_gb(device: str) -> float | None:
+    """The most that torch's allocator has given out since this was last asked, in 10^9 bytes. None on a CPU."""
+    if device == "cpu":
+        return None
+    most = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return most / 1e9
+
+
 def launches(call: Callable[[], Any], device: str) -> int | None:
-    """How many kernels a call launches, as torch's profiler sees it. None on a CPU, and where the profiler sees none."""
+    """How many kernels a call launches, as torch's profiler sees it; None on a CPU and where it sees none."""
     if device == "cpu":
         return None
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
