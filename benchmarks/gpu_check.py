@@ -4,8 +4,8 @@
     make gpu-check [ONLY=build,tests] [OUT=figures.json]
 
 First it says what the machine has and lacks; where something is missing that the stages need, nothing is run. Each
-stage has a time limit: one that exceeds it is killed, and the others go on. After each stage the figures are written, by
-default into benchmarks/results/<GPU>.json, where stages that were not run keep their earlier ones. A table of the
+stage has a time limit: one that exceeds it is killed, and the others go on. After each stage the figures are written,
+by default into benchmarks/results/<GPU>.json, where stages that were not run keep their earlier ones. A table of the
 stages and of what was aimed at comes last. Exits non-zero if a stage failed, not if a goal was missed. Everything runs
 in the Python that runs this; nothing is downloaded.
 """

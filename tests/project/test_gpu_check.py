@@ -1,4 +1,4 @@
-"""`make gpu-check` as far as a machine without a GPU goes: what is missing, stages and limits, what is kept and said."""
+"""`make gpu-check` without a GPU: what is missing, stages and their limits, what is kept and said."""
 
 from __future__ import annotations
 
