@@ -51,7 +51,15 @@ def step(dtype: str) -> list[str]:
 
 
 STAGES = {
-    "build": Stage(240, {"extension": ["setup.py", "build_ext", "--inplace"], "devices": ["-c", HAS_CUDA]}, False),
+    "build": Stage(
+        240,
+        {
+            "extension": ["setup.py", "build_ext", "--inplace"],
+            "devices": ["-c", HAS_CUDA],
+            "info": ["-m", "amp_patch", "info"],
+        },
+        writes_json=False,
+    ),
     "tests": Stage(180, {"counts": ["benchmarks/gpu_tests.py", "--limit", "170", "--except", GRAPHS]}),
     "kernels": Stage(
         120,
@@ -129,6 +137,7 @@ def environment() -> dict[str, str]:
         "PATH": os.pathsep.join(path for path in programs if path),
         "AMP_PATCH_REQUIRE_EXT": "1",
         "PYTHONUNBUFFERED": "1",
+        "KINETO_LOG_LEVEL": "99",  # torch's profiler says otherwise whenever it starts and stops
     }
 
 
@@ -232,6 +241,7 @@ def main() -> None:
     parser.add_argument("--only", type=names, default=list(STAGES), metavar="STAGES", help=f"of {','.join(STAGES)}")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>.json")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu-check: stopped"))  # which stops the stage too
     os.environ["PATH"] = environment()["PATH"]
     findings, machine = preflight()
     print("gpu-check: this machine has", *findings, sep="\n", flush=True)

@@ -132,8 +132,8 @@ def nvcc(torch: dict[str, Any]) -> Finding:
         _, out, error = said(path, "--dryrun", "-c", "x.cu")
         top = re.search(r"^#\$ TOP=(.+)", out + error, re.MULTILINE)
         home = Path(top[1].strip()).resolve() if top else home
-    for part in ("include/cuda_runtime.h", "lib*/libcudart.so"):
-        if not any(home.glob(part)):
+    for part, *others in (["include/cuda_runtime.h"], ["lib64/libcudart.so", "lib/libcudart.so", "lib/*/libcudart.so"]):
+        if not any(any(home.glob(form)) for form in (part, *others)):
             return Finding("nvcc", False, f"{path} is there, but its toolkit in {home} has no {part}: {way_out}")
     release = re.search(r"release ([\d.]+)", said(path, "--version")[1])
     version = release[1] if release else "of an unknown release"

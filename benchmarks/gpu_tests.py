@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -105,7 +104,7 @@ def tests_of(files: Sequence[str]) -> list[str]:
     run = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
     if run.returncode not in ENDED:
         raise SystemExit(f"pytest could not collect {' '.join(files)}:\n{run.stdout[-4000:]}{run.stderr[-4000:]}")
-    return [line for line in run.stdout.splitlines() if "::" in line]
+    return [line for line in run.stdout.splitlines() if "::" in line and (ROOT / line.partition("::")[0]).is_file()]
 
 
 def notes_in(path: Path) -> list[dict[str, Any]]:
@@ -159,9 +158,7 @@ def run_one(names: Sequence[str], path: Path, ends: float, test_limit: float) ->
     timeout = ["-o", f"faulthandler_timeout={max(test_limit - 5, 1)}"]  # prints where it hangs
     command = [sys.executable, *PYTEST, "-p", "gpu_tests", *timeout, *names]
     with path.with_suffix(".log").open("w") as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(**{NOTES: str(path)}), stdout=log, stderr=log, start_new_session=True
-        )
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(**{NOTES: str(path)}), stdout=log, stderr=log)
         try:
             while process.poll() is None:
                 time.sleep(0.1)
@@ -171,7 +168,7 @@ def run_one(names: Sequence[str], path: Path, ends: float, test_limit: float) ->
                     return f"stopped after {test_limit:g} s"
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
                 process.wait()
     return "" if process.returncode in ENDED else f"its process ended with {process.returncode}"
 

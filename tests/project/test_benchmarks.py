@@ -165,6 +165,29 @@ def test_every_rival_of_the_step_trains_the_same_model(script, dtype, tmp_path):
         assert row["syncs"] is row["gb_at_start"] is row["gb_in_a_step"] is None
 
 
+@pytest.mark.parametrize(
+    ("elements", "itemsize", "sets"), [(2**28, 4, 1), (11 * 2**20, 2, 5), (2**20, 2, 20)], ids=["1 GB", "gpt", "small"]
+)
+def test_on_a_gpu_the_sets_of_a_sample_exceed_its_cache(elements, itemsize, sets, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import kernels
+
+    h100 = argparse.Namespace(L2_cache_size=50 * 2**20)
+    monkeypatch.setattr(kernels.torch.cuda, "get_device_properties", lambda device: h100)
+    assert kernels.buffers(elements, itemsize, "cuda") == sets
+    assert kernels.buffers(elements, itemsize, "cpu") == 1
+
+
+@pytest.mark.parametrize(("us", "calls"), [(10.0, 20), (1000.0, 5), (60000.0, 1)])
+def test_on_a_gpu_a_sample_is_a_row_of_calls_unless_they_are_long(us, calls, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import kernels
+
+    monkeypatch.setattr(kernels.timing, "on_gpu", lambda call, runs: us)
+    assert kernels.calls_in_a_sample(lambda: None, "cuda") == calls
+    assert kernels.calls_in_a_sample(lambda: None, "cpu") == 1
+
+
 @pytest.mark.parametrize("kind", ["one", "4,000 of 256"])
 def test_each_kernel_stands_beside_a_copy_and_torch(kind, tmp_path):
     output, rows = run("kernels", tmp_path, "--elements", "1000", "--only", kind)

@@ -74,7 +74,7 @@ def test_nvcc_is_found_with_the_toolkit_that_it_wraps(preflight, machine):
 def test_a_toolkit_without_headers_or_libraries_is_no_toolkit(lost, preflight, machine):
     (machine / "toolkit" / lost).unlink()
     there, text = preflight.nvcc({"cuda": "13.0"})[1:]
-    assert not there and f"has no {lost.replace('64', '*')}: " in text and "CUDA_HOME" in text
+    assert not there and f"has no {lost}: " in text and "CUDA_HOME" in text
 
 
 def test_an_nvcc_of_another_cuda_is_named(preflight, machine):
