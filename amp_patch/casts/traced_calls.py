@@ -117,10 +117,11 @@ def tell() -> None:
     variable = _variable_class()
     # A policy in traced code: Dynamo reads its fields as constants.
     handlers = builder.SourcelessBuilder._type_handlers
-    handlers.setdefault(Policy, lambda tx, value: builder.UserDefinedObjectVariable(value))
-    # As such a constant as well: up to torch 2.11 Dynamo builds all fields of one at once, and fails at a float.
+    for kind in (Policy, traced_regions.CastsPolicy):
+        handlers.setdefault(kind, lambda tx, value: builder.UserDefinedObjectVariable(value))
+    # Up to torch 2.11 Dynamo builds all fields of such a constant at once, and fails at a float.
     by_type = builder.VariableBuilder._type_dispatch()
-    by_type.setdefault(Policy, lambda _, value: builder.UserDefinedObjectVariable(value))
+    by_type.setdefault(traced_regions.CastsPolicy, lambda _, value: builder.UserDefinedObjectVariable(value))
     by_id = builder.VariableBuilder._id_dispatch()
     for wrapper, entry in new:
         _told.add(id(wrapper))
