@@ -73,11 +73,14 @@ def custom_fwd(
     @functools.wraps(forward)
     def decorated(*args: Any, **kwargs: Any) -> Any:
         casts = _now(device_type)
-        if args and hasattr(args[0], "save_for_backward"):
+        contexts = 1 if args and hasattr(args[0], "save_for_backward") else 0
+        if contexts:
             args[0]._amp_casts = _NO_CASTS if casts.act and cast_inputs is not None else casts
         if cast_inputs is None or not casts.act:
             return forward(*args, **kwargs)
-        args, kwargs = tree.cast_floats((args, kwargs), cast_inputs, _CASTABLE)
+        # `ctx` aside, which holds nothing to cast: Dynamo of torch 2.11 cannot ask whether it is a dataclass.
+        rest, kwargs = tree.cast_floats((args[contexts:], kwargs), cast_inputs, _CASTABLE)
+        args = (*args[:contexts], *rest)
         return _call_under(_NO_CASTS, casts, forward, *args, **kwargs)
 
     return decorated

@@ -9,7 +9,8 @@ import functools
 import importlib
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -116,7 +117,11 @@ def tell() -> None:
     variable = _variable_class()
     # A policy in traced code: Dynamo reads its fields as constants.
     handlers = builder.SourcelessBuilder._type_handlers
-    handlers.setdefault(Policy, lambda tx, value: builder.UserDefinedObjectVariable(value))
+    for kind in (Policy, traced_regions.CastsPolicy):
+        handlers.setdefault(kind, lambda tx, value: builder.UserDefinedObjectVariable(value))
+    # Up to torch 2.11 Dynamo builds all fields of such a constant at once, and fails at a float.
+    by_type = builder.VariableBuilder._type_dispatch()
+    by_type.setdefault(traced_regions.CastsPolicy, lambda _, value: builder.UserDefinedObjectVariable(value))
     by_id = builder.VariableBuilder._id_dispatch()
     for wrapper, entry in new:
         _told.add(id(wrapper))
@@ -137,6 +142,21 @@ def tell() -> None:
         # the graph runs, where nothing is cast.
         if isinstance(function, types.FunctionType) and not names.isdisjoint(function.__code__.co_names):
             known[function] = builder.UserFunctionVariable
+
+
+@contextmanager
+def _inlined(function: Callable[..., Any]) -> Iterator[None]:
+    """In here Dynamo may trace into `function`. Torch 2.6 asserts that its table says so; later ones do not ask."""
+    table: dict[Any, Any] = importlib.import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
+    before = table.get(function)
+    table[function] = importlib.import_module("torch._dynamo.variables").UserFunctionVariable
+    try:
+        yield
+    finally:
+        if before is None:
+            del table[function]
+        else:
+            table[function] = before
 
 
 @functools.cache
@@ -162,7 +182,8 @@ def _variable_class() -> type:
                 return inline(tx, rule, original, list(args), kwargs)
             if isinstance(original, types.FunctionType) and original.__module__ in ("torch.nn.functional", __name__):
                 # Traced into, as above; what it calls has casts of its own.
-                return functions.UserFunctionVariable(original).call_function(tx, args, kwargs)
+                with _inlined(original):
+                    return functions.UserFunctionVariable(original).call_function(tx, args, kwargs)
             return rules.lookup(original)(original).call_function(tx, args, kwargs)
 
     return CastFunctionVariable

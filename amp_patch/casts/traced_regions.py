@@ -65,12 +65,16 @@ def leave_traced() -> None:
             undo()
 
 
+class CastsPolicy(Policy):
+    """What acts in a trace. A type of its own: traced_calls.py tells Dynamo how to hold one as a constant."""
+
+
 @functools.cache
 def casts_policy(
     dtype: torch.dtype, patch_torch_functions: bool, allow_banned: bool, cpu_fp16: str, op_lists: str
 ) -> Policy:
     """The one policy that stands for all that cast alike."""
-    return Policy(
+    return CastsPolicy(
         "O1" if patch_torch_functions else "O2",
         dtype=dtype,
         patch_torch_functions=patch_torch_functions,

@@ -423,4 +423,8 @@ def _advising(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _low_precision_of(value: Any) -> torch.dtype | None:
-    return next((tensor.dtype for tensor in tree.tensors(value) if tensor.dtype in LOW_PRECISION), None)
+    # A loop: Dynamo of torch 2.6 does not know `next` with a default.
+    for tensor in tree.tensors(value):
+        if tensor.dtype in LOW_PRECISION:
+            return tensor.dtype
+    return None

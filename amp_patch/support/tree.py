@@ -106,7 +106,8 @@ def _same(items: Iterable[Any], originals: Iterable[Any]) -> bool:
 
 
 def _is_same(item: Any, original: Any) -> bool:
-    if is_dynamo_compiling() and isinstance(original, tuple):  # torch.compile has no identity of tuples
+    # torch.compile has no identity of tuples; that of torch 2.6 compares the items of lists, tensors, by `!=`.
+    if is_dynamo_compiling() and isinstance(original, (tuple, list)):
         return _same(item, original)
     return item is original
 

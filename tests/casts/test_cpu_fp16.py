@@ -622,23 +622,32 @@ def saved_by(run: Callable[[], Tensor]) -> int:
     return bytes_left - result.numel() * result.element_size()
 
 
+# Before torch 2.8 nobody can tell whether the user has hooks for what is saved: autograd keeps the FP32 copies there.
+KEEPS_FP16 = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+
+
 def test_autograd_keeps_fp16_operands_not_their_fp32_copies(installed):
     x, w = half(64, 64), half(64, 64)
     copies = (x.numel() + w.numel()) * 4
     with regions.region(ONLY_EMULATES):
-        assert saved_by(lambda: F.linear(x, w)) == 0
+        assert saved_by(lambda: F.linear(x, w)) == (0 if KEEPS_FP16 else copies)
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             assert saved_by(lambda: F.linear(x, w)) == copies  # the measure can fail
 
 
 def test_an_operand_changed_before_backward_is_noticed(installed):
-    x = half(2, 2)
+    x, w = half(2, 2), half(2, 2)
     with regions.region(ONLY_EMULATES):
         hidden = x * 2
-        out = F.linear(hidden, half(2, 2))
+        out = F.linear(hidden, w)
+    expected = hidden.detach().sum(0).expand(2, 2)
     hidden.add_(1)
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*version 1; expected version 0"):
+    if KEEPS_FP16:
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*version 1; expected version 0"):
+            out.sum().backward()
+    else:  # what autograd keeps was not changed
         out.sum().backward()
+        torch.testing.assert_close(w.grad, expected)
 
 
 def test_a_mask_changed_before_backward_is_noticed(installed):

@@ -196,7 +196,9 @@ def without_cuda() -> Iterator[None]:
             "IntTensor": torch.IntTensor,
         }.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        stack.enter_context(mock.patch.object(Tensor, "record_stream", stay))
+        # A torch that was built for CUDA pins memory where CUDA seems to be there; a loader's `pin_memory` asks for it.
+        for name in ("record_stream", "pin_memory"):
+            stack.enter_context(mock.patch.object(Tensor, name, stay))
         stack.enter_context(
             mock.patch.object(torch, "empty", lambda *size, device="", **kwargs: empty(*size, **kwargs))
         )

@@ -65,7 +65,8 @@ class Plant:
 
     def hook(self, grad: Tensor) -> Tensor:
         grad = grad.clone()
-        grad.view(-1)[self.element % grad.numel()] = self.value
+        planted = torch.tensor(self.value).to(grad.dtype)  # torch 2.6 refuses a number that FP16 lacks
+        grad.view(-1)[self.element % grad.numel()] = planted
         return grad
 
 

@@ -97,6 +97,12 @@ def spoken(place: Iterable[CodeType]) -> str:
 # What must be as it was.
 
 
+def topmost_hooks() -> Any:
+    """The innermost hooks for what autograd saves; None as well before torch 2.8, which does not tell."""
+    topmost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if topmost is None else topmost(False)
+
+
 def surroundings() -> dict[str, Any]:
     """What an iteration changes while it runs, torch's and ours, on this thread and in the process."""
     return {
@@ -104,7 +110,7 @@ def surroundings() -> dict[str, Any]:
         "inference mode": torch.is_inference_mode_enabled(),
         "torch.autocast": [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
         "torch.autocast's depth": thread_state.native_depth(),
-        "saved-tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(False),
+        "saved-tensor hooks": topmost_hooks(),
         "function modes": torch._C._len_torch_function_stack(),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "default type": torch.get_default_dtype(),
@@ -344,7 +350,7 @@ def sweep(
 
 def _force() -> None:
     """Keep one fault from being blamed on the calls that come after it."""
-    while torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+    while topmost_hooks() is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
     torch.set_grad_enabled(True)
     thread_state.this_thread.stack.clear()
