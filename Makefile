@@ -64,8 +64,8 @@ cuda-compile: $(VENV)/installed ## compile the CUDA sources with nvcc; needs no 
 	PYTHON=$(BIN)/python NVCC="$(NVCC)" sh tests/cuda/compile.sh
 
 # With the machine's own Python: torch for CUDA comes with it, and nothing needs to be downloaded.
-gpu-check: ## on a machine with a GPU: build with CUDA, run the tests and the benchmarks, write benchmarks/results/
-	$(PYTHON) benchmarks/gpu_check.py
+gpu-check: ## on a machine with a GPU: build, test, measure, capture, write benchmarks/results/; ONLY=build,tests OUT=file
+	$(PYTHON) benchmarks/gpu_check.py $(if $(ONLY),--only $(ONLY)) $(if $(OUT),--out $(OUT))
 
 clean: ## remove what was built here; .venv keeps its downloads
 	rm -rf build out *.egg-info amp_patch/*.so amp_patch/_build.py $(VENV)/installed .pytest_cache .ruff_cache .mypy_cache

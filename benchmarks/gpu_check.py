@@ -1,104 +1,265 @@
-"""On a machine with a GPU: build the extension with CUDA in place, run the tests and the benchmarks, keep the figures.
+"""On a machine with a GPU: build with CUDA, run the tests, time kernels and steps, capture them; keep the figures.
 
-Everything runs in the Python that runs this, which needs torch for CUDA, nvcc, pybind11, ninja and pytest; nothing is
-downloaded. The figures go to benchmarks/results/<GPU>.json, those of whatever failed left out. Exits non-zero if there
-is no GPU, and if anything failed. `make gpu-check`, or `python benchmarks/gpu_check.py [--quick]`
+    python benchmarks/gpu_check.py [--only build,tests,kernels,step,capture] [--out PATH]
+    make gpu-check [ONLY=build,tests] [OUT=figures.json]
+
+First it says what the machine has and lacks; where something is missing that the stages need, nothing is run. Each
+stage has a time limit: one that exceeds it is killed, and the others go on. After each stage the figures are written,
+by default into benchmarks/results/<GPU>.json, where stages that were not run keep their earlier ones. A table of the
+stages and of what was aimed at comes last. Exits non-zero if a stage failed, not if a goal was missed. Everything runs
+in the Python that runs this; nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
+import datetime
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
+from gpu_preflight import preflight
 
 ROOT = Path(__file__).resolve().parents[1]
+TAIL = 20  # lines of what a command that failed said last, kept with the figures
 
-# {name in the results: the script and its options}; each takes --json PATH.
-BENCHMARKS = {
-    "kernels": ["benchmarks/kernels.py", "--device", "cuda", "--elements", str(2**28)],  # 1 GB in FP32
-    "launches": ["benchmarks/launches.py"],
-    "optimizer": ["benchmarks/optimizer.py", "--device", "cuda"],
-    "step": ["benchmarks/step.py", "--device", "cuda", "--size", "100m"],
-    "compile": ["benchmarks/compile.py", "--device", "cuda", "--size", "100m"],
-    "recording": ["benchmarks/recording.py", "--device", "cuda"],
+GRAPHS = "tests/training/test_cuda_graphs.py"
+HAS_CUDA = "import sys; from amp_patch import _C; sys.exit('cuda' not in _C.devices and 'built without CUDA')"
+
+
+class Stage(NamedTuple):
+    limit: float  # seconds
+    commands: dict[str, list[str]]  # {name of the figures: what this Python is given}
+    writes_json: bool = True  # each command takes --json PATH
+
+
+def step(dtype: str) -> list[str]:
+    rivals = ["fp32", "autocast", "autocast+scaler", "O1", "O2", "O2 foreach"]
+    what = ["--dtype", dtype, "--size", "100m", "--models", "gpt", "--batches", "8", "--repeats", "11"]
+    return ["benchmarks/step.py", "--device", "cuda", *what, "--rivals", *rivals]
+
+
+STAGES = {
+    "build": Stage(
+        240,
+        {
+            "extension": ["setup.py", "build_ext", "--inplace"],
+            "devices": ["-c", HAS_CUDA],
+            "info": ["-m", "amp_patch", "info"],
+        },
+        writes_json=False,
+    ),
+    "tests": Stage(180, {"counts": ["benchmarks/gpu_tests.py", "--limit", "170", "--except", GRAPHS]}),
+    "kernels": Stage(
+        120,
+        {
+            "kernels": ["benchmarks/kernels.py", "--device", "cuda", "--elements", str(2**28)],  # 1 GB in FP32
+            "launches": ["benchmarks/launches.py"],
+        },
+    ),
+    "step": Stage(
+        180,
+        {
+            "fp16": step("fp16"),
+            "bf16": step("bf16"),
+            "optimizer": ["benchmarks/optimizer.py", "--device", "cuda", "--repeats", "7", "--only", "gpt AdamW"],
+        },
+    ),
+    "capture": Stage(60, {"counts": ["benchmarks/gpu_tests.py", "--by-test", "--limit", "55", GRAPHS]}),
 }
 
-# Tests that are about training, and about other packages, not about the device. The examples need scikit-learn; the
-# packages are of any release on such a machine, and the tests know those that pyproject.toml names.
-NOT_OF_THE_DEVICE = [
-    "tests/project/test_examples.py",
-    "tests/project/test_third_party.py",
-    "tests/project/test_transformers_models.py",
-    "tests/integrations",
+# Of what preflight() finds; all stages need the rest.
+NEEDED_BY = {
+    **dict.fromkeys(("setuptools", "ninja", "pybind11", "compiler", "nvcc", "Python.h"), ("build",)),
+    "pytest": ("tests", "capture"),
+}
+
+Figure = tuple[float, str]  # and of what
+
+
+class Goal(NamedTuple):
+    stage: str
+    text: str
+    most: bool  # `bound` is the most that it may be, else the least
+    bound: float
+    figure: Callable[[Mapping[str, Any]], Figure | None]  # the worst, of a stage's results
+
+    def met(self, value: float) -> bool:
+        return value <= self.bound if self.most else value >= self.bound
+
+
+def kernel_figure(kind: str, column: str, worst: Callable[..., Any]) -> Callable[[Mapping[str, Any]], Figure | None]:
+    def figure(results: Mapping[str, Any]) -> Figure | None:
+        rows = [row for row in results.get("kernels", {}).get("rows", ()) if row["tensors"] == kind]
+        figures = [(row[column], f"{row['kernel']} {row['dtype']}") for row in rows if row[column] is not None]
+        return worst(figures, default=None)
+
+    return figure
+
+
+def step_figure(rivals: tuple[str, ...], column: str) -> Callable[[Mapping[str, Any]], Figure | None]:
+    def figure(results: Mapping[str, Any]) -> Figure | None:
+        rows = [(row, dtype) for dtype in ("fp16", "bf16") for row in results.get(dtype, {}).get("rows", ())]
+        rows = [(row, dtype) for row, dtype in rows if row["rival"] in rivals and row[column] is not None]
+        return max(((row[column], f"{row['rival']} {dtype}") for row, dtype in rows), default=None)
+
+    return figure
+
+
+GOALS = [
+    Goal("kernels", "of a device copy's speed, 1 GB", False, 0.9, kernel_figure("one", "of copy", min)),
+    Goal("kernels", "of torch's foreach, 4,000 tensors", True, 0.6, kernel_figure("4,000 of 256", "of torch", max)),
+    Goal("step", "O1, of autocast + GradScaler", True, 1.0, step_figure(("O1",), "ratio")),
+    Goal("step", "O2, of autocast + GradScaler", True, 0.9, step_figure(("O2",), "ratio")),
+    Goal("step", "syncs a step, AdamW(fused=True)", True, 0, step_figure(("O1", "O2"), "syncs")),
+    Goal("step", "syncs a step, AdamW(foreach=True)", True, 1, step_figure(("O2 foreach",), "syncs")),
 ]
 
 
-def run(*command: str) -> bool:
-    """Whether this Python, with the sources in front of what may be installed, ran the command without a failure."""
-    print(f"\n=== python {' '.join(command)}", flush=True)
+def environment() -> dict[str, str]:
+    """For this Python, with the sources in front of what may be installed, and its own programs (ninja) on PATH."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = {
+    programs = [os.environ.get("PATH", ""), str(Path(sys.executable).parent)]
+    return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PATH": os.pathsep.join(path for path in programs if path),
         "AMP_PATCH_REQUIRE_EXT": "1",
         "PYTHONUNBUFFERED": "1",
-        # The machine's Python has plugins of pytest that nobody asked for; what they warn of would be an error here.
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "KINETO_LOG_LEVEL": "99",  # torch's profiler says otherwise whenever it starts and stops
     }
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment).returncode == 0
+
+
+def run(arguments: list[str], limit: float) -> tuple[str, list[str]]:
+    """Run this Python. Why it did not pass, or nothing; and the last lines that it printed, all of which are shown."""
+    print(f"\n=== python {' '.join(arguments)}", flush=True)
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    tail: collections.deque[str] = collections.deque(maxlen=TAIL)
+
+    def show() -> None:
+        with process.stdout as lines:
+            for text in lines:
+                print(text, end="", flush=True)
+                tail.append(text.rstrip())
+
+    shower = threading.Thread(target=show, daemon=True)
+    shower.start()
+    try:
+        status = process.wait(max(limit, 0.0))
+        why = f"exit status {status}" if status else ""
+    except subprocess.TimeoutExpired:
+        why = "killed"
+    finally:  # of its processes too, and when this one is interrupted
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    shower.join(5)  # a process that has left the group may hold the pipe open
+    return why, list(tail)
+
+
+def run_stage(stage: Stage) -> dict[str, Any]:
+    """{passed, why, seconds, and the figures of each command}: also of those that failed or were killed on the way."""
+    start = time.monotonic()
+    result: dict[str, Any] = {"passed": True, "why": "", "seconds": 0.0}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, arguments in stage.commands.items():
+            path = Path(folder) / f"{name}.json"
+            target = ["--json", str(path)] if stage.writes_json else []
+            why, tail = run([*arguments, *target], start + stage.limit - time.monotonic())
+            if path.exists():
+                result[name] = json.loads(path.read_text())
+            if why == "killed":
+                why = f"killed after {stage.limit:g} s"
+            if why:
+                result |= {"passed": False, "why": result["why"] or f"{name}: {why}"}
+                result.setdefault("tails", {})[name] = tail
+            if why.startswith("killed"):
+                break
+    return result | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def keep(out: Path, stages: Mapping[str, Any], machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the stages' results over those in `out`, whose others stay. Returns all."""
+    kept = json.loads(out.read_text()).get("stages", {}) if out.exists() else {}
+    about = {"torch": machine["torch"], "cuda": machine["cuda"], "day": datetime.date.today().isoformat()}
+    kept |= {name: about | result for name, result in stages.items()}
+    gpu = {name: machine[name] for name in ("gpu", "compute_capability", "gigabytes")}
+    ordered = {name: kept[name] for name in STAGES if name in kept}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    written = out.with_name(f"{out.name}.new")  # this may be stopped at any time
+    written.write_text(json.dumps({**gpu, "stages": ordered}, indent=1) + "\n")
+    written.replace(out)
+    return ordered
+
+
+def table(stages: Mapping[str, Any]) -> list[str]:
+    """A line for each stage that was run, and under it one for each goal that it has a figure for."""
+    lines = [f"{'stage':<9}{'s':>6}  result"]
+    for name, result in stages.items():
+        text = "passed" if result["passed"] else result["why"]
+        if counts := result.get("counts"):
+            text += f" ({counts['passed']} passed, {counts['failed']} failed)"
+        lines.append(f"{name:<9}{result['seconds']:>6.0f}  {text}")
+        for goal in (goal for goal in GOALS if goal.stage == name):
+            wanted = f"{'<=' if goal.most else '>='} {goal.bound:.2f}"
+            value = goal.figure(result)
+            said = f"{value[0]:.2f} {'met' if goal.met(value[0]) else 'MISSED'} ({value[1]})" if value else "no figure"
+            lines.append(f"{'':<17}{goal.text:<36}{wanted:<9}{said}")
+    return lines
+
+
+def names(text: str) -> list[str]:
+    """--only: stages in the order in which they run."""
+    asked = text.split(",")
+    if unknown := [name for name in asked if name not in STAGES]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: none of {', '.join(STAGES)}")
+    return [name for name in STAGES if name in asked]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="build and test; no benchmarks")
+    parser.add_argument("--only", type=names, default=list(STAGES), metavar="STAGES", help=f"of {','.join(STAGES)}")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>.json")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        built = f"is for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build without CUDA"
-        sys.exit(
-            f"gpu-check: there is no GPU that torch {torch.__version__} can use here (it {built}); nothing was run"
-        )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu-check: stopped"))  # which stops the stage too
+    os.environ["PATH"] = environment()["PATH"]
+    findings, machine = preflight()
+    print("gpu-check: this machine has", *findings, sep="\n", flush=True)
+    asked = set(options.only)
+    lacking = [finding.what for finding in findings if not finding.there]
+    if missing := [what for what in lacking if asked & set(NEEDED_BY.get(what, STAGES))]:
+        sys.exit(f"gpu-check: nothing was run; missing: {', '.join(missing)}")
 
-    gpu, major_minor = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ".".join(map(str, major_minor)))
-    if not run("setup.py", "build_ext", "--inplace"):
-        sys.exit("gpu-check: the build failed")
-    if not run("-c", "from amp_patch import _C; import sys; sys.exit('cuda' not in _C.devices)"):
-        sys.exit("gpu-check: the extension was built without CUDA")
-    run("-m", "amp_patch", "info")
-
-    failed = []
-    if not run("-m", "pytest", "-q", "-m", "not slow", *(f"--ignore={path}" for path in NOT_OF_THE_DEVICE)):
-        failed.append("tests")
-    results: dict[str, object] = {
-        "gpu": gpu,
-        "compute_capability": list(major_minor),
-        "gigabytes": round(torch.cuda.get_device_properties(0).total_memory / 2**30),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "tests_passed": not failed,
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        for name, command in {} if options.quick else BENCHMARKS.items():
-            figures = Path(folder) / f"{name}.json"
-            if run(*command, "--json", str(figures)):
-                results[name] = json.loads(figures.read_text())
-            else:
-                failed.append(name)
-    if not options.quick:
-        target = ROOT / "benchmarks" / "results" / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(results, indent=1) + "\n")
-        print(f"\ngpu-check: the figures are in {target.relative_to(ROOT)}")
-    if failed:
-        sys.exit(f"gpu-check: failed on {gpu}: {', '.join(failed)}")
-    print(f"gpu-check: all passed on {gpu}")
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ".".join(map(str, machine["compute_capability"])))
+    slug = re.sub(r"[^a-z0-9]+", "-", machine["gpu"].lower()).strip("-")
+    out = options.out or ROOT / "benchmarks" / "results" / f"{slug}.json"
+    done: dict[str, Any] = {}
+    for name in options.only:
+        done[name] = run_stage(STAGES[name])
+        keep(out, done, machine)
+    print("", *table(done), f"gpu-check on {machine['gpu']}: the figures are in {out}", sep="\n")
+    if failed := [name for name, result in done.items() if not result["passed"]]:
+        sys.exit(f"gpu-check: failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

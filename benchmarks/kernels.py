@@ -1,14 +1,19 @@
 """Each kernel of amp_patch.multi_tensor beside the best that torch's own functions do for the same result.
 
 `of torch` is our time over torch's, below 1 is ours being faster. `of copy` is the bytes that a kernel has to read and
-write a second, over what a copy of as many bytes reaches in the same turns: 1 is the speed of the memory.
+write a second, over what a copy of as many bytes reaches in the same turns: 1 is the speed of the memory. `host us` is
+until our call returns, `launches` how many kernels it launches on a GPU. There a sample is a row of calls, each on
+buffers that the L2 cache does not hold.
 `python benchmarks/kernels.py [--threads N] [--device cuda] [--repeats N] [--elements N] [--only NAMES] [--json PATH]`
 """
 
 from __future__ import annotations
 
+import argparse
+import math
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import timing
@@ -18,7 +23,11 @@ from torch import Tensor
 from amp_patch import multi_tensor as mt
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+KINDS = ("one", "gpt", "4,000 of 256")
 WIDTHS = {"kernel": -16, "dtype": -10, "tensors": -14, "us": 10, "of copy": 9, "of torch": 10}
+WIDTHS |= {"host us": 10, "launches": 10}
+SAMPLE_US = 5000  # of a sample's calls on a GPU, of which there are at most MOST_CALLS
+MOST_CALLS = 20
 
 Subject = tuple[int, Callable[[], Any], Callable[[], Any]]  # bytes read and written, ours, torch's
 
@@ -92,40 +101,73 @@ def subjects(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str) -> 
     }
 
 
+def calls_in_a_sample(call: Callable[[], Any], device: str) -> int:
+    """On a GPU so many that a launch weighs little."""
+    if device == "cpu":
+        return 1
+    call()  # what is loaded and made once
+    return max(1, min(MOST_CALLS, round(SAMPLE_US / timing.on_gpu(call, 1))))
+
+
+def buffers(elements: int, itemsize: int, device: str) -> int:
+    """How many sets of so many elements a sample rotates through: none is in the L2 cache when its turn comes."""
+    if device == "cpu":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(1, min(MOST_CALLS, -(-2 * cache // (elements * itemsize))))
+
+
+def compare(
+    kernel: str, sets: list[dict[str, Subject]], options: argparse.Namespace
+) -> dict[str, float | int | str | None]:
+    """The figures of one kernel on sets of tensors that differ in where they lie."""
+    size = sets[0][kernel][0]
+    sources = [torch.ones(max(size // 8, 1), device=options.device) for _ in sets]
+    targets = [torch.empty_like(source) for source in sources]
+    calls = {
+        "ours": timing.rotating([subjects[kernel][1] for subjects in sets]),
+        "torch": timing.rotating([subjects[kernel][2] for subjects in sets]),
+        "copy": timing.rotating([partial(a.copy_, b) for a, b in zip(targets, sources, strict=True)]),
+    }
+    timers = {
+        name: timing.timer(call, options.device, calls_in_a_sample(call, options.device))
+        for name, call in calls.items()
+    }
+    times = timing.in_turns(timers, options.repeats)
+    host = [timing.until_return(calls["ours"], options.device) for _ in range(options.repeats)]
+    return {
+        "us": round(statistics.median(times["ours"]), 1),
+        "of copy": timing.ratio(times["copy"], times["ours"]) if size else None,
+        "of torch": timing.ratio(times["ours"], times["torch"]),
+        "host us": round(statistics.median(host), 1),
+        "launches": timing.launches(calls["ours"], options.device),
+    }
+
+
 def main() -> None:
     parser = timing.parser(__doc__, repeats=15)
     parser.add_argument("--elements", type=int, default=50_000_000, help="of the one large tensor")
-    parser.add_argument("--only", default="one,gpt,4,000 of 256", help="of the three sets of tensors: %(default)s")
+    parser.add_argument("--only", default=",".join(KINDS), help="of the three sets of tensors: %(default)s")
     options = parser.parse_args()
+    timing.need_kernels(options.device)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
 
     rows = []
     print(timing.heading(options))
     print(timing.line(list(WIDTHS), WIDTHS))
-    for kind in [kind for kind in ("one", "gpt", "4,000 of 256") if kind in options.only]:
+    for kind in [kind for kind in KINDS if kind in options.only]:
         for dtype in DTYPES:
-            for kernel, (size, ours, theirs) in subjects(
-                shapes_of(kind, options.elements), dtype, options.device
-            ).items():
+            shapes = shapes_of(kind, options.elements)
+            count = buffers(sum(map(math.prod, shapes)), dtype.itemsize, options.device)
+            sets = [subjects(shapes, dtype, options.device) for _ in range(count)]
+            for kernel in sets[0]:
                 if kernel == "update_scale" and (kind != "gpt" or dtype != torch.float32):
                     continue  # it knows nothing of tensors
-                source = torch.ones(max(size // 8, 1), device=options.device)
-                target = torch.empty_like(source)
-                calls = {"ours": ours, "torch": theirs, "copy": lambda a=target, b=source: a.copy_(b)}
-                timers = {name: timing.timer(call, options.device) for name, call in calls.items()}
-                times = timing.in_turns(timers, options.repeats)
-                row = {
-                    "kernel": kernel,
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "tensors": kind,
-                    "us": round(statistics.median(times["ours"]), 1),
-                    "of copy": timing.ratio(times["copy"], times["ours"]) if size else "",
-                    "of torch": timing.ratio(times["ours"], times["torch"]),
-                }
-                print(timing.line([*row.values()], WIDTHS), flush=True)
-                rows.append(row)
-    timing.write_json(options, rows)
+                name = {"kernel": kernel, "dtype": str(dtype).removeprefix("torch."), "tensors": kind}
+                rows.append(name | compare(kernel, sets, options))
+                print(timing.line([*rows[-1].values()], WIDTHS), flush=True)
+                timing.write_json(options, rows)
 
 
 if __name__ == "__main__":

@@ -264,8 +264,8 @@ def main() -> None:
         for dtype in options.dtypes:
             rows.append(compare(name, options, dtype))
             print(timing.line(list(rows[-1].values())[: len(WIDTHS)], WIDTHS), flush=True)
+            timing.write_json(options, rows)
             amp.restore()
-    timing.write_json(options, rows)
 
 
 if __name__ == "__main__":

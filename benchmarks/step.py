@@ -9,16 +9,21 @@ Everyone trains the same model on the same batch with torch.optim.AdamW(fused=Tr
     autocast          torch.autocast
     autocast+scaler   torch.autocast and torch.amp.GradScaler: what the ratios are over
     O1, O2            amp_patch, at its defaults for the dtype
+    O2 foreach        O2 with torch.optim.AdamW(foreach=True), which cannot skip a step by itself; only where asked for
 
 Each has a process of its own, since O1 patches torch's functions for a whole process, and one runs at a time, in turns.
+`host ms` is until a step returns, the device idle before it. `skipped` are the steps of all that overflowed, `syncs`
+how often one step waits for the GPU; `GB at start` and `in a step` are the most that torch has given out of the GPU's
+memory until the model is ready, and in a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -30,10 +35,15 @@ from torch import Tensor, nn
 from amp_patch import amp
 
 RIVALS = ("fp32", "autocast", "autocast+scaler", "O1", "O2")
+FOREACH = "O2 foreach"
 BASELINE = "autocast+scaler"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FIGURES = ("host_milliseconds", "skipped", "syncs", "gb_at_start", "gb_in_a_step")
+HOST_STEPS = 5
+INITIAL_SCALE = 2.0**16  # of torch's GradScaler
 STEPS = 3  # in a turn: the first of them finds the caches as another rival left them
-COLUMNS = {"model": -9, "batch": 5, "": 2, "rival": -17, "ms a step": 10, "ratio": 8, "first loss": 12}
+COLUMNS = {"model": -9, "batch": 5, "": 2, "rival": -17, "ms a step": 10, "ratio": 8, "first loss": 12, "host ms": 10}
+COLUMNS |= {"skipped": 9, "syncs": 7, "GB at start": 13, "in a step": 11}
 
 
 class Sizes(NamedTuple):
@@ -113,11 +123,17 @@ class Task(NamedTuple):
     compiled: bool = False  # torch.compile(model)
 
 
-def step_of(task: Task) -> Callable[[], Tensor]:
-    """One training step of a rival, as a user would write it; returns the loss."""
+class Training(NamedTuple):
+    step: Callable[[], Tensor]  # as a user would write it; returns the loss
+    skips: Callable[[], int | None]  # how many steps overflowed so far; None where no loss is scaled
+
+
+def training_of(task: Task) -> Training:
+    """A rival's, before its first step."""
     rival, dtype = task.rival, task.dtype
     model, inputs, targets = subject(task.kind, task.sizes, task.batch, task.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    kernels = {"foreach" if rival == FOREACH else "fused": True}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **kernels)
     if task.compiled:
         model.compile()
     device_type = torch.device(task.device).type
@@ -137,7 +153,7 @@ def step_of(task: Task) -> Callable[[], Tensor]:
         optimizer.step()
         return loss
 
-    scaler = torch.amp.GradScaler(device_type, enabled=rival == BASELINE)
+    scaler = torch.amp.GradScaler(device_type, INITIAL_SCALE, enabled=rival == BASELINE)
 
     def autocast_and_scaler() -> Tensor:
         optimizer.zero_grad()
@@ -157,51 +173,68 @@ def step_of(task: Task) -> Callable[[], Tensor]:
         return loss
 
     steps = {"fp32": fp32, "autocast": autocast, BASELINE: autocast_and_scaler}
+    if rival == BASELINE:  # too short for the scale to grow, it halves at each skip
+        return Training(steps[rival], lambda: round(math.log2(INITIAL_SCALE / scaler.get_scale())))
     if rival in steps:
-        return steps[rival]
-    model, optimizer = amp.initialize(model, optimizer, opt_level=rival, dtype=dtype)
-    return level
+        return Training(steps[rival], lambda: None)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=rival.split()[0], dtype=dtype)
+
+    def skips() -> int:
+        optimizer._amp_stash.hear(wait=True)
+        return sum(scaler._skips for scaler in optimizer._amp_stash.scalers)
+
+    return Training(level, skips)
 
 
 def work(task: Task, pipe: Any) -> None:
-    """A rival's process: times a turn whenever asked; None ends it."""
+    """A rival's process: times a turn whenever asked; None ends it, and is answered by the other figures."""
     torch.set_num_threads(task.threads)
-    step = step_of(task)
+    step, skips = training_of(task)
+    figures: dict[str, Any] = {"gb_at_start": timing.memory_gb(task.device)}
     run = timing.timer(step, task.device, STEPS)
     pipe.send(step().item())
     while pipe.recv() is not None:
         pipe.send(run())
+    timing.memory_gb(task.device)  # begins a new peak
+    host = [timing.until_return(step, task.device) / 1e3 for _ in range(HOST_STEPS)]
+    figures |= {"gb_in_a_step": timing.memory_gb(task.device), "host_milliseconds": statistics.median(host)}
+    pipe.send(figures | {"syncs": timing.syncs(step, task.device), "skipped": skips()})
 
 
-@contextmanager
-def process(task: Task) -> Any:
-    """(timer, loss of the first step) of a rival that waits in its own process."""
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    worker = context.Process(target=work, args=(task, theirs))
-    worker.start()
-    theirs.close()
+class Process:
+    """A rival that waits in its own process. `first_loss` is to be asked for first, `figures` last."""
 
-    def turn() -> float:
-        ours.send(True)
-        return ours.recv()
+    def __init__(self, task: Task) -> None:
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._worker = context.Process(target=work, args=(task, theirs))
+        self._worker.start()
+        theirs.close()
 
-    try:
-        yield turn, ours.recv()
-        ours.send(None)
-    finally:
-        ours.close()
-        worker.join()
+    def first_loss(self) -> float:
+        return self._pipe.recv()
+
+    def turn(self) -> float:
+        self._pipe.send(True)
+        return self._pipe.recv()
+
+    def figures(self) -> dict[str, Any]:
+        self._pipe.send(None)
+        return self._pipe.recv()
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._worker.join()
 
 
 def compare(options: argparse.Namespace, kind: str, batch: int, compiled: bool = False) -> list[dict[str, Any]]:
     """Every rival's median, and its ratio over the baseline's, for one model and batch size."""
+    about = (DTYPES[options.dtype], kind, SIZES[options.size], batch, options.device, options.threads, compiled)
     with ExitStack() as stack:
-        timers, losses = {}, {}
-        for rival in options.rivals:
-            about = (DTYPES[options.dtype], kind, SIZES[options.size], batch, options.device, options.threads, compiled)
-            timers[rival], losses[rival] = stack.enter_context(process(Task(rival, *about)))
-        times = timing.in_turns(timers, options.repeats)
+        rivals = {rival: stack.enter_context(closing(Process(Task(rival, *about)))) for rival in options.rivals}
+        losses = {name: rival.first_loss() for name, rival in rivals.items()}
+        times = timing.in_turns({name: rival.turn for name, rival in rivals.items()}, options.repeats)
+        figures = {name: rival.figures() for name, rival in rivals.items()}
     return [
         {
             "model": kind,
@@ -210,6 +243,7 @@ def compare(options: argparse.Namespace, kind: str, batch: int, compiled: bool =
             "milliseconds": statistics.median(times[rival]) / 1e3,
             "ratio": timing.ratio(times[rival], times[BASELINE]),
             "first_loss": losses[rival],
+            **{name: figures[rival][name] for name in FIGURES},
         }
         for rival in options.rivals
     ]
@@ -227,7 +261,7 @@ def main(
     parser.add_argument("--size", choices=SIZES, default="12m", help="parameters of the GPT")
     parser.add_argument("--models", nargs="+", choices=("gpt", "convnet"), default=models)
     parser.add_argument("--batches", nargs="+", type=int, default=batches)
-    parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=RIVALS)
+    parser.add_argument("--rivals", nargs="+", choices=(*RIVALS, FOREACH), default=RIVALS)
     options = parser.parse_args()
     if BASELINE not in options.rivals:
         parser.error(f"--rivals must name {BASELINE}: every ratio is over it")
@@ -239,9 +273,9 @@ def main(
         for batch in options.batches:
             for row in compare(options, kind, batch, compiled):
                 rows.append(row)
-                cells = (kind, batch, "", row["rival"], row["milliseconds"], row["ratio"], row["first_loss"])
-                print(timing.line(cells, COLUMNS), flush=True)
-    timing.write_json(options, rows)
+                cells = (row[name] for name in ("rival", "milliseconds", "ratio", "first_loss", *FIGURES))
+                print(timing.line((kind, batch, "", *cells), COLUMNS), flush=True)
+            timing.write_json(options, rows)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ import os
 import platform
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +39,90 @@ def parser(description: str | None, repeats: int) -> argparse.ArgumentParser:
 
 
 def timer(call: Callable[[], Any], device: str, runs: int = 1) -> Timer:
-    """Times `runs` calls in a row; on a GPU until the device is done with the last."""
+    """Times `runs` calls in a row; on a GPU between two events, the first of which an idle device takes at once."""
+    return (lambda: on_cpu(call, runs)) if device == "cpu" else (lambda: on_gpu(call, runs))
 
-    def run() -> float:
-        start = time.perf_counter()
-        for _ in range(runs):
+
+def on_cpu(call: Callable[[], Any], runs: int) -> float:
+    """Microseconds of one of `runs` calls in a row."""
+    start = time.perf_counter()
+    for _ in range(runs):
+        call()
+    return (time.perf_counter() - start) * 1e6 / runs
+
+
+def on_gpu(call: Callable[[], Any], runs: int) -> float:
+    """Microseconds of one of `runs` calls in a row, until the device is done with the last: its time or the host's,
+    whichever is longer.
+    """
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(runs):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / runs
+
+
+def until_return(call: Callable[[], Any], device: str) -> float:
+    """Microseconds until a call returns, the device idle before: what it keeps the host for. On a CPU, all of it."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return on_cpu(call, 1)
+
+
+def rotating(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    """A call of the next of `calls` each time. On buffers that together exceed a cache, each finds it cold."""
+    following = cycle(calls)
+    return lambda: next(following)()
+
+
+def syncs(call: Callable[[], Any], device: str) -> int | None:
+    """How often a call waits for the GPU, as torch's own detector sees it. None on a CPU."""
+    if device == "cpu":
+        return None
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
             call()
-        if device != "cpu":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) * 1e6 / runs
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught)
 
-    return run
+
+def memory_gb(device: str) -> float | None:
+    """The most that torch's allocator has given out since this was last asked, in 10^9 bytes. None on a CPU."""
+    if device == "cpu":
+        return None
+    most = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return most / 1e9
+
+
+def launches(call: Callable[[], Any], device: str) -> int | None:
+    """How many kernels a call launches, as torch's profiler sees it; None on a CPU and where it sees none."""
+    if device == "cpu":
+        return None
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with warnings.catch_warnings(), torch.profiler.profile(activities=activities) as profile:
+        warnings.simplefilter("ignore")
+        call()
+        torch.cuda.synchronize()
+    events = profile.profiler.kineto_results.events()
+    return sum("LaunchKernel" in event.name() for event in events) or None
+
+
+def need_kernels(device: str) -> None:
+    """Exit where `device` is a GPU that torch does not see, or that the extension has no kernels for."""
+    if device == "cpu":
+        return
+    if not torch.cuda.is_available():
+        raise SystemExit("torch sees no GPU here")
+    if "amp_patch._C is built for cpu, cuda" not in multi_tensor.backend_reason():
+        raise SystemExit(f"the kernels are not built for CUDA: {multi_tensor.backend_reason()}")
 
 
 def in_turns(timers: Mapping[str, Timer], repeats: int, warmup: int = 2) -> Times:
@@ -100,13 +175,16 @@ def heading(options: argparse.Namespace) -> str:
 
 
 def line(cells: Sequence[Any], widths: Mapping[str, int]) -> str:
-    """One row of a table. `widths` names the columns: numbers, with two digits, to the right; text, negative, left."""
-    texts = (f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells)
+    """One row of a table. `widths` names the columns: numbers, with two digits, to the right; text, negative, left.
+
+    None, what cannot be measured here, is a hyphen.
+    """
+    texts = ("-" if cell is None else f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells)
     return "".join(f"{text:<{-w}}" if w < 0 else f"{text:>{w}}" for text, w in zip(texts, widths.values(), strict=True))
 
 
 def write_json(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
-    """`about` and the rows, to --json where it was given."""
+    """`about` and the rows so far, to --json where it was given: a benchmark that is stopped leaves what it has."""
     if options.json is None:
         return
     options.json.parent.mkdir(parents=True, exist_ok=True)

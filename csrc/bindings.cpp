@@ -47,6 +47,7 @@ namespace amp_patch {
 void bind_casts(py::module_& m);      // casts/wrapper.cpp
 void bind_gradients(py::module_& m);  // masters/gradients.cpp
 void bind_versions(py::module_& m);   // masters/versions.cpp
+void bind_denied(py::module_& m);     // masters/denied.cpp
 
 // kernels/cpu.cpp
 struct CpuLoop;
@@ -130,6 +131,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   bind_gradients(m);
   bind_versions(m);
+  bind_denied(m);
 
   auto casts = m.def_submodule("casts", "The O1 call in C, and whose casts act.");
   bind_casts(casts);

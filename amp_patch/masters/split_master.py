@@ -9,6 +9,7 @@ anew after each step.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from threading import RLock
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from amp_patch import multi_tensor
 from amp_patch.masters.master import GRAD, Master
@@ -25,6 +27,15 @@ from amp_patch.support.blocks import without_grad
 _DATA: Any = Tensor.data
 _raw = torch._C.DisableTorchFunctionSubclass  # in here a master is what it is, open or not
 _opening = RLock()
+
+# C++ code does not ask a class. What is handed a closed master there shall throw, not read address 0. Without the
+# extension torch lets at least those throw that want a pointer to write to.
+_NO_MEMORY = (
+    "a split master (master_weights='split') was handed to compiled code that does not ask for its value: torch.func, "
+    "TorchScript, to_dlpack or an extension; give it master.detach()"
+)
+_C: Any = multi_tensor.extension()
+_deny_memory: Any = getattr(_C, "deny_memory", lambda tensor, _: torch._C._set_throw_on_mutable_data_ptr(tensor))
 
 # id(master) -> those that are open.
 _open: dict[int, weakref.ref[SplitMaster]] = {}
@@ -47,13 +58,15 @@ class SplitMaster(Master):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _of_no_value():
-            open_all(t for t in tree.tensors([*args, *kwargs.values()]) if isinstance(t, SplitMaster))
+        memory = [] if func in _of_no_value() else _opened(tree.tensors([*args, *kwargs.values()]))
         others = [kind for kind in types if not issubclass(kind, SplitMaster)]
-        if others:
-            return others[0].__torch_function__(func, tuple(others), args, kwargs)
-        with _raw():
-            return func(*args, **kwargs)
+        try:
+            if others:
+                return others[0].__torch_function__(func, tuple(others), args, kwargs)
+            with _raw():
+                return func(*args, **kwargs)
+        finally:
+            memory.clear()  # a traceback may keep this frame
 
     def __getstate__(self) -> dict[str, Any]:
         kept = super().__getstate__()
@@ -140,13 +153,39 @@ def open_all(masters: Iterable[Tensor]) -> None:
     closed = [m for m in masters if isinstance(m, SplitMaster) and not m.is_open]
     if not closed:
         return
-    with _opening, torch.inference_mode(False):  # leaves the grad mode as it was
-        _join([master for master in closed if not master.is_open])
+    with _opening:
+        once = {id(master): master for master in closed if not master.is_open}
+        _outside_of_modes(_join, list(once.values()))
+
+
+def _outside_of_modes(function: Callable[[Any], None], argument: Any) -> None:
+    """Call `function` where the memory that it makes is ordinary: a transform of torch.func would have it for its own.
+
+    torch's context managers are entered where they are needed alone: what they undo is lost by an interrupt in them.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        with temporarily_clear_interpreter_stack():
+            _outside_of_modes(function, argument)
+    elif torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            function(argument)
+    else:
+        function(argument)
+
+
+def _opened(tensors: list[Tensor]) -> list[Any]:
+    """Open the split masters among `tensors`; their memory, which no other thread's step takes while this is held."""
+    masters = [t for t in tensors if isinstance(t, SplitMaster)]
+    with _opening:
+        open_all(masters)
+        with _raw():
+            return [master.untyped_storage() for master in masters]
 
 
 @without_grad
 def _join(masters: list[SplitMaster]) -> None:
     lists = _Lists()
+    others: list[tuple[Tensor, Tensor]] = []  # masters whose weight lies otherwise in memory by now, and their values
     with _raw():
         for master in masters:
             param = master.weight()
@@ -160,24 +199,26 @@ def _join(masters: list[SplitMaster]) -> None:
             value = _DATA.__get__(master)  # a tensor with a version counter of its own: this is no edit
             if param.dtype is torch.bfloat16:
                 master.low_half = _laid_out_as(param, master.low_half)
-                lists.add(param, param, master.low_half, value)
+                joined = value if _is_alike(value, param) else torch.empty_like(param, dtype=torch.float32)
+                lists.add(param, param, master.low_half, joined)
+                if joined is not value:
+                    others.append((value, joined))
             else:  # somebody gave it another type, and has the whole value there
                 value.copy_(param)
         for weights, halves, values in lists.of_devices:
             multi_tensor.multi_tensor_join(weights, halves, values)
+        for value, joined in others:
+            value.copy_(joined)
     for master in masters:
         _open[id(master)] = weakref.ref(master, functools.partial(_forget, id(master)))
 
 
 def _give_memory(master: Tensor, param: Tensor) -> None:
-    """Memory for the value, laid out as the parameter; `_raw`."""
-    storage, wanted = master.untyped_storage(), 4 * master.numel()
-    if _is_alike(master, param) and storage.nbytes() >= wanted:
-        return
-    if _is_alike(master, param) and storage.resizable():
-        storage.resize_(wanted)
-    else:
+    """Memory for the value, laid out as the master ever was, as the optimizer's state is; `_raw`."""
+    if master.device != param.device or master.shape != param.shape:
         _DATA.__set__(master, torch.empty_like(param, dtype=torch.float32, requires_grad=False))
+    elif master.untyped_storage().nbytes() < 4 * master.numel():
+        _DATA.__set__(master, torch.empty_like(master, requires_grad=False))
 
 
 @without_grad
@@ -237,25 +278,32 @@ def let_go(masters: Iterable[Tensor]) -> list[SplitMaster]:
 
 def _close(master: SplitMaster) -> bool:
     """Give back the memory of an open `master`, which has what the halves have; not where somebody else holds it."""
-    with _raw():
+    with _opening, _raw():
         storage = master.untyped_storage()
-        if torch._C._storage_Use_Count(storage._cdata) > _lone_holders():
-            return False
+        if _holders(storage) != _lone_holders() or (master.device.type == "cpu" and storage.is_shared()):
+            return False  # another process may have what is shared
         # Autograd may have saved this master for a backward: that shall refuse, not read what is gone.
         torch.autograd.graph.increment_version(master)
         _open.pop(id(master), None)
-        if storage.resizable():
-            storage.resize_(0)
+        if not storage.resizable():  # an array has had it
+            _DATA.__set__(master, torch.empty_like(master, requires_grad=False))
+        master.untyped_storage().resize_(0)
+        if master.numel():
+            _deny_memory(master, _NO_MEMORY)
         return True
 
 
+def _holders(storage: Any) -> tuple[int, int]:
+    """How many tensors, views and the like hold this memory, and how many the object that Python has of it."""
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
 @functools.cache
-def _lone_holders() -> int:
-    """The holders that a storage has which is one tensor's, when Python has asked for it."""
+def _lone_holders() -> tuple[int, int]:
+    """The holders of a storage that is one tensor's, and that one variable has."""
     alone = torch.empty(1, device="cpu")
     storage = alone.untyped_storage()
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count
+    return _holders(storage)
 
 
 def _is_alike(tensor: Tensor, param: Tensor) -> bool:

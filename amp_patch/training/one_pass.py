@@ -125,6 +125,8 @@ def _step_all(optimizer: Any, stash: Stash, parts: list[Part], counted: list[int
     try:
         left = [part for part in parts if not _run(optimizer, part)]
     finally:
+        for master in held:  # a graph may have saved a view of it
+            torch.autograd.graph.increment_version(master)
         split_master.open_all(held)
     stepped = {id(link.master) for part in parts if part.is_made for _, link in part.links}
     linked = stash.masters.linked()

@@ -36,3 +36,9 @@ def iteration(model: Any, optimizer: Any, images: Tensor, classes: Tensor, facto
     training.backward(loss * factor, optimizer)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def loss_and_gradients(model: Any, images: Tensor, classes: Tensor) -> list[Tensor]:
+    """A forward and its backward alone: the loss, and its gradients in the types of the model's own parameters."""
+    loss = nn.functional.cross_entropy(model(images), classes)
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]

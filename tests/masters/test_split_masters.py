@@ -12,86 +12,18 @@ import pytest
 import torch
 from conftest import DEVICES
 from ranks import RankError
+from split_masters import MAKERS, OPTIM, high_half, iterate, loss_of, masters, net, opened, same, start
 from three_ways import rounds_as_torch
 from torch import Tensor, nn
 from training import ADAM, ADAMW, SGD, images
 
-from amp_patch import amp, multi_tensor, optimizers
-from amp_patch.masters.split_master import SplitMaster, is_split, low_half
+from amp_patch import amp, multi_tensor
+from amp_patch.masters.split_master import is_split, low_half
 from amp_patch.support import tree
 
-OPTIM = torch.optim
-
-
-def tensors(*values: float) -> tuple[Tensor, ...]:
-    return tuple(map(torch.tensor, values))
-
-
-# In one pass; in portions; by itself, with torch's functions and with our kernels.
-MAKERS = {
-    "AdamW": lambda p: OPTIM.AdamW(p, lr=1e-2, weight_decay=0.1, fused=True),
-    "AdamW, amsgrad": lambda p: OPTIM.AdamW(p, lr=1e-2, amsgrad=True, fused=True),
-    "SGD": lambda p: OPTIM.SGD(p, lr=0.05, momentum=0.9, nesterov=True, fused=True),
-    "NAdam": lambda p: OPTIM.NAdam(p, lr=1e-2, foreach=True),
-    "RMSprop": lambda p: OPTIM.RMSprop(p, lr=1e-2, foreach=False),
-    "Adam, betas that are tensors": lambda p: OPTIM.Adam(p, lr=1e-2, betas=tensors(0.9, 0.99), foreach=False),
-    "FusedLAMB": lambda p: optimizers.FusedLAMB(p, lr=1e-2),
-    "FusedAdam": lambda p: optimizers.FusedAdam(p, lr=1e-2, weight_decay=0.1),
-}
 every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 one_of_each_way = pytest.mark.parametrize("make", [MAKERS[name] for name in ("AdamW", "NAdam", "FusedLAMB")])
 on_every_device = pytest.mark.parametrize("device", DEVICES)
-
-
-def net(device: str = "cpu") -> nn.Sequential:
-    """Linear layers of odd sizes, one weight of which is exactly half way between two BF16 numbers."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 33), nn.GELU(), nn.LayerNorm(33), nn.Linear(33, 5)).to(device)
-    with torch.no_grad():
-        model[0].weight[0, 0] = 1 + 2.0**-8
-    return model
-
-
-def start(make: Any, device: str = "cpu", **options: Any) -> tuple[nn.Sequential, Any]:
-    model = net(device)
-    return amp.initialize(
-        model, make(model.parameters()), **{"opt_level": "O5", "master_weights": "split", "verbosity": 0} | options
-    )
-
-
-def loss_of(model: nn.Module, step: int, device: str = "cpu") -> Tensor:
-    generator = torch.Generator().manual_seed(step)
-    inputs = torch.randn(8, 16, generator=generator).to(device)
-    return (model(inputs).float() - inputs[:, :5].sin()).square().mean()
-
-
-def iterate(model: nn.Module, optimizer: Any, steps: range, device: str = "cpu") -> list[float]:
-    losses = []
-    for step in steps:
-        optimizer.zero_grad()
-        loss = loss_of(model, step, device)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def masters(optimizer: Any) -> list[Tensor]:
-    return [master.detach().clone() for master in amp.master_params(optimizer)]
-
-
-def opened(optimizer: Any) -> int:
-    return sum(isinstance(m, SplitMaster) and m.is_open for m in amp.master_params(optimizer))
-
-
-def high_half(master: Tensor) -> Tensor:
-    """A finite FP32 tensor in BF16, to the nearest, ties away from zero."""
-    return ((master.detach().view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
-
-
-def same(some: Any, others: Any) -> bool:
-    return all(map(torch.equal, some, others))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
-"""Whole steps in CUDA graphs, on a GPU; conftest.py leaves this file out where there is none."""
+"""Whole steps, and forwards with backwards, in CUDA graphs; conftest.py leaves this file out where there is no GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import training
-from captured_steps import LEVELS, MAKERS, iteration, start
+from captured_steps import LEVELS, MAKERS, iteration, loss_and_gradients, start
 
 from amp_patch import amp
 
@@ -51,6 +51,30 @@ def test_a_thousand_replays_are_a_thousand_steps(maker, level):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
     assert all(bool(weight.isfinite().all()) for weight in late_too)
     assert not training.same(late_too, early_too)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_forward_and_backward_by_themselves_follow_the_batch_and_the_weights(level):
+    model, _ = start(MAKERS["FusedSGD"], level, "cuda")
+    images, classes = (t.clone() for t in training.images(0, "cuda"))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            loss_and_gradients(model, images, classes)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = loss_and_gradients(model, images, classes)
+    for index in range(1, 5):
+        for target, value in zip((images, classes), training.images(index, "cuda"), strict=True):
+            target.copy_(value)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(0.9)
+        graph.replay()
+        for one, other in zip(captured, loss_and_gradients(model, images, classes), strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

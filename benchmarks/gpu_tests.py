@@ -1,0 +1,236 @@
+"""Tests in several processes of pytest at once, without its plugins: `make gpu-check` runs those with CUDA cases so.
+
+    python benchmarks/gpu_tests.py [--processes N] [--limit S] [--test-limit S] [--by-test] [--json PATH] [FILE...]
+
+Each process has its list of files, or of tests with --by-test, the longest first. It notes each test as it begins and
+ends, so that nothing is lost of a process that crashes, hangs or is stopped: the test is named, and what follows the
+file it is in is run by a new process. Without FILEs, those that conftest.py's DEVICES are used in, and those that it
+leaves out where there is no GPU. What the processes print is in out/gpu-check/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+LOGS = ROOT / "out" / "gpu-check"
+NOTES = "AMP_PATCH_TEST_NOTES"  # in a process's environment: the file that it notes its tests in
+PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--continue-on-collection-errors"]
+ENDED = (0, 1, 5)  # pytest's exit status where it came to its end; 5: no test
+
+
+# --- in a process of pytest, which loads this file as a plugin ---
+
+
+def note(**what: Any) -> None:
+    with open(os.environ[NOTES], "a") as notes:
+        notes.write(json.dumps(what) + "\n")
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    note(test=nodeid, outcome="began")
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    if report.failed or report.skipped or report.when == "call":
+        note(test=report.nodeid, outcome=report.outcome, seconds=report.duration, why=reason(report))
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    note(test=nodeid, outcome="ended")
+
+
+def pytest_collectreport(report: Any) -> None:
+    if report.failed:
+        note(test=report.nodeid, outcome="failed", why=reason(report))
+        note(test=report.nodeid, outcome="ended")
+
+
+def reason(report: Any) -> str:
+    """A failure in a line."""
+    if not report.failed:
+        return ""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    lines = (crash.message if crash else str(report.longrepr)).strip().splitlines()
+    return (lines[0] if crash else lines[-1])[:300] if lines else ""
+
+
+# --- in the process that starts them ---
+
+
+def with_cuda_cases(tests: Path) -> list[Path]:
+    """The test files that use conftest.py's DEVICES, and those that it leaves out where there is no GPU."""
+    only_cuda = re.findall(r'"([\w/]+\.py)"', re.search(r"^collect_ignore = .*", conftest(tests), re.MULTILINE)[0])
+    uses = [path for path in tests.rglob("test_*.py") if re.search(r"\bDEVICES\b", path.read_text())]
+    return sorted({*uses, *(tests / name for name in only_cuda)})
+
+
+def conftest(tests: Path) -> str:
+    return (tests / "conftest.py").read_text()
+
+
+def shared(weights: dict[str, float], count: int) -> list[list[str]]:
+    """The names in at most `count` lists of about one weight, in each the heaviest first."""
+    lists: list[list[str]] = [[] for _ in range(count)]
+    loads = [0.0] * count
+    for name in sorted(weights, key=lambda name: (-weights[name], name)):
+        lightest = loads.index(min(loads))
+        lists[lightest].append(name)
+        loads[lightest] += weights[name]
+    return [names for names in lists if names]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """For a Python that finds amp_patch and this plugin, and of pytest's plugins none that the machine brings."""
+    paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    plain = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **plain, **more}
+
+
+def tests_of(files: Sequence[str]) -> list[str]:
+    """The names of the tests in the files, as pytest takes them."""
+    command = [sys.executable, *PYTEST, "--collect-only", *files]
+    run = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    if run.returncode not in ENDED:
+        raise SystemExit(f"pytest could not collect {' '.join(files)}:\n{run.stdout[-4000:]}{run.stderr[-4000:]}")
+    return [line for line in run.stdout.splitlines() if "::" in line and (ROOT / line.partition("::")[0]).is_file()]
+
+
+def notes_in(path: Path) -> list[dict[str, Any]]:
+    """What a process noted; its last line may be torn."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def unended(notes: Iterable[dict[str, Any]]) -> str | None:
+    """The test that had begun and not ended when its process did."""
+    running = None
+    for entry in notes:
+        running = {"began": entry["test"], "ended": None}.get(entry["outcome"], running)
+    return running
+
+
+def run_all(names: Sequence[str], label: str, ends: float, test_limit: float) -> list[dict[str, Any]]:
+    """The notes of all tests of `names`, in as many processes of pytest as it takes, one after the other.
+
+    `ends` is when (`time.monotonic()`) the last of them is stopped, `test_limit` the seconds after which one test is.
+    """
+    left, everything, attempt = list(names), [], 0
+    while left and time.monotonic() < ends:
+        path = LOGS / f"{label}-{attempt}.notes"
+        path.unlink(missing_ok=True)
+        path.touch()
+        why = run_one(left, path, ends, test_limit)
+        notes = notes_in(path)
+        everything += notes
+        if not why:
+            return everything
+        test = unended(notes)
+        dead = test or f"process {label}"
+        everything.append({"test": dead, "outcome": "failed", "why": why})
+        everything.append({"test": dead, "outcome": "ended"})
+        if test is None:  # before the first test, or after the last: another try would end as this one did
+            return everything
+        own = (i for i, name in enumerate(left) if test == name or test.startswith(f"{name}::"))
+        left = left[next(own, len(left)) + 1 :]
+        attempt += 1
+    return everything + [{"test": name, "outcome": "not run"} for name in left]
+
+
+def run_one(names: Sequence[str], path: Path, ends: float, test_limit: float) -> str:
+    """Run one process of pytest, which notes in `path`. Nothing where it came to its end, else what stopped it."""
+    timeout = ["-o", f"faulthandler_timeout={max(test_limit - 5, 1)}"]  # prints where it hangs
+    command = [sys.executable, *PYTEST, "-p", "gpu_tests", *timeout, *names]
+    with path.with_suffix(".log").open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(**{NOTES: str(path)}), stdout=log, stderr=log)
+        try:
+            while process.poll() is None:
+                time.sleep(0.1)
+                if time.monotonic() > ends:
+                    return "stopped: the time for all tests is over"
+                if time.time() - path.stat().st_mtime > test_limit:
+                    return f"stopped after {test_limit:g} s"
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    return "" if process.returncode in ENDED else f"its process ended with {process.returncode}"
+
+
+def summed(notes: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Counts of passed, failed and skipped tests, the failures with a line each, what no time was left for, and the
+    seconds of the slowest files.
+    """
+    outcomes: dict[str, str] = {}
+    failures: dict[str, str] = {}
+    seconds: Counter[str] = Counter()
+    not_run: list[str] = []
+    for entry in notes:
+        test, outcome = entry["test"], entry["outcome"]
+        if outcome == "failed":
+            failures.setdefault(test, entry.get("why", ""))
+        if outcome in ("passed", "failed", "skipped") and outcomes.get(test) != "failed":
+            outcomes[test] = outcome  # the teardown of a test that passed may fail
+        seconds[test.partition("::")[0]] += entry.get("seconds", 0.0)
+        if outcome == "not run":
+            not_run.append(test)
+    counts = Counter(outcomes.values())
+    return {
+        **{outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")},
+        "failures": failures,
+        "not_run": not_run,
+        "slowest": {file: round(took, 1) for file, took in seconds.most_common(10)},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", metavar="FILE")
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--limit", type=float, default=170, help="seconds for all: %(default)s")
+    parser.add_argument(
+        "--test-limit", type=float, default=60, help="seconds for a test, torch's import too: %(default)s"
+    )
+    parser.add_argument("--by-test", action="store_true", help="the tests of one file in several processes")
+    parser.add_argument("--except", dest="left_out", nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--json", type=Path, help="where to write the counts")
+    options = parser.parse_args()
+    LOGS.mkdir(parents=True, exist_ok=True)
+    ends = time.monotonic() + options.limit
+    files = options.files or [str(path.relative_to(ROOT)) for path in with_cuda_cases(ROOT / "tests")]
+    files = [file for file in files if file not in options.left_out]
+    weights = dict.fromkeys(tests_of(files), 1.0) if options.by_test else {f: (ROOT / f).stat().st_size for f in files}
+    lists = shared(weights, options.processes)
+    with ThreadPoolExecutor(max(len(lists), 1)) as pool:
+        label = "by-test" if options.by_test else "files"
+        jobs = [pool.submit(run_all, names, f"{label}-{i}", ends, options.test_limit) for i, names in enumerate(lists)]
+        result = summed(entry for job in jobs for entry in job.result())
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    for test, why in result["failures"].items():
+        print(f"FAILED {test}: {why}")
+    if result["not_run"]:
+        print(f"not run: {' '.join(result['not_run'])}")
+    print(f"{result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped")
+    if result["failures"] or result["not_run"] or not result["passed"]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

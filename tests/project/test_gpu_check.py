@@ -1,0 +1,347 @@
+"""`make gpu-check` without a GPU: what is missing, stages and their limits, what is kept and said."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from paths import BENCHMARKS, ROOT, TESTS
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """gpu_check, gpu_preflight and gpu_tests."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import gpu_check
+    import gpu_preflight
+    import gpu_tests
+
+    return gpu_check, gpu_preflight, gpu_tests
+
+
+@pytest.fixture
+def gpu_check(modules):
+    return modules[0]
+
+
+@pytest.fixture
+def preflight(modules):
+    return modules[1]
+
+
+@pytest.fixture
+def gpu_tests(modules):
+    return modules[2]
+
+
+# --- what is missing ---
+
+
+def program(path, script):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A PATH with a wrapper of nvcc whose toolkit, of CUDA 13, lies elsewhere, and nothing else."""
+    toolkit = tmp_path / "toolkit"
+    says = f"case $1 in --version) echo 'release 13.0, V13.0.1';; --dryrun) echo '#$ TOP={toolkit}' >&2;; esac"
+    program(tmp_path / "bin" / "nvcc", says)
+    for file in ("include/cuda_runtime.h", "lib64/libcudart.so"):
+        (toolkit / file).parent.mkdir(parents=True)
+        (toolkit / file).touch()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    for name in ("CUDA_HOME", "CUDA_PATH", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def test_nvcc_is_found_with_the_toolkit_that_it_wraps(preflight, machine):
+    there, text = preflight.nvcc({"cuda": "13.2"})[1:]
+    assert there and text == f"13.0, {machine}/bin/nvcc, toolkit in {machine}/toolkit"
+
+
+@pytest.mark.parametrize("lost", ["include/cuda_runtime.h", "lib64/libcudart.so"])
+def test_a_toolkit_without_headers_or_libraries_is_no_toolkit(lost, preflight, machine):
+    (machine / "toolkit" / lost).unlink()
+    there, text = preflight.nvcc({"cuda": "13.0"})[1:]
+    assert not there and f"has no {lost}: " in text and "CUDA_HOME" in text
+
+
+def test_an_nvcc_of_another_cuda_is_named(preflight, machine):
+    there, text = preflight.nvcc({"cuda": "12.8"})[1:]
+    assert not there and "is of CUDA 13.0 and torch of 12.8: install" in text
+
+
+def test_an_nvcc_that_is_not_there_is_named_with_where_it_was_looked_for(preflight, machine, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    assert preflight.nvcc({})[1:] == (
+        False,
+        "not in /nowhere/bin (CUDA_HOME): install CUDA's toolkit, or name its folder in CUDA_HOME",
+    )
+    (machine / "bin" / "nvcc").unlink()
+    monkeypatch.delenv("CUDA_HOME")
+    assert preflight.nvcc({})[2].startswith("not on PATH, and CUDA_HOME is unset: ")
+
+
+def test_what_a_python_and_a_path_lack_is_named_with_the_way_out(preflight, machine, monkeypatch):
+    monkeypatch.setattr(preflight.sysconfig, "get_path", lambda name: "/nowhere")
+    lacking = [
+        preflight.package("no-such-package", 1),
+        preflight.package("pytest", 1000),
+        preflight.ninja(),
+        preflight.compiler(),
+        preflight.python_headers(),
+    ]
+    wanted = ["-m pip install 'no-such-package>=1'", "older than 1000: ", "-m pip install ninja", "in CXX", "-dev)"]
+    for finding, way_out in zip(lacking, wanted, strict=True):
+        assert not finding.there and way_out in finding.text
+        assert str(finding).startswith(f"  {finding.what:<11}MISSING: ") and "\n" not in str(finding)
+
+
+def test_torch_and_the_gpu_are_what_torch_says(preflight, machine):
+    of_cuda = {"torch": "2.11.0+cu130", "cuda": "13.0"}
+    h100 = {"gpu": "NVIDIA H100", "gpus": 2, "compute_capability": [9, 0], "gigabytes": 79}
+    assert preflight.torch_itself(of_cuda, "")[1:] == (True, "2.11.0+cu130, for CUDA 13.0")
+    assert preflight.gpu(of_cuda | h100)[1:] == (
+        True,
+        "NVIDIA H100, compute capability 9.0, 79 GB, the first of 2",
+    )
+    assert "build without CUDA" in preflight.torch_itself({"torch": "2.13.0+cpu", "cuda": None}, "").text
+    assert "2.5.1 is older than 2.6" in preflight.torch_itself({"torch": "2.5.1", "cuda": "12.4"}, "").text
+    assert preflight.torch_itself({}, "No module named 'torch'").text.startswith("No module named 'torch': install")
+    assert not preflight.gpu(of_cuda).there
+    program(machine / "bin" / "nvidia-smi", "echo NVIDIA H100")
+    assert "nvidia-smi sees NVIDIA H100, torch none" in preflight.gpu(of_cuda).text
+
+
+def check(*options, **environment):
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(BENCHMARKS / "gpu_check.py"), *options],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_machine_that_lacks_something_is_told_all_of_it_and_nothing_runs(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
+    out = tmp_path / "figures.json"
+    done = check("--only", "build", "--out", str(out), PYTHONPATH=str(tmp_path), PATH="/nowhere", CUDA_HOME="")
+    lines = re.findall(r"^  ([\w.]+) +(MISSING: )?", done.stdout, re.MULTILINE)
+    asked = ["python", "setuptools", "ninja", "pybind11", "pytest", "compiler", "nvcc", "Python.h", "torch", "GPU"]
+    assert done.returncode == 1 and [what for what, _ in lines] == asked
+    missing = {what for what, missing in lines if missing}
+    assert missing >= {"compiler", "nvcc", "torch", "GPU"} and missing.isdisjoint({"python", "pytest"})
+    assert "ImportError: no torch here" in done.stdout and "nothing was run; missing: " in done.stderr
+    assert "===" not in done.stdout and not out.exists()
+
+
+def test_a_stage_that_there_is_not_is_refused():
+    done = check("--only", "build,sleep")
+    assert done.returncode == 2 and "sleep: none of build, tests, kernels, step, capture" in done.stderr
+
+
+# --- stages ---
+
+
+WRITES = "import json, pathlib, sys; pathlib.Path(sys.argv[-1]).write_text(json.dumps({'rows': [1]}))"
+
+
+def test_a_stage_keeps_the_figures_of_its_commands(gpu_check):
+    result = gpu_check.run_stage(gpu_check.Stage(60, {"a": ["-c", WRITES], "b": ["-c", WRITES]}))
+    assert result.pop("seconds") > 0
+    assert result == {"passed": True, "why": "", "a": {"rows": [1]}, "b": {"rows": [1]}}
+
+
+def test_a_command_that_fails_says_so_and_the_next_one_runs(gpu_check):
+    fails = f"{WRITES}; print('the reason'); sys.exit(3)"
+    result = gpu_check.run_stage(gpu_check.Stage(60, {"a": ["-c", fails], "b": ["-c", WRITES]}))
+    assert not result["passed"] and result["why"] == "a: exit status 3"
+    assert result["tails"] == {"a": ["the reason"]}
+    assert result["a"] == result["b"] == {"rows": [1]}
+
+
+def test_a_stage_over_its_limit_is_killed_with_all_that_it_started(gpu_check, tmp_path):
+    number = tmp_path / "pid"
+    child = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); open(sys.argv[1], 'w').write(str(p.pid))"
+    sleeps = ["-c", f"{child}; p.wait()", str(number)]
+    start = time.monotonic()
+    result = gpu_check.run_stage(gpu_check.Stage(2, {"a": ["-c", WRITES], "b": sleeps, "c": ["-c", WRITES]}))
+    assert time.monotonic() - start < 20
+    assert not result["passed"] and result["why"] == "b: killed after 2 s"
+    assert result["a"] == {"rows": [1]} and "c" not in result
+    state = Path(f"/proc/{number.read_text()}/stat")
+    assert not state.exists() or ") Z " in state.read_text()
+
+
+MACHINE = {
+    "torch": "2.11.0+cu130",
+    "cuda": "13.0",
+    "gpu": "NVIDIA Made-Up 1",
+    "compute_capability": [9, 0],
+    "gigabytes": 79,
+}
+
+
+def test_figures_are_written_after_each_stage_and_those_of_others_stay(gpu_check, preflight, tmp_path, monkeypatch):
+    out = tmp_path / "results" / "figures.json"
+    reads = (
+        f"import json, sys; sys.exit(list(json.load(open({str(out)!r}))['stages']) != ['build', 'tests', 'kernels'])"
+    )
+    stages = {
+        "build": gpu_check.Stage(60, {"extension": ["-c", "import sys; sys.exit(2)"]}, False),
+        "tests": gpu_check.Stage(60, {"x": ["-c", WRITES]}),
+        "kernels": gpu_check.Stage(60, {"x": ["-c", WRITES]}),
+        "step": gpu_check.Stage(60, {"x": ["-c", reads]}),
+    }
+    monkeypatch.setattr(gpu_check, "STAGES", stages)
+    findings = [preflight.Finding("nvcc", False, "not on PATH"), preflight.Finding("GPU", True, "made up")]
+    monkeypatch.setattr(gpu_check, "preflight", lambda: (findings, MACHINE))
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+
+    def main(only):
+        monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--only", only, "--out", str(out)])
+        gpu_check.main()
+
+    with pytest.raises(SystemExit, match="nothing was run; missing: nvcc"):
+        main("build,tests")
+    main("tests")  # which needs no nvcc
+    findings[0] = findings[1]
+    with pytest.raises(SystemExit, match=r"failed: build$"):
+        main("step,build,kernels")
+    written = json.loads(out.read_text())
+    assert written["gpu"] == MACHINE["gpu"]
+    passed = {name: stage["passed"] for name, stage in written["stages"].items()}
+    assert passed == {"build": False, "tests": True, "kernels": True, "step": True}
+    assert written["stages"]["tests"]["torch"] == "2.11.0+cu130" and written["stages"]["tests"]["x"] == {"rows": [1]}
+
+
+def kernel(name, tensors, of_copy, of_torch):
+    row = {"kernel": name, "dtype": "float16", "tensors": tensors}
+    return row | {"of copy": of_copy, "of torch": of_torch}
+
+
+def test_the_table_has_each_stage_and_the_worst_figure_beside_each_goal(gpu_check):
+    kernels = [kernel("gather", "one", 0.95, 0.7), kernel("adopt", "one", 0.93, 0.2), kernel("scale", "gpt", None, 2.0)]
+    kernels += [kernel("gather", "4,000 of 256", 0.1, 0.5), kernel("adopt", "4,000 of 256", 0.1, 0.7)]
+    rows = [{"rival": rival, "ratio": ratio, "syncs": 0} for rival, ratio in (("O1", 0.97), ("O2", 0.92), ("fp32", 3))]
+    result = {"passed": True, "why": "", "seconds": 61.7}
+    stages = {
+        "tests": result | {"passed": False, "why": "counts: exit status 1", "counts": {"passed": 9, "failed": 2}},
+        "kernels": result | {"kernels": {"rows": kernels}},
+        "step": result | {"passed": False, "why": "bf16: killed after 180 s", "fp16": {"rows": rows}},
+    }
+    assert [re.sub(r" +", " ", line) for line in gpu_check.table(stages)] == [
+        "stage s result",
+        "tests 62 counts: exit status 1 (9 passed, 2 failed)",
+        "kernels 62 passed",
+        " of a device copy's speed, 1 GB >= 0.90 0.93 met (adopt float16)",
+        " of torch's foreach, 4,000 tensors <= 0.60 0.70 MISSED (adopt float16)",
+        "step 62 bf16: killed after 180 s",
+        " O1, of autocast + GradScaler <= 1.00 0.97 met (O1 fp16)",
+        " O2, of autocast + GradScaler <= 0.90 0.92 MISSED (O2 fp16)",
+        " syncs a step, AdamW(fused=True) <= 0.00 0.00 met (O2 fp16)",
+        " syncs a step, AdamW(foreach=True) <= 1.00 no figure",
+    ]
+
+
+def test_each_command_of_a_stage_takes_its_options(gpu_check):
+    """As far as the parsers of the scripts go."""
+    for stage in gpu_check.STAGES.values():
+        for script, *options in stage.commands.values():
+            if script.startswith("benchmarks/"):
+                assert (ROOT / script).is_file()
+                known = (ROOT / script).read_text() + (BENCHMARKS / "timing.py").read_text()
+                assert all(f'"{option}"' in known for option in options if option.startswith("--"))
+
+
+# --- tests in several processes ---
+
+
+def test_the_files_with_cuda_cases_are_found_by_what_they_use(gpu_tests):
+    files = {str(path.relative_to(TESTS)) for path in gpu_tests.with_cuda_cases(TESTS)}
+    assert files >= {"multi_tensor/test_cuda.py", "training/test_cuda_graphs.py", "training/test_syncs.py"}
+    assert files.isdisjoint({"project/test_documents.py", "multi_tensor/test_plan.py"})
+
+
+def test_lists_are_of_one_weight_and_begin_with_the_heaviest(gpu_tests):
+    weights = {"a": 5.0, "b": 4.0, "c": 3.0, "d": 3.0, "e": 1.0}
+    assert gpu_tests.shared(weights, 2) == [["a", "d"], ["b", "c", "e"]]
+    assert gpu_tests.shared({"a": 1.0}, 8) == [["a"]]
+
+
+FILES = {
+    "test_fine.py": "import pytest\n\n@pytest.mark.parametrize('x', range(3))\ndef test_fine(x): pass\n"
+    "def test_skipped(): pytest.skip('no')\n@pytest.mark.slow\ndef test_slow(): assert 0\n"
+    "@pytest.fixture\ndef late():\n    yield\n    raise ValueError('too late')\ndef test_torn_down(late): pass\n",
+    "test_fails.py": "def test_wrong(): assert 1 == 2\ndef test_right(): pass\n",
+    "test_broken.py": "import no_such_module\n",
+    "test_crashes.py": "import os\ndef test_before(): pass\ndef test_crash(): os._exit(9)\ndef test_lost(): pass\n",
+    "test_hangs.py": f"import time\ndef test_hang(): time.sleep(60)\n{'#' * 500}\n",
+}
+
+
+@pytest.fixture
+def suite(gpu_tests, tmp_path, monkeypatch):
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
+    monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_tests, "LOGS", tmp_path / "logs")
+    monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS))
+
+    def run(*options):
+        figures = tmp_path / "figures.json"
+        monkeypatch.setattr(sys, "argv", ["gpu_tests.py", *options, "--json", str(figures)])
+        try:
+            gpu_tests.main()
+            status = 0
+        except SystemExit as end:
+            status = end.code
+        result = json.loads(figures.read_text())
+        del result["slowest"]
+        return status, result
+
+    return run
+
+
+def test_counts_are_summed_and_failures_named_of_crashes_and_hangs_too(suite):
+    order = ["test_broken.py", "test_fails.py", "test_crashes.py", "test_hangs.py", "test_fine.py"]
+    status, result = suite("--processes", "2", "--test-limit", "6", *order)
+    failures = result.pop("failures")
+    assert status == 1 and result == {"passed": 5, "failed": 5, "skipped": 1, "not_run": []}
+    assert failures == {
+        "test_fine.py::test_torn_down": "ValueError: too late",
+        "test_fails.py::test_wrong": "assert 1 == 2",
+        "test_broken.py": "E   ModuleNotFoundError: No module named 'no_such_module'",
+        "test_crashes.py::test_crash": "its process ended with 9",
+        "test_hangs.py::test_hang": "stopped after 6 s",
+    }
+
+
+def test_what_no_time_was_left_for_is_named(suite):
+    status, result = suite("--processes", "1", "--limit", "5", "test_fails.py", "test_hangs.py")
+    assert status == 1 and result["not_run"] == ["test_fails.py"]
+    assert result["failures"] == {"test_hangs.py::test_hang": "stopped: the time for all tests is over"}
+
+
+def test_the_tests_of_a_file_can_be_shared(suite):
+    status, result = suite("--by-test", "--processes", "2", "test_fails.py")
+    assert status == 1 and (result["passed"], result["failed"]) == (1, 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is missing")
+def test_this_machine_is_told_that_it_has_no_gpu():
+    done = check("--only", "build")
+    assert done.returncode == 1 and re.search(r"^  GPU +MISSING: ", done.stdout, re.MULTILINE)
