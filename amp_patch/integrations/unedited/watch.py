@@ -6,8 +6,8 @@ is a module that is called with gradients enabled while no other module's call i
 which an optimizer holds. Optimizers are seen as they are made. Models with optimizers of their own (a GAN's two) are
 trainings of their own. Where one optimizer holds several models (an encoder's and a decoder's), these come one after
 another in the first forward; each time they are initialized again, together, which keeps the masters' values.
-O1's casts are installed from the beginning, where they do nothing: in `F.mse_loss(model(x), y)` Python looks the
-loss function up before it calls the model.
+O1's casts are installed with the first optimizer, where `initialize` would do it, and do nothing yet: in
+`F.mse_loss(model(x), y)` Python looks the loss function up before it calls the model.
 
 `torch.autograd.backward`, to which `Tensor.backward` leads, runs in a `scale_loss` of all optimizers that hold what the
 loss reaches: as in torch, a GAN's loss leaves gradients of both networks. What is no parameter (the image of an
@@ -107,9 +107,6 @@ class Watch(Observer):
         patches.on_remove(hook.remove)
         observers.add(self)
         patches.on_remove(lambda: observers.remove(self))
-        if self._policy.patch_torch_functions and not install.installed():
-            install.install(self._policy.op_lists)
-            patches.on_remove(lambda: None if self._taken else install.uninstall())
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -153,6 +150,9 @@ class Watch(Observer):
             self._made = [ref for ref in self._made if ref() is not None]
             self._made.append(weakref.ref(optimizer))
             self._groups += 1
+            if self._policy.patch_torch_functions and not (install.installed() or self._is_of_ours()):
+                install.install(self._policy.op_lists)
+                self._patches.on_remove(lambda: None if self._taken else install.uninstall())
 
         return __init__
 
@@ -322,8 +322,10 @@ class Watch(Observer):
     @contextmanager
     def _others_unscaled(self, reach: Reach, optimizers: list[Any]) -> Iterator[None]:
         """Let the leaves that belong to no model and no optimizer have their gradients as without a scale."""
-        known = {id(p) for each in self._models() for p in each.parameters()}.union(self._owners)
-        others = [leaf for key, leaf in reach.leaves.items() if key not in known]
+        others = [leaf for key, leaf in reach.leaves.items() if key not in self._owners]
+        if others:  # nearly never: to ask the models for their parameters takes a while
+            known = {id(p) for each in self._models() for p in each.parameters()}
+            others = [leaf for leaf in others if id(leaf) not in known]
         earlier = [leaf.grad for leaf in others]
         scale = loss_scale(optimizers) if others else None
         for leaf in others:
