@@ -179,7 +179,7 @@ def test_a_stage_over_its_limit_is_killed_with_all_that_it_started(gpu_check, tm
     result = gpu_check.run_stage(gpu_check.Stage(2, {"a": ["-c", WRITES], "b": sleeps, "c": ["-c", WRITES]}))
     assert time.monotonic() - start < 20
     assert not result["passed"] and result["why"] == "b: killed after 2 s"
-    assert result["a"] == {"rows": [1]} and "c" not in result
+    assert result["a"] == {"rows": [1]} and "c" not in result and result["tails"].keys() == {"b"}
     state = Path(f"/proc/{number.read_text()}/stat")
     assert not state.exists() or ") Z " in state.read_text()
 
