@@ -336,6 +336,15 @@ def test_what_no_time_was_left_for_is_named(suite):
     assert result["failures"] == {"test_hangs.py::test_hang": "stopped: the time for all tests is over"}
 
 
+def test_a_process_that_does_not_begin_leaves_all_of_its_files(suite, tmp_path):
+    (tmp_path / "conftest.py").write_text("import no_such_module\n")
+    status, result = suite("--processes", "1", "test_fails.py", "test_fine.py")
+    assert status == 1 and result["not_run"] == ["test_fine.py", "test_fails.py"]
+    assert result["failures"] == {
+        "process files-0": "its process ended with 4: E   ModuleNotFoundError: No module named 'no_such_module'"
+    }
+
+
 def test_the_tests_of_a_file_can_be_shared(suite):
     status, result = suite("--by-test", "--processes", "2", "test_fails.py")
     assert status == 1 and (result["passed"], result["failed"]) == (1, 1)
