@@ -59,7 +59,7 @@ bench: $(VENV)/installed ## time kernels, patched calls, optimizers, whole steps
 sanitize: $(VENV)/installed ## the C++ code's tests with AddressSanitizer and UBSan, built in out/sanitize
 	PYTHON=$(BIN)/python sh tests/sanitize.sh
 
-cuda-compile: $(VENV)/installed ## compile the CUDA sources with nvcc; needs no GPU
+cuda-compile: $(VENV)/installed ## compile the CUDA sources with nvcc, print registers and spills; needs no GPU
 	@test -n "$(NVCC)" || { echo "make cuda-compile: there is no nvcc, neither in CUDA_HOME nor on PATH" >&2; exit 1; }
 	PYTHON=$(BIN)/python NVCC="$(NVCC)" sh tests/cuda/compile.sh
 

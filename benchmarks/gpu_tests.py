@@ -142,11 +142,15 @@ def run_all(names: Sequence[str], label: str, ends: float, test_limit: float) ->
         if not why:
             return everything
         test = unended(notes)
+        if test is None:
+            why = ": ".join([why, *path.with_suffix(".log").read_text(errors="replace").strip().splitlines()[-1:]])
         dead = test or f"process {label}"
         everything.append({"test": dead, "outcome": "failed", "why": why})
         everything.append({"test": dead, "outcome": "ended"})
         if test is None:  # before the first test, or after the last: another try would end as this one did
-            return everything
+            begun = {part for entry in notes for part in (entry["test"], entry["test"].partition("::")[0])}
+            left = [name for name in left if name not in begun]
+            break
         own = (i for i, name in enumerate(left) if test == name or test.startswith(f"{name}::"))
         left = left[next(own, len(left)) + 1 :]
         attempt += 1

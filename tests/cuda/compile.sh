@@ -1,6 +1,6 @@
 #!/bin/sh
 # Proves with nvcc, and no GPU, that csrc's device code compiles, and that bindings.cpp does with WITH_CUDA: warnings are
-# errors, nothing is linked or run. PYTHON is the interpreter whose torch gives the headers (default python3), ARCHS the
+# errors, nothing is linked or run. Prints the registers that the kernels use and what they spill. PYTHON is the interpreter whose torch gives the headers (default python3), ARCHS the
 # architectures.
 set -eu
 cd "$(dirname "$0")/../.."
@@ -24,8 +24,10 @@ trap 'rm -rf "$out"' EXIT
 for source in $(find csrc -name "*.cu" | sort); do
     # shellcheck disable=SC2086
     "$NVCC" -c "$source" -o "$out/object.o" -std=c++20 -O3 --fmad=false --expt-relaxed-constexpr --threads 0 \
-        $targets $paths $defines -Xcompiler -Wall,-Werror,-fPIC --Werror all-warnings
+        --resource-usage $targets $paths $defines -Xcompiler -Wall,-Werror,-fPIC --Werror all-warnings \
+        2>"$out/said" || { grep -v "^ptxas info\|bytes stack frame" "$out/said" >&2; exit 1; }
     echo "$source compiles"
+    c++filt <"$out/said" | awk -f tests/cuda/resources.awk
 done
 # shellcheck disable=SC2086
 "${CXX:-c++}" -fsyntax-only -std=c++20 -Wall -Werror csrc/bindings.cpp $paths $defines

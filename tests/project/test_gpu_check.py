@@ -179,7 +179,7 @@ def test_a_stage_over_its_limit_is_killed_with_all_that_it_started(gpu_check, tm
     result = gpu_check.run_stage(gpu_check.Stage(2, {"a": ["-c", WRITES], "b": sleeps, "c": ["-c", WRITES]}))
     assert time.monotonic() - start < 20
     assert not result["passed"] and result["why"] == "b: killed after 2 s"
-    assert result["a"] == {"rows": [1]} and "c" not in result
+    assert result["a"] == {"rows": [1]} and "c" not in result and result["tails"].keys() == {"b"}
     state = Path(f"/proc/{number.read_text()}/stat")
     assert not state.exists() or ") Z " in state.read_text()
 
@@ -334,6 +334,15 @@ def test_what_no_time_was_left_for_is_named(suite):
     status, result = suite("--processes", "1", "--limit", "5", "test_fails.py", "test_hangs.py")
     assert status == 1 and result["not_run"] == ["test_fails.py"]
     assert result["failures"] == {"test_hangs.py::test_hang": "stopped: the time for all tests is over"}
+
+
+def test_a_process_that_does_not_begin_leaves_all_of_its_files(suite, tmp_path):
+    (tmp_path / "conftest.py").write_text("import no_such_module\n")
+    status, result = suite("--processes", "1", "test_fails.py", "test_fine.py")
+    assert status == 1 and result["not_run"] == ["test_fine.py", "test_fails.py"]
+    assert result["failures"] == {
+        "process files-0": "its process ended with 4: E   ModuleNotFoundError: No module named 'no_such_module'"
+    }
 
 
 def test_the_tests_of_a_file_can_be_shared(suite):
