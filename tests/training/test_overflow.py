@@ -505,6 +505,7 @@ def dense(grad):
 KINDS = ["dense", "double", "complex", "transposed", "sparse", "mixed"]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.11, once a process
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_every_kind_are_added_to_an_earlier_overflow_unchecked(kind, delay):
