@@ -1,4 +1,4 @@
-"""What train.py trains: a convnet that reads digits, and a small GPT and an LSTM that write Python's manual.
+"""What train.py trains: a convnet that reads digits, and two GPTs and an LSTM that write Python's manual.
 
 None knows about mixed precision: this is the FP32 code that a user has before `amp.initialize`.
 """
@@ -72,6 +72,7 @@ class Topics:
     """Predict the next character of Python's manual."""
 
     context = 32
+    windows = 8  # of a batch
     # Adam's usual eps of 1e-8 is 0 in FP16, and O3 keeps its optimizer state in FP16: 0 / 0 in the first step.
     eps = 1e-4
 
@@ -82,7 +83,7 @@ class Topics:
         self.held_out = windows[:-1].view(-1, self.context), windows[1:].view(-1, self.context)
 
     def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        starts = torch.randint(len(self.text) - self.context, (8, 1), generator=generator).to(self.device)
+        starts = torch.randint(len(self.text) - self.context, (self.windows, 1), generator=generator).to(self.device)
         window = starts + torch.arange(self.context, device=self.device)
         return self.text[window], self.text[window + 1]
 
@@ -107,6 +108,21 @@ class TopicsGPT(Topics):
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return torch.optim.Adam(model.parameters(), lr=4e-3, betas=(0.9, 0.95), eps=self.eps)
+
+
+class TopicsWideGPT(Topics):
+    """Wide enough for BF16 products to pay on a CPU that has them."""
+
+    name = "wide_gpt"
+    steps = 300
+    context = 64
+    windows = 8
+
+    def model(self) -> nn.Module:
+        return GPT(self.vocabulary, self.context, width=256, heads=8, depth=2).to(self.device)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), eps=self.eps)
 
 
 class TopicsLSTM(Topics):
@@ -162,4 +178,4 @@ class LSTM(nn.Module):
         return self.head(outputs)
 
 
-TASKS = {task.name: task for task in (Digits, TopicsGPT, TopicsLSTM)}
+TASKS = {task.name: task for task in (Digits, TopicsGPT, TopicsWideGPT, TopicsLSTM)}
