@@ -176,7 +176,8 @@ def test_the_demo_ends_with_the_table_and_the_report(tmp_path):
     ]
     asked = subprocess.run(makefile, capture_output=True, text=True, check=True).stdout.replace("\\\n", " ")
     command = shlex.split(asked)
-    assert command[:4] == ["/python", "-m", "amp_patch", "compare"] and command[-4:-1] == ["--task", "wide_gpt", "--steps"]
+    assert command[:4] == ["/python", "-m", "amp_patch", "compare"]
+    assert command[-4:-1] == ["--task", "wide_gpt", "--steps"]
     small = {"--levels": "O0,O3", "--seeds": "1", "--out": str(tmp_path / "demo"), "--steps": "4"}
     for option, value in small.items():
         command[command.index(option) + 1] = value
