@@ -18,7 +18,7 @@ NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/nu
 # The examples' models are tiny: a second thread would only wait for the first.
 demo accuracy: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo accuracy test test-all lint format bench sanitize cuda-compile gpu-check clean
+.PHONY: help demo accuracy test test-all test-versions lint format bench sanitize cuda-compile gpu-check clean
 
 help: ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,10 @@ test-all: $(VENV)/ecosystem ## what `test` leaves out: the tests marked slow, an
 	AMP_PATCH_BACKEND=torch $(PYTEST_FILES) -m "not slow" --ignore tests/project/test_examples.py
 	$(PYTEST) -m "not slow" tests/integrations
 	$(PYTEST_FILES) -m slow
+
+# PyPI's torch brings CUDA's libraries, some 5 GB for each: by hand, before a release.
+test-versions: ## `test` on each torch and Python that we declare, or on ONLY="2.15.0@3.11 ..."; hours and gigabytes
+	$(PYTHON) tests/versions.py --workers $(WORKERS) $(ONLY)
 
 lint: $(VENV)/installed ## ruff, mypy, the order of the imports and clang-format; changes nothing
 	$(BIN)/ruff check .
