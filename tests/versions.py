@@ -27,6 +27,9 @@ NOT_COPIED = shutil.ignore_patterns(
 )
 
 
+TOOLS = ("setuptools", "wheel", "pybind11", "ninja")
+
+
 class Pair(NamedTuple):
     torch: str
     python: str
