@@ -58,16 +58,16 @@ def check_shards(models: list[nn.Module], policy: Policy, kept: list[nn.Module])
         for name, module, fsdp in _governed(model, "", None):
             sharded = next((key for key, p in module._parameters.items() if p is not None and is_dtensor(p)), None)
             if sharded is not None:
-                if policy.splits_masters:
-                    raise ValueError(
-                        f"initialize: parameter {name + '.' + sharded!r} is sharded, and master_weights='split' is not "
-                        "for shards: these are FP32, the masters themselves; leave master_weights at None"
-                    )
                 _check_shard(f"{name}.{sharded}".lstrip("."), policy, id(module) in stays, fsdp)
 
 
 def _check_shard(name: str, policy: Policy, stays: bool, fsdp: Any) -> None:
     low, level = policy.cast_model_type, policy.opt_level
+    if policy.splits_masters:
+        raise ValueError(
+            f"initialize: parameter {name!r} is sharded, and master_weights='split' is not for shards: these are FP32, the "
+            "masters themselves; leave master_weights at None"
+        )
     if low is not None and not policy.master_weights:
         raise ValueError(f"initialize: parameter {name!r} is sharded; {no_masters(policy)}")
     if fsdp is None:
