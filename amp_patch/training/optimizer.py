@@ -22,6 +22,7 @@ from amp_patch.support import generated_class
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Attempts
 from amp_patch.training import one_pass, portions, zero_redundancy
+from amp_patch.training.overflow import drop_overflowed
 from amp_patch.training.stash import Stash, give_stash, note_sharing, siblings, stash_of, take_stash
 from amp_patch.training.step import after_step, before_step, guarded_step, recover
 from amp_patch.training.unscale import unscale_pending
@@ -170,6 +171,7 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     attempt = Attempts()
     attempt(recover, optimizer, stash)
     attempt(unscale_pending, optimizer)
+    attempt(drop_overflowed, optimizer, stash)
     for handle in stash.around.handles:
         attempt(handle.remove)
     wrappers = [wrapper for ref in stash.around.wrappers if isinstance(wrapper := ref(), Generated)]

@@ -58,6 +58,16 @@ def skip_if_overflowed(optimizer: Any, stash: Stash) -> None:
             master.grad = None
 
 
+def drop_overflowed(optimizer: Any, stash: Stash) -> None:
+    """Drop the gradients of a step that would be skipped: the optimizer leaves its training before it. May sync."""
+    scalers = read_found(stash)
+    for scaler in scalers:
+        scaler.skipped(lambda: culprits(optimizer))
+    for group in optimizer.param_groups if scalers else ():
+        for master in group["params"]:
+            master.grad = None
+
+
 def _refuse_in_capture(optimizer: Any, stash: Stash) -> None:
     """Raise because the host would have to read an overflow flag, which nobody can while a graph is captured."""
     name = base_class(optimizer).__name__

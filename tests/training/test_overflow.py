@@ -752,3 +752,20 @@ def test_scales_loaded_at_a_level_without_scaling_do_not_reach_gradients_of_a_de
     backward(2 * model(torch.ones(1, 1)).sum(), optimizer, loss_id=1)
     optimizer.step()
     assert model.weight.item() == 64.0 - 3.0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("leave", [amp.restore, None])
+def test_gradients_that_overflowed_are_dropped_where_the_training_ends_before_the_step(level, leave):
+    model = nn.Linear(3, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with amp.scale_loss(model(torch.ones(1, 3)).sum() * math.inf, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    before = next(amp.master_params(optimizer)).detach().clone()
+    if leave is None:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    else:
+        leave()
+    optimizer.step()
+    assert torch.equal(next(amp.master_params(optimizer)), before)
