@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_patch import multi_tensor
 from amp_patch.masters.master import GRAD, Master
@@ -161,10 +162,15 @@ def open_all(masters: Iterable[Tensor]) -> None:
 def _outside_of_modes(function: Callable[[Any], None], argument: Any) -> None:
     """Call `function` where the memory that it makes is ordinary: a transform of torch.func would have it for its own.
 
+    A dispatch mode, which FakeTensorMode is, would make other tensors.
+
     torch's context managers are entered where they are needed alone: what they undo is lost by an interrupt in them.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         with temporarily_clear_interpreter_stack():
+            _outside_of_modes(function, argument)
+    elif torch._C._len_torch_dispatch_stack() > 0:
+        with _disable_current_modes():
             _outside_of_modes(function, argument)
     elif torch.is_inference_mode_enabled():
         with torch.inference_mode(False):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from split_masters import MAKERS, OPTIM, high_half, iterate, masters, opened, same, start
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from amp_patch import amp, multi_tensor
 
@@ -52,6 +53,15 @@ def test_a_master_that_is_given_twice_and_one_in_a_transform(training):
     assert not master.is_open
     primal, _ = torch.func.jvp(lambda x: x * master, (tangent,), (tangent,))
     assert torch.equal(primal, master)
+
+
+def test_a_master_is_opened_outside_of_dispatch_modes(training):
+    model, optimizer = training
+    master = next(amp.master_params(optimizer))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(master * 2, FakeTensor)
+    assert torch.equal(high_half(master), model[0].weight)
+    iterate(model, optimizer, range(3, 4))
 
 
 def test_arrays_storages_and_shared_memory(training):
