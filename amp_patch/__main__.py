@@ -15,10 +15,11 @@ from amp_patch import __version__, multi_tensor
 from amp_patch.casts import wrappers as cast_wrappers
 from amp_patch.casts.cpu_fp16 import has_fp16_arithmetic
 from amp_patch.commands import check, compare, run
+from amp_patch.comparison.machine import products_in_words, time_of_products
 
 
 def info(_: argparse.Namespace) -> None:
-    """versions, what runs the kernels and why, what runs the casts of O1, devices, how FP16 runs on this CPU"""
+    """versions, what runs the kernels and why, what runs the casts of O1, devices, how BF16 and FP16 run on this CPU"""
     devices = [f"cpu ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})"]
     devices += [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
     auto = "native" if has_fp16_arithmetic() else "emulate"
@@ -29,6 +30,7 @@ def info(_: argparse.Namespace) -> None:
         "kernels": f"{multi_tensor.backend()}: {multi_tensor.backend_reason()}",
         "casts": {"cpp": "cpp: C callables", "python": "python: Python wrappers"}[cast_wrappers.backend()],
         "devices": ", ".join(devices),
+        "bfloat16": products_in_words(time_of_products(torch.bfloat16)),
         "cpu_fp16": f"auto is {auto}: this CPU has {'' if has_fp16_arithmetic() else 'no '}FP16 arithmetic",
     }
     for name, value in rows.items():

@@ -16,10 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from amp_patch.commands.run import wanted_cuda
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.level_result import went_well
-from amp_patch.comparison.machine import machine
+from amp_patch.comparison.machine import SLOW, machine, products_in_words, time_of_products
 from amp_patch.comparison.plan import LEVELS, NATIVE, Plan, name_as_asked
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.recording.run import Run, loads
@@ -104,6 +106,7 @@ def compare(args: argparse.Namespace) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # what it has no letter for is not worth a comparison
         sys.stdout.reconfigure(errors="replace")
     console = Console()
+    _warn_of_slow_products(plan)
     try:
         runs, interrupted = _measure(plan, args, console)
     except _Refused as error:
@@ -122,6 +125,13 @@ def compare(args: argparse.Namespace) -> None:
     console.print(f"report: {where}", soft_wrap=True, highlight=False, markup=False)
     if failure is not None or not comparison.comparable:
         sys.exit(130 if interrupted else 1)
+
+
+def _warn_of_slow_products(plan: Plan) -> None:
+    """Say before the run where BF16 is slower than FP32, on a machine without a GPU."""
+    with_bf16 = any(OPT_LEVELS[level].dtype is torch.bfloat16 for level in plan.levels) or plan.dtype == "bfloat16"
+    if with_bf16 and not torch.cuda.is_available() and (ratio := time_of_products(torch.bfloat16)) > SLOW:
+        print(f"BF16: {products_in_words(ratio)}", flush=True)
 
 
 class _Refused(Exception):

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import platform
+import statistics
+import time
 
 import torch
+
+_SIZE, _TURNS = 256, 5  # of the products that are timed: the slowest kernels take a second for all of them
+SLOW = 1.5  # times FP32's
 
 
 def machine() -> dict[str, str]:
@@ -17,6 +22,34 @@ def machine() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "gpu": ", ".join(devices) or "none",
     }
+
+
+def time_of_products(dtype: torch.dtype) -> float:
+    """The time of a product of matrices of this type over FP32's, on one thread of this CPU: a median."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(_SIZE, _SIZE, generator=generator)
+    low = wide.to(dtype)
+    ratios = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a second one would wait for a core that other work has
+    try:
+        for turn in range(_TURNS + 1):
+            begun = time.perf_counter()
+            _ = low @ low
+            between = time.perf_counter()
+            _ = wide @ wide
+            if turn > 0:  # the first finds cold caches, and kernels that are compiled at first use
+                ratios.append((between - begun) / (time.perf_counter() - between))
+    finally:
+        torch.set_num_threads(threads)
+    return statistics.median(ratios)
+
+
+def products_in_words(ratio: float) -> str:
+    """What `time_of_products` means for who trains here."""
+    if ratio > SLOW:
+        return f"products take {ratio:.3g} times FP32's time on this CPU: it shows a level's accuracy, not its speed"
+    return f"products take {ratio:.2f} of FP32's time on this CPU"
 
 
 def _cpu_name() -> str:

@@ -12,6 +12,9 @@ import amp_patch
 from amp_patch import multi_tensor
 from amp_patch.__main__ import main
 from amp_patch.casts import wrappers as cast_wrappers
+from amp_patch.commands import compare
+from amp_patch.comparison.machine import time_of_products
+from amp_patch.comparison.plan import Plan
 
 
 def rows(printed: str) -> dict[str, str]:
@@ -48,6 +51,35 @@ def test_info_tells_how_fp16_runs_on_this_cpu(arithmetic, expected, capsys, monk
     assert rows(capsys.readouterr().out)["cpu_fp16"] == expected
 
 
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [
+        (0.374, "products take 0.37 of FP32's time on this CPU"),
+        (12.04, "products take 12 times FP32's time on this CPU: it shows a level's accuracy, not its speed"),
+    ],
+)
+def test_info_tells_how_bf16_runs_on_this_cpu(ratio, expected, capsys, monkeypatch):
+    monkeypatch.setattr("amp_patch.__main__.time_of_products", lambda dtype: ratio)
+    main(["info"])
+    assert rows(capsys.readouterr().out)["bfloat16"] == expected
+
+
+@pytest.mark.parametrize(
+    ("levels", "dtype", "warns"),
+    [(("O0", "O5"), None, True), (("O0", "O1"), "bfloat16", True), (("O0", "O1"), None, False)],
+)
+def test_compare_warns_of_slow_bf16_before_it_runs(levels, dtype, warns, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for ratio in (10.0, 0.4):
+        monkeypatch.setattr("amp_patch.commands.compare.time_of_products", lambda dtype, ratio=ratio: ratio)
+        compare._warn_of_slow_products(Plan(levels, dtype=dtype))
+        assert ("not its speed" in capsys.readouterr().out) is (warns and ratio > 1)
+
+
+def test_products_are_timed_beside_fp32s():
+    assert all(time_of_products(dtype) > 0 for dtype in (torch.float32, torch.bfloat16))
+
+
 def test_info_tells_what_runs_the_casts(wrappers, capsys):
     main(["info"])
     assert rows(capsys.readouterr().out)["casts"].startswith(f"{cast_wrappers.backend()}: ")
@@ -66,4 +98,13 @@ def test_python_dash_m_runs_it():
     run = subprocess.run([sys.executable, "-W", "error", "-m", "amp_patch", "info"], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
-    assert set(rows(run.stdout)) == {"amp_patch", "torch", "python", "kernels", "casts", "devices", "cpu_fp16"}
+    assert set(rows(run.stdout)) == {
+        "amp_patch",
+        "torch",
+        "python",
+        "kernels",
+        "casts",
+        "devices",
+        "bfloat16",
+        "cpu_fp16",
+    }
