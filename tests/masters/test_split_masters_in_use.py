@@ -42,7 +42,7 @@ def test_code_that_does_not_ask_for_the_value_is_refused_where_it_is_not_there(t
     iterate(*training, range(3, 4))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's jvp calls it
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")  # torch's jvp calls it
 def test_a_master_that_is_given_twice_and_one_in_a_transform(training):
     model, optimizer = training
     master = next(amp.master_params(optimizer))
