@@ -6,11 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import transformers
 from torch import nn
 
 from amp_patch.integrations.transformers import OptLevelTrainer
+
+# What the packages warn of, on any script: their own deprecations, and advice on loaders and workers.
+PACKAGES_WARN = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
+    pytest.mark.filterwarnings("ignore:The number of training batches:UserWarning"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
 
 INPUTS = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
 CLASSES = torch.randint(3, (32,), generator=torch.Generator().manual_seed(2))

@@ -23,7 +23,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: nothin
 import lightning.pytorch as pl  # noqa: E402
 import transformers  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
-from frameworks import INPUTS, Classifier, adam, gpt, hf_trainer, loader, network, trainer  # noqa: E402
+from frameworks import INPUTS, PACKAGES_WARN, Classifier, adam, gpt, hf_trainer, loader, network, trainer  # noqa: E402
 from paths import EXAMPLES  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from training import LEVELS, same, weights  # noqa: E402
@@ -33,14 +33,7 @@ from amp_patch.casts import state as casts_state  # noqa: E402
 from amp_patch.integrations.lightning import OptLevelPrecision  # noqa: E402
 from amp_patch.integrations.pytorch_lightning import OptLevelPrecision as OtherPrecision  # noqa: E402
 
-# What the packages warn of, on any script: their own deprecations, and advice on loaders and workers.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
-    pytest.mark.filterwarnings("ignore:The number of training batches:UserWarning"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
-]
+pytestmark = PACKAGES_WARN
 
 INTEGRATIONS = EXAMPLES / "integrations"
 AUTO = {"dtype" if transformers.__version__ >= "5" else "torch_dtype": "auto"}  # the type that the config says

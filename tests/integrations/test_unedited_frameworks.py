@@ -17,7 +17,7 @@ accelerate = pytest.importorskip("accelerate", reason=EXTRAS)
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: nothing here comes from the network
 
 # After the skips: frameworks.py imports the packages.
-from frameworks import Classifier, adam, hf_trainer, loader, network, trainer  # noqa: E402
+from frameworks import PACKAGES_WARN, Classifier, adam, hf_trainer, loader, network, trainer  # noqa: E402
 from training import same, weights  # noqa: E402
 
 from amp_patch import amp  # noqa: E402
@@ -25,14 +25,7 @@ from amp_patch.integrations.lightning import OptLevelPrecision  # noqa: E402
 from amp_patch.integrations.unedited.refusal import Refused  # noqa: E402
 from amp_patch.integrations.unedited.watch import Watch  # noqa: E402
 
-# What the packages warn of, on any script: their own deprecations, and advice on loaders and workers.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
-    pytest.mark.filterwarnings("ignore:The number of training batches:UserWarning"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
-]
+pytestmark = PACKAGES_WARN
 
 Result = tuple[list[float], list[torch.Tensor]]
 
