@@ -245,7 +245,7 @@ def note_published(pairs: Sequence[Linked]) -> None:
 
 def _parted(pairs: Sequence[Linked]) -> tuple[list[tuple[Tensor, Tensor]], Sequence[Linked]]:
     """Those of the pairs whose masters are split (param, master), and the others."""
-    split = [(param, link.master) for param, link in pairs if is_split(link.master)]
+    split = [(param, link.master) for param, link in pairs if is_split(link.master)] if split_master.used() else []
     return split, [pair for pair in pairs if not is_split(pair[1].master)] if split else pairs
 
 

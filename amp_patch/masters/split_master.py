@@ -40,6 +40,7 @@ _deny_memory: Any = getattr(_C, "deny_memory", lambda tensor, _: torch._C._set_t
 
 # id(master) -> those that are open.
 _open: dict[int, weakref.ref[SplitMaster]] = {}
+_used = False  # whether any master of this process was ever split: nearly always none, which spares a look at each
 
 
 class SplitMaster(Master):
@@ -84,6 +85,11 @@ def is_split(master: Tensor) -> bool:
     return low_half(master) is not None
 
 
+def used() -> bool:
+    """Whether there may be split masters at all."""
+    return _used
+
+
 @functools.cache
 def _of_no_value() -> frozenset[Any]:
     """Torch's functions that ask a tensor for anything but its value, or set what is none."""
@@ -112,6 +118,8 @@ def split(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
     The parameters are rounded anew: ties away from zero.
     """
+    global _used
+    _used = True
     for param, master in pairs:
         if is_split(master) or param.dtype is not torch.bfloat16:
             continue
@@ -121,7 +129,7 @@ def split(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         master.__class__ = SplitMaster
         assert isinstance(master, SplitMaster)
         master.weight, master.low_half = weakref.ref(param), half
-        _open[id(master)] = weakref.ref(master, functools.partial(_forget, id(master)))
+        _note_open(master)
         _close(master)
 
 
@@ -134,6 +142,10 @@ def join_for_good(master: Tensor) -> None:
     for name in ("low_half", "weight"):
         vars(master).pop(name, None)
     master.__class__ = Master
+
+
+def _note_open(master: SplitMaster) -> None:
+    _open[id(master)] = weakref.ref(master, functools.partial(_forget, id(master)))
 
 
 def _forget(key: int, reference: Any) -> None:
@@ -216,7 +228,7 @@ def _join(masters: list[SplitMaster]) -> None:
         for value, joined in others:
             value.copy_(joined)
     for master in masters:
-        _open[id(master)] = weakref.ref(master, functools.partial(_forget, id(master)))
+        _note_open(master)
 
 
 def _give_memory(master: Tensor, param: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from amp_patch import multi_tensor
 from amp_patch.masters.masters import Linked
-from amp_patch.masters.split_master import low_half
+from amp_patch.masters.split_master import low_half, used
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.optimizers.adam import FusedAdam
 from amp_patch.optimizers.sgd import FusedSGD
@@ -49,6 +49,8 @@ class Part:
     @property
     def stepped(self) -> list[Tensor]:
         """What the kernels step: the masters, or the halves of split ones."""
+        if not used():
+            return self.masters
         return [m if (half := low_half(m)) is None else half for m in self.masters]
 
     @property
@@ -100,16 +102,19 @@ def _adam(optimizer: Any, part: Part, found_inf: Tensor | None) -> None:
         _of(states, "max_exp_avg_sq") if group["amsgrad"] else None,
         _of(states, "step"),
         part.weights,
-        lr=_number(group["lr"], part),
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
+        **_adam_settings(part),
         decoupled=group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)),
         maximize=group["maximize"],
         factors=part.factors,
         found_inf=found_inf,
     )
+
+
+def _adam_settings(part: Part) -> dict[str, Any]:
+    """What torch's Adams and ours call alike."""
+    beta1, beta2 = part.group["betas"]
+    numbers = {name: part.group[name] for name in ("eps", "weight_decay")}
+    return {"lr": _number(part.group["lr"], part), "beta1": beta1, "beta2": beta2, **numbers}
 
 
 def _sgd(optimizer: Any, part: Part, found_inf: Tensor | None) -> None:
@@ -166,11 +171,7 @@ def _fused_adam(optimizer: Any, part: Part, found_inf: Tensor | None) -> None:
         None,
         float(count),
         part.weights,
-        lr=_number(group["lr"], part),
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
+        **_adam_settings(part),
         decoupled=False,
         bias_correction=bool(group["bias_correction"]),
         factors=part.factors,
