@@ -31,7 +31,7 @@ def folds(comparison: Comparison) -> list[str]:
             f"how far each level is from {base}, with the same seed" if base else "",
         ),
         fold("Time of a step", _times(comparison), "data, forward, backward, optimizer"),
-        fold("Memory", _memory(comparison), "weights, gradients, optimizer state"),
+        fold("Memory", _memory(comparison), "weights, gradients, optimizer state, activations"),
         fold("Loss scale and skipped steps", _with_words(lines, pictures.scales(comparison))),
         fold("What the numbers look like", "".join(map(_seen, comparison.levels)), "as amp.inspect saw them"),
         fold("What each level is", definitions(_policies(comparison))),
@@ -71,22 +71,19 @@ def _times(comparison: Comparison) -> str:
 
 
 def _memory(comparison: Comparison) -> str:
-    """What the model's tensors take, by their kinds, and the peak: means over the seeds."""
+    """What the training takes, by its kinds, and on CUDA its peak: means over the seeds."""
     levels = [level for level in comparison.levels if level.runs]
     kinds = [{kind: _mean([getattr(run, kind) for run in level.runs]) for kind in wording.SIZES} for level in levels]
-    peaks = [_mean([run.peak_memory for run in level.runs if run.peak_memory is not None]) for level in levels]
+    peaks = [_mean([run.peak_memory for run in level.runs if run.device == "cuda"]) for level in levels]
+    every = [[*each.values(), sum(each.values()), peak] for each, peak in zip(kinds, peaks, strict=True)]
     longest = max((sum(each.values()) for each in kinds), default=0.0)
-    unit, words = wording.sizes(
-        [size for each, peak in zip(kinds, peaks, strict=True) for size in (*each.values(), sum(each.values()), peak)]
-    )
     if not longest and not any(peaks):
         return ""
-    wide = len(wording.SIZES) + 2
+    unit, _ = wording.sizes([size for row in every for size in row])
     rows = []
-    for place, (level, each, peak) in enumerate(zip(levels, kinds, peaks, strict=True)):
-        cells = words[wide * place : wide * (place + 1)]
-        if not peak:
-            cells[-1] = ""
+    for level, each, row in zip(levels, kinds, every, strict=True):
+        cells = [wording.in_unit(size, unit) for size in row]
+        cells[-3:] = [cell if size else "" for cell, size in zip(cells[-3:], row[-3:], strict=True)]
         rows.append([plain(name(level)), *cells, stack(each, longest)])
     names = [swatch(kind, said) for kind, said in wording.SIZES.items()]
     return table(f"Memory by its kinds, in {unit}", ["level", *names, f"together, {unit}", f"peak, {unit}", ""], rows)
@@ -181,15 +178,16 @@ def _runs(comparison: Comparison) -> str:
         for level in comparison.levels
         for run in sorted((*level.runs, *level.failed), key=lambda run: run.seed)
     ]
-    unit, words = wording.sizes([size for _, run in pairs for size in (run.weights, run.peak_memory or 0)])
+    of_runs = [(run.weights, run.activations or 0, run.peak_memory or 0) for _, run in pairs]
+    unit, _ = wording.sizes([size for each in of_runs for size in each])
     logged = [plain(metric)] if metric != measures.LOSS else []
     head = ["level", "seed", "steps", "last loss", *logged, "median step, ms", "skipped steps"]
-    head += [f"weights, {unit}", f"peak memory, {unit}", "notes"]
+    head += [f"{what}, {unit}" for what in ("weights", "activations", "peak")] + ["notes"]
     rows = []
-    for place, (level, run) in enumerate(pairs):
-        weights, peak = words[2 * place : 2 * place + 2]
-        rows.append([plain(name(level)), *_run(run, metric), weights, peak if run.peak_memory is not None else ""])
-        rows[-1].append(plain("; ".join([*(["failed"] if run.error else []), *run.notes])))
+    for (level, run), each in zip(pairs, of_runs, strict=True):
+        sizes = [wording.in_unit(size, unit) if size else "" for size in each]
+        notes = plain("; ".join([*(["failed"] if run.error else []), *run.notes]))
+        rows.append([plain(name(level)), *_run(run, metric), *sizes, notes])
     return table("Every run", head, rows, texts=["notes"]) if rows else ""
 
 
@@ -206,5 +204,7 @@ def _run(run: Run, metric: str) -> list[str]:
     ]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+def _mean(values: Sequence[float | None]) -> float:
+    """Of those that are known."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else 0.0

@@ -56,7 +56,14 @@ def memory_in_words(level: LevelResult) -> str:
     if level.memory is None:
         return ""
     percent = round(100 * (level.memory - 1))
-    return "same memory" if percent == 0 else f"{abs(percent)} % {'more' if percent > 0 else 'less'} memory"
+    what = "memory" if level.memory_ratio is not None else "memory for weights and optimizer"
+    return f"same {what}" if percent == 0 else f"{abs(percent)} % {'more' if percent > 0 else 'less'} {what}"
+
+
+def what_memory(comparison: Comparison) -> str:
+    """What the bars of memory are of."""
+    known = all(level.memory_ratio is not None for level in comparison.levels if level.runs)
+    return "shorter is less" if known else "shorter is less; some without activations"
 
 
 def why(comparison: Comparison) -> str:
@@ -101,7 +108,14 @@ def how_sure(comparison: Comparison) -> str:
         said.append(
             f"A difference in {comparison.metric} below {width}, the range of {base.name}'s seeds, is not seen."
         )
-    return " ".join(said)
+    load = load_note(comparison)
+    return " ".join([*said, *([f"{load[:1].upper()}{load[1:]}."] if load else [])])
+
+
+def load_note(comparison: Comparison) -> str:
+    """What other work took of the machine while it was timed; "" if nothing to speak of."""
+    load = comparison.machine.get("load", "")
+    return next((note for note in comparison.notes if load and note.startswith(load)), load)
 
 
 def in_short(level: LevelResult, comparison: Comparison) -> str:

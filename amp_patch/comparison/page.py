@@ -34,7 +34,7 @@ def write(comparison: Comparison, folder: str | Path) -> Path:
 
 def html(comparison: Comparison) -> str:
     """The page: pictures inline, no script, no request to anything; light and dark as the reader's system is."""
-    notes = comparison.notes
+    notes = [note for note in comparison.notes if note != headline.load_note(comparison)]
     parts = [
         f"<header><p><strong>{plain(comparison.title)}</strong> {plain(_about(comparison))}</p></header>",
         _card(comparison),
@@ -94,7 +94,8 @@ def _rows(comparison: Comparison) -> str:
     dots = f"{'higher' if comparison.maximize else 'lower'} is better; a dot a seed; grey: {base}'s range"
     head = (
         '<div class="row head"><div></div>'
-        "<div><b>Speed</b> <small>longer is faster</small></div><div><b>Memory</b> <small>shorter is less</small></div>"
+        "<div><b>Speed</b> <small>longer is faster</small></div>"
+        f"<div><b>Memory</b> <small>{plain(headline.what_memory(comparison))}</small></div>"
         f"<div><b>Final {plain(comparison.metric)}</b> <small>{plain(dots)}</small></div>"
         "</div>"
     )
@@ -118,12 +119,11 @@ def _levels(comparison: Comparison) -> str:
     if not levels:
         return ""
     of_base = plain(f"to {base.name}") if base is not None else "difference"
-    peaks = [[run.peak_memory for run in level.runs if run.peak_memory is not None] for level in levels]
-    unit, sizes = wording.sizes([sum(each) / len(each) if each else 0 for each in peaks])
+    unit, sizes = wording.sizes([level.memory_bytes or 0 for level in levels])
     head = ["level", "finding", f"final {plain(comparison.metric)}", of_base, "step, ms", "speed", "samples/s"]
-    head += [f"peak, {unit}", "last loss scale", "skipped steps", "failed runs"]
+    head += [f"memory, {unit}", "last loss scale", "skipped steps", "failed runs"]
     lines = []
-    for level, each, size in zip(levels, peaks, sizes, strict=True):
+    for level, size in zip(levels, sizes, strict=True):
         other = base is not None and level is not base
         lines.append(
             [
@@ -134,7 +134,7 @@ def _levels(comparison: Comparison) -> str:
                 wording.three(level.step_ms) if level.step_ms else "",
                 _speed(level) if other else "",
                 wording.three(level.samples_per_second) if level.samples_per_second else "",
-                size if each else "",
+                size if level.memory_bytes else "",
                 _several(level.scales, "{:.5g}".format) if any(scale != 1 for scale in level.scales) else "",
                 _several(level.skips, str) if any(level.skips) else "",
                 f"{len(level.failed)} of {len(level.failed) + len(level.runs)}" if level.failed else "",

@@ -13,7 +13,7 @@ from amp_patch.comparison.rows import axis, rows
 _ROW = 44
 _LEFT = 24
 _NAMES = 150.0  # what the levels' names take
-_COLUMNS = {"speed": (190.0, "Speed", "longer is faster"), "memory": (190.0, "Memory", "shorter is less")}
+_COLUMNS = {"speed": (190.0, "Speed", "longer is faster"), "memory": (190.0, "Memory", "")}
 _DOTS = 250.0
 _GAP = 22.0
 
@@ -48,7 +48,7 @@ def _file(
     places, x = [], _LEFT + _NAMES
     for name in columns:
         width, head, hint = _COLUMNS[name]
-        places.append((name, x, width, head, hint))
+        places.append((name, x, width, head, hint if name == "speed" else headline.what_memory(comparison)))
         x += width + _GAP
     base = comparison.baseline.name if comparison.baseline is not None else "the baseline"
     better = "higher" if comparison.maximize else "lower"

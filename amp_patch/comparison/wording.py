@@ -7,7 +7,13 @@ from collections.abc import Sequence
 
 from amp_patch.recording.run import PARTS
 
-SIZES = {"weights": "weights", "masters": "masters", "gradients": "gradients", "state": "optimizer state"}
+SIZES = {
+    "weights": "weights",
+    "masters": "masters",
+    "gradients": "gradients",
+    "state": "optimizer state",
+    "activations": "activations",
+}
 PARTS_IN_WORDS = {**{part: part for part in PARTS}, "between": "clipping, other"}
 
 
@@ -39,10 +45,17 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
+_UNITS = ("bytes", "KiB", "MiB", "GiB")
+
+
 def sizes(counts: Sequence[float]) -> tuple[str, list[str]]:
     """Bytes in the largest unit that fits: ("MiB", ["1.5", "0.25"])."""
     power = min(3, int(math.log(max(1.0, *counts), 1024))) if counts else 0
-    return ("bytes", "KiB", "MiB", "GiB")[power], [three(count / 1024**power) for count in counts]
+    return _UNITS[power], [in_unit(count, _UNITS[power]) for count in counts]
+
+
+def in_unit(count: float, unit: str) -> str:
+    return three(count / 1024 ** _UNITS.index(unit))
 
 
 def three(value: float) -> str:

@@ -280,3 +280,14 @@ def test_the_figures_are_written_where_a_picture_fails(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="no picture"):
         page.write(Comparison("train.py", [made_up_run("O0"), made_up_run("O2")]), tmp_path)
     assert len(Comparison.from_dict(loads((tmp_path / "report.json").read_text())).runs) == 2
+
+
+def test_other_work_on_the_machine_is_said_once():
+    runs = [made_up_run("O0", seed, final=1 + seed / 4) for seed in range(3)]
+    machine = {"cpu": "some", "load": "other work took 1.5 of 2 cores while it ran"}
+    text = Tree(
+        page.html(Comparison("train.py", runs + [made_up_run("O4", s, final=1.25) for s in range(3)], machine=machine))
+    ).text
+    card, _, rest = text.partition("finding")
+    assert card.count("Other work took 1.5 of 2 cores while it ran") == 1
+    assert "other work" not in rest.partition("The machine")[0]
