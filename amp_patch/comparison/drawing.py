@@ -167,9 +167,9 @@ class Plot:
             self.inner.append(f'<path d="{marks}" style="stroke: {var(colour)}; stroke-width: 1.4"/>')
 
     def note(self, words: str, colour: str) -> None:
-        """Words at the right end inside of the axes."""
+        """Words at the lower right end inside of the axes."""
         place, end = self.WIDTH - self.RIGHT - 2, ' text-anchor="end"'
-        self.outer.append(text(place, self.TOP + 12, words, colour, size=10.5, more=end))
+        self.outer.append(text(place, self.TOP + self.height - 14, words, colour, size=10.5, more=end))
 
     def picture(self, alt: str) -> Picture:
         box = f"0 0 {self.WIDTH:g} {self.HEIGHT + self._below:g}"

@@ -157,7 +157,9 @@ def _lost(looks: Sequence[Look]) -> str:
         return ""
     when = ("at the loss scale used", "without loss scaling", "at the best loss scale")
     head = ["parameter", *(f"become 0 {each}" for each in when), f"overflow {when[0]}"]
-    rows = [[plain(parameter), *map(wording.percent, each)] for parameter, each in worst[:_LISTED]]
+    rows = [
+        [plain(parameter), *(plain(wording.percent(share)) for share in each)] for parameter, each in worst[:_LISTED]
+    ]
     title = "Gradients of which FP16 loses most"
     return f"<p>{title}, in per cent of their numbers:</p>" + table(title, head, rows, named=True)
 

@@ -56,7 +56,8 @@ th:last-child, td:last-child { padding-right: 0 }
 th:first-child, td:first-child, td.text, th.text { text-align: left }
 td.text { white-space: normal; min-width: 19em; overflow-wrap: anywhere }
 th[scope=row] { position: sticky; left: 0; background: var(--paper) }
-.named th[scope=row] { position: static; white-space: normal; overflow-wrap: anywhere; min-width: 11em }
+.named th[scope=row] { position: static; white-space: normal; overflow-wrap: anywhere; min-width: 18em }
+.named thead th { max-width: 9em }
 thead th { color: var(--soft); font-weight: 600; border-bottom-color: var(--soft); vertical-align: bottom;
   white-space: normal; min-width: 4em }
 td small { display: block; white-space: normal; width: max-content; max-width: 18em; margin-left: auto }
@@ -67,7 +68,7 @@ details:last-of-type { border-bottom: 1px solid var(--line) }
 details[open] { padding-bottom: 18px }
 summary { cursor: pointer } summary small { margin-left: 6px }
 details > p { max-width: 80ch }
-.pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 285px), 1fr)); gap: 18px 28px;
+.pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 275px), 1fr)); gap: 18px 28px;
   align-items: start; margin: 12px 0 }
 figure { margin: 0; break-inside: avoid }
 figure > svg { display: block; width: 100%; height: auto }
@@ -76,6 +77,7 @@ pre { background: var(--card); border-radius: 6px; padding: 10px 14px; margin: 8
 details dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 4px 18px; max-width: 84ch }
 dt { color: var(--soft) } dd { margin: 0 }
 @media (max-width: 860px) {
+  .named th[scope=row] { min-width: 11em }
   main { padding: 14px 12px 28px }
   .card { display: block; padding: 16px 14px }
   h1 { font-size: 1.75rem } .gains { font-size: 1.12rem }
@@ -83,7 +85,7 @@ dt { color: var(--soft) } dd { margin: 0 }
   .row { grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); padding: 4px 10px; margin: 0 -10px }
   .row > div:first-child { grid-column: 1 / -1; padding-bottom: 0 } .row small { display: inline; margin-left: 6px }
   .row > svg { height: 28px } .row > svg:last-child { grid-column: 1 / -1 }
-  .head > div:first-child { display: none } .head > div { padding: 0 } .head > div:last-child { grid-column: 1 / -1 }
+  .head > div:first-child { display: none } .head > div { padding: 0 0 5px } .head > div:last-child { grid-column: 1 / -1 }
   .head small { display: block; margin: 0 }
   .failed { grid-column: 1 / -1 }
   details dl { display: block } details dd { margin-bottom: 8px }

@@ -60,6 +60,8 @@ def in_unit(count: float, unit: str) -> str:
 
 def three(value: float) -> str:
     """Three digits, or all before the point."""
+    if 0 < value < 0.001:
+        return "under 0.001"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

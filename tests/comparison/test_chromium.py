@@ -152,7 +152,7 @@ def test_a_page_as_it_is_shown(browser, reports, report, pictures, view, scheme)
     assert len(shown) == pictures
     for each in shown:
         assert each["shown"] and each["complete"] and each["drawn"] > 1, each["name"]
-        assert 280 <= each["width"] <= 620 and each["height"] > 120, each["name"]
+        assert 270 <= each["width"] <= 620 and each["height"] > 120, each["name"]
     assert browser.requested() == [url]
     assert browser.complaints() == []
     ground = browser.evaluate("getComputedStyle(document.body).backgroundColor")
