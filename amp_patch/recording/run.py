@@ -67,6 +67,7 @@ class Run:
             over what it held when the recording began. None where the system does not tell.
         logged: name -> [step, value] of what the script gave to `amp.log`.
         looks: what `amp.inspect` saw, a step each.
+        advice: sizes of layers that would better be other ones, in words, a line each; on a GPU alone.
     """
 
     level: str
@@ -91,6 +92,7 @@ class Run:
     peak_memory: int | None = None
     logged: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     looks: list[Look] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
         last = f", last loss {self.loss[-1]:.4g}" if self.loss else ""
@@ -124,7 +126,8 @@ class Run:
         """Take what one event of a recording tells.
 
         "begin" (once initialize was called) and "end" carry attributes of this class by their names; "step" one entry
-        of each list; "log" a step, a name and a value; "look" the attributes of a `Look`; "note" a text.
+        of each list; "log" a step, a name and a value; "look" the attributes of a `Look`; "advice" lines;
+        "note" a text.
         """
         event = dict(event)
         kind = event.pop("event")
@@ -140,10 +143,12 @@ class Run:
             self.logged.setdefault(event["name"], []).append((event["step"], event["value"]))
         elif kind == "look":
             self.looks.append(Look(**event))
+        elif kind == "advice":
+            self.advice += [line for line in event["lines"] if line not in self.advice]
         elif kind == "note":
             self.notes.append(event["text"])
         else:
-            raise ValueError(f"Run.add: event is {kind!r}; wanted begin, step, log, look, note or end")
+            raise ValueError(f"Run.add: event is {kind!r}; wanted begin, step, log, look, advice, note or end")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
