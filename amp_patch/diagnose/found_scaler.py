@@ -37,7 +37,11 @@ class FoundScaler(Observer):
 
     def scale(self) -> Tensor | None:
         """By how much the gradients that flow now are multiplied; None where no scaler has scaled their loss."""
-        return getattr(self.scaler, "_scale", None) if self._given else self._flowing
+        if not self._given:
+            return self._flowing
+        if hasattr(self.scaler, "_scale"):  # torch's keep it on the device
+            return vars(self.scaler)["_scale"]
+        return torch.tensor(float(self.scaler.get_scale()))
 
     def loss_given_to_scaler(self, scaler: Any, loss: Tensor, scaled: Tensor, scale: Tensor) -> None:
         self._flowing = None  # of a pass that an exception has ended

@@ -61,9 +61,10 @@ def record(to: Any = None, *, inspect: bool = False) -> Iterator[Run]:
         print(run.loss[-1], run.peak_memory)
 
     What runs through `scale_loss` and `optimizer.step()` is recorded; `initialize` is called inside of the block or
-    before it. There may be several recordings at once. No step waits for the device because of it. Figures arrive every
-    half second or 50 steps, and when the block ends. Of the processes of a distributed job the first writes the file. A
-    disk that is full ends the file, with a warning, and not the training.
+    before it. Of torch's own mixed precision it is what runs through a GradScaler; the model is not known then. There
+    may be several recordings at once. No step waits for the device because of it. Figures arrive every half second or
+    50 steps, and when the block ends. Of the processes of a distributed job the first writes the file. A disk that is
+    full ends the file, with a warning, and not the training.
 
     Args:
         to: a path, for one line of JSON an event; a TensorBoard SummaryWriter, or what else has

@@ -599,6 +599,17 @@ def test_a_grad_scalers_scale_is_divided_out(make, given):
     assert not observers._observers
 
 
+def test_what_is_no_scaler_of_torchs_is_asked():
+    class Eight:
+        def get_scale(self):
+            return 8.0
+
+    model = training.linear([[1.0, 1.0]])
+    with inspect(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler=Eight()) as seen:
+        (model(torch.ones(1, 2)).sum() * 8.0).backward()
+    assert (seen.gradients["weight"].counts, seen.scale) == ({0: 2}, 8.0)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_scaler_is_that_of_its_loss_alone(reentrant):
     """Two losses of which one is scaled, each in a backward of its own; a part of the model is checkpointed."""
