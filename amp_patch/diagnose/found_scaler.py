@@ -39,8 +39,8 @@ class FoundScaler(Observer):
         """By how much the gradients that flow now are multiplied; None where no scaler has scaled their loss."""
         if not self._given:
             return self._flowing
-        if hasattr(self.scaler, "_scale"):  # torch's keep it on the device
-            return vars(self.scaler)["_scale"]
+        if isinstance(self.scaler, torch.amp.GradScaler) and self.scaler.is_enabled():
+            return vars(self.scaler)["_scale"]  # on the device; None until the first loss
         return torch.tensor(float(self.scaler.get_scale()))
 
     def loss_given_to_scaler(self, scaler: Any, loss: Tensor, scaled: Tensor, scale: Tensor) -> None:
