@@ -82,10 +82,11 @@ def _times(comparison: Comparison) -> Table:
 
 
 def _sizes(comparison: Comparison) -> Table:
-    sizes = ("weights", "masters", "gradients", "state", "peak_memory")
-    rows = _table("Memory, MiB", "level", "weights", "masters", "gradients", "optimizer\nstate", "peak")
+    sizes = ("weights", "masters", "gradients", "state", "activations")
+    rows = _table("Memory, MiB", "level", "weights", "masters", "gradients", "optimizer\nstate", "activations", "peak")
     for level in filter(_went_well, comparison.levels):
-        _row(rows, level, *(_number(_mib(level.runs, size)) for size in sizes))
+        peak = None if level.memory_bytes is None else level.memory_bytes / 2**20
+        _row(rows, level, *(_number(_mib(level.runs, size)) for size in sizes), _number(peak))
     return rows
 
 
