@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from amp_patch.commands import batch_search
 from amp_patch.commands.run import wanted_cuda
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.level_result import went_well
@@ -60,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--metric", default="loss", help="compare by this name of amp.log's (default: the training loss)")
     add("--maximize", action="store_true", help="more of the metric is better")
     add("--inspect", action="store_true", help="look at exponents, overflows and errors with amp.inspect; costs time")
+    batch_search.add_arguments(parser)
     add("--device", choices=["cpu"], help="cpu: where the script says CUDA, take the CPU")
     add("--out", type=Path, default=Path("amp_compare"), help="folder of the report (default %(default)s)")
     add("-m", dest="module", action="store_true", help="script is a module, as in python -m")
@@ -70,9 +72,10 @@ def split(given: list[str]) -> tuple[list[str], list[str]]:
     """The arguments that are ours, and those after `--`, the script's."""
     end = given.index("--") if "--" in given else len(given)
     own = given[:end]
-    if "--seed-flag" in own[:-1]:  # argparse does not take `--seed` for its value
-        at = own.index("--seed-flag")
-        own[at : at + 2] = ["=".join(own[at : at + 2])]
+    for flag in ("--seed-flag", "--batch-flag"):
+        if flag in own[:-1]:  # argparse does not take `--seed` for its value
+            at = own.index(flag)
+            own[at : at + 2] = ["=".join(own[at : at + 2])]
     return own, given[end + 1 :]
 
 
@@ -90,6 +93,9 @@ def compare(args: argparse.Namespace) -> None:
         )
         if not args.module and not os.path.exists(args.script):
             raise ValueError(f"compare: there is no {args.script!r} here")
+        if args.batch_search is not None:
+            (args.out / "runs").mkdir(parents=True, exist_ok=True)
+            sys.exit(batch_search.run(args, plan))
         absent = [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]
         if absent:
             raise ValueError(

@@ -34,6 +34,9 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation | None
 
         print(amp.explain(model, images))
 
+    What torch.autocast casts is known too, where the call is in its block. The last lines name sizes of layers that
+    would better be multiples of 8; see `shapes.advice`.
+
     With inputs, `model(*inputs, **kwargs)` is run once without gradients, in the mode (train or eval) that the model
     is in, and the result is an `Explanation`. Buffers and the random numbers that come next are as before; hooks of
     the model are called.

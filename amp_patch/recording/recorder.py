@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch.recording import compiled_forwards
+from amp_patch.recording import compiled_forwards, size_advice
 from amp_patch.recording.activations import WeighedStep
 from amp_patch.recording.inspected_step import InspectedStep
 from amp_patch.recording.outbox import Outbox
@@ -27,6 +27,7 @@ from amp_patch.recording.peak_memory import PeakMemory
 from amp_patch.recording.run import Event, Run
 from amp_patch.recording.scaler_steps import IDLE, ScalerSteps, recorded, single_value
 from amp_patch.recording.sinks import Sink, sinks_for
+from amp_patch.recording.size_advice import SizeAdvice
 from amp_patch.recording.sizes import Sizes, alive
 from amp_patch.recording.step import Body, Step, samples_of
 from amp_patch.recording.unread_events import UnreadEvent
@@ -61,9 +62,10 @@ def record(to: Any = None, *, inspect: bool = False, activations: bool = False) 
         print(run.loss[-1], run.peak_memory)
 
     What runs through `scale_loss` and `optimizer.step()` is recorded; `initialize` is called inside of the block or
-    before it. There may be several recordings at once. No step waits for the device because of it. Figures arrive every
-    half second or 50 steps, and when the block ends. Of the processes of a distributed job the first writes the file. A
-    disk that is full ends the file, with a warning, and not the training.
+    before it. Of torch's own mixed precision it is what runs through a GradScaler; the model is not known then. There
+    may be several recordings at once. No step waits for the device because of it. Figures arrive every half second or
+    50 steps, and when the block ends. Of the processes of a distributed job the first writes the file. A disk that is
+    full ends the file, with a warning, and not the training.
 
     Args:
         to: a path, for one line of JSON an event; a TensorBoard SummaryWriter, or what else has
@@ -153,6 +155,7 @@ class Recorder(ScalerSteps):
         self._losses: dict[int, Tensor] = {}  # id of a body that runs -> a copy of its loss
         self._outbox = Outbox(self._sinks)
         self._sizes = Sizes(self._adopted)
+        self._size_advice = SizeAdvice(lambda lines: self._outbox.put({"event": "advice", "lines": lines}))
         self._measure_after = 1
         self._inspected: InspectedStep | WeighedStep | None = None
         self._peak = PeakMemory()
@@ -174,6 +177,7 @@ class Recorder(ScalerSteps):
         with _lock:
             _recorders.remove(self)
         compiled_forwards.remove(self._compiled_begins)
+        self._size_advice.leave()
         for handle in self._handles:
             handle.remove()
         if os.getpid() != self.process:  # a fork has left the block too
@@ -240,7 +244,7 @@ class Recorder(ScalerSteps):
                 self._hooked.append(weakref.ref(model))
                 self._compiled.clear()
                 self._handles.append(
-                    model.register_forward_pre_hook(ForwardHook(self._forward_begins), with_kwargs=True)
+                    model.register_forward_pre_hook(ForwardHook(self._eager_forward_begins), with_kwargs=True)
                 )
 
     def _is_hooked(self, model: nn.Module) -> bool:
@@ -264,6 +268,11 @@ class Recorder(ScalerSteps):
                 if stash.scalers is training.scalers:
                     self.trainings += 1
                     self._adopt(training)
+
+    def _eager_forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        self._forward_begins(model, args, kwargs)
+        if self._device in size_advice.DEVICES and torch.is_grad_enabled() and self.is_recording():
+            self._size_advice.forward_begins(model)
 
     def _forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or not self.is_recording():

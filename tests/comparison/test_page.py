@@ -291,3 +291,12 @@ def test_other_work_on_the_machine_is_said_once():
     card, _, rest = text.partition("finding")
     assert card.count("Other work took 1.5 of 2 cores while it ran") == 1
     assert "other work" not in rest.partition("The machine")[0]
+
+
+def test_advice_on_sizes_that_all_levels_have_stands_once():
+    line = "head: 50257 out features; 50304 would be a multiple of 64"
+    runs = [made_up_run(level, seed, advice=[line]) for level in ("O0", "O4") for seed in range(2)]
+    text = Tree(page.html(Comparison("train.py", runs))).text
+    assert text.count(line) == 1 and "Sizes of layers" in text
+    runs[0].advice = runs[1].advice = []
+    assert "O4" in Tree(page.html(Comparison("train.py", runs))).text.partition("Sizes of layers")[2].partition(line)[0]
