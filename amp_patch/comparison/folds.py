@@ -95,9 +95,9 @@ def _advice(comparison: Comparison) -> str:
     of_level = {
         name(level): [*dict.fromkeys(line for run in level.runs for line in run.advice)] for level in comparison.levels
     }
-    several = [lines for lines in of_level.values() if lines]
-    if all(lines == several[0] for lines in several):
-        return items(several[0]) if several else ""
+    first = next(iter(of_level.values()), [])
+    if all(lines == first for lines in of_level.values()):
+        return items(first)
     return "".join(f"<h3>{plain(level)}</h3>{items(lines)}" for level, lines in of_level.items() if lines)
 
 

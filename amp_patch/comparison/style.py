@@ -85,7 +85,8 @@ dt { color: var(--soft) } dd { margin: 0 }
   .row { grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); padding: 4px 10px; margin: 0 -10px }
   .row > div:first-child { grid-column: 1 / -1; padding-bottom: 0 } .row small { display: inline; margin-left: 6px }
   .row > svg { height: 28px } .row > svg:last-child { grid-column: 1 / -1 }
-  .head > div:first-child { display: none } .head > div { padding: 0 0 5px } .head > div:last-child { grid-column: 1 / -1 }
+  .head > div:first-child { display: none } .head > div { padding: 0 0 5px }
+  .head > div:last-child { grid-column: 1 / -1 }
   .head small { display: block; margin: 0 }
   .failed { grid-column: 1 / -1 }
   details dl { display: block } details dd { margin-bottom: 8px }
