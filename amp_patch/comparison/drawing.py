@@ -193,13 +193,9 @@ def ticks(low: float, high: float, count: int = 4) -> dict[float, str]:
     largest = max(map(abs, values), default=0.0)
     if largest >= 1e5 or step < 1e-4:
         return {value: f"{value:.3g}" for value in values}
-    digits = max(0, -math.floor(math.log10(step) + 1e-9) + (1 if factor_of(step) == 2.5 else 0))
+    power = math.floor(math.log10(step) + 1e-9)
+    digits = max(0, -power + (round(step / 10.0**power, 6) == 2.5))
     return {value: f"{value:.{digits}f}" for value in values}
-
-
-def factor_of(step: float) -> float:
-    """The leading digits of a step: 1 to 10."""
-    return round(step / 10.0 ** math.floor(math.log10(step) + 1e-9), 6)
 
 
 def step_ticks(last: int) -> dict[float, str]:
