@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
+from amp_patch.comparison.wording import raised
+
 # Name of a colour -> on white, on black. A colour means one thing: blue is time, violet memory, green what to use.
 COLOURS = {
     "paper": ("#ffffff", "#14171b"),
@@ -207,11 +209,6 @@ def power_ticks(low: int, high: int, count: int = 8) -> dict[float, str]:
     """Of an axis of exponents."""
     stride = next(s for s in (1, 2, 4, 8, 16, 32, 64, 128, 1 << 20) if (high - low) / s <= count)
     return {exponent: f"2{raised(exponent)}" for exponent in range(low, high + 1) if exponent % stride == 0}
-
-
-def raised(exponent: int) -> str:
-    """The number in superscript digits."""
-    return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def thin(values: Sequence[float]) -> Sequence[float]:

@@ -67,7 +67,7 @@ def axis(comparison: Comparison) -> str:
     if scale is None:
         return ""
     made = []
-    for value, words in ticks(scale.low, scale.high, 3).items():
+    for value, words in ticks(scale.low, scale.high, 4).items():
         place = scale.share(value)
         anchor = "start" if place < 0.04 else "end" if place > 0.96 else "middle"
         made.append(text(share(place), 12, words, "soft", size=11, more=f' text-anchor="{anchor}"'))

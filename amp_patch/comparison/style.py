@@ -54,13 +54,13 @@ th, td { padding: 6px 16px 6px 0; text-align: right; vertical-align: top; border
   white-space: nowrap; overflow-wrap: normal }
 th:last-child, td:last-child { padding-right: 0 }
 th:first-child, td:first-child, td.text, th.text { text-align: left }
-td.text { white-space: normal; min-width: 19em; overflow-wrap: anywhere }
+td.text { white-space: normal; min-width: 16em; overflow-wrap: anywhere }
 th[scope=row] { position: sticky; left: 0; background: var(--paper) }
 .named th[scope=row] { position: static; white-space: normal; overflow-wrap: anywhere; min-width: 18em }
 .named thead th { max-width: 9em }
 thead th { color: var(--soft); font-weight: 600; border-bottom-color: var(--soft); vertical-align: bottom;
   white-space: normal; min-width: 4em }
-td small { display: block; white-space: normal; width: max-content; max-width: 18em; margin-left: auto }
+td small { display: block; white-space: normal; width: max-content; max-width: 16em; margin-left: auto }
 .swatch { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 5px }
 .stack { display: block; width: 340px; height: 22px }
 details { border-top: 1px solid var(--line); padding: 9px 0 }
