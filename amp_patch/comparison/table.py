@@ -77,11 +77,13 @@ def _times(comparison: Comparison) -> list[str]:
 
 
 def _sizes(comparison: Comparison) -> list[str]:
-    sizes = ("weights", "masters", "gradients", "state", "peak_memory")
+    headings = ("level", "weights", "masters", "gradients", "optimizer\nstate", "activations", "peak")
     rows: list[Sequence[str]] = []
     for level in filter(_went_well, comparison.levels):
-        rows.append((level.name, *(_number(_mib(level.runs, size)) for size in sizes)))
-    return _table("Memory, MiB", ("level", "weights", "masters", "gradients", "optimizer\nstate", "peak"), rows)
+        sizes = (_mib(level.runs, size) for size in ("weights", "masters", "gradients", "state", "activations"))
+        peak = None if level.memory_bytes is None else level.memory_bytes / 2**20
+        rows.append((level.name, *map(_number, (*sizes, peak))))
+    return _table("Memory, MiB", headings, rows)
 
 
 def _looks(comparison: Comparison) -> list[str]:

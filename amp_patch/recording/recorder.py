@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,10 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.recording import compiled_forwards
+from amp_patch.recording.activations import WeighedStep
 from amp_patch.recording.inspected_step import InspectedStep
 from amp_patch.recording.outbox import Outbox
 from amp_patch.recording.peak_memory import PeakMemory
 from amp_patch.recording.run import Event, Run
+from amp_patch.recording.scaler_steps import IDLE, ScalerSteps, recorded, single_value
 from amp_patch.recording.sinks import Sink, sinks_for
 from amp_patch.recording.sizes import Sizes, alive
 from amp_patch.recording.step import Body, Step, samples_of
@@ -34,17 +35,11 @@ from amp_patch.support.compiled import eager_only
 from amp_patch.support.forward_hook import ForwardHook
 from amp_patch.training import observers
 from amp_patch.training import training as training_module
-from amp_patch.training.observers import Observer
 from amp_patch.training.scaled_backward import ScaledBackward
-from amp_patch.training.stash import Stash, stash_of
+from amp_patch.training.stash import Stash
 from amp_patch.training.training import Training
 
 _OTHERS = 100  # so many steps of other optimizers in a row tell that the first one is done
-
-# What runs when no part of a step has been told: data is fetched, or gradients are clipped.
-_IDLE = "idle"
-
-_clock = time.perf_counter
 
 _lock = threading.Lock()
 _recorders: list[Recorder] = []
@@ -58,7 +53,7 @@ class Enough(SystemExit):
 
 
 @contextmanager
-def record(to: Any = None, *, inspect: bool = False) -> Iterator[Run]:
+def record(to: Any = None, *, inspect: bool = False, activations: bool = False) -> Iterator[Run]:
     """Record the training that runs in the block::
 
         with amp.record("curves.jsonl") as run:
@@ -74,6 +69,8 @@ def record(to: Any = None, *, inspect: bool = False) -> Iterator[Run]:
         to: a path, for one line of JSON an event; a TensorBoard SummaryWriter, or what else has
             `add_scalar(tag, value, step)`; None for the `Run` alone.
         inspect: also look, as `amp.inspect` does, at the step after 1, 10, 100, ... steps, whose times are then NaN.
+        activations: count the bytes that the third step saves for its backward; see `Run.activations`. Its times are
+            then NaN.
 
     Yields:
         The `Run`, which fills.
@@ -82,7 +79,7 @@ def record(to: Any = None, *, inspect: bool = False) -> Iterator[Run]:
         TypeError, OSError: `to` cannot be written to, from the beginning.
     """
     run = Run(level="")
-    with Recorder([run, *sinks_for(to)], inspect=inspect):
+    with Recorder([run, *sinks_for(to)], inspect=inspect, activations=activations):
         yield run
 
 
@@ -107,7 +104,7 @@ def log(**scalars: Any) -> None:
             recorder.log(scalars)
 
 
-class Recorder(Observer):
+class Recorder(ScalerSteps):
     """Records the trainings of this process while its block runs, as events (see `Run.add`) to the sinks.
 
     A step ends when the first optimizer that ever stepped has stepped again; what others do until then (a GAN's) is in
@@ -119,6 +116,7 @@ class Recorder(Observer):
         sinks: each has `add(event)`; `flush` and `close`, where it has them, are called too.
         stop_after: leave the training after so many steps, by raising `Enough` out of `optimizer.step()`.
         inspect: emit a "look" of the step after 1, 10, 100, ... steps. The times of such a step are NaN.
+        activations: emit a "memory" of the third step, or of the last if that comes before; its times are NaN too.
 
     Attributes:
         trainings: how many calls of `initialize` were seen, those with `enabled=False` among them, and trainings that
@@ -128,7 +126,9 @@ class Recorder(Observer):
         steps: how many steps were recorded.
     """
 
-    def __init__(self, sinks: Sequence[Any], *, stop_after: int | None = None, inspect: bool = False) -> None:
+    def __init__(
+        self, sinks: Sequence[Any], *, stop_after: int | None = None, inspect: bool = False, activations: bool = True
+    ) -> None:
         if stop_after is not None and (isinstance(stop_after, bool) or stop_after < 1):
             raise ValueError(f"Recorder: stop_after is {stop_after!r}; wanted a positive integer, or None")
         self.trainings = self.losses = self.steps = 0
@@ -137,8 +137,10 @@ class Recorder(Observer):
         self._sinks: list[Sink] = list(sinks)
         self._stop_after = stop_after
         self._inspect = inspect
+        self._weigh_after = min(3, stop_after or 3) - 1 if activations else 0
 
     def __enter__(self) -> Recorder:
+        ScalerSteps.__init__(self)
         self._adopted: list[Training] = []
         self._scalers: set[int] = set()  # ids of their lists of scalers, by which an optimizer's training is known
         self._handles: list[Any] = []
@@ -152,15 +154,15 @@ class Recorder(Observer):
         self._outbox = Outbox(self._sinks)
         self._sizes = Sizes(self._adopted)
         self._measure_after = 1
-        self._inspected: InspectedStep | None = None
+        self._inspected: InspectedStep | WeighedStep | None = None
         self._peak = PeakMemory()
-        self._phase = _IDLE
+        self._phase = IDLE
         self._stepping = False
         self._open_bodies = 0
         self._step = Step()
         self._last = self._now()
         compiled_forwards.add(self._compiled_begins)
-        for training in _trainings():
+        for training in training_module.trainings:
             self._hook(training)
         with _lock:
             _recorders.append(self)
@@ -258,7 +260,7 @@ class Recorder(Observer):
     def _know(self, stash: Stash) -> None:
         """Adopt the training of an optimizer that was initialized before the recording began."""
         if id(stash.scalers) not in self._scalers:
-            for training in _trainings():
+            for training in training_module.trainings:
                 if stash.scalers is training.scalers:
                     self.trainings += 1
                     self._adopt(training)
@@ -266,13 +268,16 @@ class Recorder(Observer):
     def _forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or not self.is_recording():
             return  # an evaluation
-        if self._phase is _IDLE:
+        self._leave_backward()
+        if self._phase is IDLE:
             self._mark("optimizer" if self._stepping else "data")
             self._phase = "forward"
             self._step.forward_seen = True
             self._step.first = id(model)
         elif self._phase != "forward" or self._step.first != id(model):
             return  # this forward is part of another model's, or recomputes one in backward
+        if isinstance(self._inspected, WeighedStep):
+            self._inspected.came(args, kwargs)
         self._step.came = samples_of(args, kwargs)  # of the newest forward: no body has followed an earlier one
 
     def body_begins(self, body: ScaledBackward) -> None:
@@ -284,13 +289,13 @@ class Recorder(Observer):
         if self._open_bodies > 1:
             return
         seen = self._phase == "forward" or self._step.forward_seen
-        self._mark("optimizer" if self._stepping and self._phase is _IDLE else "forward" if seen else "data")
+        self._mark("optimizer" if self._stepping and self._phase is IDLE else "forward" if seen else "data")
         self._phase = "backward"
 
     def loss_scaled(self, body: ScaledBackward, loss: Tensor) -> None:
         if self.is_recording():
-            value = distributed.local(loss.detach())
-            self._losses[id(body)] = value.clone() if value.numel() == 1 else value.double().mean()
+            super().loss_scaled(body, loss)
+            self._losses[id(body)] = single_value(loss)
 
     def body_ends(self, body: ScaledBackward) -> None:
         loss = self._losses.pop(id(body), None)
@@ -299,7 +304,7 @@ class Recorder(Observer):
         self._open_bodies = max(0, self._open_bodies - 1)
         if self._open_bodies == 0:
             self._mark("backward")
-            self._phase = _IDLE
+            self._phase = IDLE
         if loss is not None and not body.failed:
             self.losses += 1
             self._step.bodies.append(Body.of(body, loss, self._step.came))
@@ -308,45 +313,48 @@ class Recorder(Observer):
                 self._sizes.measure_gradients()
 
     def step_begins(self, optimizer: Any) -> None:
-        stash = _recorded(optimizer)
+        stash = recorded(optimizer)
         if stash is None or not self.is_recording():
             return
         self._know(stash)
         if not self._stepping:  # else this is the step of a parent class, called by its subclass's step
-            self._mark("between" if self._phase is _IDLE else self._phase)
+            self._mark("between" if self._phase is IDLE else self._phase)
             self._stepping = True
 
     def step_ends(self, optimizer: Any) -> None:
-        stash = _recorded(optimizer)
+        stash = recorded(optimizer)
         if stash is None or stash.step.depth or not self.is_recording():  # a subclass's step has called its parent's
             return
-        self._end_step(optimizer, stash)
-        if self._has_enough():
-            raise Enough
+        if self._by_scaler is not optimizer:
+            self._end_step(optimizer, stash)
 
-    def _end_step(self, optimizer: Any, stash: Stash) -> None:
+    def _end_step(self, optimizer: Any, stash: Stash | None, skipped: Tensor | None = None) -> None:
         self._mark("optimizer")
         self._stepping = False
-        self._phase = "backward" if self._open_bodies else _IDLE
+        self._phase = "backward" if self._open_bodies else IDLE
         if self._has_enough():  # the script has caught `Enough`, and trains on
             self._step = Step()
-            return
+            raise Enough
         if self._lead is None or self._lead() is None or self._step.others >= _OTHERS:
             self._lead = weakref.ref(optimizer)
         if self._lead() is not optimizer:
             self._step.others += 1
             return
-        self._finish_step(optimizer, stash)
+        self._finish_step(optimizer, stash, skipped)
         self._last = self._now()
+        if self._has_enough():
+            raise Enough
 
     def _has_enough(self) -> bool:
         return self._stop_after is not None and self.steps >= self._stop_after
 
-    def _finish_step(self, optimizer: Any, stash: Stash) -> None:
+    def _finish_step(self, optimizer: Any, stash: Stash | None, skipped: Tensor | float | None) -> None:
         step, self._step = self._step, Step()
         self.steps += 1
-        # Of a step that skips on the device the verdict is the newest there; others leave none.
-        skipped = stash.device_skips[-1].overflow if stash.device_skips else float(stash.last_skipped)
+        if skipped is None:
+            assert stash is not None
+            # Of a step that skips on the device the verdict is the newest there; others leave none.
+            skipped = stash.device_skips[-1].overflow if stash.device_skips else float(stash.last_skipped)
         was_inspected = self._inspected is not None
         self._outbox.put_unread(step.unread_event(optimizer, skipped, was_inspected))
         if self._inspected is not None:
@@ -356,8 +364,10 @@ class Recorder(Observer):
             self._sizes.measure()
         if self._outbox.is_due():
             self._flush()
-        if self._inspect and not self._has_enough() and _is_power_of_ten(self.steps):
+        if self._inspect and stash is not None and not self._has_enough() and _is_power_of_ten(self.steps):
             self._inspect_next(optimizer, stash)
+        elif self.steps == self._weigh_after:
+            self._inspected = WeighedStep(self._sizes.at_rest(), self.steps, self._cuda)
 
     # Inspections of single steps.
 
@@ -401,38 +411,9 @@ class Recorder(Observer):
         if self._cuda is not None:
             self._peak.bank()  # a script may reset torch's peak itself, once an epoch
 
-    # Times.
-
-    def _now(self) -> Any:
-        """This moment: for a training on CUDA when the device gets there."""
-        if self._cuda is None:
-            return _clock()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._cuda))
-        return event
-
-    def _mark(self, part: str) -> None:
-        """What ran since the last mark was this part of the step."""
-        now = self._now()
-        self._step.spans.append((part, self._last, now))
-        self._last = now
-
 
 def _logged(event: Event, values: list[float]) -> Event:
     return {**event, "value": values[0]}
-
-
-def _recorded(optimizer: Any) -> Stash | None:
-    """The stash of an optimizer whose training is enabled."""
-    stash = stash_of(optimizer)
-    if stash is None or not stash.enabled:
-        return None
-    owner = stash.around.owner
-    return stash if owner is not None and owner() is optimizer else None
-
-
-def _trainings() -> list[Training]:
-    return training_module.trainings
 
 
 def _is_power_of_ten(number: int) -> bool:

@@ -19,12 +19,12 @@ from torch import nn
 from training import ADAM, ConvNet, convnet, images, train
 
 from amp_patch import amp
-from amp_patch import comparison as comparison_package
 from amp_patch.__main__ import main
 from amp_patch.casts import install
 from amp_patch.commands import compare, compare_progress
 from amp_patch.commands.compare_child import take
 from amp_patch.commands.compare_progress import Progress
+from amp_patch.comparison import page
 from amp_patch.comparison.other_work import OtherWork
 from amp_patch.comparison.outcome import failure
 from amp_patch.comparison.plan import Plan
@@ -381,11 +381,11 @@ def test_a_terminal_without_the_letters_has_the_table_and_the_report(tmp_path, m
 def test_without_the_library_of_the_page_there_is_the_table(tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text("")
     monkeypatch.setattr(compare, "_measure", measured)
-    monkeypatch.delitem(sys.modules, "amp_patch.comparison.page", raising=False)
-    monkeypatch.delattr(comparison_package, "page", raising=False)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in [name for name in sys.modules if name.startswith(("matplotlib.", "amp_patch.comparison.draw"))]:
-        monkeypatch.delitem(sys.modules, name)
+
+    def write(*_):
+        raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+
+    monkeypatch.setattr(page, "write", write)
     main(["compare", "--levels", "O2", "--out", str(tmp_path), str(tmp_path / "train.py")])
     printed = capsys.readouterr().out
     assert "final loss" in printed and "report: not written, for want of matplotlib" in printed
