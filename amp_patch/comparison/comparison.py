@@ -174,7 +174,8 @@ class Comparison:
                 notes.setdefault(f"trained only {run.steps} steps", []).append(_name(run))
             for text in run.notes:
                 notes.setdefault(text, []).append(_name(run))
-        lines = [f"{'all runs' if len(names) == len(well) else listed(names)}: {t}" for t, names in notes.items()]
+        lines = [self._load_in_words] if "load" in self.machine else []
+        lines += [f"{'all runs' if len(names) == len(well) else listed(names)}: {t}" for t, names in notes.items()]
         if self.metric == LOSS and len({run.steps for run in well}) > 1:
             lines.append(f"the losses are compared over the {self.steps} steps that all runs have in common")
         base = self._base
@@ -183,6 +184,14 @@ class Comparison:
         if base is not None and seeds_change_nothing(base):
             lines.append(f"all seeds of {base.name} gave the same losses to the bit: they are one seed to the test")
         return lines
+
+    @property
+    def _load_in_words(self) -> str:
+        """What other work on the machine does to the figures."""
+        ranges = [level.speedup for level in self.levels if level.speedup is not None]
+        apart = max((r.high / r.low - 1 for r in ranges if r.low > 0), default=0.0)
+        sure = f"a level's speeds lie up to {apart:.0%} apart" if apart >= 0.005 else "the speeds may be off"
+        return f"{self.machine['load']}: {sure}, the losses are not touched by it"
 
     def to_dict(self) -> dict[str, Any]:
         """Every figure, for `run.dumps`."""
