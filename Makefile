@@ -78,7 +78,7 @@ clean: ## remove what was built here; .venv keeps its downloads
 # torch first and by itself: the build of the extension imports it.
 $(VENV)/tools: Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet setuptools wheel pybind11 ninja "$(TORCH)"
+	$(BIN)/python -m pip install --quiet setuptools wheel ninja "$(TORCH)"
 	touch $@
 
 $(VENV)/installed: $(VENV)/tools setup.py pyproject.toml $(SOURCES)

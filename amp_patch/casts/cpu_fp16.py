@@ -154,7 +154,7 @@ def _unpack(kept: _Kept) -> Tensor:
 
 def _may_exchange_saved() -> bool:
     """Not under transforms, modes and traces, whose tensors have no storage, and not where checkpointing or the user
-    has hooks already: ours would hide the tensors from theirs."""
+    has hooks already: ours would hide the tensors from theirs, but not from a recording's, which only count."""
     topmost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.8 and newer
     return (
         torch.is_grad_enabled()
@@ -162,5 +162,5 @@ def _may_exchange_saved() -> bool:
         and not torch.compiler.is_compiling()
         and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
         and topmost is not None
-        and topmost(False) is None
+        and ((top := topmost(False)) is None or getattr(top[0], "_amp_counts", False))
     )

@@ -110,26 +110,34 @@ class Comparison:
         )
 
     @cached_property
-    def summary(self) -> str:
-        """What to use, and why, in one or two sentences."""
+    def recommended(self) -> LevelResult | None:
+        """The level to use: the baseline where no other is better; None where there is nothing to compare."""
         base = self.baseline
         if base is None or not self.comparable:
-            return self._nothing_to_compare()
-        others = [level for level in self.levels if level is not base and level.runs]
-        sound = [level for level in others if level.verdict.usable and not faults(level)]
-        well = [level for level in sound if not skips_much(level)]
-        # Only whoever compares O3 with the baseline alone asks for it.
-        asked = all(level.level == "O3" for level in self._groups if level.level != base.level)
-        usable = [level for level in well if level.level != "O3" or asked]
+            return None
+        usable = [level for level in self._sound if not skips_much(level) and not self._unasked(level)]
         faster = [level for level in usable if level.speedup is not None and level.speedup.low > 1]
         if faster:
-            best = max(faster, key=lambda level: level.speedup or Ratio(0, 0, 0))
+            return max(faster, key=lambda level: level.speedup or Ratio(0, 0, 0))
+        as_fast = [
+            level for level in usable if is_smaller(level, base) and (level.speedup is None or level.speedup.high >= 1)
+        ]
+        return min(as_fast, key=lambda level: level.memory or 1.0, default=base)
+
+    @cached_property
+    def summary(self) -> str:
+        """What to use, and why, in one or two sentences."""
+        base, best = self.baseline, self.recommended
+        if base is None or best is None:
+            return self._nothing_to_compare()
+        if best is not base and best.speedup is not None and best.speedup.low > 1:
             return f"Use {best.name}: {best.verdict.text}."
-        smaller = [level for level in usable if is_smaller(level, base)]
-        as_fast = [level for level in smaller if level.speedup is None or level.speedup.high >= 1]
-        if as_fast:
-            best = min(as_fast, key=lambda level: level.memory or 1.0)
+        if best is not base:
             return f"Use {best.name} for its memory; none is faster than {base.name}: {best.verdict.text}."
+        others = [level for level in self.levels if level is not base and level.runs]
+        well = [level for level in self._sound if not skips_much(level)]
+        usable = [level for level in well if not self._unasked(level)]
+        smaller = [level for level in usable if is_smaller(level, base)]
         kinds = {
             kind: [level for level in others if level.verdict.kind == kind and not level.verdict.better]
             for kind in ("undecided", "differs")
@@ -145,7 +153,7 @@ class Comparison:
             "{} keeps no FP32 weights, and is for whoever compares it alone": [
                 level for level in well if level not in usable
             ],
-            "{} skipped too many steps": [level for level in sound if skips_much(level)],
+            "{} skipped too many steps": [level for level in self._sound if skips_much(level)],
             "do not use {}": kinds["differs"],
             "{} failed with some seeds": [level for level in others if level.verdict.usable and faults(level)],
             "{} failed": [level for level in self.levels if not level.runs],
@@ -166,7 +174,8 @@ class Comparison:
                 notes.setdefault(f"trained only {run.steps} steps", []).append(_name(run))
             for text in run.notes:
                 notes.setdefault(text, []).append(_name(run))
-        lines = [f"{'all runs' if len(names) == len(well) else listed(names)}: {t}" for t, names in notes.items()]
+        lines = [self._load_in_words] if "load" in self.machine else []
+        lines += [f"{'all runs' if len(names) == len(well) else listed(names)}: {t}" for t, names in notes.items()]
         if self.metric == LOSS and len({run.steps for run in well}) > 1:
             lines.append(f"the losses are compared over the {self.steps} steps that all runs have in common")
         base = self._base
@@ -175,6 +184,14 @@ class Comparison:
         if base is not None and seeds_change_nothing(base):
             lines.append(f"all seeds of {base.name} gave the same losses to the bit: they are one seed to the test")
         return lines
+
+    @property
+    def _load_in_words(self) -> str:
+        """What other work on the machine does to the figures."""
+        ranges = [level.speedup for level in self.levels if level.speedup is not None]
+        apart = max((r.high / r.low - 1 for r in ranges if r.low > 0), default=0.0)
+        sure = f"a level's speeds lie up to {apart:.0%} apart" if apart >= 0.005 else "the speeds may be off"
+        return f"{self.machine['load']}: {sure}, the losses are not touched by it"
 
     def to_dict(self) -> dict[str, Any]:
         """Every figure, for `run.dumps`."""
@@ -218,6 +235,17 @@ class Comparison:
             final = [measures.final(run, self.metric, self.steps) for run in well]
             groups.append(LevelResult(level, dtype, well, [run for run in runs if not went_well(run)], final))
         return groups
+
+    @cached_property
+    def _sound(self) -> list[LevelResult]:
+        """The levels beside the baseline against which nothing speaks but, perhaps, their skips."""
+        others = [level for level in self.levels if level is not self.baseline and level.runs]
+        return [level for level in others if level.verdict.usable and not faults(level)]
+
+    def _unasked(self, level: LevelResult) -> bool:
+        """Whether it is O3, which only whoever compares it with the baseline alone asks for."""
+        base = self.baseline
+        return level.level == "O3" and any(each.level not in ("O3", base and base.level) for each in self._groups)
 
     @cached_property
     def _base(self) -> LevelResult | None:

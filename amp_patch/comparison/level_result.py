@@ -29,11 +29,13 @@ class Verdict(NamedTuple):
             may be chance; "failed", without a run that went well; "alone", with nothing to compare it with.
         text: a sentence without the level's name, without a full stop.
         better: whether the level lies outside of the baseline's spread on the better side.
+        reason: of the text what does not tell of speed and memory.
     """
 
     kind: str
     text: str
     better: bool = False
+    reason: str = ""
 
     @property
     def usable(self) -> bool:
@@ -52,7 +54,9 @@ class LevelResult:
         final: a figure for each of `runs`; NaN if the run diverged or has none.
         step_ms: milliseconds a step: the median over the runs of each one's median.
         speedup: how many times faster than the baseline; with one seed, the range is the step times' quartiles'.
-        memory_ratio: of the runs' median peak memory, where that tells something of the training (`measures.peak`).
+        activations: bytes that a step saves for its backward: the median over the runs that know them.
+        memory_bytes: what the training takes at its peak (`measures.memory_bytes`): the median likewise.
+        memory_ratio: of `memory_bytes`.
         bytes_ratio: of weights, masters, gradients and the optimizer's state.
         samples_per_second: the median over the runs.
         skips: how many steps each of `runs` skipped.
@@ -66,6 +70,8 @@ class LevelResult:
     final: list[float]
     step_ms: float | None = None
     speedup: Ratio | None = None
+    activations: float | None = None
+    memory_bytes: float | None = None
     memory_ratio: float | None = None
     bytes_ratio: float | None = None
     samples_per_second: float | None = None
@@ -108,15 +114,14 @@ def measured(level: LevelResult, base: LevelResult | None) -> LevelResult:
         "samples_per_second": statistics.median(rates) if rates else None,
         "skips": [sum(run.skipped) for run in runs],
         "scales": [run.scale[-1] for run in runs if run.scale],
+        "activations": _median(run.activations for run in runs),
+        "memory_bytes": _median(map(measures.memory_bytes, runs)),
     }
     if base is not None:
         of_seed = {run.seed: run for run in base.runs}
         pairs = [(of_seed[run.seed], run) for run in runs if run.seed in of_seed]
         found["speedup"] = measures.speedup(pairs)
-        found["memory_ratio"] = _ratio(
-            [peak for run in runs if (peak := measures.peak(run)) is not None],
-            [peak for run in base.runs if (peak := measures.peak(run)) is not None],
-        )
+        found["memory_ratio"] = _ratio(map(measures.memory_bytes, runs), map(measures.memory_bytes, base.runs))
         found["bytes_ratio"] = _ratio(map(measures.held_bytes, runs), map(measures.held_bytes, base.runs))
     return replace(level, **found)
 
@@ -172,12 +177,13 @@ def skips_in_words(level: LevelResult) -> str:
 
 
 def is_smaller(level: LevelResult, base: LevelResult) -> bool:
-    """Whether all runs peaked below all of the baseline's, by more than a little; where none is known, the tensors."""
-    peaks, of_base = ([peak for run in each.runs if (peak := measures.peak(run)) is not None] for each in (level, base))
-    if peaks and of_base:
-        return max(peaks) < _LESS_MEMORY * min(of_base)
-    if any(run.peak_memory is not None for run in (*level.runs, *base.runs)):
-        return False  # the peaks tell nothing of the training, so what the tensors save is lost in the process's memory
+    """Whether all runs took less than all of the baseline's, by more than a little; where that is not known of one, by
+    what they hold between steps.
+    """
+    sizes = [[measures.memory_bytes(run) for run in each.runs] for each in (level, base)]
+    ours, theirs = ([size for size in each if size is not None] for each in sizes)
+    if sizes == [ours, theirs]:
+        return max(ours) < _LESS_MEMORY * min(theirs)
     return level.bytes_ratio is not None and level.bytes_ratio < _LESS_MEMORY
 
 
@@ -198,6 +204,13 @@ def level_dict(level: LevelResult) -> dict[str, Any]:
     }
 
 
-def _ratio(ours: Iterable[int], theirs: Iterable[int]) -> float | None:
-    ours, theirs = list(ours), list(theirs)
-    return statistics.median(ours) / median if ours and theirs and (median := statistics.median(theirs)) > 0 else None
+def _median(sizes: Iterable[int | None]) -> float | None:
+    """Of those that are known."""
+    known = [size for size in sizes if size is not None]
+    return statistics.median(known) if known else None
+
+
+def _ratio(ours: Iterable[int | None], theirs: Iterable[int | None]) -> float | None:
+    """Of the medians; None if one of them is not known, or there is nothing to divide by."""
+    one, other = _median(ours), _median(theirs)
+    return one / other if one is not None and other else None

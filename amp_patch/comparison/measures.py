@@ -102,13 +102,15 @@ def errors(looks: Iterable[Look]) -> dict[str, float]:
     return {name: error for name, error in sorted(worst.items(), key=lambda item: (-item[1], item[0])) if error}
 
 
-def peak(run: Run) -> int | None:
-    """The peak memory, if it tells something of the training: None where it is not known, or where on a CPU the
-    process grew ten times as much as the model's tensors take, by its libraries and data.
+def memory_bytes(run: Run) -> int | None:
+    """What a training takes at once, at most; None where it is not known.
+
+    On CUDA the most that was allocated. Elsewhere what is held between steps, and the activations beside it: what a
+    process came to hold would tell of its libraries and data, and of an allocator that gives nothing back.
     """
-    if run.peak_memory is None or (run.device == "cpu" and run.peak_memory > 10 * held_bytes(run)):
-        return None
-    return run.peak_memory
+    if run.device == "cuda":
+        return run.peak_memory
+    return None if run.activations is None else held_bytes(run) + run.activations
 
 
 def paired_t_test(first: Sequence[float], second: Sequence[float]) -> float:

@@ -141,7 +141,7 @@ def _colours() -> str:
 
 
 def _verdict(level: LevelResult) -> str:
-    kind, text, better = level.verdict
+    kind, text, better, _ = level.verdict
     word = "better" if better and kind == "differs" else _KINDS[kind]
     look = "better" if better and kind == "differs" else kind
     text = f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}" if text else ""

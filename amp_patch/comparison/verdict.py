@@ -45,22 +45,25 @@ class Judge:
 
     def verdict(self, level: LevelResult) -> Verdict:
         if not level.runs:
-            return Verdict("failed", failures_in_words(level))
+            return Verdict("failed", failures_in_words(level), reason=failures_in_words(level))
         if self.base is None:
-            return Verdict("alone", "; ".join(self._diverged(level, None)))
+            text = "; ".join(self._diverged(level, None))
+            return Verdict("alone", text, reason=text)
         return self._beside(level, self.base)
 
     def _beside(self, level: LevelResult, base: LevelResult) -> Verdict:
         kind, accuracy, better = self._accuracy(level, base)
-        parts = [accuracy] if level is base else [_speed(level, base), accuracy]
-        parts += [skips_in_words(level)]
+        cost = "" if level is base else _speed(level, base)
+        loss = [accuracy, skips_in_words(level)]
+        failed = failures_in_words(level) if level.failed else ""
         if kind == "differs" and not better:
-            parts = ["do not use: " + accuracy, skips_in_words(level), _speed(level, base)]
-        if level.failed:
-            parts.append(failures_in_words(level))
+            parts = ["do not use: " + accuracy, loss[1], cost, failed]
+        else:
+            parts = [cost, *loss, failed]
         if kind == "baseline" and not self.comparable:
             kind = "alone"
-        return Verdict(kind, "; ".join(part for part in parts if part), better)
+        text, reason = ("; ".join(part for part in each if part) for each in (parts, [*loss, failed]))
+        return Verdict(kind, text, better, reason)
 
     def _accuracy(self, level: LevelResult, base: LevelResult) -> tuple[str, str, bool]:
         """The kind of the verdict, its reason, and whether it is better than the baseline."""

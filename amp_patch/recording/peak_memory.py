@@ -70,6 +70,19 @@ class PeakMemory:
         return peak - self._before
 
 
+class PeakAboveRest:
+    """By how much the memory of a CUDA device grows, at most, from the making on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        _reset()
+        self._rest = torch.cuda.memory_allocated(device)
+
+    def read(self) -> int:
+        """Bytes."""
+        return max(0, torch.cuda.max_memory_allocated(self._device) - self._rest)
+
+
 _measuring: weakref.WeakSet[PeakMemory] = weakref.WeakSet()
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.recording import compiled_forwards, size_advice
+from amp_patch.recording.activations import WeighedStep
 from amp_patch.recording.inspected_step import InspectedStep
 from amp_patch.recording.outbox import Outbox
 from amp_patch.recording.peak_memory import PeakMemory
@@ -53,7 +54,7 @@ class Enough(SystemExit):
 
 
 @contextmanager
-def record(to: Any = None, *, inspect: bool = False) -> Iterator[Run]:
+def record(to: Any = None, *, inspect: bool = False, activations: bool = False) -> Iterator[Run]:
     """Record the training that runs in the block::
 
         with amp.record("curves.jsonl") as run:
@@ -70,6 +71,8 @@ def record(to: Any = None, *, inspect: bool = False) -> Iterator[Run]:
         to: a path, for one line of JSON an event; a TensorBoard SummaryWriter, or what else has
             `add_scalar(tag, value, step)`; None for the `Run` alone.
         inspect: also look, as `amp.inspect` does, at the step after 1, 10, 100, ... steps, whose times are then NaN.
+        activations: count the bytes that the third step saves for its backward; see `Run.activations`. Its times are
+            then NaN.
 
     Yields:
         The `Run`, which fills.
@@ -78,7 +81,7 @@ def record(to: Any = None, *, inspect: bool = False) -> Iterator[Run]:
         TypeError, OSError: `to` cannot be written to, from the beginning.
     """
     run = Run(level="")
-    with Recorder([run, *sinks_for(to)], inspect=inspect):
+    with Recorder([run, *sinks_for(to)], inspect=inspect, activations=activations):
         yield run
 
 
@@ -115,6 +118,7 @@ class Recorder(ScalerSteps):
         sinks: each has `add(event)`; `flush` and `close`, where it has them, are called too.
         stop_after: leave the training after so many steps, by raising `Enough` out of `optimizer.step()`.
         inspect: emit a "look" of the step after 1, 10, 100, ... steps. The times of such a step are NaN.
+        activations: emit a "memory" of the third step, or of the last if that comes before; its times are NaN too.
 
     Attributes:
         trainings: how many calls of `initialize` were seen, those with `enabled=False` among them, and trainings that
@@ -124,7 +128,9 @@ class Recorder(ScalerSteps):
         steps: how many steps were recorded.
     """
 
-    def __init__(self, sinks: Sequence[Any], *, stop_after: int | None = None, inspect: bool = False) -> None:
+    def __init__(
+        self, sinks: Sequence[Any], *, stop_after: int | None = None, inspect: bool = False, activations: bool = True
+    ) -> None:
         if stop_after is not None and (isinstance(stop_after, bool) or stop_after < 1):
             raise ValueError(f"Recorder: stop_after is {stop_after!r}; wanted a positive integer, or None")
         self.trainings = self.losses = self.steps = 0
@@ -133,6 +139,7 @@ class Recorder(ScalerSteps):
         self._sinks: list[Sink] = list(sinks)
         self._stop_after = stop_after
         self._inspect = inspect
+        self._weigh_after = min(3, stop_after or 3) - 1 if activations else 0
 
     def __enter__(self) -> Recorder:
         ScalerSteps.__init__(self)
@@ -150,7 +157,7 @@ class Recorder(ScalerSteps):
         self._sizes = Sizes(self._adopted)
         self._size_advice = SizeAdvice(lambda lines: self._outbox.put({"event": "advice", "lines": lines}))
         self._measure_after = 1
-        self._inspected: InspectedStep | None = None
+        self._inspected: InspectedStep | WeighedStep | None = None
         self._peak = PeakMemory()
         self._phase = IDLE
         self._stepping = False
@@ -158,7 +165,7 @@ class Recorder(ScalerSteps):
         self._step = Step()
         self._last = self._now()
         compiled_forwards.add(self._compiled_begins)
-        for training in _trainings():
+        for training in training_module.trainings:
             self._hook(training)
         with _lock:
             _recorders.append(self)
@@ -257,7 +264,7 @@ class Recorder(ScalerSteps):
     def _know(self, stash: Stash) -> None:
         """Adopt the training of an optimizer that was initialized before the recording began."""
         if id(stash.scalers) not in self._scalers:
-            for training in _trainings():
+            for training in training_module.trainings:
                 if stash.scalers is training.scalers:
                     self.trainings += 1
                     self._adopt(training)
@@ -278,6 +285,8 @@ class Recorder(ScalerSteps):
             self._step.first = id(model)
         elif self._phase != "forward" or self._step.first != id(model):
             return  # this forward is part of another model's, or recomputes one in backward
+        if isinstance(self._inspected, WeighedStep):
+            self._inspected.came(args, kwargs)
         self._step.came = samples_of(args, kwargs)  # of the newest forward: no body has followed an earlier one
 
     def body_begins(self, body: ScaledBackward) -> None:
@@ -366,6 +375,8 @@ class Recorder(ScalerSteps):
             self._flush()
         if self._inspect and stash is not None and not self._has_enough() and _is_power_of_ten(self.steps):
             self._inspect_next(optimizer, stash)
+        elif self.steps == self._weigh_after:
+            self._inspected = WeighedStep(self._sizes.at_rest(), self.steps, self._cuda)
 
     # Inspections of single steps.
 
@@ -412,10 +423,6 @@ class Recorder(ScalerSteps):
 
 def _logged(event: Event, values: list[float]) -> Event:
     return {**event, "value": values[0]}
-
-
-def _trainings() -> list[Training]:
-    return training_module.trainings
 
 
 def _is_power_of_ten(number: int) -> bool:

@@ -63,6 +63,11 @@ class Run:
         samples: the first dimension of the model's first tensor, summed over the micro-batches; 0 where unknown.
         weights, masters, gradients, state: what the model's parameters, the masters that are tensors of their own, the
             gradients at the end of a step's backward (of either), and the optimizer's state take.
+        activations: what autograd had saved for the backward pass of one step (the third, or the last of fewer), where
+            that was most. Each storage counts once, for as long as it lives; parameters, buffers and what the model was
+            given do not. None where it was not measured: another's saved-tensor hooks are around the loop, the step
+            uses torch.func, or there was one step alone.
+        step_peak: on CUDA, by how much the allocated memory grew within that step, at most.
         peak_memory: the largest that CUDA's allocator held; on a CPU what the process came to hold (its resident set)
             over what it held when the recording began. None where the system does not tell.
         logged: name -> [step, value] of what the script gave to `amp.log`.
@@ -89,6 +94,8 @@ class Run:
     masters: int = 0
     gradients: int = 0
     state: int = 0
+    activations: int | None = None
+    step_peak: int | None = None
     peak_memory: int | None = None
     logged: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     looks: list[Look] = field(default_factory=list)
@@ -126,8 +133,8 @@ class Run:
         """Take what one event of a recording tells.
 
         "begin" (once initialize was called) and "end" carry attributes of this class by their names; "step" one entry
-        of each list; "log" a step, a name and a value; "look" the attributes of a `Look`; "advice" lines;
-        "note" a text.
+        of each list; "log" a step, a name and a value; "look" the attributes of a `Look`; "memory" what one step took;
+        "advice" lines; "note" a text.
         """
         event = dict(event)
         kind = event.pop("event")
@@ -143,12 +150,14 @@ class Run:
             self.logged.setdefault(event["name"], []).append((event["step"], event["value"]))
         elif kind == "look":
             self.looks.append(Look(**event))
+        elif kind == "memory":
+            self.activations, self.step_peak = event["activations"], event["step_peak"]
         elif kind == "advice":
             self.advice += [line for line in event["lines"] if line not in self.advice]
         elif kind == "note":
             self.notes.append(event["text"])
         else:
-            raise ValueError(f"Run.add: event is {kind!r}; wanted begin, step, log, look, advice, note or end")
+            raise ValueError(f"Run.add: event is {kind!r}; wanted begin, step, log, look, memory, advice, note or end")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -32,6 +32,11 @@ class Sizes:
         """Of the first parameter."""
         return next((param.device for param, _ in self._pairs()), torch.device("cpu"))
 
+    def at_rest(self) -> list[Tensor]:
+        """Parameters and buffers, which a forward finds there."""
+        models = [model for training in self._trainings for model in alive(training.models)]
+        return [*(param for param, _ in self._pairs()), *(buffer for model in models for buffer in model.buffers())]
+
     @eager_only
     def measure(self) -> None:
         """All but the gradients, which are there in the middle of a step alone."""

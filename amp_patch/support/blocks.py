@@ -103,7 +103,6 @@ def block(
 
 
 _set_grad_enabled = torch._C._set_grad_enabled
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
@@ -125,7 +124,7 @@ def without_grad(function: Callable[P, Result]) -> Callable[P, Result]:
 def saving_through(pack: Callable[[Any], Any], unpack: Callable[[Any], Any], call: Callable[[], Result]) -> Result:
     """`call()` as inside of `torch.autograd.graph.saved_tensors_hooks(pack, unpack)`."""
     try:
-        _push_hooks(pack, unpack)
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)  # looked up now: a recording may count
         return call()
     finally:
         _pop_hooks()

@@ -57,6 +57,8 @@ RUN = Run(
     masters=2,
     gradients=3,
     state=4,
+    activations=6,
+    step_peak=7,
     peak_memory=5,
     logged={"accuracy": [(1, 0.5), (7, math.nan)]},
     looks=[LOOK],
@@ -86,6 +88,7 @@ def test_events_fold_into_a_run():
         {"event": "look", "step": 1, "scale": 128.0, "best_scale": 256.0, "errors": {"a": 0.5}},
         step(math.inf, seconds=1.0),
         {"event": "log", "step": 2, "name": "accuracy", "value": 0.5},
+        {"event": "memory", "step": 2, "activations": 6, "step_peak": None},
         {"event": "note", "text": "no batch"},
         {"event": "advice", "lines": ["pad it", "and it"]},
         {"event": "advice", "lines": ["pad it"]},
@@ -112,6 +115,7 @@ def test_events_fold_into_a_run():
         masters=2,
         gradients=3,
         state=4,
+        activations=6,
         peak_memory=5,
         logged={"accuracy": [(1, 0.25), (2, 0.5)]},
         looks=[Look(1, 128.0, 256.0, errors={"a": 0.5})],
@@ -121,7 +125,9 @@ def test_events_fold_into_a_run():
 
 
 def test_an_event_of_no_known_kind_is_refused():
-    with pytest.raises(ValueError, match="event is 'stop'; wanted begin, step, log, look, advice, note or end"):
+    with pytest.raises(
+        ValueError, match=r"event is 'stop'; wanted begin, step, log, look, memory, advice, note or end"
+    ):
         Run("O0").add({"event": "stop"})
 
 
