@@ -82,7 +82,7 @@ $(VENV)/tools: Makefile
 	touch $@
 
 $(VENV)/installed: $(VENV)/tools setup.py pyproject.toml $(SOURCES)
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[examples,report,dev]"
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[examples,dev]"
 	touch $@
 
 # What amp_patch is tested in and with, 230 MB: only test-all wants it. amp_patch is there already, and not built

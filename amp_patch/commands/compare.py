@@ -13,7 +13,7 @@ import torch
 
 from amp_patch.commands import batch_search
 from amp_patch.commands.compare_turns import Refused, Turns
-from amp_patch.comparison import table
+from amp_patch.comparison import page, table
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.machine import SLOW, machine, products_in_words, time_of_products
 from amp_patch.comparison.other_work import OtherWork
@@ -125,11 +125,7 @@ def _measure(plan: Plan, args: argparse.Namespace) -> tuple[list[Run], bool, Oth
 def _write(comparison: Comparison, folder: Path) -> tuple[OSError | None, str]:
     """Write the report: why that failed, and where it is or why it is not."""
     try:
-        from amp_patch.comparison import page
-
         return None, str(page.write(comparison, folder))
-    except ModuleNotFoundError as error:
-        return None, f"not written, for want of {error.name}: pip install {error.name}"
     except OSError as error:
         return error, f"not written: {error}"
 

@@ -94,14 +94,14 @@ class Comparison:
         better = "higher" if self.maximize else "lower"
         return " ".join(
             [
-                f"The figure of a run is {what}; {better} is better. Runs are paired by seed with {base}'s.",
+                f"The result of a run is {what}; {better} is better. Runs are paired by seed with {base}'s.",
                 f"Within: the mean over the level's seeds that {base} has too lies between the lowest and the highest",
-                f"figure of {base}'s seeds; a difference smaller than this spread is not seen.",
+                f"result of {base}'s seeds; a difference smaller than this spread is not seen.",
                 "Differs: it lies outside, and Student's paired t-test over the seeds (two-sided) rejects at",
                 f"{SIGNIFICANCE:.0%} that there is no difference; each level is tested by itself.",
                 "Undecided: it lies outside, and the test does not reject that, or there is only one seed.",
                 "To lie outside on the better side is no reason against a level. One of which a run diverged (its",
-                "figure is missing or not finite) is not to be used; one of which a run skipped more than half of its",
+                "result is missing or not finite) is not to be used; one of which a run skipped more than half of its",
                 f"steps, or more than {SKIPPED_SHARE:.0%} and {SKIPPED_STEPS} of them, is not recommended.",
                 "Times: the median step of each run, without the first tenth of the steps; the ratio is taken for each",
                 "seed, and a level is faster only if it is with all of them (with one seed: if the quartiles of its",
@@ -180,7 +180,7 @@ class Comparison:
             lines.append(f"the losses are compared over the {self.steps} steps that all runs have in common")
         base = self._base
         if base is not None and base.level != "O0" and any(level.level == "O0" for level in self._groups):
-            lines.append(f"O0 gave no figures; the others are compared with {base.name}")
+            lines.append(f"O0 gave no results; the others are compared with {base.name}")
         if base is not None and seeds_change_nothing(base):
             lines.append(f"all seeds of {base.name} gave the same losses to the bit: they are one seed to the test")
         return lines
@@ -267,7 +267,7 @@ class Comparison:
             return f"Nothing to compare: no run gave {self.metric}; {known}.{failed}"
         if self._base is None:
             return f"Nothing to compare: all runs of {listed([level.name for level in well])} diverged.{failed}"
-        return f"Nothing to compare {well[0].name} with: it is the only level with figures.{failed}"
+        return f"Nothing to compare {well[0].name} with: it is the only level with results.{failed}"
 
     @staticmethod
     def _same_level(levels: list[LevelResult], wanted: LevelResult | None) -> LevelResult | None:

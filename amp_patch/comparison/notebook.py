@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import html
-import importlib.util
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.casts import install
+from amp_patch.comparison import page
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.machine import machine
 from amp_patch.comparison.other_work import OtherWork
@@ -37,11 +37,7 @@ class Compared(Comparison):
         levels = [f"{level.name}: {level.verdict.text}" for level in self.levels]
         return "\n".join([f"{self.title}, {self.steps} steps", *levels, *self.notes, self.summary])
 
-    def _repr_html_(self) -> str | None:
-        if importlib.util.find_spec("matplotlib") is None:
-            return None
-        from amp_patch.comparison import page
-
+    def _repr_html_(self) -> str:
         # In a frame: the page has a style of its own.
         return f'<iframe srcdoc="{html.escape(page.html(self))}" style="width:100%;height:48em;border:0"></iframe>'
 

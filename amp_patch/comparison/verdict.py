@@ -62,8 +62,16 @@ class Judge:
             parts = [cost, *loss, failed]
         if kind == "baseline" and not self.comparable:
             kind = "alone"
-        text, reason = ("; ".join(part for part in each if part) for each in (parts, [*loss, failed]))
-        return Verdict(kind, text, better, reason)
+        short = accuracy
+        if level is base:
+            short = "; ".join(self._diverged(level, base))
+        elif kind == "within" and accuracy.endswith("to the bit"):
+            short = f"every loss as {base.name}'s, to the bit"
+        elif kind == "within":
+            short = ""
+        reason = [short, skips_in_words(level), failed]
+        text, said = ("; ".join(part for part in each if part) for each in (parts, reason))
+        return Verdict(kind, text, better, said)
 
     def _accuracy(self, level: LevelResult, base: LevelResult) -> tuple[str, str, bool]:
         """The kind of the verdict, its reason, and whether it is better than the baseline."""
@@ -77,7 +85,7 @@ class Judge:
             return "differs", "; ".join(diverged), False
         seeds = [seed for seed in level.finite if seed in base.finite]
         if not seeds:
-            return "undecided", f"no seed of it has a figure of {base.name}'s to compare with", False
+            return "undecided", f"no seed of it has a result of {base.name}'s to compare with", False
         ours, theirs = [level.finite[seed] for seed in seeds], [base.finite[seed] for seed in seeds]
         of_seed = {run.seed: run for run in base.runs}
         if ours == theirs and all(same_losses(run, of_seed[run.seed]) for run in level.runs if run.seed in seeds):

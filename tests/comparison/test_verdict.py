@@ -382,7 +382,7 @@ def test_the_levels_come_as_asked_for_and_o0_is_the_baseline():
     broke = [Run("O0", seed, error="out of memory") for seed in range(2)]
     made = compare(broke, seeds("O2", *same), seeds("O3", *same))
     assert made.baseline.level == "O2" and made.comparable and made.levels[0].verdict.kind == "failed"
-    assert made.notes == ["O0 gave no figures; the others are compared with O2 fp16"]
+    assert made.notes == ["O0 gave no results; the others are compared with O2 fp16"]
 
 
 def test_fewer_steps_than_others_and_than_asked_for():
@@ -431,10 +431,10 @@ def test_a_metric_of_the_scripts_own():
     "groups, words, kinds",
     [
         ([], "Nothing to compare: there is no run.", []),
-        ([seeds("O0", 1.0, 1.5)], "Nothing to compare O0 with: it is the only level with figures.", ["alone"]),
+        ([seeds("O0", 1.0, 1.5)], "Nothing to compare O0 with: it is the only level with results.", ["alone"]),
         (
             [seeds("O0", 1.0), [Run("O2", 0, error="boom")]],
-            "Nothing to compare O0 with: it is the only level with figures. O2: failed with seed 0: boom.",
+            "Nothing to compare O0 with: it is the only level with results. O2: failed with seed 0: boom.",
             ["alone", "failed"],
         ),
         (
@@ -502,11 +502,11 @@ def test_the_machine():
 def test_the_test_in_words():
     made = compare(seeds("O0", 1.0, 1.5), seeds("O2", 1.0, 1.5))
     assert made.test.startswith(
-        "The figure of a run is the mean training loss over the last tenth of the 40 steps that all runs trained; "
+        "The result of a run is the mean training loss over the last tenth of the 40 steps that all runs trained; "
         "lower is better. Runs are paired by seed with O0's. Within: "
     )
     assert "rejects at 5% that there is no difference" in made.test and "  " not in made.test
-    assert compare().test.startswith("The figure of a run is the mean training loss over the last tenth of the 0 steps")
+    assert compare().test.startswith("The result of a run is the mean training loss over the last tenth of the 0 steps")
 
 
 def skipping(runs: list[Run], skipped: int, scale: float = 128.0) -> list[Run]:
