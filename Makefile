@@ -78,11 +78,11 @@ clean: ## remove what was built here; .venv keeps its downloads
 # torch first and by itself: the build of the extension imports it.
 $(VENV)/tools: Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet setuptools wheel pybind11 ninja "$(TORCH)"
+	$(BIN)/python -m pip install --quiet setuptools wheel ninja "$(TORCH)"
 	touch $@
 
 $(VENV)/installed: $(VENV)/tools setup.py pyproject.toml $(SOURCES)
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[examples,report,dev]"
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[examples,dev]"
 	touch $@
 
 # What amp_patch is tested in and with, 230 MB: only test-all wants it. amp_patch is there already, and not built

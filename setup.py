@@ -5,7 +5,8 @@ on plain torch and `python -m amp_patch info` tells why; where the CUDA part alo
 compiles the CUDA kernels without looking for a compiler and a torch for CUDA. CUDA_HOME is CUDA's toolkit (default:
 that of the nvcc on PATH). TORCH_CUDA_ARCH_LIST names the GPUs to compile for, as for any extension of torch ("8.0;9.0";
 default: those of this machine, and where it has none those of DEFAULT_GPUS that nvcc knows). AMP_PATCH_SANITIZE=1 puts
-AddressSanitizer and UBSan into what the C++ compiler makes (`make sanitize`).
+AddressSanitizer and UBSan into what the C++ compiler makes (`make sanitize`). AMP_PATCH_LOCAL_VERSION=torch2.13 makes
+that the version's last part, for wheels that are kept beside each other: 0.3.0+torch2.13.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import sysconfig
+import warnings
 from glob import glob
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 
 def flag(name: str) -> bool:
@@ -46,8 +51,8 @@ EXACT = [
     "-fopenmp",
 ]
 
-# The extension must be compiled against the torch that will load it, so an isolated build cannot help.
-ADVICE = "install torch first, then `pip install --no-build-isolation .` (or AMP_PATCH_NO_EXT=1 to do without _C)."
+# The extension is compiled against the torch that will load it, never against one that a build fetches for itself.
+ADVICE = "install torch first, then amp_patch with `pip install --no-build-isolation`"
 
 
 def sources(suffix: str) -> list[str]:
@@ -97,16 +102,41 @@ def said(*command: str) -> str:
     return run.stdout + run.stderr
 
 
-def extensions() -> tuple[list[Extension], str, type[build_ext]]:
-    """The extension in the forms to try, best first; why the best is without CUDA, if that is odd; who builds it."""
-    if NO_EXT:
-        return [Extension("amp_patch._C", [])], "", build_ext
-    find_toolkit()
+def without_torch() -> str:
+    """Why torch cannot be imported; "" where it can.
+
+    pip's isolated build hides the packages of the environment that it installs into, and runs on its Python all the
+    same: asked outside of pip's environment variables, that Python says where its torch lies.
+    """
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # an environment of torch alone has none
     try:
-        import torch
-        from torch.utils import cpp_extension
-    except ImportError as error:
-        raise SystemExit(f"amp_patch is built against the torch it runs with, and {error}: {ADVICE}") from error
+        import torch as torch
+    except ImportError as hidden:
+        program = "from importlib import util; spec = util.find_spec('torch'); print(spec.origin if spec else '')"
+        ours = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
+        asked = [sys.executable, "-c", program]
+        found = subprocess.run(asked, env=ours, cwd=sys.prefix, capture_output=True, text=True).stdout.strip()
+        if not found:
+            return f"{hidden} where it was built"
+        sys.path.append(str(Path(found).parents[1]))  # last: the tools of the build stay those that pip chose
+        try:
+            import torch as torch
+        except ImportError as error:
+            return f"{found} cannot be imported where it was built: {error}"
+    return ""
+
+
+def extensions() -> tuple[list[Extension], str, type[build_ext]]:
+    """The extension in the forms to try, best first; what the best form lacks, and why; who builds it."""
+    if NO_EXT:
+        return [], "it was installed with AMP_PATCH_NO_EXT=1", build_ext
+    find_toolkit()
+    if why := without_torch():
+        if REQUIRE_EXT:
+            raise SystemExit(f"AMP_PATCH_REQUIRE_EXT=1, but {why}: {ADVICE}")
+        return [], f"{why}: {ADVICE}", build_ext
+    import torch
+    from torch.utils import cpp_extension
 
     # vptr would ask for the types of torch's classes, which torch's libraries do not all export.
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize=vptr"] if SANITIZE else []
@@ -170,25 +200,22 @@ def compiler_name() -> str:
 
 
 FORMS, MISSING, BuildExtension = extensions()
-EXTENSION = FORMS[0]
 
 
 class Build(BuildExtension):  # type: ignore[misc, valid-type]
     """A BuildExtension whose failure leaves its reason in amp_patch/_build.py instead of stopping the install.
 
-    Where CUDA is the trouble, the extension is built without it.
+    Where CUDA is the trouble, the extension is built without it. The torch that it was built with is written there too.
     """
 
     def run(self) -> None:
-        target = Path(self.get_ext_fullpath(EXTENSION.name))  # in place if the install is editable
-        reason = target.with_name("_build.py")
-        for stale in (target, reason):
-            stale.unlink(missing_ok=True)
-        if NO_EXT:
-            return self.give_up(reason, "it was installed with AMP_PATCH_NO_EXT=1")
+        target = Path(self.get_ext_fullpath("amp_patch._C"))  # in place if the install is editable
+        if not FORMS:
+            return leave_out(target.parent, MISSING)
+        clear(target.parent)
         failures = [MISSING] if MISSING else []
         for form in FORMS:
-            vars(EXTENSION).update(vars(form))  # the object that setuptools knows
+            vars(FORMS[0]).update(vars(form))  # the object that setuptools knows
             inplace, compiler = self.inplace, self.compiler
             try:
                 super().run()
@@ -199,21 +226,110 @@ class Build(BuildExtension):  # type: ignore[misc, valid-type]
                 kind = "no CUDA kernels: their build" if form is not FORMS[-1] else "its build"
                 failures.append(f"{kind} failed: {summary(error)} ({compiler_name()}; `pip install -v .` shows more)")
                 continue
+            note(target.parent, failures[-1] if failures else "", str(sys.modules["torch"].__version__))
             if failures:
-                self.note(reason, failures[-1])
-                self.warn(f"amp_patch._C has {failures[-1]}; amp_patch will run CUDA tensors on plain torch")
+                say(f"amp_patch._C has {failures[-1]}; amp_patch will run CUDA tensors on plain torch")
             return
-        self.give_up(reason, failures[-1])
-
-    def give_up(self, reason: Path, text: str) -> None:
         self.extensions = []  # later commands must not look for a file that is not there
-        self.note(reason, text)
-        self.warn(f"amp_patch._C is left out, {text}; amp_patch will run on plain torch")
-
-    def note(self, reason: Path, text: str) -> None:
-        reason.parent.mkdir(parents=True, exist_ok=True)
-        reason.write_text(f"# Written by setup.py: what amp_patch._C lacks, or why it is absent.\nREASON = {text!r}\n")
+        leave_out(target.parent, failures[-1])
 
 
-# The licence is here because pyproject.toml has no form for it that setuptools takes before and after its release 77.
-setup(license="BSD-3-Clause", ext_modules=[EXTENSION], cmdclass={"build_ext": Build})
+class BuildPython(build_py):
+    """What build_py does; without an extension to build, it leaves the reason that Build would."""
+
+    def run(self) -> None:
+        super().run()
+        if not FORMS:
+            in_place = getattr(self, "editable_mode", False)
+            leave_out(Path("." if in_place else self.build_lib, "amp_patch"), MISSING)
+
+
+def clear(package: Path) -> None:
+    """Remove what an earlier build for this Python has left in the package."""
+    for stale in (f"_C{sysconfig.get_config_var('EXT_SUFFIX')}", "_build.py"):
+        (package / stale).unlink(missing_ok=True)
+
+
+def leave_out(package: Path, reason: str) -> None:
+    clear(package)
+    note(package, reason)
+    say(f"amp_patch._C is left out, {reason}; amp_patch will run on plain torch")
+
+
+def say(text: str) -> None:
+    """As a warning of Python's: pip 26 prints those of a build that went well, and nothing else of it."""
+    warnings.warn(text, stacklevel=2)
+
+
+def note(package: Path, reason: str, torch: str = "") -> None:
+    """Write amp_patch/_build.py."""
+    said = "# Written by setup.py: what amp_patch._C lacks, or why it is absent; the torch that it was built with."
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "_build.py").write_text(f"{said}\nREASON = {reason!r}\nTORCH = {torch!r}\n")
+
+
+def version() -> str:
+    """That of amp_patch/__init__.py, and the local part that the environment asks for."""
+    public = re.search(r'^__version__ = "(.+)"', Path("amp_patch", "__init__.py").read_text(), re.MULTILINE)[1]
+    local = os.environ.get("AMP_PATCH_LOCAL_VERSION", "")
+    if local and not re.fullmatch(r"[a-z0-9]+([._-][a-z0-9]+)*", local, re.IGNORECASE):
+        raise SystemExit(f"AMP_PATCH_LOCAL_VERSION={local!r}: wanted letters and digits, dots between, as torch2.13")
+    return f"{public}+{local}" if local else public
+
+
+def repository() -> str:
+    """The address in pyproject.toml; "" where the owner has given none."""
+    given = re.search(r'^repository = "(.*)"', Path("pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    return given[1].rstrip("/") if given else ""
+
+
+def long_description(text: str, base: str, tag: str) -> str:
+    """README.md's text as a page that lies elsewhere: relative links and pictures lead to the repository's `tag`.
+
+    Without a repository's address links become their words, and pictures go.
+    """
+
+    def markdown(link: re.Match[str]) -> str:
+        code, picture, words, path = link.groups()
+        if code:
+            return code
+        if not base:
+            return "" if picture else words
+        return f"{picture}[{words}]({base}/{'raw' if picture else 'blob'}/{tag}/{path})"
+
+    def html(attribute: re.Match[str]) -> str:
+        name, path = attribute.groups()
+        return f'{name}="{base}/{"blob" if name == "href" else "raw"}/{tag}/{path}"'
+
+    elsewhere = r"(?!(?:[a-z]+:|#))"
+    if not base:
+        text = re.sub(r"<picture>.*?</picture>|<img [^>]*>", "", text, flags=re.DOTALL)
+    code = r"^```.*?^```|`[^`\n]*`"
+    text = re.sub(rf"({code})|(!?)\[([^\]]*)\]\({elsewhere}([^)\s]+)\)", markdown, text, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(rf'\b(href|src|srcset)="{elsewhere}([^"]+)"', html, text)
+
+
+def project_urls(base: str, tag: str) -> dict[str, str]:
+    """What `pip show --verbose` and PyPI's margin list; nothing without a repository's address."""
+    pages = {
+        "Documentation": f"blob/{tag}/docs/README.md",
+        "Changelog": f"blob/{tag}/CHANGELOG.md",
+        "Issues": "issues",
+        "Security": f"blob/{tag}/SECURITY.md",
+    }
+    return {"Repository": base, **{name: f"{base}/{path}" for name, path in pages.items()}} if base else {}
+
+
+# The licence is here because pyproject.toml has no form for it that setuptools takes before and after its release 77;
+# version, page and addresses, because each is made of something.
+if __name__ == "__main__":
+    TAG = f"v{version().partition('+')[0]}"
+    setup(
+        version=version(),
+        license="BSD-3-Clause",
+        long_description=long_description(Path("README.md").read_text(encoding="utf-8"), repository(), TAG),
+        long_description_content_type="text/markdown",
+        project_urls=project_urls(repository(), TAG),
+        ext_modules=FORMS[:1],
+        cmdclass={"build_ext": Build, "build_py": BuildPython},
+    )

@@ -14,17 +14,19 @@ import torch
 from amp_patch import __version__, multi_tensor
 from amp_patch.casts import wrappers as cast_wrappers
 from amp_patch.casts.cpu_fp16 import has_fp16_arithmetic
-from amp_patch.commands import check, compare, run
+from amp_patch.commands import check, compare, installation, run
 from amp_patch.comparison.machine import products_in_words, time_of_products
 
 
 def info(_: argparse.Namespace) -> None:
-    """versions, what runs the kernels and why, what runs the casts of O1, devices, how BF16 and FP16 run on this CPU"""
+    """versions, which amp_patch is in use, what runs kernels and casts and why, devices, what BF16 and FP16 are here"""
     devices = [f"cpu ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})"]
     devices += [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
     auto = "native" if has_fp16_arithmetic() else "emulate"
     rows = {
         "amp_patch": __version__,
+        "package": installation.package_in_words(),
+        "extension": installation.extension_in_words(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "kernels": f"{multi_tensor.backend()}: {multi_tensor.backend_reason()}",

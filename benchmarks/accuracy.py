@@ -19,6 +19,7 @@ from pathlib import Path
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.level_result import LevelResult
 from amp_patch.comparison.measures import paired_t_test
+from amp_patch.comparison.poster import dots
 from amp_patch.recording.run import loads
 
 ROOT = Path(__file__).parents[1]
@@ -230,13 +231,8 @@ def table(comparison: Comparison) -> str:
 
 def draw(comparison: Comparison, path: Path) -> None:
     """The held-out losses, a dot a seed, as an SVG file in light colours; nothing where there are none."""
-    from amp_patch.comparison import drawing, pictures  # here: matplotlib takes a second
-
-    for picture in pictures.finals(comparison):
-        svg = picture.svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" style="background: #ffffff" ', 1)
-        for name, (light, _) in drawing.COLOURS.items():
-            svg = svg.replace(f"var(--{name})", light)
-        path.write_text(svg + "\n")
+    if comparison.baseline is not None:
+        path.write_text(dots(comparison))
 
 
 def seeds(comparison: Comparison) -> int:

@@ -82,7 +82,7 @@ def make(which: Pair, folder: Path, log: Path) -> Path:
             "ninja",
             f"torch=={which.torch}",
         ],
-        "amp_patch could not be built": [*pip, "--no-build-isolation", "--editable", ".[examples,report,dev]"],
+        "amp_patch could not be built": [*pip, "--no-build-isolation", "--editable", ".[examples,dev]"],
     }
     for why, command in steps.items():
         # No CUDA_HOME: the kernels for GPUs take a quarter of an hour to compile, and none is here.

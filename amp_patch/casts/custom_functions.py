@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -19,16 +18,20 @@ class _Casts(NamedTuple):
     """What acts on a thread: our policy, and torch.autocast's dtype for each device type where it is enabled."""
 
     policy: Policy | None
-    native: dict[str, torch.dtype]
-
-    @property
-    def act(self) -> bool:
-        """Whether anything is cast; the emulation of FP16 on a CPU casts nothing."""
-        return bool(self.native) or (self.policy is not None and self.policy.patch_torch_functions)
+    native: dict[str, torch.dtype | None]  # None, as absent: none
 
 
 _NO_CASTS = _Casts(None, {})
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _act(casts: _Casts) -> bool:
+    """Whether anything is cast; the emulation of FP16 on a CPU casts nothing.
+
+    No property of the class: Dynamo up to torch 2.8 reads only fields of named tuples.
+    """
+    policy, native = casts
+    return bool(native) or (policy is not None and policy.patch_torch_functions)
 
 
 def custom_fwd(
@@ -75,8 +78,8 @@ def custom_fwd(
         casts = _now(device_type)
         contexts = 1 if args and hasattr(args[0], "save_for_backward") else 0
         if contexts:
-            args[0]._amp_casts = _NO_CASTS if casts.act and cast_inputs is not None else casts
-        if cast_inputs is None or not casts.act:
+            args[0]._amp_casts = _NO_CASTS if _act(casts) and cast_inputs is not None else casts
+        if cast_inputs is None or not _act(casts):
             return forward(*args, **kwargs)
         # `ctx` aside, which holds nothing to cast: Dynamo of torch 2.11 cannot ask whether it is a dataclass.
         rest, kwargs = tree.cast_floats((args[contexts:], kwargs), cast_inputs, _CASTABLE)
@@ -121,7 +124,8 @@ def custom_bwd(backward: Callable[..., Any] | None = None, *, device_type: str |
 
 def _now(device_type: str | None) -> _Casts:
     types = [device_type] if device_type is not None else _device_types()
-    native = {kind: torch.get_autocast_dtype(kind) for kind in types if torch.is_autocast_enabled(kind)}
+    native: dict[str, torch.dtype | None] = {}
+    native.update({kind: torch.get_autocast_dtype(kind) for kind in types if torch.is_autocast_enabled(kind)})
     return _Casts(casts_state.current(), native)
 
 
@@ -131,10 +135,12 @@ def _device_types() -> list[str]:
 
 def _call_under(casts: _Casts, outside: _Casts, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`function(*args, **kwargs)` with these casts and no others, where `outside` act."""
-    policy, native = casts
-    with ExitStack() as stack:
-        for kind in {*native, *outside.native}:
-            if native.get(kind) is not outside.native.get(kind):
-                stack.enter_context(torch.autocast(kind, native.get(kind), enabled=kind in native))
-        with regions.region(policy):  # inside torch's: the inner one decides
-            return function(*args, **kwargs)
+    # One `with` for each torch.autocast that is to change: Dynamo knows contextlib.ExitStack from torch 2.9 on alone.
+    for kind in {*casts.native, *outside.native}:
+        dtype = casts.native.get(kind)
+        if dtype is not outside.native.get(kind):
+            changed = _Casts(outside.policy, {**outside.native, kind: dtype})
+            with torch.autocast(kind, dtype, enabled=kind in casts.native):
+                return _call_under(casts, changed, function, *args, **kwargs)
+    with regions.region(casts.policy):  # inside torch's: the inner one decides
+        return function(*args, **kwargs)

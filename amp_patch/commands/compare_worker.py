@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from amp_patch.commands import run as runner
+from amp_patch.commands.turns import Turns
 from amp_patch.comparison.outcome import failure
 from amp_patch.comparison.seeds import seeded
 from amp_patch.integrations.unedited.refusal import Refused
@@ -18,18 +19,22 @@ from amp_patch.recording.sinks import JsonLines
 
 
 @contextmanager
-def recorded(path: str, *, steps: int | None, inspect: bool, shift: bool, native: bool = False) -> Iterator[None]:
+def recorded(
+    path: str, *, steps: int | None, inspect: bool, shift: bool, native: bool = False, turns: int | None = None
+) -> Iterator[None]:
     """Write the events of the training in the body to `path`, and last why it failed, if it did.
 
-    The level and the seed are in the environment: AMP_PATCH_OPT_LEVEL, AMP_PATCH_SEED.
+    The level and the seed are in the environment: AMP_PATCH_OPT_LEVEL, AMP_PATCH_SEED. `turns`: number of the socket by
+    which the process takes turns with those of other levels.
     """
     level, seed = os.environ["AMP_PATCH_OPT_LEVEL"], int(os.environ["AMP_PATCH_SEED"])
     run, recorder, error = Run(level, seed), None, None
     watch = Watch(level, native=native)
+    taken = None if turns is None else Turns(turns, path, lambda: watch.native.seen)
     try:
         with seeded(seed, shift=shift):
-            recorder = Recorder([JsonLines(path), run], stop_after=steps, inspect=inspect)
-            with recorder, watch:
+            recorder = Recorder([JsonLines(path), run, *filter(None, [taken])], stop_after=steps, inspect=inspect)
+            with recorder, watch, taken or nullcontext():
                 yield
     except BaseException as raised:
         error = raised
@@ -43,9 +48,10 @@ def recorded(path: str, *, steps: int | None, inspect: bool, shift: bool, native
             note = watch.note()
             if note is not None and words is not None and isinstance(error, AttributeError | TypeError):
                 words += f": {note}"
-            if words is not None or note is not None or watch.native.seen:
+            notes = [note for note in (note, taken and taken.note()) if note is not None]
+            if words is not None or notes or watch.native.seen:
                 end = {"event": "end", "error": words, "refused": refused is not None, "native": watch.native.seen}
-                events = [end] if note is None else [{"event": "note", "text": note}, end]
+                events = [*({"event": "note", "text": note} for note in notes), end]
                 with open(path, "a") as lines:
                     lines.write("".join(f"{dumps(event)}\n" for event in events))
 
@@ -57,9 +63,10 @@ def main() -> None:
     parser.add_argument("--inspect", action="store_true")
     parser.add_argument("--shift", action="store_true")
     parser.add_argument("--native", action="store_true")
+    parser.add_argument("--turns", type=int)
     runner.add_arguments(parser)
     args = parser.parse_args()
-    options = {name: getattr(args, name) for name in ("steps", "inspect", "shift", "native")}
+    options = {name: getattr(args, name) for name in ("steps", "inspect", "shift", "native", "turns")}
     runner.run(args, recorded(args.record, **options))
 
 

@@ -94,14 +94,14 @@ class Comparison:
         better = "higher" if self.maximize else "lower"
         return " ".join(
             [
-                f"The figure of a run is {what}; {better} is better. Runs are paired by seed with {base}'s.",
+                f"The result of a run is {what}; {better} is better. Runs are paired by seed with {base}'s.",
                 f"Within: the mean over the level's seeds that {base} has too lies between the lowest and the highest",
-                f"figure of {base}'s seeds; a difference smaller than this spread is not seen.",
+                f"result of {base}'s seeds; a difference smaller than this spread is not seen.",
                 "Differs: it lies outside, and Student's paired t-test over the seeds (two-sided) rejects at",
                 f"{SIGNIFICANCE:.0%} that there is no difference; each level is tested by itself.",
                 "Undecided: it lies outside, and the test does not reject that, or there is only one seed.",
                 "To lie outside on the better side is no reason against a level. One of which a run diverged (its",
-                "figure is missing or not finite) is not to be used; one of which a run skipped more than half of its",
+                "result is missing or not finite) is not to be used; one of which a run skipped more than half of its",
                 f"steps, or more than {SKIPPED_SHARE:.0%} and {SKIPPED_STEPS} of them, is not recommended.",
                 "Times: the median step of each run, without the first tenth of the steps; the ratio is taken for each",
                 "seed, and a level is faster only if it is with all of them (with one seed: if the quartiles of its",
@@ -110,26 +110,34 @@ class Comparison:
         )
 
     @cached_property
-    def summary(self) -> str:
-        """What to use, and why, in one or two sentences."""
+    def recommended(self) -> LevelResult | None:
+        """The level to use: the baseline where no other is better; None where there is nothing to compare."""
         base = self.baseline
         if base is None or not self.comparable:
-            return self._nothing_to_compare()
-        others = [level for level in self.levels if level is not base and level.runs]
-        sound = [level for level in others if level.verdict.usable and not faults(level)]
-        well = [level for level in sound if not skips_much(level)]
-        # Only whoever compares O3 with the baseline alone asks for it.
-        asked = all(level.level == "O3" for level in self._groups if level.level != base.level)
-        usable = [level for level in well if level.level != "O3" or asked]
+            return None
+        usable = [level for level in self._sound if not skips_much(level) and not self._unasked(level)]
         faster = [level for level in usable if level.speedup is not None and level.speedup.low > 1]
         if faster:
-            best = max(faster, key=lambda level: level.speedup or Ratio(0, 0, 0))
+            return max(faster, key=lambda level: level.speedup or Ratio(0, 0, 0))
+        as_fast = [
+            level for level in usable if is_smaller(level, base) and (level.speedup is None or level.speedup.high >= 1)
+        ]
+        return min(as_fast, key=lambda level: level.memory or 1.0, default=base)
+
+    @cached_property
+    def summary(self) -> str:
+        """What to use, and why, in one or two sentences."""
+        base, best = self.baseline, self.recommended
+        if base is None or best is None:
+            return self._nothing_to_compare()
+        if best is not base and best.speedup is not None and best.speedup.low > 1:
             return f"Use {best.name}: {best.verdict.text}."
-        smaller = [level for level in usable if is_smaller(level, base)]
-        as_fast = [level for level in smaller if level.speedup is None or level.speedup.high >= 1]
-        if as_fast:
-            best = min(as_fast, key=lambda level: level.memory or 1.0)
+        if best is not base:
             return f"Use {best.name} for its memory; none is faster than {base.name}: {best.verdict.text}."
+        others = [level for level in self.levels if level is not base and level.runs]
+        well = [level for level in self._sound if not skips_much(level)]
+        usable = [level for level in well if not self._unasked(level)]
+        smaller = [level for level in usable if is_smaller(level, base)]
         kinds = {
             kind: [level for level in others if level.verdict.kind == kind and not level.verdict.better]
             for kind in ("undecided", "differs")
@@ -145,7 +153,7 @@ class Comparison:
             "{} keeps no FP32 weights, and is for whoever compares it alone": [
                 level for level in well if level not in usable
             ],
-            "{} skipped too many steps": [level for level in sound if skips_much(level)],
+            "{} skipped too many steps": [level for level in self._sound if skips_much(level)],
             "do not use {}": kinds["differs"],
             "{} failed with some seeds": [level for level in others if level.verdict.usable and faults(level)],
             "{} failed": [level for level in self.levels if not level.runs],
@@ -166,15 +174,24 @@ class Comparison:
                 notes.setdefault(f"trained only {run.steps} steps", []).append(_name(run))
             for text in run.notes:
                 notes.setdefault(text, []).append(_name(run))
-        lines = [f"{'all runs' if len(names) == len(well) else listed(names)}: {t}" for t, names in notes.items()]
+        lines = [self._load_in_words] if "load" in self.machine else []
+        lines += [f"{'all runs' if len(names) == len(well) else listed(names)}: {t}" for t, names in notes.items()]
         if self.metric == LOSS and len({run.steps for run in well}) > 1:
             lines.append(f"the losses are compared over the {self.steps} steps that all runs have in common")
         base = self._base
         if base is not None and base.level != "O0" and any(level.level == "O0" for level in self._groups):
-            lines.append(f"O0 gave no figures; the others are compared with {base.name}")
+            lines.append(f"O0 gave no results; the others are compared with {base.name}")
         if base is not None and seeds_change_nothing(base):
             lines.append(f"all seeds of {base.name} gave the same losses to the bit: they are one seed to the test")
         return lines
+
+    @property
+    def _load_in_words(self) -> str:
+        """What other work on the machine does to the figures."""
+        ranges = [level.speedup for level in self.levels if level.speedup is not None]
+        apart = max((r.high / r.low - 1 for r in ranges if r.low > 0), default=0.0)
+        sure = f"a level's speeds lie up to {apart:.0%} apart" if apart >= 0.005 else "the speeds may be off"
+        return f"{self.machine['load']}: {sure}, the losses are not touched by it"
 
     def to_dict(self) -> dict[str, Any]:
         """Every figure, for `run.dumps`."""
@@ -220,6 +237,17 @@ class Comparison:
         return groups
 
     @cached_property
+    def _sound(self) -> list[LevelResult]:
+        """The levels beside the baseline against which nothing speaks but, perhaps, their skips."""
+        others = [level for level in self.levels if level is not self.baseline and level.runs]
+        return [level for level in others if level.verdict.usable and not faults(level)]
+
+    def _unasked(self, level: LevelResult) -> bool:
+        """Whether it is O3, which only whoever compares it with the baseline alone asks for."""
+        base = self.baseline
+        return level.level == "O3" and any(each.level not in ("O3", base and base.level) for each in self._groups)
+
+    @cached_property
     def _base(self) -> LevelResult | None:
         with_figures = [level for level in self._groups if level.finite]
         return next((level for level in with_figures if level.level == "O0"), next(iter(with_figures), None))
@@ -239,7 +267,7 @@ class Comparison:
             return f"Nothing to compare: no run gave {self.metric}; {known}.{failed}"
         if self._base is None:
             return f"Nothing to compare: all runs of {listed([level.name for level in well])} diverged.{failed}"
-        return f"Nothing to compare {well[0].name} with: it is the only level with figures.{failed}"
+        return f"Nothing to compare {well[0].name} with: it is the only level with results.{failed}"
 
     @staticmethod
     def _same_level(levels: list[LevelResult], wanted: LevelResult | None) -> LevelResult | None:

@@ -1,84 +1,44 @@
-"""How the pictures of a report are drawn: colours, axes, and the way from matplotlib to an element of a page.
+"""How a report draws: its colours, and small SVG pictures made by hand.
 
-A picture is SVG that takes its colours from the page, so that light and dark are one picture. Each is small, made for
-the width of a phone; a page shows them one below the other there, and three in a row on a desk.
+A picture takes its colours from the page that it stands in, by CSS variables, so that light and dark are one picture.
+A cell of a table or of the card has no viewBox: shares of its width are percentages, so that it fits any width while
+its letters keep their size. A `Plot` has axes, and a fixed shape that grows with its width.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import re
-import warnings
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-import matplotlib
-import numpy as np
-from matplotlib.figure import Figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-# Name of a colour -> on white, on black. The levels' hues are Okabe and Ito's, those of what is stacked Paul Tol's:
-# told apart with every kind of colour vision, and in print.
+# Name of a colour -> on white, on black. A colour means one thing: blue is time, violet memory, green what to use.
 COLOURS = {
     "paper": ("#ffffff", "#14171b"),
+    "card": ("#f6f7f9", "#1b2026"),
     "ink": ("#1b1f24", "#e8eaed"),
     "soft": ("#57606a", "#a3abb5"),
     "line": ("#dfe3e8", "#363c44"),
-    "behind": ("#a6abb1", "#7a828c"),
-    "lost": ("#c62828", "#ff7070"),
-    "O0": ("#555555", "#b9bcc0"),
-    "O1": ("#0072b2", "#4aa8e0"),
-    "O2": ("#d55e00", "#f0803c"),
-    "O3": ("#c0609a", "#e09bc4"),
-    "O4": ("#2c93cc", "#86cdf7"),
-    "O5": ("#c78500", "#f2b632"),
-    "native": ("#4d7c0f", "#9bcf4a"),
-    "data": ("#9aa0a6", "#9aa0a6"),
-    "forward": ("#4477aa", "#5c92c8"),
-    "backward": ("#ee6677", "#f07f8e"),
-    "between": ("#228833", "#46b058"),
-    "optimizer": ("#ccbb44", "#ccbb44"),
-    "weights": ("#4477aa", "#5c92c8"),
-    "masters": ("#66ccee", "#66ccee"),
-    "gradients": ("#ee6677", "#f07f8e"),
-    "state": ("#ccbb44", "#ccbb44"),
+    "band": ("#d9dde2", "#414851"),
+    "good": ("#15702f", "#56d06f"),
+    "tint": ("#e4f3e8", "#1c2f22"),
+    "unsure": ("#8a5a00", "#e3b341"),
+    "lost": ("#c62828", "#ff7b7b"),
+    "base": ("#8b939c", "#8b939c"),
+    "time": ("#2f6fb0", "#68a8e8"),
+    "memory": ("#7a55b0", "#b08fe6"),
+    "data": ("#b3bcc6", "#5b6470"),
+    "forward": ("#7fb0e0", "#3f74a8"),
+    "backward": ("#2f6fb0", "#68a8e8"),
+    "between": ("#8f9aa6", "#7f8b97"),
+    "optimizer": ("#174a7c", "#b9dbfb"),
+    "weights": ("#4b2f80", "#d9c8f7"),
+    "masters": ("#7a55b0", "#b08fe6"),
+    "gradients": ("#a88bd4", "#8360bd"),
+    "state": ("#d3c4ea", "#573b8a"),
+    "activations": ("#b0528f", "#e08cc2"),
 }
-# What matplotlib draws them in; nothing else has these colours, so that each can become a variable of the page's.
-STAND_INS = {name: f"#fe01{index:02x}" for index, name in enumerate(COLOURS)}
-_STYLE: dict[Any, Any] = {
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "savefig.facecolor": "none",
-    "text.color": STAND_INS["ink"],
-    "axes.labelcolor": STAND_INS["soft"],
-    "axes.titlecolor": STAND_INS["ink"],
-    "axes.edgecolor": STAND_INS["soft"],
-    "xtick.color": STAND_INS["soft"],
-    "ytick.color": STAND_INS["soft"],
-    "grid.color": STAND_INS["line"],
-    "grid.linewidth": 0.6,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 9.5,
-    "axes.titleweight": "bold",
-    "font.size": 9,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "legend.borderpad": 0.0,
-    "legend.handlelength": 1.0,
-    "legend.columnspacing": 1.2,
-    "text.parse_math": False,  # in a user's name a dollar is a dollar
-    "svg.fonttype": "none",  # words stay words: they can be read aloud, searched and copied
-    "svg.hashsalt": "amp_patch",
-}
-_POINTS = 400  # as many as such a picture can show of a curve
+_POINTS = 200  # as many as such a picture can show of a curve
 
 
 class Picture(NamedTuple):
@@ -88,72 +48,169 @@ class Picture(NamedTuple):
     alt: str
 
 
-def colour(level: str) -> str:
-    """The name in COLOURS of a level's."""
-    return level if level in COLOURS else "ink"
+def var(colour: str) -> str:
+    return f"var(--{colour})"
 
 
-def picture(
-    name: str,
-    draw: Callable[[Any], None],
-    alt: str,
-    height: float = 2.5,
-    *,
-    rows: int | None = None,
-    above: float = 0.0,
-) -> Picture:
-    """Draw a picture, 4 inches wide.
+def rect(x: str | float, y: str | float, width: str | float, height: str | float, colour: str, more: str = "") -> str:
+    return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" style="fill: {var(colour)}"{more}/>'
+
+
+def line(x1: str | float, y1: str | float, x2: str | float, y2: str | float, colour: str, more: str = "") -> str:
+    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" style="stroke: {var(colour)}"{more}/>'
+
+
+def text(x: str | float, y: str | float, words: str, colour: str = "ink", *, size: float = 13, more: str = "") -> str:
+    return f'<text x="{x}" y="{y}" font-size="{size}" style="fill: {var(colour)}"{more}>{escape(words)}</text>'
+
+
+def share(value: float) -> str:
+    """A part of the width."""
+    return f"{100 * value:.2f}%"
+
+
+class Plot:
+    """A picture with two axes, `WIDTH` wide: what is added lies in the order of the additions, cut at the axes.
 
     Args:
-        name: what the ids inside begin with, so that no two pictures of a page share one.
-        draw: is given the axes.
-        alt: what the picture shows, in words.
-        height: in inches.
-        rows: in place of a height: how many bars there are.
-        above: with `rows`, inches for a legend above them.
+        title: above the axes.
+        x, y: the lowest and the highest value.
+        y_ticks, x_ticks: value -> its label.
+        log: whether the y axis is logarithmic; its values are then above 0.
     """
-    if rows is not None:
-        height = max(1.5, 0.75 + 0.27 * rows) + above
-    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
-        # matplotlib warns of letters that its own font lacks. The words stay words, and the page's font may have them.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        figure = Figure(figsize=(4.0, height), layout="constrained")
-        draw(figure.add_subplot())
-        file = io.StringIO()
-        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    return Picture(_for_a_page(file.getvalue(), name, alt), alt)
+
+    WIDTH, HEIGHT = 320.0, 176.0
+    LEFT, TOP, RIGHT, BOTTOM = 48.0, 26.0, 10.0, 22.0
+
+    def __init__(
+        self,
+        title: str,
+        x: tuple[float, float],
+        y: tuple[float, float],
+        x_ticks: dict[float, str],
+        y_ticks: dict[float, str],
+        *,
+        log: bool = False,
+        below: float = 0.0,
+    ) -> None:
+        self.title, self._x, self._log, self._below = title, x, log, below
+        self._y = (math.log(y[0]), math.log(y[1])) if log else y
+        self.inner: list[str] = []
+        self.outer: list[str] = []
+        self.width, self.height = self.WIDTH - self.LEFT - self.RIGHT, self.HEIGHT - self.TOP - self.BOTTOM
+        for value, label in y_ticks.items():
+            at = self.y(value)
+            self.inner.append(line(0, _short(at), "100%", _short(at), "line"))
+            end = ' text-anchor="end"'
+            self.outer.append(text(self.LEFT - 5, _short(self.TOP + at + 3.5), label, "soft", size=10, more=end))
+        for value, label in x_ticks.items():
+            place = self.LEFT + self.x(value)
+            middle = ' text-anchor="middle"'
+            self.outer.append(text(_short(place), self.HEIGHT - 7, label, "soft", size=10, more=middle))
+
+    def x(self, value: float) -> float:
+        return (value - self._x[0]) / ((self._x[1] - self._x[0]) or 1) * self.width
+
+    def y(self, value: float) -> float:
+        low, high = self._y
+        if self._log:
+            value = math.log(value) if value > 0 else low
+        height = (value - low) / ((high - low) or 1)
+        return self.height * (1 - min(3.0, max(-2.0, height)))  # far outside is outside: no renderer likes 1e30
+
+    def curve(
+        self, points: Iterable[tuple[float, float | None]], colour: str, *, width: float = 1.6, dash: str = ""
+    ) -> None:
+        """A line through the points, with a gap where there is None."""
+        path, pen = [], "M"
+        for x, y in points:
+            if y is None:
+                pen = "M"
+                continue
+            path.append(f"{pen}{_short(self.x(x))} {_short(self.y(y))}")
+            pen = "L"
+        dashed = f' stroke-dasharray="{dash}"' if dash else ""
+        look = f"fill: none; stroke: {var(colour)}; stroke-width: {width}"
+        self.inner.append(f'<path d="{"".join(path) or "M0 0"}" style="{look}"{dashed}/>')
+
+    def area(
+        self, edges: Iterable[tuple[float, float | None, float | None]], colour: str, opacity: float = 1.0
+    ) -> None:
+        """What lies between two lines: (x, lower, upper), with a gap where there is None."""
+        shapes: list[list[tuple[float, float, float]]] = [[]]
+        for x, low, high in edges:
+            if low is None or high is None:
+                shapes.append([])
+            else:
+                shapes[-1].append((self.x(x), self.y(low), self.y(high)))
+        path = ""
+        for shape in filter(None, shapes):
+            upper = "L".join(f"{_short(x)} {_short(high)}" for x, _, high in shape)
+            lower = "L".join(f"{_short(x)} {_short(low)}" for x, low, _ in reversed(shape))
+            path += f"M{upper}L{lower}Z"
+        if path:
+            self.inner.append(f'<path d="{path}" style="fill: {var(colour)}; fill-opacity: {opacity}"/>')
+
+    def columns(self, heights: Iterable[tuple[float, float]], colour: str) -> None:
+        """One from the foot up to each (x, y), as wide as one unit of x to the right of it."""
+        wide = _short(max(0.5, self.x(self._x[0] + 1) - 0.4))
+        path = "".join(
+            f"M{_short(self.x(x))} {self.height}V{_short(self.y(y))}h{wide}V{self.height}Z" for x, y in heights
+        )
+        if path:
+            self.inner.append(f'<path d="{path}" style="fill: {var(colour)}"/>')
+
+    def foot(self, places: Sequence[float], colour: str) -> None:
+        """Marks at the foot of the axes."""
+        marks = "".join(f"M{_short(self.x(x))} {self.height}v-9" for x in thin(places))
+        if marks:
+            self.inner.append(f'<path d="{marks}" style="stroke: {var(colour)}; stroke-width: 1.4"/>')
+
+    def note(self, words: str, colour: str) -> None:
+        """Words at the lower right end inside of the axes."""
+        place, end = self.WIDTH - self.RIGHT - 2, ' text-anchor="end"'
+        self.outer.append(text(place, self.TOP + self.height - 14, words, colour, size=10.5, more=end))
+
+    def picture(self, alt: str) -> Picture:
+        box = f"0 0 {self.WIDTH:g} {self.HEIGHT + self._below:g}"
+        head = text(2, 14, self.title, size=11.5, more=' font-weight="600"')
+        axes = f'<svg x="{self.LEFT}" y="{self.TOP}" width="{self.width}" height="{self.height}">'
+        foot = self.TOP + self.height
+        edge = line(self.LEFT, foot, self.WIDTH - self.RIGHT, foot, "soft")
+        drawn = f"{head}{axes}{''.join(self.inner)}</svg>{edge}{''.join(self.outer)}"
+        return Picture(f'<svg viewBox="{box}" role="img" aria-label="{escape(alt)}">{drawn}</svg>', alt)
 
 
-def _for_a_page(svg: str, name: str, alt: str) -> str:
-    """An SVG file as an element among others of one page: its own ids, the page's colours and letters."""
-    prefix = re.sub(r"[^A-Za-z0-9]+", "-", name)
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<style.*?</style>", "", svg, count=1, flags=re.DOTALL)
-    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
-    svg = re.sub(r'(?:xlink:)?href="#', f'href="#{prefix}-', svg)
-    svg = re.sub(r"url\(#", f"url(#{prefix}-", svg)
-    for each, stand_in in STAND_INS.items():
-        svg = svg.replace(stand_in, f"var(--{each})")
-    box = re.search(r'viewBox="[^"]*"', svg)
-    assert box is not None
-    start = f'<svg {box.group()} role="img" aria-label="{escape(alt)}">'
-    return start + svg[svg.index(">") + 1 :]
+def ticks(low: float, high: float, count: int = 4) -> dict[float, str]:
+    """Round values within a range, some `count`, with labels that tell them apart."""
+    span = high - low
+    if not span or not math.isfinite(span):
+        return {low: f"{low:.4g}"}
+    power = 10.0 ** math.floor(math.log10(span / count))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if span / (power * factor) <= count)
+    first = math.ceil(low / step - 1e-9)
+    values = [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
+    largest = max(map(abs, values), default=0.0)
+    if largest >= 1e5 or step < 1e-4:
+        return {value: f"{value:.3g}" for value in values}
+    digits = max(0, -math.floor(math.log10(step) + 1e-9) + (1 if factor_of(step) == 2.5 else 0))
+    return {value: f"{value:.{digits}f}" for value in values}
 
 
-def name_rows(axes: Axes, names: list[str]) -> None:
-    """Label the rows 0, 1, ... of a picture with bars, the first on top."""
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0, labelcolor=STAND_INS["ink"])
-    axes.grid(False, axis="y")
+def factor_of(step: float) -> float:
+    """The leading digits of a step: 1 to 10."""
+    return round(step / 10.0 ** math.floor(math.log10(step) + 1e-9), 6)
 
 
-def show_powers(axes: Axes, left: int, right: int) -> None:
-    """An axis of exponents from `left` to `right`, labelled as powers of two."""
-    axes.set_xlim(left, right)
-    stride = max(4, 4 * math.ceil((right - left) / 36))
-    ticks = [e for e in range(left, right) if e % stride == 0]
-    axes.set_xticks(ticks, [f"2{raised(e)}" for e in ticks])
+def step_ticks(last: int) -> dict[float, str]:
+    """Of an axis of steps from 1 on."""
+    return {value: label for value, label in ticks(0, last).items() if value >= 1 and value == int(value)} or {1: "1"}
+
+
+def power_ticks(low: int, high: int, count: int = 8) -> dict[float, str]:
+    """Of an axis of exponents."""
+    stride = next(s for s in (1, 2, 4, 8, 16, 32, 64, 128, 1 << 20) if (high - low) / s <= count)
+    return {exponent: f"2{raised(exponent)}" for exponent in range(low, high + 1) if exponent % stride == 0}
 
 
 def raised(exponent: int) -> str:
@@ -161,12 +218,12 @@ def raised(exponent: int) -> str:
     return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
-def thin(values: np.ndarray) -> np.ndarray:
+def thin(values: Sequence[float]) -> Sequence[float]:
     """At most `_POINTS` of the values, evenly chosen, the first and the last among them."""
-    return values[np.linspace(0, len(values) - 1, _POINTS).round().astype(int)] if len(values) > _POINTS else values
+    if len(values) <= _POINTS:
+        return values
+    return [values[round(index * (len(values) - 1) / (_POINTS - 1))] for index in range(_POINTS)]
 
 
-def cut(name: str, length: int = 28) -> str:
-    """The name in at most so many letters: its beginning and its end."""
-    name = name.encode(errors="replace").decode()  # a file name can hold bytes that are no letter
-    return name if len(name) <= length else f"{name[: length // 2 - 1]}…{name[-(length // 2) :]}"
+def _short(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")

@@ -29,11 +29,13 @@ class Verdict(NamedTuple):
             may be chance; "failed", without a run that went well; "alone", with nothing to compare it with.
         text: a sentence without the level's name, without a full stop.
         better: whether the level lies outside of the baseline's spread on the better side.
+        reason: of the text what does not tell of speed and memory; nothing where all is as it should be.
     """
 
     kind: str
     text: str
     better: bool = False
+    reason: str = ""
 
     @property
     def usable(self) -> bool:

@@ -8,12 +8,18 @@ import time
 
 import torch
 
+from amp_patch.comparison.other_work import OtherWork
+
 _SIZE, _TURNS = 256, 5  # of the products that are timed: the slowest kernels take a second for all of them
 SLOW = 1.5  # times FP32's
 
 
-def machine() -> dict[str, str]:
-    """What this process runs on. Asks CUDA for its devices' names, which starts it where there is one."""
+def machine(load: OtherWork | None = None) -> dict[str, str]:
+    """What this process runs on. Asks CUDA for its devices' names, which starts it where there is one.
+
+    With a "load" where other work took so much of it that the speeds are less sure.
+    """
+    busy = load.words() if load is not None else None
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "torch": str(torch.__version__),
@@ -21,6 +27,7 @@ def machine() -> dict[str, str]:
         "cpu": f"{_cpu_name()} ({torch.backends.cpu.get_cpu_capability()})",
         "threads": str(torch.get_num_threads()),
         "gpu": ", ".join(devices) or "none",
+        **({"load": busy} if busy is not None else {}),
     }
 
 

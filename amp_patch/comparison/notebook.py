@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import html
-import importlib.util
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -15,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.casts import install
+from amp_patch.comparison import page
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.machine import machine
+from amp_patch.comparison.other_work import OtherWork
 from amp_patch.comparison.outcome import failure
 from amp_patch.comparison.plan import LEVELS, Plan, name_as_asked, progress_line
 from amp_patch.comparison.seeds import seeded
@@ -36,11 +37,7 @@ class Compared(Comparison):
         levels = [f"{level.name}: {level.verdict.text}" for level in self.levels]
         return "\n".join([f"{self.title}, {self.steps} steps", *levels, *self.notes, self.summary])
 
-    def _repr_html_(self) -> str | None:
-        if importlib.util.find_spec("rich") is None or importlib.util.find_spec("matplotlib") is None:
-            return None
-        from amp_patch.comparison import page
-
+    def _repr_html_(self) -> str:
         # In a frame: the page has a style of its own.
         return f'<iframe srcdoc="{html.escape(page.html(self))}" style="width:100%;height:48em;border:0"></iframe>'
 
@@ -49,7 +46,7 @@ def compare(
     build_fn: Callable[[], Any],
     levels: Sequence[str] = LEVELS,
     *,
-    seeds: int = 1,
+    seeds: int = 3,
     steps: int | None = None,
     dtype: torch.dtype | None = None,
     metric: str | None = None,
@@ -64,7 +61,7 @@ def compare(
             model = Net()
             return model, torch.optim.Adam(model.parameters()), torch.nn.functional.cross_entropy, loader
 
-        amp.compare(build, ["O0", "O2"], seeds=3, steps=200)
+        amp.compare(build, ["O2", "O4"], steps=200)
 
     A notebook shows the result as a report; `.summary` and `.levels` are its words and figures. The runs follow each
     other, every level of a seed before the next seed, and all levels of a seed start from the same random state; for
@@ -78,8 +75,8 @@ def compare(
             trained here: `loss_fn(model(*inputs), targets)` for each (inputs, ..., targets) of `batches`, once
             through, or over and over until `steps`. Or it trains by itself, with `amp.initialize`, whose level is
             overridden, and `amp.scale_loss`, and returns None.
-        levels: two or more of "O0" to "O5".
-        seeds: how many repetitions.
+        levels: of "O0" to "O5". O0, with which the others are compared, is there without being named.
+        seeds: how many repetitions; the verdicts need three or more.
         steps: after how many optimizer steps a run ends. A `build_fn` that trains by itself is left then.
         dtype: torch.float16 or torch.bfloat16 at O1 to O3.
         metric: what is compared: "loss" of the training, or a name given to `amp.log`. Default: "loss", or the number
@@ -98,24 +95,31 @@ def compare(
     if isinstance(levels, str):
         raise TypeError(f"compare: levels is {levels!r}; wanted a list, as ['O0', 'O2']")
     plan = Plan(tuple(levels), seeds, steps, named, metric or "loss", maximize, inspect)
-    runs = _train_all(build_fn, plan, evaluate, verbosity)
+    load = OtherWork()
+    runs = _train_all(build_fn, plan, evaluate, verbosity, load)
     if metric is None and any(_EVALUATION in run.logged for run in runs):
         metric = _EVALUATION
     title = getattr(build_fn, "__name__", type(build_fn).__name__)
-    return Compared(title, runs, metric or "loss", maximize, steps, machine())
+    return Compared(title, runs, metric or "loss", maximize, steps, machine(load))
 
 
 def _train_all(
-    build_fn: Callable[[], Any], plan: Plan, evaluate: Callable[[nn.Module], Any] | None, verbosity: int
+    build_fn: Callable[[], Any],
+    plan: Plan,
+    evaluate: Callable[[nn.Module], Any] | None,
+    verbosity: int,
+    load: OtherWork,
 ) -> list[Run]:
     """Make the runs of the plan; those that were begun when an interrupt came."""
     runs = plan.runs()
     known: list[weakref.ref[nn.Module]] = []
     for index, run in enumerate(runs):
+        load.watch(os.getpid())
         try:
             _train_once(build_fn, plan, run, evaluate, known)
         except KeyboardInterrupt:
             runs = runs[: index + 1]
+        load.read()
         if verbosity:
             print(progress_line(run, plan.steps))
         if run is runs[-1]:

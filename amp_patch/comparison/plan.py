@@ -23,7 +23,7 @@ class Plan:
     """What to compare: each level from each seed.
 
     Attributes:
-        levels: at least two of "O0" to "O5", each once.
+        levels: of "O0" to "O5", each once, and one at least beside O0, which comes first where it is not named.
         seeds: how many repetitions.
         steps: after how many optimizer steps a run ends; None lets it end by itself.
         dtype: "float16" or "bfloat16" for the levels O1 to O3; None leaves it to the script.
@@ -33,7 +33,7 @@ class Plan:
     """
 
     levels: tuple[str, ...] = LEVELS
-    seeds: int = 1
+    seeds: int = 3
     steps: int | None = None
     dtype: str | None = None
     metric: str = "loss"
@@ -49,8 +49,10 @@ class Plan:
         twice = [level for level in OPT_LEVELS if self.levels.count(level) > 1]
         if twice:
             raise ValueError(f"compare: {twice[0]} is in levels twice; give each once (seeds=N repeats them)")
-        if len(self.levels) < 2:
-            raise ValueError(f"compare: levels is {','.join(self.levels) or 'empty'}; wanted at least two, as O0,O2")
+        if not set(self.levels) - {"O0"}:
+            raise ValueError(f"compare: levels is {','.join(self.levels) or 'empty'}; wanted one beside O0, as O0,O2")
+        if "O0" not in self.levels:
+            object.__setattr__(self, "levels", ("O0", *self.levels))  # frozen; what the others are compared with
         for name, value in ("seeds", self.seeds), ("steps", self.steps):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"compare: {name} is {value!r}; wanted a positive integer")
@@ -60,13 +62,9 @@ class Plan:
         if self.dtype is not None and self.dtype not in names:
             raise ValueError(f"compare: dtype is {self.dtype!r}; wanted {' or '.join(names)}")
 
-    def runs(self, *, native: bool = False) -> list[Run]:
-        """Those to be made, in order: every level of a seed, then the next seed: levels share the machine's moods.
-
-        With `native` each seed ends with a run of the script's own mixed precision.
-        """
-        levels = (*self.levels, NATIVE) if native else self.levels
-        return [Run(level, seed) for seed in range(self.seeds) for level in levels]
+    def runs(self) -> list[Run]:
+        """Those to be made, in order: every level of a seed, then the next seed: levels share the machine's moods."""
+        return [Run(level, seed) for seed in range(self.seeds) for level in self.levels]
 
     def environment(self, run: Run) -> dict[str, str]:
         """What tells a run's `initialize` its level."""

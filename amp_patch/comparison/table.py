@@ -1,55 +1,48 @@
-"""tables: a comparison for the terminal."""
+"""lines: a comparison for the terminal."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
-from typing import Any
-
-from rich import box
-from rich.table import Table
-from rich.text import Text
+import textwrap
+from collections.abc import Sequence
 
 from amp_patch.comparison import measures
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.level_result import LevelResult
 from amp_patch.recording.run import PARTS, Run
 
-_STYLES = {"within": "green", "differs": "red", "failed": "red", "undecided": "yellow"}
+_WIDTH = 80
+_NAMES = ("level", "module")
 _MODULES = 3  # of each level, the worst
+_COLOURS = {"bold": 1, "red": 31, "green": 32, "yellow": 33}  # ECMA-48's numbers
+_STYLES = {"within": "green", "differs": "red", "failed": "red", "undecided": "yellow"}
 
 
-def tables(comparison: Comparison) -> list[Any]:
-    """What `rich.console.Console.print` takes, one after the other: at most 80 columns, whatever the numbers.
+def lines(comparison: Comparison, *, colours: bool = False) -> list[str]:
+    """What to print: at most 80 columns, whatever the numbers; with `colours`, in the words of a terminal.
 
     The levels with their figures, the verdicts, where the time of a step and the memory went, what `amp.inspect` saw
     (of the worst modules), the notes, and last the recommendation.
     """
-    parts: list[list[Any]] = []
+    parts: list[list[str]] = []
     if comparison.levels:
-        parts += [[_overview(comparison)], [_verdicts(comparison)]]
+        parts += [_overview(comparison), _verdicts(comparison, colours)]
     if any(level.runs for level in comparison.levels):
-        parts += [[_times(comparison)], [_sizes(comparison)]]
-    parts += [_looks(comparison), [Text(f"Note: {note}.", style="dim") for note in comparison.notes]]
-    parts += [[Text(comparison.summary, style="bold")]]
-    with_gaps = [renderable for part in parts if part for renderable in (Text(), *part)]
-    return with_gaps[1:]
+        parts += [_times(comparison), _sizes(comparison)]
+    parts += [_looks(comparison), [line for note in comparison.notes for line in _wrapped(f"Note: {note}.")]]
+    parts += [[_coloured(line, "bold", colours) for line in _wrapped(comparison.summary)]]
+    return [line for part in parts if part for line in ("", *part)][1:]
 
 
-def _overview(comparison: Comparison) -> Table:
+def _overview(comparison: Comparison) -> list[str]:
     base = comparison.baseline
     of_base = f"vs\n{base.level}" if base is not None else "vs"
-    rows = _table(
-        f"{comparison.title}, {comparison.steps} steps",
-        *("level", "seeds", f"final\n{comparison.metric}", of_base, "ms per\nstep", "speed", "memory"),
-        *("loss\nscale", "skipped\nsteps"),
-    )
+    headings = ("level", "seeds", f"final\n{comparison.metric}", of_base, "ms per\nstep", "speed", "memory")
+    rows: list[Sequence[str]] = []
     for level in comparison.levels:
         seeds = f"{len(level.runs)}/{len(level.runs) + len(level.failed)}" if level.failed else str(len(level.runs))
-        _row(
-            rows,
-            level,
+        cells = (
             seeds,
             "missing" if _gave_none(level, comparison.metric) else _with_range(level.final),
             _percent(level, base),
@@ -59,44 +52,44 @@ def _overview(comparison: Comparison) -> Table:
             _power_of_two(level.scales[-1]) if level.scales else "",
             f"{max(level.skips)}" if level.skips else "",
         )
-    return rows
+        rows.append((level.name, *cells))
+    return _table(f"{comparison.title}, {comparison.steps} steps", (*headings, "loss\nscale", "skipped\nsteps"), rows)
 
 
-def _verdicts(comparison: Comparison) -> Table:
-    lines = Table.grid(padding=(0, 1, 0, 0))
-    lines.add_column(no_wrap=True)
-    lines.add_column(overflow="fold")
+def _verdicts(comparison: Comparison, colours: bool) -> list[str]:
+    found = []
+    width = max(len(level.name) for level in comparison.levels)
     for level in comparison.levels:
+        first, *others = _wrapped(level.verdict.text, _WIDTH - width - 1) or [""]
         style = "green" if level.verdict.better else _STYLES.get(level.verdict.kind, "")
-        lines.add_row(Text(level.name, style=style), Text(level.verdict.text))
-    return lines
+        found.append(f"{_coloured(f'{level.name:{width}}', style, colours)} {first}".rstrip())
+        found += [" " * (width + 1) + line for line in others]
+    return found
 
 
-def _times(comparison: Comparison) -> Table:
-    rows = _table("Time of a step, ms", "level", *PARTS, "samples\nper second")
+def _times(comparison: Comparison) -> list[str]:
+    rows: list[Sequence[str]] = []
     for level in filter(_went_well, comparison.levels):
         split = measures.part_ms(level.runs, level.step_ms)
         parts = [_number(split[part] if level.step_ms is not None else None) for part in PARTS]
-        _row(rows, level, *parts, _number(level.samples_per_second))
-    return rows
+        rows.append((level.name, *parts, _number(level.samples_per_second)))
+    return _table("Time of a step, ms", ("level", *PARTS, "samples\nper second"), rows)
 
 
-def _sizes(comparison: Comparison) -> Table:
-    sizes = ("weights", "masters", "gradients", "state", "activations")
-    rows = _table("Memory, MiB", "level", "weights", "masters", "gradients", "optimizer\nstate", "activations", "peak")
+def _sizes(comparison: Comparison) -> list[str]:
+    headings = ("level", "weights", "masters", "gradients", "optimizer\nstate", "activations", "peak")
+    rows: list[Sequence[str]] = []
     for level in filter(_went_well, comparison.levels):
+        sizes = (_mib(level.runs, size) for size in ("weights", "masters", "gradients", "state", "activations"))
         peak = None if level.memory_bytes is None else level.memory_bytes / 2**20
-        _row(rows, level, *(_number(_mib(level.runs, size)) for size in sizes), _number(peak))
-    return rows
+        rows.append((level.name, *map(_number, (*sizes, peak))))
+    return _table("Memory, MiB", headings, rows)
 
 
-def _looks(comparison: Comparison) -> list[Any]:
+def _looks(comparison: Comparison) -> list[str]:
     """The worst modules of each level that was inspected, what FP16 would lose of their gradients, and what to do."""
-    rows = _table(
-        "Gradients that FP16 would flush to zero, %, and errors against FP32",
-        *("level", "module", "error", "at the\nscale", "at\nscale 1", "at the\nbest"),
-        text=("module",),
-    )
+    headings = ("level", "module", "error", "at the\nscale", "at\nscale 1", "at the\nbest")
+    rows: list[Sequence[str]] = []
     said: dict[str, list[str]] = {}  # a line -> the levels of which it is true
     for level in comparison.levels:
         runs = [*level.runs, *level.failed]
@@ -111,32 +104,51 @@ def _looks(comparison: Comparison) -> list[Any]:
         for name in sorted(badness, key=lambda name: badness[name], reverse=True)[:_MODULES]:
             if any(badness[name]):
                 worst = f"{errors[name]:.2g}" if name in errors else ""
-                _row(rows, level, name or "(itself)", worst, *(f"{100 * share:.3g}" for share in flushed.get(name, [])))
+                lost = [f"{100 * share:.3g}" for share in flushed.get(name, [])] or [""] * 3
+                rows.append((level.name, name or "(itself)", worst, *lost))
         found = [str(look.not_finite) for run in runs for look in run.overflows][:1]
         keep = [*dict.fromkeys(name for run in runs for name in run.keep_fp32)]
         if keep and level.dtype is not None:
             found.append(f"keep_fp32={keep} would keep the worst modules in FP32")
         for line in found:
             said.setdefault(line, []).append(level.name)
-    lines = [Text(f"{', '.join(names)}: {line}.") for line, names in said.items()]
-    return [rows, *lines] if rows.row_count else lines
+    words = [line for text, names in said.items() for line in _wrapped(f"{', '.join(names)}: {text}.")]
+    if not rows:
+        return words
+    return _table("Gradients that FP16 would flush to zero, %, and errors against FP32", headings, rows) + words
 
 
-def _table(title: str, *headings: str, text: Iterable[str] = ()) -> Table:
-    rows = Table(
-        title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False
-    )
-    lines = max(heading.count("\n") for heading in headings)
-    for heading in headings:
-        left = heading in ("level", *text)
-        low = "\n" * (lines - heading.count("\n")) + heading
-        rows.add_column(Text(low), justify="left" if left else "right", overflow="fold")
-    return rows
+def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns, those of names to the left; where lines would be too long, the widest cells take several."""
+    widths = [max(map(len, (*heading.split("\n"), *cells))) for heading, *cells in zip(headings, *rows, strict=True)]
+    widest = max(range(len(widths)), key=lambda i: widths[i])
+    widths[widest] -= max(0, sum(widths) + len(widths) - 1 - _WIDTH)
+    found = _wrapped(title)
+    for row in (headings, *rows):
+        cells = [
+            [line for part in cell.split("\n") for line in _wrapped(part, width) or [""]]
+            for cell, width in zip(row, widths, strict=True)
+        ]
+        height = max(map(len, cells))
+        for at in range(height):
+            line = []
+            for heading, cell, width in zip(headings, cells, widths, strict=True):
+                blank = [""] * (height - len(cell))
+                text = ([*blank, *cell] if row is headings else [*cell, *blank])[at]
+                line.append(f"{text:{'<' if heading in _NAMES else '>'}{width}}")
+            found.append(" ".join(line).rstrip())
+        if row is headings:
+            found.append("-" * (sum(widths) + len(widths) - 1))
+    return found
 
 
-def _row(rows: Table, level: LevelResult, *cells: str) -> None:
-    # Text, because rich would take brackets in a string for markup.
-    rows.add_row(*map(Text, (level.name, *cells)))
+def _wrapped(text: str, width: int = _WIDTH) -> list[str]:
+    """Nothing of it is left out: a word that is too long is broken."""
+    return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+def _coloured(text: str, style: str, colours: bool) -> str:
+    return f"\x1b[{_COLOURS[style]}m{text}\x1b[0m" if colours and style else text
 
 
 def _went_well(level: LevelResult) -> bool:

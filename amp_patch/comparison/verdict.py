@@ -45,22 +45,33 @@ class Judge:
 
     def verdict(self, level: LevelResult) -> Verdict:
         if not level.runs:
-            return Verdict("failed", failures_in_words(level))
+            return Verdict("failed", failures_in_words(level), reason=failures_in_words(level))
         if self.base is None:
-            return Verdict("alone", "; ".join(self._diverged(level, None)))
+            text = "; ".join(self._diverged(level, None))
+            return Verdict("alone", text, reason=text)
         return self._beside(level, self.base)
 
     def _beside(self, level: LevelResult, base: LevelResult) -> Verdict:
         kind, accuracy, better = self._accuracy(level, base)
-        parts = [accuracy] if level is base else [_speed(level, base), accuracy]
-        parts += [skips_in_words(level)]
+        cost = "" if level is base else _speed(level, base)
+        loss = [accuracy, skips_in_words(level)]
+        failed = failures_in_words(level) if level.failed else ""
         if kind == "differs" and not better:
-            parts = ["do not use: " + accuracy, skips_in_words(level), _speed(level, base)]
-        if level.failed:
-            parts.append(failures_in_words(level))
+            parts = ["do not use: " + accuracy, loss[1], cost, failed]
+        else:
+            parts = [cost, *loss, failed]
         if kind == "baseline" and not self.comparable:
             kind = "alone"
-        return Verdict(kind, "; ".join(part for part in parts if part), better)
+        short = accuracy
+        if level is base:
+            short = "; ".join(self._diverged(level, base))
+        elif kind == "within" and accuracy.endswith("to the bit"):
+            short = f"every loss as {base.name}'s, to the bit"
+        elif kind == "within":
+            short = ""
+        reason = [short, skips_in_words(level), failed]
+        text, said = ("; ".join(part for part in each if part) for each in (parts, reason))
+        return Verdict(kind, text, better, said)
 
     def _accuracy(self, level: LevelResult, base: LevelResult) -> tuple[str, str, bool]:
         """The kind of the verdict, its reason, and whether it is better than the baseline."""
@@ -74,7 +85,7 @@ class Judge:
             return "differs", "; ".join(diverged), False
         seeds = [seed for seed in level.finite if seed in base.finite]
         if not seeds:
-            return "undecided", f"no seed of it has a figure of {base.name}'s to compare with", False
+            return "undecided", f"no seed of it has a result of {base.name}'s to compare with", False
         ours, theirs = [level.finite[seed] for seed in seeds], [base.finite[seed] for seed in seeds]
         of_seed = {run.seed: run for run in base.runs}
         if ours == theirs and all(same_losses(run, of_seed[run.seed]) for run in level.runs if run.seed in seeds):

@@ -7,8 +7,14 @@ from collections.abc import Sequence
 
 from amp_patch.recording.run import PARTS
 
-SIZES = {"weights": "weights", "masters": "masters", "gradients": "gradients", "state": "optimizer state"}
-PARTS_IN_WORDS = {**{part: part for part in PARTS}, "between": "in between"}
+SIZES = {
+    "weights": "weights",
+    "masters": "masters",
+    "gradients": "gradients",
+    "state": "optimizer state",
+    "activations": "activations",
+}
+PARTS_IN_WORDS = {**{part: part for part in PARTS}, "between": "clipping, other"}
 
 
 def times(*ratios: float) -> list[str]:
@@ -39,12 +45,24 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
-def size(count: float) -> str:
-    """Bytes in words: 1536 is "1.5 KiB"."""
-    if count < 1024:
-        return f"{count:.0f} B"
-    power = min(3, int(math.log(count, 1024)))
-    return f"{count / 1024**power:.3g} {('KiB', 'MiB', 'GiB')[power - 1]}"
+_UNITS = ("bytes", "KiB", "MiB", "GiB")
+
+
+def sizes(counts: Sequence[float]) -> tuple[str, list[str]]:
+    """Bytes in the largest unit that fits: ("MiB", ["1.5", "0.25"])."""
+    power = min(3, int(math.log(max(1.0, *counts), 1024))) if counts else 0
+    return _UNITS[power], [in_unit(count, _UNITS[power]) for count in counts]
+
+
+def in_unit(count: float, unit: str) -> str:
+    return three(count / 1024 ** _UNITS.index(unit))
+
+
+def three(value: float) -> str:
+    """Three digits, or all before the point."""
+    if 0 < value < 0.001:
+        return "under 0.001"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def percent(share: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-_CASTS = ("to", "half", "bfloat16", "float", "type", "type_as", "ToCopy")  # names of functions that cast
+CASTS = ("to", "half", "bfloat16", "float", "double", "type", "type_as", "ToCopy")  # names of functions that cast
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Call:
 
     @property
     def casts(self) -> bool:
-        return self.op in _CASTS
+        return self.op in CASTS
 
 
 @dataclass

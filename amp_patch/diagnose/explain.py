@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from amp_patch.casts import install
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.rules import Rule
+from amp_patch.diagnose import native_autocast, products
 from amp_patch.diagnose.explanation import EMULATED, UNDECIDED, Explanation, OpCall, Types
 from amp_patch.diagnose.trial_forward import undone
 from amp_patch.model import buffers
@@ -32,6 +33,9 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation | None
     """What ran how: the resolved policy of `model`, and of one forward each function with its types::
 
         print(amp.explain(model, images))
+
+    What torch.autocast casts is known too, where the call is in its block. The last lines name sizes of layers that
+    would better be multiples of 8; see `shapes.advice`.
 
     With inputs, `model(*inputs, **kwargs)` is run once without gradients, in the mode (train or eval) that the model
     is in, and the result is an `Explanation`. Buffers and the random numbers that come next are as before; hooks of
@@ -150,8 +154,9 @@ class _CallNotes(TorchFunctionMode):
         self.model = model
         # The policy is that of a model inside where `model` is a wrapper (DistributedDataParallel).
         policy = next((found for inner in model.modules() if (found := policy_of(inner)) is not None), None)
-        self.explanation = Explanation(policy, _kept(model, policy))
-        self.calls = self.explanation.calls
+        self.explanation = Explanation(policy, _kept(model, policy), autocast=native_autocast.state())
+        self.calls, self.products = self.explanation.calls, self.explanation.products
+        self.products_before: dict[int, int] = {}  # a call's index -> how many products there were when it began
         self.running = [""]  # names of modules, innermost last
         self.inside = False  # within a function whose inner calls are not noted
         self.expected: Any = None  # the function that a spy is about to call
@@ -199,7 +204,15 @@ class _CallNotes(TorchFunctionMode):
             return func(*args, **kwargs)
         index = self._begin(_address(func), (args, kwargs))
         result = func(*args, **kwargs)
-        self._end(index, args[0] if func is Tensor.__setitem__ else result)
+        name, decided = getattr(func, "__name__", ""), None
+        with torch._C.DisableTorchFunction():
+            inside = native_autocast.type_inside(name, args, kwargs, result)
+        if inside is not None and not any(p.decided != UNDECIDED for p in self.calls[index + 1 :]):
+            call, decided = self.calls[index], native_autocast.AUTOCAST
+            ran = tuple(inside if dtype.is_floating_point else dtype for dtype in call.got)
+            self.calls[index] = replace(call, ran=ran)
+        self._note_products(index, name, args, kwargs, result)
+        self._end(index, args[0] if func is Tensor.__setitem__ else result, decided)
         return result
 
     def _frame(self, place: install.Place) -> Any:
@@ -253,6 +266,7 @@ class _CallNotes(TorchFunctionMode):
             ran = tuple(_rounded(dtype) for dtype in got) if policy.patch_torch_functions else got
             self.calls[index] = replace(self.calls[index], ran=ran)
         given = args[0] if place.name == "__setitem__" else result
+        self._note_products(index, place.name, args, kwargs, result)
         self._end(index, given, ", ".join(decided) or None, parts_count=rule.for_users)
         return result
 
@@ -288,7 +302,16 @@ class _CallNotes(TorchFunctionMode):
     def _begin(self, op: str, given: Any) -> int:
         types = _types(given)
         self.calls.append(OpCall(self.running[-1], op, types, types, (), self._kept_by() or UNDECIDED))
+        self.products_before[len(self.calls) - 1] = len(self.products)
         return len(self.calls) - 1
+
+    def _note_products(self, index: int, op: str, args: Any, kwargs: Any, result: Any) -> None:
+        """Note the matrix products of a call, in place of those of the calls inside of it."""
+        with torch._C.DisableTorchFunction():
+            found = products.of_call(self.calls[index].module, op, args, kwargs, result)
+            self.explanation.on_gpu |= any(tensor.is_cuda for tensor in tree.tensors(result))
+        if found:
+            self.products[self.products_before[index] :] = found
 
     def _end(self, index: int, result: Any, decided: str | None = None, parts_count: bool = False) -> None:
         """The call has returned: note what it gave, and drop what need not be told.

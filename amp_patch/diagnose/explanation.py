@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
+from amp_patch.diagnose import native_autocast, shapes
+from amp_patch.diagnose.shapes import Product
+from amp_patch.diagnose.tables import Part, Table, as_html, as_text
 from amp_patch.policy import Policy
 
 UNDECIDED = "none: torch's own promotion"
@@ -18,7 +22,6 @@ _SHORT = {
     torch.float32: "FP32",
     torch.float64: "FP64",
 }
-_WIDTH = 100
 
 Types = tuple[torch.dtype, ...]
 
@@ -37,8 +40,8 @@ class OpCall:
         decided: why. The rule of the op lists (oplists.py): "lower", "fp32", "widest", "match_self", "banned" (allowed,
             it is fp32), with their special cases in brackets; "your register_half_function", or a sibling of it;
             "keep_fp32", "keep_batchnorm_fp32" or "buffers alone" in modules that are kept; for a "cast" the argument of
-            `initialize` that wants it; else "none: torch's own promotion". "emulated FP16", alone or behind a rule: a
-            CPU multiplied the FP16 values in FP32, and rounded the result.
+            `initialize` that wants it; "torch.autocast"; else "none: torch's own promotion". "emulated FP16", alone or
+            behind a rule: a CPU multiplied the FP16 values in FP32, and rounded the result.
     """
 
     module: str
@@ -51,7 +54,7 @@ class OpCall:
 
 @dataclass
 class Explanation:
-    """What `explain` found. As a string it is a table of at most 100 columns, in which equal calls are one row.
+    """What `explain` found. As a string it is tables, in which equal calls are one row; a notebook shows them as HTML.
 
     Attributes:
         policy: what `initialize` resolved for the model; None for a model that never went through it.
@@ -59,21 +62,50 @@ class Explanation:
             module too), "keep_batchnorm_fp32", or "buffers alone" (it has no parameters). At O1 and O4 all weights are
             FP32: no batch norm is here.
         calls: in the order in which they began. Functions that torch calls inside of one on the lists are left out.
+        autocast: torch's own autocasts that were on around the forward, in words; "" for none.
+        products: the matrix products and convolutions among the calls.
+        on_gpu: whether any of it ran on a GPU.
     """
 
     policy: Policy | None
     kept: dict[str, str] = field(default_factory=dict)
     calls: list[OpCall] = field(default_factory=list)
+    autocast: str = ""
+    products: list[Product] = field(default_factory=list, repr=False)
+    on_gpu: bool = field(default=False, repr=False)
+
+    @property
+    def advice(self) -> list[str]:
+        """Sizes of layers that would better be other ones on a GPU, a line each; see `shapes.advice`."""
+        return shapes.advice(self.products)
 
     def __str__(self) -> str:
-        return "\n".join([*_policy_lines(self.policy), *_kept_lines(self.kept), *_table(self.calls)])
+        return as_text(self._parts())
+
+    def _repr_html_(self) -> str:
+        return as_html(self._parts())
+
+    def _parts(self) -> Iterator[Part]:
+        yield from _policy_parts(self.policy, self.autocast)
+        if self.kept:
+            yield ""
+            yield Table([(name or "(model)", why) for name, why in self.kept.items()], title="stay FP32")
+        yield ""
+        yield from _call_parts(self.calls)
+        if advice := self.advice:
+            yield ""
+            hardly = "" if self.on_gpu else "; this forward ran on a CPU, which gains little by them"
+            yield f"sizes: in FP16 and BF16 a GPU is fastest at multiples of {shapes.MULTIPLE}{hardly}"
+            yield from advice
 
 
-def _policy_lines(policy: Policy | None) -> list[str]:
-    if policy is None:
-        return ["no policy: the model never went through amp.initialize()"]
-    rows = [f"  {entry.name:<22}{_short(getattr(policy, entry.name))}" for entry in fields(policy)]
-    return ["policy", *rows]
+def _policy_parts(policy: Policy | None, autocast: str) -> Iterator[Part]:
+    if policy is not None:
+        yield Table([(entry.name, _short(getattr(policy, entry.name))) for entry in fields(policy)], title="policy")
+    elif not autocast:
+        yield "no policy: the model never went through amp.initialize()"
+    if autocast:
+        yield f"{native_autocast.AUTOCAST}: {autocast}"
 
 
 def _short(value: Any) -> str:
@@ -82,17 +114,12 @@ def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _kept_lines(kept: dict[str, str]) -> list[str]:
-    if not kept:
-        return []
-    return ["", "stay FP32", *(f"  {_cut(name or '(model)', 48)}: {why}"[:_WIDTH] for name, why in kept.items())]
-
-
-def _table(calls: list[OpCall]) -> list[str]:
+def _call_parts(calls: list[OpCall]) -> Iterator[Part]:
     if not calls:
-        return ["", "no function of torch's took or gave a floating tensor"]
-    header = ("module", "op", "got", "ran", "gave", "decided by", "times")
-    rows = [
+        yield "no function of torch's took or gave a floating tensor"
+        return
+    header: tuple[str, ...] = ("module", "op", "got", "ran", "gave", "decided by", "times")
+    rows: list[tuple[str, ...]] = [
         (
             call.module or "(model)",
             call.op.replace("torch.nn.functional.", "F.").replace("torch.Tensor.", "Tensor."),
@@ -102,26 +129,15 @@ def _table(calls: list[OpCall]) -> list[str]:
         )
         for call, times in Counter(calls).items()
     ]
-    table = [header, *rows] if len(rows) < len(calls) else [row[:-1] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    room = _WIDTH - sum(widths[2:]) - 2 * (len(widths) - 1)
-    widths[1] = max(min(widths[1], room - min(widths[0], room // 2)), 4)
-    widths[0] = max(min(widths[0], room - widths[1]), 4)
-    lines = [
-        "  ".join(_cut(cell, width).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    ]
+    if len(rows) == len(calls):  # each was called once
+        header, rows = header[:-1], [row[:-1] for row in rows]
+    yield Table(rows, (header,))
     if any(EMULATED in call.decided for call in calls):
-        lines += ["", f"{EMULATED}: multiplied in FP32 on this CPU, and each result rounded to FP16 once"]
-    return ["", *lines]
+        yield ""
+        yield f"{EMULATED}: multiplied in FP32 on this CPU, and each result rounded to FP16 once"
 
 
 def _shorts(types: Types) -> str:
     """The floating types among these, each once."""
     shorts = dict.fromkeys(_short(dtype) for dtype in types if dtype.is_floating_point)
     return ",".join(shorts) or "-"
-
-
-def _cut(text: str, width: int) -> str:
-    """The end of it, which says most of a qualified name."""
-    return text if len(text) <= width else f"...{text[len(text) - width + 3 :]}"[:width]

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_patch.diagnose.culprit import Call, StepLog
+from amp_patch.diagnose.found_scaler import FoundScaler
 from amp_patch.diagnose.histogram import Histogram
 from amp_patch.diagnose.inspection import Inspection, NotFinite
 from amp_patch.diagnose.module_error import floats, is_random, relative_error
@@ -22,6 +23,7 @@ from amp_patch.model.forward import KeptModule
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
 from amp_patch.support.compiled import eagerly
+from amp_patch.training import observers
 from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.stash import stash_of
 
@@ -49,7 +51,8 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
         model: what `initialize` returned, or any module; a wrapper (DataParallel) stands for the module inside.
         optimizers: its optimizer, or several: their loss scale is divided out of the gradients, their steps counted.
             Without, gradients keep the scale, and the whole block is one step.
-        scaler: a GradScaler, where that scales the loss.
+        scaler: what scales the loss, if it is no GradScaler of torch's. One of those, or of a class made of them, is
+            found by itself; a step that it skips counts too.
 
     Raises:
         TypeError: `model` is no module.
@@ -74,8 +77,8 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
             stashes = [stash for t in targets if (stash := stash_of(t)) is not None and stash.scalers]
             if watch.scale is not None:
                 seen.scale = float(watch.scale)
-            elif scaler is not None:
-                seen.scale = scaler.get_scale()
+            elif watch.found.scaler is not None:
+                seen.scale = watch.found.scaler.get_scale()
             elif stashes:
                 seen.scale = stashes[0].scalers[0].loss_scale()
 
@@ -114,7 +117,11 @@ class _NumberLog(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, targets: list[Any], scaler: Any, seen: Inspection, stack: ExitStack) -> None:
         super().__init__()
-        self.seen, self.targets, self.scaler = seen, targets, scaler
+        self.seen, self.targets = seen, targets
+        self.found = FoundScaler(scaler, targets, self._scaler_begins, self._scaler_ends)
+        observers.add(self.found)
+        stack.callback(observers.remove, self.found)
+        self.steps_before = 0  # how many steps there were when a scaler began one
         self.model = model
         self.running: list[_Frame] = []  # innermost last
         self.called: set[str] = set()
@@ -231,9 +238,8 @@ class _NumberLog(TorchFunctionMode):
 
     def _factor(self) -> float | Tensor:
         """What turns the gradients that flow now into those of the loss."""
-        if self.scaler is not None:
-            scale = getattr(self.scaler, "_scale", None)  # its tensor; None until the first loss
-        else:
+        scale = self.found.scale()
+        if scale is None:
             stashes = map(stash_of, self.targets)
             # Of several optimizers only those whose loss is in `scale_loss` now have one.
             scales = (stash.backward.scale for stash in stashes if stash is not None)
@@ -302,6 +308,17 @@ class _NumberLog(TorchFunctionMode):
     def _stepped(self, *_: Any) -> None:
         self.stepping = False
         self.seen.step += 1
+
+    def _scaler_begins(self, steps: bool) -> None:
+        self.stepping = True  # what it computes is no part of the model
+        self.steps_before = self.seen.step
+        if steps:
+            self.conclude()
+
+    def _scaler_ends(self, stepped: bool) -> None:
+        self.stepping = False
+        if stepped and self.seen.step == self.steps_before:  # it has skipped the step
+            self.seen.step += 1
 
     def conclude(self) -> None:
         """Look for the first number of this step that is not finite, and read the errors. One sync."""

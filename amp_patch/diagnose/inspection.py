@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from amp_patch.diagnose.histogram import Histogram
+from amp_patch.diagnose.tables import Part, Table, as_html, as_text
 
 
 @dataclass(frozen=True)
@@ -101,56 +103,49 @@ class Inspection:
         return min((seen.best_scale() for seen in self.gradients.values() if seen.counts), default=1.0)
 
     def summary(self, rows: int = 5) -> str:
-        """What stands out, as text: `print(seen)`. `rows` of each table."""
+        """What stands out, as text: `print(seen)`. `rows` of each table, the worst ones; names are whole."""
+        return as_text(self._parts(rows))
+
+    __str__ = summary
+
+    def _repr_html_(self) -> str:
+        """All rows of all tables, for a notebook."""
+        return as_html(self._parts(None))
+
+    def _parts(self, rows: int | None) -> Iterator[Part]:
         best = self.best_scale()
-        lines = [
-            f"{self.step} steps; loss scale {self.scale:g}, the best one {best:g}",
-            f"not finite: {self.not_finite or 'nothing'}",
-            *_table(
-                "relative error against FP32",
-                [("module", "error")],
-                [(name, f"{e:.2g}") for name, e in sorted(self.errors.items(), key=lambda item: -item[1])[:rows]],
-            ),
-        ]
-        shares = {
-            name: [seen.flushed(scale) for scale in (self.scale, 1.0, best)]
-            + [seen.overflowed(scale) for scale in (self.scale, 1.0, best)]
-            for name, seen in self.gradients.items()
-        }
-        worst = sorted((name for name in shares if any(shares[name])), key=lambda n: [-s for s in shares[n][2::-1]])
-        header = [("gradient of", "flushed:", "", "", "overflowed:"), ("", *["now", "at 1", "best"] * 2)]
-        cells = [(name, *(f"{share:.1%}" for share in shares[name])) for name in worst[:rows]]
-        lines += _table(
-            "share of gradients that FP16 loses, at the loss scale now, at 1 and at the best", header, cells
-        )
+        yield f"{self.step} steps; loss scale {self.scale:g}, the best one {best:g}"
+        yield f"not finite: {self.not_finite or 'nothing'}"
+        errors = sorted(self.errors.items(), key=lambda item: -item[1])
+        cells = [(name, f"{error:.2g}") for name, error in errors]
+        yield Table(cells[:rows], (("module", "error"),), "relative error against FP32", numbers=True)
+        yield self._losses(best, rows)
         lost = [name for name in self.gradients if self._lost(name)]
         if lost:
-            lines.append(f"gradients that are 0 throughout: {', '.join(lost[:rows])}{' ...' * (len(lost) > rows)}")
+            more = "" if rows is None else " ..." * (len(lost) > rows)
+            yield f"gradients that are 0 throughout: {', '.join(lost[:rows])}{more}"
         if self.not_finite is not None and not self.not_finite.remedy and self.not_finite.module is not None:
             smaller = "a smaller loss scale" if self.not_finite.direction == "backward" else "dtype=torch.bfloat16"
-            lines.append(
+            yield (
                 "FP32 made it: no other type helps"
                 if self.all_fp32
                 else f"no module by itself would have to be FP32 for what is not finite: try {smaller}"
             )
-        lines.append(f"keep_fp32={self.keep_fp32()}")
-        return "\n".join(lines)
+        yield f"keep_fp32={self.keep_fp32()}"
 
-    __str__ = summary
+    def _losses(self, best: float, rows: int | None) -> Table:
+        """The gradients of which FP16 loses something, with their shares."""
+        scales = (self.scale, 1.0, best)
+        shares = {
+            name: [seen.flushed(scale) for scale in scales] + [seen.overflowed(scale) for scale in scales]
+            for name, seen in self.gradients.items()
+        }
+        worst = sorted((name for name in shares if any(shares[name])), key=lambda n: [-s for s in shares[n][2::-1]])
+        header = (("gradient of", "flushed:", "", "", "overflowed:"), ("", *["now", "at 1", "best"] * 2))
+        title = "share of gradients that FP16 loses, at the loss scale now, at 1 and at the best"
+        return Table([(n, *(f"{s:.1%}" for s in shares[n])) for n in worst[:rows]], header, title, numbers=True)
 
     def _lost(self, name: str) -> bool:
         """Whether a parameter's gradient is 0 throughout though that of its module's output is not."""
         seen, output = self.gradients[name], self.activation_gradients.get(name.rpartition(".")[0])
         return output is not None and bool(output.counts) and 0 < seen.zeros == seen.total
-
-
-def _table(title: str, header: list[tuple[str, ...]], rows: list[tuple[str, ...]]) -> list[str]:
-    if not rows:
-        return []
-    lines = [*header, *rows]
-    width = [max(len(line[i]) if i < len(line) else 0 for line in lines) for i in range(len(rows[0]))]
-    padded = [
-        "  ".join(cell.ljust(width[i]) if i == 0 else cell.rjust(width[i]) for i, cell in enumerate(line))
-        for line in lines
-    ]
-    return [f"{title}:", *(f"  {line}" for line in padded)]

@@ -4,28 +4,52 @@ from __future__ import annotations
 
 import importlib
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
+import torch
+
 BACKENDS = ("cpp", "torch")
+_BUILD = "build it with `pip install --no-build-isolation .`"
 
 
 def _load() -> tuple[ModuleType | None, str]:
     """The extension `amp_patch._C`, or None; and the reason, in a line."""
-    try:
-        noted = importlib.import_module("amp_patch._build").REASON  # by setup.py, where something went wrong
-    except ImportError:
-        noted = ""
+    lacks, built_with = _noted()
+    if built_with and _minor(built_with) != _minor(torch.__version__):
+        # Not even tried: most layouts of another torch's objects differ without a symbol that would be missing.
+        return None, (
+            f"amp_patch._C was built with torch {built_with}, and this is torch {torch.__version__}: install the wheel "
+            f"for this torch, or {_BUILD}"
+        )
     try:
         extension = importlib.import_module("amp_patch._C")
     except ImportError as error:
-        if noted:
-            return None, f"amp_patch._C is absent: {noted}"
-        # A build for another torch or Python fails here with the loader's words.
-        return None, f"amp_patch._C cannot be imported: {error}; build it with `pip install --no-build-isolation .`"
+        if lacks:
+            return None, f"amp_patch._C is absent: {lacks}"
+        # A build for another Python, C++ library or CUDA fails here with the loader's words.
+        return None, f"amp_patch._C cannot be imported: {error}; {_BUILD}"
     built = f"amp_patch._C is built for {', '.join(extension.devices)}"
-    return extension, f"{built}; {noted}" if noted else built
+    return extension, f"{built}; {lacks}" if lacks else built
+
+
+def _noted() -> tuple[str, str]:
+    """What setup.py wrote: what the extension lacks, or why there is none; the torch that it was built with. "": none.
+
+    A clone that has built nothing has no such file, and older builds wrote no `TORCH`.
+    """
+    try:
+        build = importlib.import_module("amp_patch._build")
+    except ImportError:
+        return "", ""
+    return build.REASON, getattr(build, "TORCH", "")
+
+
+def _minor(version: str) -> list[str]:
+    """The first two numbers of a version. Extensions built with 2.13.0 load in 2.13.1, and not in 2.14.0."""
+    return version.split(".")[:2]
 
 
 _C, _reason = _load()
@@ -34,6 +58,8 @@ if _forced not in ("", *BACKENDS):
     raise ValueError(f"AMP_PATCH_BACKEND={_forced!r} is none of {', '.join(BACKENDS)}: correct it or unset it")
 if _forced == "cpp" and _C is None:
     raise ImportError(f"AMP_PATCH_BACKEND=cpp, but {_reason}")
+if _forced == "" and _C is None and _noted()[1]:  # it was built, and is of no use here
+    warnings.warn(f"amp_patch runs on plain torch: {_reason}", RuntimeWarning, stacklevel=2)
 
 
 def extension() -> ModuleType | None:

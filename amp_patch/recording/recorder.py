@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,13 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch.recording import compiled_forwards
+from amp_patch.recording import compiled_forwards, size_advice
 from amp_patch.recording.activations import WeighedStep
 from amp_patch.recording.inspected_step import InspectedStep
 from amp_patch.recording.outbox import Outbox
 from amp_patch.recording.peak_memory import PeakMemory
 from amp_patch.recording.run import Event, Run
+from amp_patch.recording.scaler_steps import IDLE, ScalerSteps, recorded, single_value
 from amp_patch.recording.sinks import Sink, sinks_for
+from amp_patch.recording.size_advice import SizeAdvice
 from amp_patch.recording.sizes import Sizes, alive
 from amp_patch.recording.step import Body, Step, samples_of
 from amp_patch.recording.unread_events import UnreadEvent
@@ -35,17 +36,11 @@ from amp_patch.support.compiled import eager_only
 from amp_patch.support.forward_hook import ForwardHook
 from amp_patch.training import observers
 from amp_patch.training import training as training_module
-from amp_patch.training.observers import Observer
 from amp_patch.training.scaled_backward import ScaledBackward
-from amp_patch.training.stash import Stash, stash_of
+from amp_patch.training.stash import Stash
 from amp_patch.training.training import Training
 
 _OTHERS = 100  # so many steps of other optimizers in a row tell that the first one is done
-
-# What runs when no part of a step has been told: data is fetched, or gradients are clipped.
-_IDLE = "idle"
-
-_clock = time.perf_counter
 
 _lock = threading.Lock()
 _recorders: list[Recorder] = []
@@ -67,9 +62,10 @@ def record(to: Any = None, *, inspect: bool = False, activations: bool = False) 
         print(run.loss[-1], run.peak_memory)
 
     What runs through `scale_loss` and `optimizer.step()` is recorded; `initialize` is called inside of the block or
-    before it. There may be several recordings at once. No step waits for the device because of it. Figures arrive every
-    half second or 50 steps, and when the block ends. Of the processes of a distributed job the first writes the file. A
-    disk that is full ends the file, with a warning, and not the training.
+    before it. Of torch's own mixed precision it is what runs through a GradScaler; the model is not known then. There
+    may be several recordings at once. No step waits for the device because of it. Figures arrive every half second or
+    50 steps, and when the block ends. Of the processes of a distributed job the first writes the file. A disk that is
+    full ends the file, with a warning, and not the training.
 
     Args:
         to: a path, for one line of JSON an event; a TensorBoard SummaryWriter, or what else has
@@ -110,7 +106,7 @@ def log(**scalars: Any) -> None:
             recorder.log(scalars)
 
 
-class Recorder(Observer):
+class Recorder(ScalerSteps):
     """Records the trainings of this process while its block runs, as events (see `Run.add`) to the sinks.
 
     A step ends when the first optimizer that ever stepped has stepped again; what others do until then (a GAN's) is in
@@ -146,6 +142,7 @@ class Recorder(Observer):
         self._weigh_after = min(3, stop_after or 3) - 1 if activations else 0
 
     def __enter__(self) -> Recorder:
+        ScalerSteps.__init__(self)
         self._adopted: list[Training] = []
         self._scalers: set[int] = set()  # ids of their lists of scalers, by which an optimizer's training is known
         self._handles: list[Any] = []
@@ -158,10 +155,11 @@ class Recorder(Observer):
         self._losses: dict[int, Tensor] = {}  # id of a body that runs -> a copy of its loss
         self._outbox = Outbox(self._sinks)
         self._sizes = Sizes(self._adopted)
+        self._size_advice = SizeAdvice(lambda lines: self._outbox.put({"event": "advice", "lines": lines}))
         self._measure_after = 1
         self._inspected: InspectedStep | WeighedStep | None = None
         self._peak = PeakMemory()
-        self._phase = _IDLE
+        self._phase = IDLE
         self._stepping = False
         self._open_bodies = 0
         self._step = Step()
@@ -179,6 +177,7 @@ class Recorder(Observer):
         with _lock:
             _recorders.remove(self)
         compiled_forwards.remove(self._compiled_begins)
+        self._size_advice.leave()
         for handle in self._handles:
             handle.remove()
         if os.getpid() != self.process:  # a fork has left the block too
@@ -245,7 +244,7 @@ class Recorder(Observer):
                 self._hooked.append(weakref.ref(model))
                 self._compiled.clear()
                 self._handles.append(
-                    model.register_forward_pre_hook(ForwardHook(self._forward_begins), with_kwargs=True)
+                    model.register_forward_pre_hook(ForwardHook(self._eager_forward_begins), with_kwargs=True)
                 )
 
     def _is_hooked(self, model: nn.Module) -> bool:
@@ -270,10 +269,16 @@ class Recorder(Observer):
                     self.trainings += 1
                     self._adopt(training)
 
+    def _eager_forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        self._forward_begins(model, args, kwargs)
+        if self._device in size_advice.DEVICES and torch.is_grad_enabled() and self.is_recording():
+            self._size_advice.forward_begins(model)
+
     def _forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or not self.is_recording():
             return  # an evaluation
-        if self._phase is _IDLE:
+        self._leave_backward()
+        if self._phase is IDLE:
             self._mark("optimizer" if self._stepping else "data")
             self._phase = "forward"
             self._step.forward_seen = True
@@ -293,13 +298,13 @@ class Recorder(Observer):
         if self._open_bodies > 1:
             return
         seen = self._phase == "forward" or self._step.forward_seen
-        self._mark("optimizer" if self._stepping and self._phase is _IDLE else "forward" if seen else "data")
+        self._mark("optimizer" if self._stepping and self._phase is IDLE else "forward" if seen else "data")
         self._phase = "backward"
 
     def loss_scaled(self, body: ScaledBackward, loss: Tensor) -> None:
         if self.is_recording():
-            value = distributed.local(loss.detach())
-            self._losses[id(body)] = value.clone() if value.numel() == 1 else value.double().mean()
+            super().loss_scaled(body, loss)
+            self._losses[id(body)] = single_value(loss)
 
     def body_ends(self, body: ScaledBackward) -> None:
         loss = self._losses.pop(id(body), None)
@@ -308,7 +313,7 @@ class Recorder(Observer):
         self._open_bodies = max(0, self._open_bodies - 1)
         if self._open_bodies == 0:
             self._mark("backward")
-            self._phase = _IDLE
+            self._phase = IDLE
         if loss is not None and not body.failed:
             self.losses += 1
             self._step.bodies.append(Body.of(body, loss, self._step.came))
@@ -317,45 +322,48 @@ class Recorder(Observer):
                 self._sizes.measure_gradients()
 
     def step_begins(self, optimizer: Any) -> None:
-        stash = _recorded(optimizer)
+        stash = recorded(optimizer)
         if stash is None or not self.is_recording():
             return
         self._know(stash)
         if not self._stepping:  # else this is the step of a parent class, called by its subclass's step
-            self._mark("between" if self._phase is _IDLE else self._phase)
+            self._mark("between" if self._phase is IDLE else self._phase)
             self._stepping = True
 
     def step_ends(self, optimizer: Any) -> None:
-        stash = _recorded(optimizer)
+        stash = recorded(optimizer)
         if stash is None or stash.step.depth or not self.is_recording():  # a subclass's step has called its parent's
             return
-        self._end_step(optimizer, stash)
-        if self._has_enough():
-            raise Enough
+        if self._by_scaler is not optimizer:
+            self._end_step(optimizer, stash)
 
-    def _end_step(self, optimizer: Any, stash: Stash) -> None:
+    def _end_step(self, optimizer: Any, stash: Stash | None, skipped: Tensor | None = None) -> None:
         self._mark("optimizer")
         self._stepping = False
-        self._phase = "backward" if self._open_bodies else _IDLE
+        self._phase = "backward" if self._open_bodies else IDLE
         if self._has_enough():  # the script has caught `Enough`, and trains on
             self._step = Step()
-            return
+            raise Enough
         if self._lead is None or self._lead() is None or self._step.others >= _OTHERS:
             self._lead = weakref.ref(optimizer)
         if self._lead() is not optimizer:
             self._step.others += 1
             return
-        self._finish_step(optimizer, stash)
+        self._finish_step(optimizer, stash, skipped)
         self._last = self._now()
+        if self._has_enough():
+            raise Enough
 
     def _has_enough(self) -> bool:
         return self._stop_after is not None and self.steps >= self._stop_after
 
-    def _finish_step(self, optimizer: Any, stash: Stash) -> None:
+    def _finish_step(self, optimizer: Any, stash: Stash | None, skipped: Tensor | float | None) -> None:
         step, self._step = self._step, Step()
         self.steps += 1
-        # Of a step that skips on the device the verdict is the newest there; others leave none.
-        skipped = stash.device_skips[-1].overflow if stash.device_skips else float(stash.last_skipped)
+        if skipped is None:
+            assert stash is not None
+            # Of a step that skips on the device the verdict is the newest there; others leave none.
+            skipped = stash.device_skips[-1].overflow if stash.device_skips else float(stash.last_skipped)
         was_inspected = self._inspected is not None
         self._outbox.put_unread(step.unread_event(optimizer, skipped, was_inspected))
         if self._inspected is not None:
@@ -365,7 +373,7 @@ class Recorder(Observer):
             self._sizes.measure()
         if self._outbox.is_due():
             self._flush()
-        if self._inspect and not self._has_enough() and _is_power_of_ten(self.steps):
+        if self._inspect and stash is not None and not self._has_enough() and _is_power_of_ten(self.steps):
             self._inspect_next(optimizer, stash)
         elif self.steps == self._weigh_after:
             self._inspected = WeighedStep(self._sizes.at_rest(), self.steps, self._cuda)
@@ -412,34 +420,9 @@ class Recorder(Observer):
         if self._cuda is not None:
             self._peak.bank()  # a script may reset torch's peak itself, once an epoch
 
-    # Times.
-
-    def _now(self) -> Any:
-        """This moment: for a training on CUDA when the device gets there."""
-        if self._cuda is None:
-            return _clock()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._cuda))
-        return event
-
-    def _mark(self, part: str) -> None:
-        """What ran since the last mark was this part of the step."""
-        now = self._now()
-        self._step.spans.append((part, self._last, now))
-        self._last = now
-
 
 def _logged(event: Event, values: list[float]) -> Event:
     return {**event, "value": values[0]}
-
-
-def _recorded(optimizer: Any) -> Stash | None:
-    """The stash of an optimizer whose training is enabled."""
-    stash = stash_of(optimizer)
-    if stash is None or not stash.enabled:
-        return None
-    owner = stash.around.owner
-    return stash if owner is not None and owner() is optimizer else None
 
 
 def _is_power_of_ten(number: int) -> bool:

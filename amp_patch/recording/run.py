@@ -72,6 +72,7 @@ class Run:
             over what it held when the recording began. None where the system does not tell.
         logged: name -> [step, value] of what the script gave to `amp.log`.
         looks: what `amp.inspect` saw, a step each.
+        advice: sizes of layers that would better be other ones, in words, a line each; on a GPU alone.
     """
 
     level: str
@@ -98,6 +99,7 @@ class Run:
     peak_memory: int | None = None
     logged: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     looks: list[Look] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
         last = f", last loss {self.loss[-1]:.4g}" if self.loss else ""
@@ -132,7 +134,7 @@ class Run:
 
         "begin" (once initialize was called) and "end" carry attributes of this class by their names; "step" one entry
         of each list; "log" a step, a name and a value; "look" the attributes of a `Look`; "memory" what one step took;
-        "note" a text.
+        "advice" lines; "note" a text.
         """
         event = dict(event)
         kind = event.pop("event")
@@ -150,10 +152,12 @@ class Run:
             self.looks.append(Look(**event))
         elif kind == "memory":
             self.activations, self.step_peak = event["activations"], event["step_peak"]
+        elif kind == "advice":
+            self.advice += [line for line in event["lines"] if line not in self.advice]
         elif kind == "note":
             self.notes.append(event["text"])
         else:
-            raise ValueError(f"Run.add: event is {kind!r}; wanted begin, step, log, look, memory, note or end")
+            raise ValueError(f"Run.add: event is {kind!r}; wanted begin, step, log, look, memory, advice, note or end")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from amp_patch.support.compiled import not_traced
+from amp_patch.training import scaler_calls
 
 
 class Observer:
@@ -35,6 +36,23 @@ class Observer:
     def step_ends(self, optimizer: Any) -> None:
         """Such a step is over."""
 
+    # What a GradScaler of torch's, or of a class made of it, is asked to do. Not told where it is disabled.
+
+    def loss_given_to_scaler(self, scaler: Any, loss: Any, scaled: Any, scale: Any) -> None:
+        """`scaler.scale(loss)` has returned `scaled`; `scale`: by how much, a tensor of one element."""
+
+    def scaler_unscales(self, scaler: Any, optimizer: Any) -> None:
+        """`scaler.unscale_(optimizer)` was called by the script."""
+
+    def scaler_unscaled(self, scaler: Any, optimizer: Any) -> None:
+        """That is over."""
+
+    def scaler_steps(self, scaler: Any, optimizer: Any) -> None:
+        """`scaler.step(optimizer)` was called. If the optimizer steps, `step_begins` and `step_ends` come inside."""
+
+    def scaler_stepped(self, scaler: Any, optimizer: Any, skipped: Any) -> None:
+        """That is over. `skipped`: not 0 if an overflow was found, a tensor of one element; None after an exception."""
+
 
 _lock = threading.Lock()
 _observers: list[Observer] = []
@@ -48,6 +66,7 @@ def add(observer: Observer) -> None:
             # Torch calls these around an optimizer's own hooks, those of the training among them.
             _hooks.append(register_optimizer_step_pre_hook(_step_begins))
             _hooks.append(register_optimizer_step_post_hook(_step_ends))
+            scaler_calls.install(tell)
         _observers.append(observer)
 
 
@@ -55,6 +74,8 @@ def remove(observer: Observer) -> None:
     """Tell `observer` no more."""
     with _lock:
         _observers.remove(observer)
+        if not _observers:
+            scaler_calls.uninstall()
         while _hooks and not _observers:
             _hooks.pop().remove()
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import inspect
 import itertools
 import sys
 import threading
@@ -289,14 +290,14 @@ def test_a_weight_that_changes_while_it_is_cast() -> None:
 
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU is one, in the words of `torch.accelerator`, which parallel_apply speaks, or of `torch.cuda` in 2.6."""
+    """The CPU is one, in the words that parallel_apply speaks: `torch.accelerator`'s, or `torch.cuda`'s up to 2.8."""
     words: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True,
         "current_accelerator": lambda: torch.device("cpu"),
         "current_stream": lambda device=None: contextlib.nullcontext(),
         "device_index": lambda device: contextlib.nullcontext(),
     }
-    if not hasattr(torch.accelerator, "device_index"):
+    if "accelerator" not in inspect.getsource(nn.parallel.parallel_apply):
         for name in ("current_stream", "device", "stream"):
             monkeypatch.setattr(torch.cuda, name, contextlib.nullcontext)
     for name, value in words.items():

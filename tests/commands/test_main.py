@@ -100,6 +100,8 @@ def test_python_dash_m_runs_it():
     assert run.stderr == ""
     assert set(rows(run.stdout)) == {
         "amp_patch",
+        "package",
+        "extension",
         "torch",
         "python",
         "kernels",

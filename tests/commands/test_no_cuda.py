@@ -71,7 +71,7 @@ def test_every_operator_with_a_device_is_covered(cpu):
     """Torch's own list of what makes tensors."""
     makers = {function.__name__ for function in torch.utils._device._device_constructors()}
     left = {name for name in makers if hasattr(torch, name) and not hasattr(getattr(torch, name), "__wrapped__")}
-    assert len(makers) > 20 and not left
+    assert len(makers) > 20 and left <= {"fill", "vander"}, "torch 2.6 lists these two, which take no device"
 
 
 @pytest.mark.parametrize("device", CUDA, ids=repr)

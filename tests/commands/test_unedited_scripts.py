@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-from paths import ROOT
+from scripts import start
 
 from amp_patch.commands.run import watched
 from amp_patch.recording.run import Run, loads
@@ -35,19 +30,6 @@ for step in range(6):
 LBFGS = DIGITS.replace("Adam(net.parameters(), lr=1e-2)", "LBFGS(net.parameters())").replace(
     "optimizer.step()", "optimizer.step(lambda: loss)"
 )
-
-
-def start(folder: Path, script: str, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    (folder / "train.py").write_text(script)
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    found = {name: value for name, value in os.environ.items() if not name.startswith("AMP_PATCH_")}
-    return subprocess.run(
-        [sys.executable, *command, "train.py"],
-        cwd=folder,
-        env={**found, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-    )
 
 
 @pytest.fixture(scope="module")

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import io
 import math
+import re
 
 import pytest
 from made_up import made_up_look, made_up_run
-from rich.console import Console
 
 from amp_patch.comparison.comparison import Comparison
-from amp_patch.comparison.table import tables
+from amp_patch.comparison.table import lines
 from amp_patch.recording.run import PARTS, Run
 
 
-def show(comparison: Comparison, width: int = 80, **options) -> list[str]:
-    """The lines that are printed, without the blanks at their ends."""
-    console = Console(file=io.StringIO(), width=width, **options)
-    for renderable in tables(comparison):
-        console.print(renderable)
-    return [line.rstrip() for line in console.file.getvalue().splitlines()]
-
-
-def words(lines: list[str]) -> str:
+def words(shown: list[str]) -> str:
     """What wrapped lines say."""
-    return " ".join(" ".join(lines).split())
+    return " ".join(" ".join(shown).split())
 
 
-def row(lines: list[str], title: str, level: str) -> list[str]:
+def row(shown: list[str], title: str, level: str) -> list[str]:
     """The cells of a level in the table under `title`."""
-    start = next(i for i, line in enumerate(lines) if line.startswith(title))
-    rule = next(i for i in range(start, len(lines)) if set(lines[i]) == {"─"})
-    return next(line for line in lines[rule:] if line.split()[:1] == [level]).split()
+    start = next(i for i, line in enumerate(shown) if line.startswith(title))
+    rule = next(i for i in range(start, len(shown)) if set(shown[i]) == {"-"})
+    return next(line for line in shown[rule:] if line.split()[:1] == [level]).split()
 
 
 def seeds(level: str, *finals: float, **fields) -> list[Run]:
@@ -48,29 +39,29 @@ def comparison() -> Comparison:
 
 
 def test_the_levels(comparison):
-    lines = show(comparison)
-    assert lines[0] == "train.py, 40 steps"
+    shown = lines(comparison)
+    assert shown[0] == "train.py, 40 steps"
     # level, type, seeds, figure, half of the range, against O0, ms, speed, memory, scale, skipped
-    assert row(lines, "train.py", "O0") == ["O0", "3", "1.250", "±0.25", "20", "1.00x", "1.00", "1", "0"]
-    o2, o3 = row(lines, "train.py", "O2"), row(lines, "train.py", "O3")
+    assert row(shown, "train.py", "O0") == ["O0", "3", "1.250", "±0.25", "20", "1.00x", "1.00", "1", "0"]
+    o2, o3 = row(shown, "train.py", "O2"), row(shown, "train.py", "O3")
     assert o2 == ["O2", "fp16", "3", "1.250", "±0.25", "+0.00%", "10", "2.00x", "0.50", "2^16", "1"]
     assert o3 == ["O3", "fp16", "3", "2.271", "±0.28", "+81.67%", "5", "4.00x", "1.00", "1", "0"]
-    assert row(lines, "train.py", "O5") == ["O5", "0/1"]
+    assert row(shown, "train.py", "O5") == ["O5", "0/1"]
 
 
 def test_how_far_from_the_baseline():
     figures = {"O1": 1.0, "O2": 1.3125, "O3": 2.5, "O4": 100.0, "O5": -100.0}
     runs = [*seeds("O0", 1.0), *(run for level, final in figures.items() for run in seeds(level, final))]
-    lines = show(Comparison("train.py", runs))
-    assert [row(lines, "train.py", level)[4] for level in figures] == ["+0.00%", "+31.25%", "+150%", ">+999%", "<-999%"]
+    shown = lines(Comparison("train.py", runs))
+    assert [row(shown, "train.py", level)[4] for level in figures] == ["+0.00%", "+31.25%", "+150%", ">+999%", "<-999%"]
     broken = [*seeds("O0", 1.0, 1.0), *seeds("O3", 1.0, math.nan)]
-    assert row(show(Comparison("train.py", broken)), "train.py", "O3")[3:5] == ["diverged", "10"]
-    assert row(show(Comparison("train.py", broken, "accuracy")), "train.py", "O3")[3:5] == ["missing", "10"]
+    assert row(lines(Comparison("train.py", broken)), "train.py", "O3")[3:5] == ["diverged", "10"]
+    assert row(lines(Comparison("train.py", broken, "accuracy")), "train.py", "O3")[3:5] == ["missing", "10"]
 
 
 def test_the_verdicts_and_the_recommendation(comparison):
-    lines = show(comparison)
-    said = words(lines)
+    shown = lines(comparison)
+    said = words(shown)
     for level in comparison.levels:
         assert words([level.verdict.text]) in said
     assert "O5 failed with seed 0: RuntimeError: [/red] no [bold] memory" in said, "brackets are no markup"
@@ -80,19 +71,19 @@ def test_the_verdicts_and_the_recommendation(comparison):
 
 
 def test_times_and_sizes(comparison):
-    lines = show(comparison)
-    assert row(lines, "Time of a step, ms", "O2") == ["O2", "fp16", "0.5", "2.5", "5", "0.5", "1.5", "800"]
-    assert row(lines, "Memory, MiB", "O2") == ["O2", "fp16", "0.5", "1", "0.00381", "0.00763", "0.5"]
+    shown = lines(comparison)
+    assert row(shown, "Time of a step, ms", "O2") == ["O2", "fp16", "0.5", "2.5", "5", "0.5", "1.5", "800"]
+    assert row(shown, "Memory, MiB", "O2") == ["O2", "fp16", "0.5", "1", "0.00381", "0.00763", "0.5"]
     for run in comparison.runs:
         run.peak_memory, run.samples = None, [0] * run.steps
-    lines = show(Comparison("train.py", comparison.runs))
-    assert len(row(lines, "Time of a step, ms", "O2")) == 7 and len(row(lines, "Memory, MiB", "O2")) == 6
+    shown = lines(Comparison("train.py", comparison.runs))
+    assert len(row(shown, "Time of a step, ms", "O2")) == 7 and len(row(shown, "Memory, MiB", "O2")) == 6
 
 
 def test_times_of_inspected_steps_do_not_count(comparison):
     for part in PARTS:
         comparison.runs[3].parts[part][20] = math.nan
-    assert row(show(comparison), "Time of a step, ms", "O2")[2] == "0.5"
+    assert row(lines(comparison), "Time of a step, ms", "O2")[2] == "0.5"
 
 
 def test_the_worst_modules():
@@ -101,23 +92,23 @@ def test_the_worst_modules():
     second.errors, second.flushed = {"third": math.nan}, {"last.weight": [0.2, 0.5, 0.1]}
     second.not_finite, second.keep_fp32 = "forward of pow in third, step 2", ["third", "last"]
     runs = [*seeds("O0", 1.0, 1.5), *seeds("O2", 1.0, 1.5)]
-    assert "flush" not in words(show(Comparison("train.py", runs)))
+    assert "flush" not in words(lines(Comparison("train.py", runs)))
     runs[2].looks, runs[3].looks = [first], [second]
     fine = made_up_look()
     fine.errors, fine.flushed, fine.keep_fp32 = {"fine": 0.0}, {"fine.weight": [0.0, 0.0, 0.0]}, []
     runs[0].looks = [fine]
-    lines = show(Comparison("train.py", runs))
-    start = next(i for i, line in enumerate(lines) if line.startswith("Gradients that FP16"))
-    rule = next(i for i in range(start, len(lines)) if set(lines[i]) == {"─"})
-    rows = [line.split() for line in lines[rule + 1 : rule + 5]]
+    shown = lines(Comparison("train.py", runs))
+    start = next(i for i, line in enumerate(shown) if line.startswith("Gradients that FP16"))
+    rule = next(i for i in range(start, len(shown)) if set(shown[i]) == {"-"})
+    rows = [line.split() for line in shown[rule + 1 : rule + 5]]
     assert rows[0] == ["O2", "fp16", "third", "inf"]
     assert rows[1] == ["O2", "fp16", "last", "0.2", "20", "60", "10"], (
         "the worst of all looks and parameters, in percent"
     )
     assert rows[2] == ["O2", "fp16", "[red]", "0.002"]
-    assert "fine" not in words(lines), "nothing is wrong with it"
+    assert "fine" not in words(shown), "nothing is wrong with it"
     assert "first" not in rows[3], "three are enough"
-    said = words(lines)
+    said = words(shown)
     assert "O2 fp16: forward of pow in third, step 2." in said
     assert "O2 fp16: keep_fp32=['last', 'third'] would keep the worst modules in FP32." in said
 
@@ -153,23 +144,25 @@ def long_comparison() -> Comparison:
 def test_nothing_is_cut_at_80_columns(metric):
     base = long_comparison()
     comparison = Comparison(base.title, base.runs, metric, asked_steps=base.asked_steps)
-    lines = show(comparison)
-    assert max(map(len, lines)) <= 80
-    text = "\n".join(lines)
+    shown = lines(comparison)
+    assert max(map(len, shown)) <= 80
+    text = "\n".join(shown)
     assert "…" not in text and "..." not in text
     squeezed = "".join(text.split())
     for level in comparison.levels:
         assert "".join(level.verdict.text.split()) in squeezed
     assert text.count("x") >= 100 and text.count("y") >= 200 and text.count("z") >= 90
     # The rows of the first table are one line each, whatever the numbers are.
-    start = next(i for i, line in enumerate(lines) if set(line) == {"─"})
-    assert [line.split()[0] for line in lines[start + 1 : start + 7]] == ["O0", "O1", "O2", "O3", "O4", "O5"]
+    start = next(i for i, line in enumerate(shown) if set(line) == {"-"})
+    assert [line.split()[0] for line in shown[start + 1 : start + 7]] == ["O0", "O1", "O2", "O3", "O4", "O5"]
 
 
-def test_without_a_terminal_it_is_plain(comparison):
-    assert "\x1b" not in "\n".join(show(comparison))
-    coloured = "\n".join(show(comparison, force_terminal=True, color_system="standard"))
-    assert "\x1b[31mO3 fp16" in coloured and "\x1b[32mO2 fp16" in coloured
+def test_colours_are_for_terminals(comparison):
+    plain = lines(comparison)
+    assert "\x1b" not in "\n".join(plain)
+    coloured = "\n".join(lines(comparison, colours=True))
+    assert "\x1b[31mO3 fp16\x1b[0m " in coloured and "\x1b[32mO2 fp16\x1b[0m " in coloured
+    assert [re.sub(r"\x1b\[\d+m", "", line) for line in coloured.split("\n")] == plain
 
 
 @pytest.mark.parametrize(
@@ -182,6 +175,6 @@ def test_without_a_terminal_it_is_plain(comparison):
         [made_up_run("O0", steps=1), made_up_run("O2", steps=1)],
     ],
 )
-def test_little_to_show(runs):
+def test_little_to_lines(runs):
     comparison = Comparison("train.py", runs)
-    assert words(show(comparison)).endswith(words([comparison.summary]))
+    assert words(lines(comparison)).endswith(words([comparison.summary]))

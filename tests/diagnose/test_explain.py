@@ -375,15 +375,16 @@ def test_the_table():
     model = net(opt_level="O2", cpu_fp16="native")
     found = Explanation(explain(model, images()).policy, {name: "keep_fp32"}, [call("a"), call("b"), call("a")])
     lines = str(found).splitlines()
-    assert "  cast_model_type       FP16" in lines and "  loss_scale            dynamic" in lines
+    assert "  cast_model_type        FP16" in lines and "  loss_scale             dynamic" in lines
     assert lines[-3].split() == ["module", "op", "got", "ran", "gave", "decided", "by", "times"]
     assert lines[-2].split() == ["a", "Tensor.add", "FP32,FP16", "FP32", "FP32", *NONE.split(), "2"]
     assert lines[-1].split()[0] == "b" and lines[-1].split()[-1] == "1"
     found.calls += [call(name, op="torch.nn.functional." + "scaled_dot_product_attention" * 2, dtype=torch.bfloat16)]
     found.calls += [call("", decided="your register_promote_function, emulated FP16")]
     lines = str(found).splitlines()
-    assert max(map(len, lines)) <= 100
-    assert any(line.startswith("...") and "jection  " in line for line in lines)
+    assert lines[lines.index(name) + 1].startswith(" ")  # too long for a column: whole, on a line for itself
+    assert f"  {name}" in lines
+    assert "..." not in str(found)
     assert "never went through" in str(explain(Net(), images()))
     assert "no function" in str(explain(nn.Identity(), torch.ones(1)))
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from amp_patch import amp
 from amp_patch.diagnose.histogram import Histogram
 from amp_patch.diagnose.inspect import inspect
+from amp_patch.training import observers
 
 
 class RMSNorm(nn.Module):
@@ -568,15 +569,77 @@ def test_checkpointed_modules_are_counted_once(reentrant):
     )
 
 
-@pytest.mark.parametrize("make", [amp.GradScaler, torch.amp.GradScaler])
-def test_a_grad_scalers_scale_is_divided_out(make):
+class Cuda(torch.cuda.amp.GradScaler):
+    """torch's older name, which by itself is for CUDA alone."""
+
+    def __init__(self, device, **options):
+        torch.amp.GradScaler.__init__(self, device, **options)
+
+
+class Theirs(torch.amp.GradScaler):
+    """With methods of its own around torch's, as FSDP's."""
+
+    def scale(self, outputs):
+        return super().scale(outputs)
+
+    def step(self, optimizer):
+        return super().step(optimizer)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("make", [amp.GradScaler, torch.amp.GradScaler, Cuda, Theirs])
+def test_a_grad_scalers_scale_is_divided_out(make, given):
     model, scaler = training.linear([[1.0, 1.0]]), make("cpu", init_scale=2.0**10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with inspect(model, optimizer, scaler=scaler) as seen:
+    with inspect(model, optimizer, scaler=scaler if given else None) as seen:
         scaler.scale(model(torch.ones(1, 2)).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
     assert (seen.gradients["weight"].counts, seen.scale, seen.step) == ({0: 2}, 2.0**10, 1)
+    assert not observers._observers
+
+
+def test_what_is_no_scaler_of_torchs_is_asked():
+    class Eight:
+        def get_scale(self):
+            return 8.0
+
+    model = training.linear([[1.0, 1.0]])
+    with inspect(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler=Eight()) as seen:
+        (model(torch.ones(1, 2)).sum() * 8.0).backward()
+    assert (seen.gradients["weight"].counts, seen.scale) == ({0: 2}, 8.0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_scaler_is_that_of_its_loss_alone(reentrant):
+    """Two losses of which one is scaled, each in a backward of its own; a part of the model is checkpointed."""
+    model, scaler = nn.Sequential(training.linear([[1.0, 1.0]]), nn.Linear(1, 1)), torch.amp.GradScaler("cpu")
+    nn.init.ones_(model[1].weight)
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(1, 2, requires_grad=True)
+    with inspect(model, optimizer) as seen:
+        for loss in (lambda out: scaler.scale(out), lambda out: out):
+            loss(checkpoint(model, x, use_reentrant=reentrant).sum()).backward()
+        scaler.step(optimizer)
+    assert (seen.gradients["0.weight"].counts, seen.gradients["1.weight"].counts) == ({0: 4}, {1: 2})
+    assert seen.step == 1
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("make", [amp.GradScaler, torch.amp.GradScaler])
+def test_a_step_that_a_scaler_skips_is_a_step(make, unscales):
+    model, scaler = identity(Net()), make("cpu", init_scale=2.0**10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with inspect(model, optimizer) as seen:
+        for factor in (1.0, 1.0, math.inf, 1.0):
+            optimizer.zero_grad()
+            scaler.scale((model(torch.ones(1, 4)) * factor).sum()).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    assert (seen.step, seen.scale) == (4, 2.0**9)
+    assert (seen.not_finite.op, seen.not_finite.module, seen.not_finite.step) == ("mul", None, 2)
 
 
 def test_delayed_gradients_are_counted_without_their_scale():

@@ -153,6 +153,7 @@ def _serve_jobs(pipe: Connection) -> None:
             function, args, kwargs = pickle.loads(job)
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
+                warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # by torch 2.8's own checkpoints
                 answer = False, function(*args, **kwargs)
             sent = pickle.dumps(answer)
         except BaseException:

@@ -395,7 +395,7 @@ def test_an_fp32_copy_is_exported_in_fp32_while_the_training_lives(level, how, f
     _, plain, expected = generating(level)
     with torch.no_grad():
         if how == "export":
-            made = torch.export.export(plain, (PRECISE,))
+            made = torch.export.export(plain, (PRECISE,), strict=False)  # torch 2.6's default is True
             text = str(made.graph)
             made = made.module()
         elif how == "compile":

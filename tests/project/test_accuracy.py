@@ -12,8 +12,6 @@ import pytest
 from made_up import made_up_run
 from paths import BENCHMARKS
 
-pytest.importorskip("matplotlib", reason="the page's pictures need it")
-
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.recording.run import dumps
 

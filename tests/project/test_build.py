@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,10 @@ from paths import ROOT
 @pytest.fixture
 def sources(tmp_path):
     """setup.py over a package of one file and an extension that compiles in a second."""
-    shutil.copy(ROOT / "setup.py", tmp_path)
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "amp_patch").mkdir()
-    (tmp_path / "amp_patch" / "__init__.py").touch()
+    (tmp_path / "amp_patch" / "__init__.py").write_text('__version__ = "1.2.3"\n')
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "small.cpp").write_text(
         "#include <Python.h>\n"
@@ -29,26 +32,28 @@ def sources(tmp_path):
     return tmp_path
 
 
-def build(folder, *arguments, **environment):
-    switches = ("AMP_PATCH_NO_EXT", "AMP_PATCH_REQUIRE_EXT", "FORCE_CUDA")
+def run(folder, command, **environment):
+    switches = ("AMP_PATCH_NO_EXT", "AMP_PATCH_REQUIRE_EXT", "AMP_PATCH_LOCAL_VERSION", "FORCE_CUDA")
     inherited = {name: value for name, value in os.environ.items() if name not in switches}
-    return subprocess.run(
-        [sys.executable, "setup.py", *(arguments or ("build_ext", "--inplace"))],
-        cwd=folder,
-        env={**inherited, **environment},
-        capture_output=True,
-        text=True,
-    )
+    return subprocess.run(command, cwd=folder, env={**inherited, **environment}, capture_output=True, text=True)
+
+
+def build(folder, *arguments, **environment):
+    return run(folder, [sys.executable, "setup.py", *(arguments or ("build_ext", "--inplace"))], **environment)
 
 
 def extensions(folder):
     return list((folder / "amp_patch").glob("_C*"))
 
 
-def reason(folder):
+def noted(folder, name):
     values: dict[str, str] = {}
     exec((folder / "amp_patch" / "_build.py").read_text(), values)
-    return values["REASON"]
+    return values[name]
+
+
+def reason(folder):
+    return noted(folder, "REASON")
 
 
 def test_no_ext_leaves_the_reason(sources):
@@ -57,7 +62,7 @@ def test_no_ext_leaves_the_reason(sources):
     result = build(sources, AMP_PATCH_NO_EXT="1", PYTHONPATH=str(sources))
     assert result.returncode == 0, result.stderr
     assert extensions(sources) == []
-    assert reason(sources) == "it was installed with AMP_PATCH_NO_EXT=1"
+    assert (reason(sources), noted(sources, "TORCH")) == ("it was installed with AMP_PATCH_NO_EXT=1", "")
 
 
 def test_no_ext_removes_an_older_extension(sources):
@@ -69,11 +74,69 @@ def test_no_ext_removes_an_older_extension(sources):
     assert not stale.exists()
 
 
-def test_without_torch_the_message_says_what_to_do(sources):
+@pytest.mark.parametrize("required", [False, True])
+def test_without_torch_there_is_no_extension_and_the_way_to_one_is_named(sources, required):
     (sources / "torch.py").write_text("raise ImportError(\"No module named 'torch'\")\n")
-    result = build(sources, PYTHONPATH=str(sources))
-    assert result.returncode != 0
-    assert "install torch first, then `pip install --no-build-isolation .`" in result.stderr
+    (sources / "alone.py").write_text(  # and setup.py, which would ask the Python that is installed for, gets no answer
+        "import runpy, subprocess, sys\nsubprocess.run = lambda *_, **__: subprocess.CompletedProcess([], 0, '', '')\n"
+        "sys.argv = ['setup.py', 'build_ext', '--inplace']\nrunpy.run_path('setup.py', run_name='__main__')\n"
+    )
+    result = run(sources, [sys.executable, "alone.py"], AMP_PATCH_REQUIRE_EXT=str(int(required)))
+    why = "No module named 'torch' where it was built: install torch first, then amp_patch with `pip install"
+    if required:
+        assert result.returncode != 0
+        assert f"AMP_PATCH_REQUIRE_EXT=1, but {why}" in result.stderr
+    else:
+        assert result.returncode == 0, result.stderr
+        assert reason(sources).startswith(why)
+        assert f"amp_patch._C is left out, {why}" in result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    """A folder of wheels with what a build asks pip for, so that pip can fetch nothing else: no torch."""
+    folder = tmp_path_factory.mktemp("index")
+    wanted = re.findall(r"^requires = \[(.*)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[0]
+    names = [*re.findall(r'"(.*?)"', wanted), "wheel"]
+    got = run(folder, [sys.executable, "-m", "pip", "download", "-q", "-d", ".", *names])
+    if got.returncode:
+        pytest.skip(f"pip cannot get {names}: {got.stderr.splitlines()[-1]}")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("torch_is_there", [True, False])
+def test_an_isolated_build_is_for_the_torch_beside_pip_and_fetches_none(sources, index, torch_is_there):
+    """`pip wheel .` and `pip install .`, without --no-build-isolation."""
+    python = sys.executable
+    if not torch_is_there:
+        run(sources, [python, "-m", "venv", "bare"])
+        python = str(sources / "bare" / "bin" / "python")
+    options = ["--no-deps", "--no-index", "--find-links", str(index), "-w", "wheels"]
+    result = run(sources, [python, "-m", "pip", "wheel", *options, "."], PIP_FIND_LINKS="", PIP_EXTRA_INDEX_URL="")
+    assert result.returncode == 0, result.stdout + result.stderr
+    (wheel,) = (sources / "wheels").iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(sources / "installed")
+    assert len(extensions(sources / "installed")) == torch_is_there
+    if torch_is_there:
+        import torch
+
+        assert noted(sources / "installed", "TORCH") == torch.__version__
+        assert reason(sources / "installed") == ""
+    else:  # it serves every torch, Python and machine
+        assert wheel.name == "amp_patch-1.2.3-py3-none-any.whl"
+        assert reason(sources / "installed").startswith("No module named 'torch' where it was built: ")
+
+
+@pytest.mark.parametrize(("local", "name"), [("", "1.2.3"), ("torch2.13", "1.2.3+torch2.13"), ("2.13/cpu", None)])
+def test_a_wheel_says_in_its_name_what_it_is_kept_for(sources, local, name):
+    command = [sys.executable, "setup.py", "--version"]
+    result = run(sources, command, AMP_PATCH_NO_EXT="1", AMP_PATCH_LOCAL_VERSION=local)
+    if name is None:
+        assert result.returncode != 0 and f"AMP_PATCH_LOCAL_VERSION={local!r}: wanted " in result.stderr
+    else:
+        assert result.stdout.splitlines()[-1] == name
 
 
 def test_contradicting_switches_are_refused(sources):
@@ -97,7 +160,7 @@ def test_a_failed_build_degrades_with_its_reason_and_a_good_one_forgets_it(sourc
     result = build(sources)
     assert result.returncode == 0, result.stderr
     assert len(extensions(sources)) == 1
-    assert not (sources / "amp_patch" / "_build.py").exists()
+    assert reason(sources) == ""
 
     source.write_text("this is not C++\n")  # and what was built before must not be loaded instead
     assert build(sources).returncode == 0
@@ -200,11 +263,13 @@ def test_a_source_distribution_holds_the_cuda_sources_wherever_it_is_made(source
     shutil.copy(ROOT / "MANIFEST.in", sources)
     for name in ("part.h", "kernels.cu"):
         (sources / "csrc" / name).touch()
+    (sources / "amp_patch" / "_build.py").touch()  # of a build in place
     result = build(sources, "sdist", "--formats=tar")
     assert result.returncode == 0, result.stderr
     with tarfile.open(next((sources / "dist").glob("*.tar"))) as archive:
         held = {Path(name).name for name in archive.getnames()}
     assert held >= {"setup.py", "small.cpp", "part.h", "kernels.cu"}
+    assert "_build.py" not in held
 
 
 @pytest.mark.slow
@@ -212,11 +277,6 @@ def test_a_source_distribution_holds_the_cuda_sources_wherever_it_is_made(source
 def test_a_wheel_holds_the_extension_or_the_reason(sources, content):
     if content == "bad":
         (sources / "csrc" / "small.cpp").write_text("this is not C++\n")
-    (sources / "pyproject.toml").write_text(
-        '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
-        '[project]\nname = "amp_patch"\nversion = "0"\n[tool.setuptools]\npackages = ["amp_patch"]\n'
-    )
-    environment = {**os.environ, "AMP_PATCH_NO_EXT": str(int(content == "none"))}
     target = sources / "installed"
     command = [
         sys.executable,
@@ -229,10 +289,11 @@ def test_a_wheel_holds_the_extension_or_the_reason(sources, content):
         str(target),
         ".",
     ]
-    result = subprocess.run(command, cwd=sources, env=environment, capture_output=True, text=True)
+    result = run(sources, command, AMP_PATCH_NO_EXT=str(int(content == "none")))
     assert result.returncode == 0, result.stderr
     assert len(extensions(target)) == (content == "good")
-    assert (target / "amp_patch" / "_build.py").exists() == (content != "good")
+    assert bool(noted(target, "TORCH")) == (content == "good")
+    assert bool(reason(target)) == (content != "good")
     assert not (sources / "amp_patch" / "_build.py").exists()
 
 
@@ -302,8 +363,6 @@ OLD_SETUPTOOLS = "setuptools==65.*" if sys.version_info < (3, 12) else "setuptoo
 
 @pytest.mark.parametrize("release", ["installed", pytest.param(OLD_SETUPTOOLS, marks=pytest.mark.slow)])
 def test_old_and_new_setuptools_take_the_metadata(sources, release):
-    for name in ("pyproject.toml", "README.md", "amp_patch/__init__.py"):
-        shutil.copy(ROOT / name, sources / name)
     path = []
     if release != "installed":
         command = [sys.executable, "-m", "pip", "install", "-q", "--target", str(sources / "old"), release, "wheel"]

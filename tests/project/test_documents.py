@@ -49,9 +49,13 @@ def test_each_relative_link_and_anchor_resolves(page):
     assert broken == []
 
 
-def test_each_page_can_be_reached_from_the_readme():
-    linked = set(re.findall(r"\]\(([\w/-]+\.md)", (ROOT / "README.md").read_text()))
-    assert {str(page.relative_to(ROOT)) for page in PAGES[1:]} <= linked
+def test_the_index_has_each_page_and_the_readme_has_the_index():
+    def linked(page: Path) -> set[Path]:
+        return {(page.parent / path).resolve() for path in re.findall(r"\]\(([\w./-]+\.md)", page.read_text())}
+
+    index = ROOT / "docs" / "README.md"
+    assert index in linked(ROOT / "README.md")
+    assert set(PAGES) - {index} <= linked(index)
 
 
 @each_page

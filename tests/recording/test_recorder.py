@@ -180,7 +180,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr(recording, "_clock", lambda: self.now)
+        monkeypatch.setattr("amp_patch.recording.scaler_steps.clock", lambda: self.now)
 
     def wait(self, seconds):
         self.now += seconds

@@ -62,6 +62,7 @@ RUN = Run(
     peak_memory=5,
     logged={"accuracy": [(1, 0.5), (7, math.nan)]},
     looks=[LOOK],
+    advice=["pad it"],
 )
 
 
@@ -89,6 +90,8 @@ def test_events_fold_into_a_run():
         {"event": "log", "step": 2, "name": "accuracy", "value": 0.5},
         {"event": "memory", "step": 2, "activations": 6, "step_peak": None},
         {"event": "note", "text": "no batch"},
+        {"event": "advice", "lines": ["pad it", "and it"]},
+        {"event": "advice", "lines": ["pad it"]},
         {"event": "end", "weights": 1, "masters": 2, "gradients": 3, "state": 4, "peak_memory": 5},
     ]
     kept = json.dumps(events[0])
@@ -116,12 +119,15 @@ def test_events_fold_into_a_run():
         peak_memory=5,
         logged={"accuracy": [(1, 0.25), (2, 0.5)]},
         looks=[Look(1, 128.0, 256.0, errors={"a": 0.5})],
+        advice=["pad it", "and it"],
     )
     assert run.steps == 2
 
 
 def test_an_event_of_no_known_kind_is_refused():
-    with pytest.raises(ValueError, match=r"event is 'stop'; wanted begin, step, log, look, memory, note or end"):
+    with pytest.raises(
+        ValueError, match=r"event is 'stop'; wanted begin, step, log, look, memory, advice, note or end"
+    ):
         Run("O0").add({"event": "stop"})
 
 

@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 
 from amp_patch.support.patches import Patches
-from amp_patch.training import observers
-from amp_patch.training.innermost_optimizer import innermost
-from amp_patch.training.stash import stash_of
 
 _OURS = "_amp_is_ours"  # of an autocast: whether amp_patch has made it
 _SCALED = "_amp_scaled_by"  # of a loss that a GradScaler has scaled: the loss before, and the scale
@@ -22,8 +19,8 @@ _SCALED = "_amp_scaled_by"  # of a loss that a GradScaler has scaled: the loss b
 class NativePrecision:
     """While it is installed the script's autocasts and GradScalers do nothing: a level of ours has their part.
 
-    Where they are `kept` they do what they always do, and what they do is told to whoever records: the loss before it
-    was scaled, the scale, and the steps that a GradScaler skips. Autocasts that compiled code enters are always on.
+    Where they are `kept` they do what they always do; the loss before it was scaled, and the scale, are kept with the
+    scaled loss. Autocasts that compiled code enters are always on.
 
     Args:
         kept: see above.
@@ -37,7 +34,6 @@ class NativePrecision:
         self.kept = kept
         self._applies = applies
         self.seen = False
-        self._stepped = False
 
     def install(self, patches: Patches) -> None:
         autocast, scaler = torch.amp.autocast_mode.autocast, torch.amp.GradScaler
@@ -45,13 +41,6 @@ class NativePrecision:
         for name in "__enter__", "__exit__":
             patches.set(autocast, name, self._entering(getattr(autocast, name)))
         patches.set(scaler, "__init__", self._making(scaler.__init__))
-        if self.kept:
-            patches.set(scaler, "scale", self._scaling(scaler.scale))
-            patches.set(scaler, "step", self._stepping(scaler.step))
-
-    def stepped(self) -> None:
-        """An optimizer steps."""
-        self._stepped = True
 
     def _marking(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -85,29 +74,10 @@ class NativePrecision:
 
         return __init__
 
-    def _scaling(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def scale(scaler: Any, outputs: Any) -> Any:
-            scaled = original(scaler, outputs)
-            if isinstance(scaled, Tensor) and scaled is not outputs and self._applies():
-                setattr(scaled, _SCALED, (outputs, original(scaler, torch.ones((), device=scaled.device))))
-            return scaled
-
-        return scale
-
-    def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            self._stepped = False
-            result = original(scaler, optimizer, *args, **kwargs)
-            target = innermost(optimizer)
-            if not self._stepped and (stash := stash_of(target)) is not None:
-                observers.tell("step_begins", target)
-                stash.step_skipped = True
-                observers.tell("step_ends", target)
-            return result
-
-        return step
+    def note_scaled(self, loss: Tensor, scaled: Tensor, scale: Tensor) -> None:
+        """A GradScaler that is kept has scaled a loss."""
+        if self.kept and self._applies():
+            setattr(scaled, _SCALED, (loss, scale))
 
 
 def before_scaling(loss: Tensor) -> tuple[Tensor, Tensor | None]:

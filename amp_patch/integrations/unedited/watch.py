@@ -141,6 +141,9 @@ class Watch(Observer):
         if self._scale is not None:
             body.scale = self._scale
 
+    def loss_given_to_scaler(self, scaler: Any, loss: Tensor, scaled: Tensor, scale: Tensor) -> None:
+        self.native.note_scaled(loss, scaled, scale)
+
     # Optimizers.
 
     def _telling_of_optimizers(self, original: Callable[..., None]) -> Callable[..., None]:
@@ -346,7 +349,6 @@ class Watch(Observer):
 
     @not_traced
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self.native.stepped()
         if self._aside or all(ref() is not optimizer for ref in self._made) or self._is_of_ours():
             return None
         name, result = base_class(optimizer).__name__, None

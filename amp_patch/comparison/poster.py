@@ -1,0 +1,82 @@
+"""The card of a report as a picture file, for a page that takes no HTML: a README."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+
+from amp_patch.comparison import headline
+from amp_patch.comparison.comparison import Comparison
+from amp_patch.comparison.drawing import COLOURS, rect, text
+from amp_patch.comparison.rows import axis, rows
+
+_ROW = 44
+_LEFT = 24
+_NAMES = 150.0  # what the levels' names take
+_COLUMNS = {"speed": (190.0, "Speed", "longer is faster"), "memory": (190.0, "Memory", "")}
+_DOTS = 250.0
+_GAP = 22.0
+
+
+def poster(comparison: Comparison, *, dark: bool = False, about: str = "", machine: str = "") -> str:
+    """An SVG file: the headline, and for each level its bars of speed and memory and a dot for each seed's result.
+
+    Args:
+        dark: in the colours for a dark page.
+        about: what was compared, in a line below the headline.
+        machine: what it ran on, in a line at the foot.
+    """
+    best = comparison.recommended is not comparison.baseline
+    gains = headline.gains(comparison)
+    title = headline.headline(comparison) + (f": {gains}" if gains else "")
+    words = [
+        text(_LEFT, 44, title, "good" if best else "ink", size=20, more=' font-weight="700"'),
+        text(_LEFT, 68, about, "soft", size=13),
+    ]
+    return _file(comparison, [*_COLUMNS], 92.0, words, title, machine, dark=dark)
+
+
+def dots(comparison: Comparison, *, dark: bool = False) -> str:
+    """An SVG file: for each level a dot for each seed's result."""
+    return _file(comparison, [], 16.0, [], f"The final {comparison.metric}, by level", "", dark=dark)
+
+
+def _file(
+    comparison: Comparison, columns: list[str], top: float, words: list[str], title: str, foot: str, *, dark: bool
+) -> str:
+    made = [row for row in rows(comparison) if row.speed]
+    places, x = [], _LEFT + _NAMES
+    for name in columns:
+        width, head, hint = _COLUMNS[name]
+        places.append((name, x, width, head, hint if name == "speed" else headline.what_memory(comparison)))
+        x += width + _GAP
+    base = comparison.baseline.name if comparison.baseline is not None else "the baseline"
+    better = "higher" if comparison.maximize else "lower"
+    places.append(("dots", x, _DOTS, f"Final {comparison.metric}", f"{better} is better; grey: {base}'s seeds"))
+    wide, first = x + _DOTS + _LEFT, top + 44
+    tall = first + _ROW * len(made) + 34
+    words = [*words, text(_LEFT, tall - 14, foot, "soft", size=12)]
+    parts = [rect(0.5, 0.5, wide - 1, tall - 1, "card", ' rx="12" stroke="var(--line)"'), *words]
+    for _, x, _, head, hint in places:
+        parts.append(text(x, top + 14, head, size=13.5, more=' font-weight="700"'))
+        parts.append(text(x, top + 31, hint, "soft", size=12))
+    for place, row in enumerate(made):
+        y = first + _ROW * place
+        if row.state == "best":
+            parts.append(rect(_LEFT - 12, y, wide - 2 * (_LEFT - 12), _ROW, "tint", ' rx="8"'))
+        ink = {"best": "good", "bad": "lost"}.get(row.state, "ink")
+        parts.append(text(_LEFT, y + 19, headline.name(row.level), ink, size=14, more=' font-weight="700"'))
+        parts.append(text(_LEFT, y + 35, row.short, ink if ink != "ink" else "soft", size=11.5))
+        for name, x, width, _, _ in places:
+            cell = {"speed": row.speed, "memory": row.memory, "dots": row.dots}[name]
+            parts.append(f'<svg x="{x}" y="{y}" width="{width}" height="{_ROW}" overflow="visible">{cell}</svg>')
+    x = places[-1][1]
+    labels = axis(comparison)
+    parts.append(f'<svg x="{x}" y="{first + _ROW * len(made) + 4}" width="{_DOTS}" height="16">{labels}</svg>')
+    alt = escape("; ".join([title, *(row.alt for row in made)]), quote=True)
+    start = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:g} {tall:g}" width="{wide:g}" height="{tall:g}"'
+    )
+    body = "\n".join(parts)
+    file = f'{start} font-family="system-ui, sans-serif" role="img" aria-label="{alt}">\n{body}\n</svg>\n'
+    return re.sub(r"var\(--(\w+)\)", lambda found: COLOURS[found[1]][dark], file)

@@ -1,0 +1,71 @@
+"""What Linux tells of processes: their children, the time they took of the cores, the memory that is theirs alone."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+_PROC = Path("/proc")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def tree(pid: int) -> list[int]:
+    """The process, its children, theirs, and so on; itself alone where the system does not tell."""
+    found = [pid]
+    for each in found:  # which grows
+        with suppress(OSError):
+            for thread in (_PROC / str(each) / "task").iterdir():
+                found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Of the `tree`, and of its processes that have ended; None where nothing tells, or the process has ended."""
+    ticks = 0
+    for each in tree(pid):
+        try:
+            # After the name, which may have blanks and brackets in it: utime, stime, cutime and cstime are fields 14 to
+            # 17 of proc(5).
+            fields = (_PROC / str(each) / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            if each == pid:
+                return None
+            continue
+        ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def busy_seconds() -> float | None:
+    """How long the cores that this process may run on have worked, for whomever; None where nothing tells."""
+    try:
+        lines = (_PROC / "stat").read_text().splitlines()
+        cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    except (OSError, AttributeError):
+        return None
+    # user, nice, system, idle, iowait, irq, softirq, steal: what another virtual machine has is not there for us.
+    times = [list(map(int, line.split()[1:9])) for line in lines if line.split()[:1] and line.split()[0] in cores]
+    return sum(sum(each) - each[3] - each[4] for each in times) / os.sysconf("SC_CLK_TCK") if times else None
+
+
+def private_bytes(pid: int) -> int:
+    """The memory of the `tree` that is in no file; what processes share is counted once. 0 where nothing tells."""
+    total = 0
+    for each in tree(pid):
+        with suppress(OSError):
+            lines = (_PROC / str(each) / "smaps_rollup").read_text().splitlines()
+            total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Anon:"))
+    return total
+
+
+def free_bytes() -> int | None:
+    """The memory that is left, of the system's or of what a container was given; None where nothing tells."""
+    found = []
+    with suppress(OSError):
+        lines = (_PROC / "meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    with suppress(OSError, ValueError):  # "max": no limit
+        limit, held = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        found.append(limit - held + int(statistics.get("inactive_file", 0)))
+    return min(found, default=None)

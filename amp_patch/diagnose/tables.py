@@ -1,0 +1,97 @@
+"""Tables as text, for terminals and files, and as HTML, for notebooks. Nothing in them is shortened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+_WIDTH = 100  # of a page of text
+
+# Colours are the page's own, which may be light or dark.
+_CELL = "padding:2px 12px 2px 0;border-bottom:1px solid rgba(128,128,128,.35);vertical-align:top;overflow-wrap:anywhere"
+_PARAGRAPH = "margin:.6em 0;color:inherit"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Attributes:
+        rows: cells; the first of each is a name.
+        header: lines of it, as wide as a row or narrower.
+        title: what stands above; "" for nothing.
+        numbers: whether the cells behind the name are numbers, which stand to the right.
+    """
+
+    rows: Sequence[tuple[str, ...]]
+    header: tuple[tuple[str, ...], ...] = ()
+    title: str = ""
+    numbers: bool = False
+
+
+Part = Table | str  # of a report: a table, or a line
+
+
+def as_text(parts: Iterable[Part]) -> str:
+    """The parts below each other. A name that would make its table wider than a page has a line for itself."""
+    lines: list[str] = []
+    for part in parts:
+        lines += [part] if isinstance(part, str) else _text_of(part)
+    return "\n".join(lines)
+
+
+def as_html(parts: Iterable[Part]) -> str:
+    """The parts below each other, with their style inside: a fragment that asks for nothing else."""
+    found = [
+        _html_of(part) if isinstance(part, Table) else f'<p style="{_PARAGRAPH}">{escape(part)}</p>'
+        for part in parts
+        if part
+    ]
+    return f'<div style="color:inherit;font-size:13px;line-height:1.4">{"".join(found)}</div>'
+
+
+def _text_of(table: Table) -> list[str]:
+    if not table.rows:
+        return []
+    lines = [*table.header, *table.rows]
+    columns = max(map(len, lines))
+    padded = [(*line, *[""] * (columns - len(line))) for line in lines]
+    widths = [max(map(len, column)) for column in zip(*padded, strict=True)]
+    room = max(_WIDTH - sum(widths[1:]) - 2 * columns, max(map(len, (line[0] for line in table.header)), default=0), 16)
+    if columns > 1 and widths[0] > room:
+        widths[0] = max((len(line[0]) for line in padded if len(line[0]) <= room), default=4)
+    indent = "  " if table.title else ""
+    found = [f"{table.title}:"] if table.title else []
+    for name, *cells in padded:
+        if columns > 1 and len(name) > widths[0]:
+            found.append(f"{indent}{name}")
+            name = ""
+        rest = (c.rjust(w) if table.numbers else c.ljust(w) for c, w in zip(cells, widths[1:], strict=True))
+        found.append(f"{indent}{'  '.join([name.ljust(widths[0]), *rest])}".rstrip())
+    return found
+
+
+def _html_of(table: Table) -> str:
+    if not table.rows:
+        return ""
+    columns = max(map(len, (*table.header, *table.rows)))
+    head = "".join(_html_row(line, columns, "th", table.numbers) for line in table.header)
+    body = "".join(_html_row(line, columns, "td", table.numbers) for line in table.rows)
+    title = f'<p style="{_PARAGRAPH};font-weight:600">{escape(table.title)}</p>' if table.title else ""
+    head = f"<thead>{head}</thead>" if head else ""
+    # Notebooks have a style for tables of their own, which the one of each cell goes before.
+    return (
+        f'{title}<div style="overflow-x:auto"><table style="border-collapse:collapse;color:inherit;margin:0">'
+        f"{head}<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _html_row(line: tuple[str, ...], columns: int, kind: str, numbers: bool) -> str:
+    cells = []
+    for index in range(columns):
+        align = "right" if numbers and index else "left"
+        style = f"{_CELL};text-align:{align};background:none;color:inherit"
+        style += ";font-weight:600" if kind == "th" else ""
+        cells.append(f'<{kind} style="{style}">{escape(line[index] if index < len(line) else "")}</{kind}>')
+    return f'<tr style="background:none">{"".join(cells)}</tr>'
