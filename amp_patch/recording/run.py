@@ -66,7 +66,7 @@ class Run:
         activations: what autograd had saved for the backward pass of one step (the third, or the last of fewer), where
             that was most. Each storage counts once, for as long as it lives; parameters, buffers and what the model was
             given do not. None where it was not measured: another's saved-tensor hooks are around the loop, the step
-            uses torch.func, or there was one step alone.
+            uses torch.func, a CUDA graph is replayed, there was one step alone, or torch is older than 2.8.
         step_peak: on CUDA, by how much the allocated memory grew within that step, at most.
         peak_memory: the largest that CUDA's allocator held; on a CPU what the process came to hold (its resident set)
             over what it held when the recording began. None where the system does not tell.
