@@ -51,6 +51,7 @@ class Run:
         dtype: the low-precision type, "float16" or "bfloat16"; None at O0.
         policy: the resolved policy in words.
         device: of the model's first parameter, "cpu" or "cuda".
+        lost_eps: the optimizer's eps (Adam's), if that is 0 in the type of its parameters: it divides by 0 then.
         error: why there are no figures, or fewer than asked for, in one line; None if all went well.
         refused: whether that is because the script cannot be trained at another level unedited.
         native: whether the script has mixed precision of torch's own (torch.autocast, GradScaler).
@@ -80,6 +81,7 @@ class Run:
     dtype: str | None = None
     policy: str = ""
     device: str = ""
+    lost_eps: float | None = None
     error: str | None = None
     refused: bool = False
     native: bool = False

@@ -60,12 +60,13 @@ def test_the_index_has_each_page_and_the_readme_has_the_index():
 
 @each_page
 def test_each_source_that_a_page_names_is_there(page):
-    """Named by its path in the repository, in amp_patch/ or in the row of its folder; `path/*.py` is any such file."""
+    """Named by its path in the repository, in amp_patch/, in tests/ or in its folder's row; `path/*.py` is any such."""
     text = page.read_text()
     named = re.findall(r"(?<![\w./-])((?:[\w*-]+/)+[\w*-]+\.(?:py|sh|h|cpp|cu|toml))\b", text)
     for folder, files in re.findall(r"^\| `(\w+/)` \| (.*) \|$", text, re.MULTILINE):
         named += [folder + name for name in re.findall(r"`(\w+\.py)`", files)]
-    missing = [path for path in named if not any(any(base.glob(path)) for base in (ROOT, ROOT / "amp_patch"))]
+    bases = (ROOT, ROOT / "amp_patch", ROOT / "tests")
+    missing = [path for path in named if not any(any(base.glob(path)) for base in bases)]
     assert missing == []
 
 
