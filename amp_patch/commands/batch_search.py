@@ -112,8 +112,8 @@ class _Trials:
         error = run.error
         if error is None and memory is None:
             error = (
-                "its activations could not be counted: it has saved-tensor hooks around its loop, calls torch.func in a "
-                "step, takes fewer than two steps, or torch is older than 2.8"
+                "its activations could not be counted: it has saved-tensor hooks around its loop, calls torch.func in "
+                "a step, takes fewer than two steps, or torch is older than 2.8"
             )
         ran_out = error is not None and error.startswith("out of memory")
         if error is not None and not ran_out:
