@@ -63,8 +63,9 @@ bench: $(VENV)/installed ## time kernels, patched calls, optimizers, whole steps
 sanitize: $(VENV)/installed ## the C++ code's tests with AddressSanitizer and UBSan, built in out/sanitize
 	PYTHON=$(BIN)/python sh tests/sanitize.sh
 
-cuda-compile: $(VENV)/installed ## compile the CUDA sources with nvcc, print registers and spills; needs no GPU
+cuda-compile: $(VENV)/installed ## compile the CUDA sources with nvcc, print registers, spills and loads in flight; needs no GPU
 	@test -n "$(NVCC)" || { echo "make cuda-compile: there is no nvcc, neither in CUDA_HOME nor on PATH" >&2; exit 1; }
+	@$(BIN)/python -m pip install --quiet nvidia-cuda-nvdisasm || echo "no nvdisasm: loads in flight are not counted" >&2
 	PYTHON=$(BIN)/python NVCC="$(NVCC)" sh tests/cuda/compile.sh
 
 # With the machine's own Python: torch for CUDA comes with it, and nothing needs to be downloaded.

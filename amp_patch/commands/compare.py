@@ -89,10 +89,9 @@ def compare(args: argparse.Namespace) -> None:
         )
         if not args.module and not os.path.exists(args.script):
             raise ValueError(f"compare: there is no {args.script!r} here")
-        if args.batch_search is not None:
-            (args.out / "runs").mkdir(parents=True, exist_ok=True)
-            sys.exit(batch_search.run(args, plan))
         (args.out / "runs").mkdir(parents=True, exist_ok=True)
+        if args.batch_search is not None:
+            sys.exit(batch_search.run(args, plan))
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)

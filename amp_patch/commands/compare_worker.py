@@ -30,7 +30,9 @@ def recorded(
     level, seed = os.environ["AMP_PATCH_OPT_LEVEL"], int(os.environ["AMP_PATCH_SEED"])
     run, recorder, error = Run(level, seed), None, None
     watch = Watch(level, native=native)
-    taken = None if turns is None else Turns(turns, path, lambda: watch.native.seen)
+    taken = None
+    if turns is not None:
+        taken = Turns(turns, path, lambda: watch.native.seen, lambda: 0 if recorder is None else recorder.steps)
     try:
         with seeded(seed, shift=shift):
             recorder = Recorder([JsonLines(path), run, *filter(None, [taken])], stop_after=steps, inspect=inspect)

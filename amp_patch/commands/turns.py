@@ -58,17 +58,18 @@ class Turns:
         channel: number of the socket to the process that gives the turns.
         own: a file that is no other run's.
         native: tells whether the script has mixed precision of torch's own.
+        steps: tells how many steps it has taken.
 
     Attributes:
         kept_for: why the process takes no turns any more, in words; None while it does.
     """
 
-    def __init__(self, channel: int, own: str, native: Callable[[], bool]) -> None:
+    def __init__(self, channel: int, own: str, native: Callable[[], bool], steps: Callable[[], int]) -> None:
         os.set_inheritable(channel, False)  # a program that takes this process's place trains on in its turn
         self.kept_for: str | None = None
         self._kept_at = 0
-        self._steps = 0
         self._native = native
+        self._steps = steps
         self._process = os.getpid()
         self._socket = socket.socket(fileno=channel)
         self._inode = os.fstat(channel).st_ino
@@ -87,7 +88,6 @@ class Turns:
         self._patches.remove()
 
     def add(self, event: Event) -> None:
-        self._steps += event["event"] == "step"
         self._over = self._over or event["event"] == "end"
 
     def flush(self) -> None:
@@ -109,11 +109,11 @@ class Turns:
             if self._waits:  # on another thread, or behind an interrupt
                 self._wait()
             if self.kept_for is None:
-                self.kept_for, self._kept_at = why, self._steps
+                self.kept_for, self._kept_at = why, self._steps()
 
     def note(self) -> str | None:
         """What the reader should know of the run, once it has ended."""
-        if self.kept_for is None or self._steps == self._kept_at:
+        if self.kept_for is None or self._steps() == self._kept_at:
             return None
         return f"the script {self.kept_for}: from the first time on it ran to its end, while the other levels waited"
 
@@ -138,7 +138,7 @@ class Turns:
             given = self._socket.recv(1)
             self._over = given == LAST
         except OSError:
-            self.kept_for, self._kept_at, given = "closes files that are not its own", self._steps, b"."
+            self.kept_for, self._kept_at, given = "closes files that are not its own", self._steps(), b"."
         self._waits = False
         self._begun = time.monotonic()
         return bool(given)

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
+from amp_patch.comparison.wording import raised
+
 # Name of a colour -> on white, on black. A colour means one thing: blue is time, violet memory, green what to use.
 COLOURS = {
     "paper": ("#ffffff", "#14171b"),
@@ -193,13 +195,9 @@ def ticks(low: float, high: float, count: int = 4) -> dict[float, str]:
     largest = max(map(abs, values), default=0.0)
     if largest >= 1e5 or step < 1e-4:
         return {value: f"{value:.3g}" for value in values}
-    digits = max(0, -math.floor(math.log10(step) + 1e-9) + (1 if factor_of(step) == 2.5 else 0))
+    power = math.floor(math.log10(step) + 1e-9)
+    digits = max(0, -power + (round(step / 10.0**power, 6) == 2.5))
     return {value: f"{value:.{digits}f}" for value in values}
-
-
-def factor_of(step: float) -> float:
-    """The leading digits of a step: 1 to 10."""
-    return round(step / 10.0 ** math.floor(math.log10(step) + 1e-9), 6)
 
 
 def step_ticks(last: int) -> dict[float, str]:
@@ -211,11 +209,6 @@ def power_ticks(low: int, high: int, count: int = 8) -> dict[float, str]:
     """Of an axis of exponents."""
     stride = next(s for s in (1, 2, 4, 8, 16, 32, 64, 128, 1 << 20) if (high - low) / s <= count)
     return {exponent: f"2{raised(exponent)}" for exponent in range(low, high + 1) if exponent % stride == 0}
-
-
-def raised(exponent: int) -> str:
-    """The number in superscript digits."""
-    return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def thin(values: Sequence[float]) -> Sequence[float]:

@@ -32,6 +32,7 @@ def folds(comparison: Comparison) -> list[str]:
         ),
         fold("Time of a step", _times(comparison), "data, forward, backward, optimizer"),
         fold("Memory", _memory(comparison), "weights, gradients, optimizer state, activations"),
+        fold("Sizes of layers", _advice(comparison), "that a GPU would be faster with"),
         fold("Loss scale and skipped steps", _with_words(lines, pictures.scales(comparison))),
         fold("What the numbers look like", "".join(map(_seen, comparison.levels)), "as amp.inspect saw them"),
         fold("What each level is", definitions(_policies(comparison))),
@@ -87,6 +88,17 @@ def _memory(comparison: Comparison) -> str:
         rows.append([plain(name(level)), *cells, stack(each, longest)])
     names = [swatch(kind, said) for kind, said in wording.SIZES.items()]
     return table(f"Memory by its kinds, in {unit}", ["level", *names, f"together, {unit}", f"peak, {unit}", ""], rows)
+
+
+def _advice(comparison: Comparison) -> str:
+    """A list where all levels have the same, as they mostly do; else one for each that has any."""
+    of_level = {
+        name(level): [*dict.fromkeys(line for run in level.runs for line in run.advice)] for level in comparison.levels
+    }
+    first = next(iter(of_level.values()), [])
+    if all(lines == first for lines in of_level.values()):
+        return items(first)
+    return "".join(f"<h3>{plain(level)}</h3>{items(lines)}" for level, lines in of_level.items() if lines)
 
 
 def _failures(comparison: Comparison) -> str:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amp_patch.comparison.drawing import Picture, Plot, line, power_ticks, raised, rect, text
+from amp_patch.comparison.drawing import Picture, Plot, line, power_ticks, rect, text
 from amp_patch.comparison.headline import name
-from amp_patch.comparison.wording import percent
+from amp_patch.comparison.wording import percent, power, raised
 from amp_patch.diagnose.histogram import FORMATS, Format
 from amp_patch.recording.run import Look
 
@@ -51,8 +51,8 @@ def _gradients(level: LevelResult, looks: list[Look], counts: dict[int, int], fo
     scales = {"without loss scaling": 1.0}
     if format_ == "FP16":
         in_use, best = looks[-1].scale, min(look.best_scale for look in looks)
-        scales |= {f"at the loss scale used, {_power(in_use)}": in_use} if in_use != 1.0 else {}
-        scales |= {f"at the best loss scale, {_power(best)}": best}
+        scales |= {f"at the loss scale used, {power(in_use)}": in_use} if in_use != 1.0 else {}
+        scales |= {f"at the best loss scale, {power(best)}": best}
     total = sum(counts.values())
     shares = {}
     for words, scale in scales.items():
@@ -100,9 +100,3 @@ def _exponents(looks: Iterable[Look], kind: str) -> dict[int, int]:
         for exponent, count in look.counts.get(kind, {}).get("exponents", {}).items():
             counts[int(exponent)] = counts.get(int(exponent), 0) + count
     return dict(sorted(counts.items()))
-
-
-def _power(scale: float) -> str:
-    """A loss scale: powers of two as such."""
-    exact = scale > 0 and math.isfinite(scale) and math.frexp(scale)[0] == 0.5
-    return f"2{raised(math.frexp(scale)[1] - 1)}" if exact and scale != 1 else f"{scale:g}"

@@ -135,7 +135,7 @@ def _levels(comparison: Comparison) -> str:
                 _speed(level) if other else "",
                 wording.three(level.samples_per_second) if level.samples_per_second else "",
                 size if level.memory_bytes else "",
-                _several(level.scales, "{:.5g}".format) if any(scale != 1 for scale in level.scales) else "",
+                _several(level.scales, wording.power) if any(scale != 1 for scale in level.scales) else "",
                 _several(level.skips, str) if any(level.skips) else "",
                 f"{len(level.failed)} of {len(level.failed) + len(level.runs)}" if level.failed else "",
             ]

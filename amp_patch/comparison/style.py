@@ -54,13 +54,13 @@ th, td { padding: 6px 16px 6px 0; text-align: right; vertical-align: top; border
   white-space: nowrap; overflow-wrap: normal }
 th:last-child, td:last-child { padding-right: 0 }
 th:first-child, td:first-child, td.text, th.text { text-align: left }
-td.text { white-space: normal; min-width: 19em; overflow-wrap: anywhere }
+td.text { white-space: normal; min-width: 16em; overflow-wrap: anywhere }
 th[scope=row] { position: sticky; left: 0; background: var(--paper) }
 .named th[scope=row] { position: static; white-space: normal; overflow-wrap: anywhere; min-width: 18em }
 .named thead th { max-width: 9em }
 thead th { color: var(--soft); font-weight: 600; border-bottom-color: var(--soft); vertical-align: bottom;
   white-space: normal; min-width: 4em }
-td small { display: block; white-space: normal; width: max-content; max-width: 18em; margin-left: auto }
+td small { display: block; white-space: normal; width: max-content; max-width: 16em; margin-left: auto }
 .swatch { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 5px }
 .stack { display: block; width: 340px; height: 22px }
 details { border-top: 1px solid var(--line); padding: 9px 0 }
@@ -76,20 +76,19 @@ svg text { font-family: system-ui, sans-serif }
 pre { background: var(--card); border-radius: 6px; padding: 10px 14px; margin: 8px 0; white-space: pre-wrap }
 details dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 4px 18px; max-width: 84ch }
 dt { color: var(--soft) } dd { margin: 0 }
-@media (max-width: 860px) {
-  .named th[scope=row] { min-width: 11em }
+@media (max-width: 1080px) { .card { display: block } .rows { margin-top: 18px } }
+@media (max-width: 640px) {
   main { padding: 14px 12px 28px }
-  .card { display: block; padding: 16px 14px }
+  .card { padding: 16px 14px }
   h1 { font-size: 1.75rem } .gains { font-size: 1.12rem }
-  .rows { margin-top: 18px }
   .row { grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); padding: 4px 10px; margin: 0 -10px }
-  .row > div:first-child { grid-column: 1 / -1; padding-bottom: 0 } .row small { display: inline; margin-left: 6px }
+  .row > div:first-child { grid-column: 1 / -1 } .row small { display: inline; margin-left: 6px }
   .row > svg { height: 28px } .row > svg:last-child { grid-column: 1 / -1 }
   .head > div:first-child { display: none } .head > div { padding: 0 0 5px }
-  .head > div:last-child { grid-column: 1 / -1 }
-  .head small { display: block; margin: 0 }
+  .head > div:last-child { grid-column: 1 / -1 } .head small { display: block; margin: 0 }
   .failed { grid-column: 1 / -1 }
   details dl { display: block } details dd { margin-bottom: 8px }
+  .named th[scope=row] { min-width: 11em }
 }
 @media print {
   main { max-width: none; padding: 0 } :root { font-size: 11px } body { font-size: 1rem }

@@ -23,7 +23,7 @@ def lines(comparison: Comparison, *, colours: bool = False) -> list[str]:
     """What to print: at most 80 columns, whatever the numbers; with `colours`, in the words of a terminal.
 
     The levels with their figures, the verdicts, where the time of a step and the memory went, what `amp.inspect` saw
-    (of the worst modules), the notes, and last the recommendation.
+    (of the worst modules), the notes, sizes that a GPU would be faster with, and last the recommendation.
     """
     parts: list[list[str]] = []
     if comparison.levels:
@@ -31,6 +31,8 @@ def lines(comparison: Comparison, *, colours: bool = False) -> list[str]:
     if any(level.runs for level in comparison.levels):
         parts += [_times(comparison), _sizes(comparison)]
     parts += [_looks(comparison), [line for note in comparison.notes for line in _wrapped(f"Note: {note}.")]]
+    sizes = dict.fromkeys(line for level in comparison.levels for run in level.runs for line in run.advice)
+    parts += [[line for advice in sizes for line in _wrapped(f"Size: {advice}.")]]
     parts += [[_coloured(line, "bold", colours) for line in _wrapped(comparison.summary)]]
     return [line for part in parts if part for line in ("", *part)][1:]
 

@@ -133,6 +133,8 @@ class Judge:
                 what = f"gave no {self.metric}"
             if base is not None and level is not base and run.seed in set(base.seeds) - set(base.finite):
                 after += f", as {base.name} did"
+            if run.lost_eps is not None:
+                after += f": its optimizer's eps {run.lost_eps:g} is 0 in FP16; take eps=1e-4 or more, or O2"
             reasons.setdefault((what, after), []).append(run.seed)
         return [f"{what} with {seeds_in_words(seeds)}{after}" for (what, after), seeds in reasons.items()]
 

@@ -50,8 +50,8 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 def sizes(counts: Sequence[float]) -> tuple[str, list[str]]:
     """Bytes in the largest unit that fits: ("MiB", ["1.5", "0.25"])."""
-    power = min(3, int(math.log(max(1.0, *counts), 1024))) if counts else 0
-    return _UNITS[power], [in_unit(count, _UNITS[power]) for count in counts]
+    unit = _UNITS[min(3, int(math.log(max(1.0, *counts), 1024)))] if counts else _UNITS[0]
+    return unit, [in_unit(count, unit) for count in counts]
 
 
 def in_unit(count: float, unit: str) -> str:
@@ -67,3 +67,14 @@ def three(value: float) -> str:
 
 def percent(share: float) -> str:
     return "0 %" if share == 0 else "<0.1 %" if share < 0.001 else f"{100 * share:.2g} %" if share < 1 else "100 %"
+
+
+def power(scale: float) -> str:
+    """A loss scale: powers of two as such."""
+    exact = scale > 0 and math.isfinite(scale) and math.frexp(scale)[0] == 0.5
+    return f"2{raised(math.frexp(scale)[1] - 1)}" if exact and scale != 1 else f"{scale:g}"
+
+
+def raised(exponent: int) -> str:
+    """The number in superscript digits."""
+    return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))

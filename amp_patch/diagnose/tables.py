@@ -9,7 +9,8 @@ from html import escape
 _WIDTH = 100  # of a page of text
 
 # Colours are the page's own, which may be light or dark.
-_CELL = "padding:2px 12px 2px 0;border-bottom:1px solid rgba(128,128,128,.35);vertical-align:top;overflow-wrap:anywhere"
+_CELL = "padding:2px 12px 2px 0;border-bottom:1px solid rgba(128,128,128,.35);vertical-align:top"
+_TABLE = "border-collapse:collapse;color:inherit;font-size:inherit;margin:0 0 .6em"
 _PARAGRAPH = "margin:.6em 0;color:inherit"
 
 
@@ -81,10 +82,7 @@ def _html_of(table: Table) -> str:
     title = f'<p style="{_PARAGRAPH};font-weight:600">{escape(table.title)}</p>' if table.title else ""
     head = f"<thead>{head}</thead>" if head else ""
     # Notebooks have a style for tables of their own, which the one of each cell goes before.
-    return (
-        f'{title}<div style="overflow-x:auto"><table style="border-collapse:collapse;color:inherit;margin:0">'
-        f"{head}<tbody>{body}</tbody></table></div>"
-    )
+    return f'{title}<div style="overflow-x:auto"><table style="{_TABLE}">{head}<tbody>{body}</tbody></table></div>'
 
 
 def _html_row(line: tuple[str, ...], columns: int, kind: str, numbers: bool) -> str:
@@ -92,6 +90,7 @@ def _html_row(line: tuple[str, ...], columns: int, kind: str, numbers: bool) -> 
     for index in range(columns):
         align = "right" if numbers and index else "left"
         style = f"{_CELL};text-align:{align};background:none;color:inherit"
+        style += ";white-space:nowrap" if index else ";overflow-wrap:anywhere"
         style += ";font-weight:600" if kind == "th" else ""
         cells.append(f'<{kind} style="{style}">{escape(line[index] if index < len(line) else "")}</{kind}>')
     return f'<tr style="background:none">{"".join(cells)}</tr>'

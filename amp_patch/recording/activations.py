@@ -33,11 +33,13 @@ class SavedBytes:
     Parameters and their views are not counted, nor what is `left_out`.
 
     Attributes:
-        peak: bytes, of those that lived at once; None once something was saved whose memory cannot be told.
+        peak: bytes, of those that lived at once; None once something was saved whose memory cannot be told, and as long
+            as nothing was: a CUDA graph that is replayed saves without a word.
     """
 
     def __init__(self) -> None:
-        self.peak: int | None = 0
+        self._peak: int | None = 0
+        self._seen = False
         self._live = 0
         self._lock = threading.Lock()  # a backward runs on threads of its own, one a device
         self._ended: deque[int] = deque()  # keys of storages that live no more
@@ -45,21 +47,25 @@ class SavedBytes:
         # Python object as long as its memory, so the id is not another's before the reference tells.
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
+    @property
+    def peak(self) -> int | None:
+        return self._peak if self._seen else None
+
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            self._note(tensor, counts=False)
+            with suppress(Exception):
+                self._note(tensor, counts=False)
 
     def count(self, tensor: Tensor) -> None:
-        base = tensor._base if tensor._base is not None else tensor
-        self._note(tensor, counts=not (base.is_leaf and base.requires_grad))
+        self._seen = True
+        try:
+            base = tensor._base if tensor._base is not None else tensor
+            self._note(tensor, counts=not (base.is_leaf and base.requires_grad))
+        except Exception:  # tensors may be of any class; a count must not end a training
+            self._peak = None
 
     def _note(self, tensor: Tensor, *, counts: bool) -> None:
-        try:
-            storages = [part.untyped_storage() for part in _parts(tensor)]
-        except RuntimeError:  # one without storage
-            if counts:
-                self.peak = None
-            return
+        storages = [part.untyped_storage() for part in _parts(tensor)]
         with self._lock:
             while self._ended:
                 self._live -= self._known.pop(self._ended.popleft())[1]
@@ -70,8 +76,8 @@ class SavedBytes:
                 size = storage.nbytes() if counts else 0
                 self._known[key] = weakref.ref(storage, partial(self._ends, key)), size
                 self._live += size
-            if self.peak is not None:
-                self.peak = max(self.peak, self._live)
+            if self._peak is not None:
+                self._peak = max(self._peak, self._live)
 
     def _ends(self, key: int, _: Any) -> None:
         self._ended.append(key)  # and no more: a storage may end anywhere, in the middle of `_note` too
@@ -100,7 +106,7 @@ class WeighedStep:
         self._hooks = (self._pack, _unpack)
         self._patches = Patches()
         self._whole = False  # whether all that was saved since the making was seen
-        # torch 2.6 does not tell whose hooks are there; and somebody's block may be around the loop.
+        # torch before 2.8 does not tell whose hooks are there; and somebody's block may be around the loop.
         known = hasattr(_torch, "_top_saved_tensors_default_hooks")
         if known and _torch._saved_tensors_hooks_is_enabled() and _top() is None:
             self._push = _torch._push_saved_tensors_default_hooks
@@ -160,8 +166,9 @@ class WeighedStep:
             except BaseException:  # a checkpoint has computed all that it wants again, and keeps this one too
                 self._see(tensor)
                 raise
-            for kept in tree.tensors(packed):
-                self._see(kept)
+            with suppress(RuntimeError):  # a container that holds itself
+                for kept in tree.tensors(packed):
+                    self._see(kept)
             return packed
 
         self._push(pack_and_see, unpack)

@@ -232,6 +232,7 @@ class Recorder(ScalerSteps):
                     "dtype": dtype,
                     "policy": str(begun),
                     "device": self._device,
+                    "lost_eps": self._sizes.lost_eps(),
                 }
             )
         elif training.policy != begun:

@@ -51,6 +51,7 @@ class Run:
         dtype: the low-precision type, "float16" or "bfloat16"; None at O0.
         policy: the resolved policy in words.
         device: of the model's first parameter, "cpu" or "cuda".
+        lost_eps: the optimizer's eps (Adam's), if that is 0 in the type of its parameters: it divides by 0 then.
         error: why there are no figures, or fewer than asked for, in one line; None if all went well.
         refused: whether that is because the script cannot be trained at another level unedited.
         native: whether the script has mixed precision of torch's own (torch.autocast, GradScaler).
@@ -66,7 +67,7 @@ class Run:
         activations: what autograd had saved for the backward pass of one step (the third, or the last of fewer), where
             that was most. Each storage counts once, for as long as it lives; parameters, buffers and what the model was
             given do not. None where it was not measured: another's saved-tensor hooks are around the loop, the step
-            uses torch.func, or there was one step alone.
+            uses torch.func, a CUDA graph is replayed, there was one step alone, or torch is older than 2.8.
         step_peak: on CUDA, by how much the allocated memory grew within that step, at most.
         peak_memory: the largest that CUDA's allocator held; on a CPU what the process came to hold (its resident set)
             over what it held when the recording began. None where the system does not tell.
@@ -80,6 +81,7 @@ class Run:
     dtype: str | None = None
     policy: str = ""
     device: str = ""
+    lost_eps: float | None = None
     error: str | None = None
     refused: bool = False
     native: bool = False

@@ -13,6 +13,7 @@ from amp_patch.masters.split_master import low_half
 from amp_patch.support import distributed, tree
 from amp_patch.support.compiled import eager_only
 from amp_patch.training import zero_redundancy
+from amp_patch.training.optimizer import lost_eps
 from amp_patch.training.stash import stash_of
 from amp_patch.training.training import Training
 
@@ -27,6 +28,10 @@ class Sizes:
     def __init__(self, trainings: list[Training]) -> None:
         self._trainings = trainings
         self.bytes = {"weights": 0, "masters": 0, "gradients": 0, "state": 0}
+
+    def lost_eps(self) -> float | None:
+        """The first eps of an optimizer that is 0 in the type of its parameters; None if none is."""
+        return next((eps for optimizer in self._optimizers() for _, eps, _ in lost_eps(optimizer)), None)
 
     def device(self) -> torch.device:
         """Of the first parameter."""

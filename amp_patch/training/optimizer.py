@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -209,19 +209,23 @@ def warn_of_small_eps(optimizer: Any) -> None:
 
     Not of an optimizer that says of itself that it `computes_in_fp32`.
     """
+    for index, eps, dtype in lost_eps(optimizer):
+        warnings.warn(
+            f"initialize: eps={eps:g} of {base_class(optimizer).__name__}'s group {index} is 0 in {dtype}, the type "
+            "that its parameters have without masters: a first step can give NaN. Use eps=1e-4, or opt_level='O2'",
+            stacklevel=4,
+        )
+
+
+def lost_eps(optimizer: Any) -> Iterator[tuple[int, float, torch.dtype]]:
+    """The groups (index, eps, dtype) of which `warn_of_small_eps` warns."""
     if getattr(optimizer, "computes_in_fp32", False):
         return
     for index, group in enumerate(optimizer.param_groups):
         eps = group.get("eps")
-        dtypes = {p.dtype for p in group["params"] if p.dtype in LOW_PRECISION}
-        for dtype in dtypes:
+        for dtype in {p.dtype for p in group["params"] if p.dtype in LOW_PRECISION}:
             if isinstance(eps, float) and eps > 0 and torch.tensor(eps, dtype=dtype).item() == 0:
-                warnings.warn(
-                    f"initialize: eps={eps:g} of {base_class(optimizer).__name__}'s group {index} is 0 in "
-                    f"{dtype}, the type that its parameters have without masters: a first step can give NaN. Use "
-                    "eps=1e-4, or opt_level='O2'",
-                    stacklevel=4,
-                )
+                yield index, eps, dtype
 
 
 def _refuse_known(optimizer: Any, stash: Stash, param_group: Any) -> None:

@@ -5,6 +5,7 @@
 // of dtypes runs at full speed, and the code grows with the number of dtypes, not with that of their mixes.
 #pragma once
 
+#include <cstring>
 #include <type_traits>
 
 #include "functors.h"
@@ -22,6 +23,16 @@ struct Outcome {
   bool bad = false;
   double sum = 0;  // of the functor's terms
 };
+
+// A pointer to what lies in the device's memory, told to the compiler at the access: it sees that the pointer comes
+// from a row and not where it leads, and would ask at each access whether that is another kind of memory.
+template <class E>
+C10_HOST_DEVICE inline E* global(E* p) {
+#ifdef __CUDA_ARCH__
+  __builtin_assume(__isGlobal(p));
+#endif
+  return p;
+}
 
 template <class E, int V>
 struct alignas(sizeof(E) * V) Pack {
@@ -42,116 +53,184 @@ C10_HOST_DEVICE inline void with_element(c10::ScalarType dtype, const Visit& vis
   }
 }
 
-// P packs, at places counted in packs; those that are not live stay zero. All loads are issued before the first use.
-template <class E, int V, int P, class Place>
-C10_HOST_DEVICE inline void load(const void* data, const Place (&at)[P], const bool (&live)[P],
-                                 Pack<E, V> (&packs)[P]) {
-  AMP_PATCH_UNROLL
-  for (int p = 0; p < P; ++p) {
-    packs[p] = Pack<E, V>{};
-    if (live[p]) packs[p] = static_cast<const Pack<E, V>*>(data)[at[p]];
+// visit(U()) for an unsigned integer as large as the elements that dtype names: half as many branches where bits are
+// moved.
+template <class T, int V, class Visit>
+C10_HOST_DEVICE inline void with_size(c10::ScalarType dtype, const Visit& visit) {
+  if constexpr (std::is_same_v<T, double>) {
+    visit(uint64_t());
+  } else if (V == 8 || dtype != c10::ScalarType::Float) {
+    visit(uint16_t());
+  } else if constexpr (V != 8) {
+    visit(uint32_t());
   }
 }
 
-template <class E, int V, int P, class Place>
-C10_HOST_DEVICE inline void store(void* data, const Place (&at)[P], const bool (&live)[P],
-                                  const Pack<E, V> (&packs)[P]) {
-  AMP_PATCH_UNROLL
-  for (int p = 0; p < P; ++p) {
-    if (live[p]) static_cast<Pack<E, V>*>(data)[at[p]] = packs[p];
-  }
-}
+// The elements of a pack as they lay in memory, of a dtype known at run time, in as many words as the largest takes.
+template <class T, int V>
+struct Bits {
+  static constexpr int kWords = V == 8 ? 4 : V * sizeof(T) / 4;
+#ifdef __CUDA_ARCH__
+  uint32_t word[kWords];
+#else  // a host's compiler does not see that what is used of them is what was read, and warns
+  uint32_t word[kWords] = {};
+#endif
 
-template <class To, class From, int V, int P>
-C10_HOST_DEVICE inline void convert(const Pack<From, V> (&from)[P], Pack<To, V> (&to)[P]) {
-  AMP_PATCH_UNROLL
-  for (int p = 0; p < P; ++p) {
+  template <class E>
+  C10_HOST_DEVICE void read(const void* data, int64_t at) {
+    if constexpr (sizeof(E) * V < 4) {
+      word[0] = *global(static_cast<const uint16_t*>(data) + at);
+    } else {
+      const auto words = *global(static_cast<const Pack<uint32_t, sizeof(E) * V / 4>*>(data) + at);
+      AMP_PATCH_UNROLL
+      for (int i = 0; i < static_cast<int>(sizeof(E) * V / 4); ++i) word[i] = words.element[i];
+    }
+  }
+  template <class E>
+  C10_HOST_DEVICE void write(void* data, int64_t at) const {
+    *global(static_cast<Pack<E, V>*>(data) + at) = as<E>();
+  }
+  template <class E>
+  C10_HOST_DEVICE Pack<E, V> as() const {
+    Pack<E, V> pack;
+    std::memcpy(&pack, word, sizeof(pack));
+    return pack;
+  }
+};
+
+// Which packs a thread works on at once: from(k, p) says where pack p lies in tensor k, counted in packs, live(p)
+// whether it is one of the row's, to(k, p) where a live one is written. What is not live is read, at the place of one
+// that is, and never used: a load under a predicate would need its registers cleared before it, which makes the
+// compiler wait for one load before it issues the next.
+struct FullPacks {
+  int start;
+
+  C10_HOST_DEVICE static constexpr bool live(int) { return true; }
+  C10_HOST_DEVICE int from(int, int p) const { return start + p * kThreads; }
+  C10_HOST_DEVICE int to(int, int p) const { return start + p * kThreads; }
+};
+struct LastPacks {
+  int start, end;  // start < end
+
+  C10_HOST_DEVICE bool live(int p) const { return start + p * kThreads < end; }
+  C10_HOST_DEVICE int from(int, int p) const { return live(p) ? start + p * kThreads : start; }
+  C10_HOST_DEVICE int to(int, int p) const { return start + p * kThreads; }
+};
+
+// P packs of tensor k, in two branches at most, so that the loads of both inputs are issued before the first use.
+template <class T, int V, int P, class Places>
+C10_HOST_DEVICE inline void load(const void* data, c10::ScalarType dtype, int k, const Places& places,
+                                 Bits<T, V> (&bits)[P]) {
+  with_size<T, V>(dtype, [&](auto element) {
+    using E = decltype(element);
     AMP_PATCH_UNROLL
-    for (int v = 0; v < V; ++v) to[p].element[v] = static_cast<To>(from[p].element[v]);
-  }
-}
-
-// P packs of a row copied, from tensor 0 to tensor 1: to another dtype by way of T, to the same one bit by bit.
-template <class T, int V, int P, class Place>
-C10_HOST_DEVICE inline void copy_packs(void* const (&data)[2], const c10::ScalarType (&dtype)[2],
-                                       const Place (&at)[2][P], const bool (&live)[P]) {
-  with_element<T, V>(dtype[0], [&](auto from) {
-    using From = decltype(from);
-    Pack<From, V> source[P];
-    load<From, V, P>(data[0], at[0], live, source);
-    with_element<T, V>(dtype[1], [&](auto to) {
-      using To = decltype(to);
-      if constexpr (std::is_same_v<From, To>) {  // every bit, a NaN's too
-        store<To, V, P>(data[1], at[1], live, source);
-      } else {
-        Pack<T, V> x[P];
-        Pack<To, V> target[P];
-        convert(source, x);
-        convert(x, target);
-        store<To, V, P>(data[1], at[1], live, target);
-      }
-    });
+    for (int p = 0; p < P; ++p) bits[p].template read<E>(data, places.from(k, p));
   });
 }
 
-// P packs of a row through the functor. at[k]: where they lie in tensor k, whose memory is data[k].
-template <class T, int N, int V, int P, int K, class F, class Place>
-C10_HOST_DEVICE inline void packs_through(const F& f, void* const (&data)[K], const c10::ScalarType (&dtype)[K],
-                                          const Place (&at)[K][P], const bool (&live)[P], Outcome& outcome) {
-  if constexpr (std::is_same_v<F, Copy<T>>) {
-    copy_packs<T, V, P>(data, dtype, at, live);
-  } else {
-    Pack<T, V> x[N][P], value[P];
+// Packs [first, first + G) of those that were loaded.
+template <int G, class T, int V>
+C10_HOST_DEVICE inline void convert(const Bits<T, V>* bits, int first, c10::ScalarType dtype, Pack<T, V> (&x)[G]) {
+  with_element<T, V>(dtype, [&](auto element) {
     AMP_PATCH_UNROLL
-    for (int n = 0; n < N; ++n) {
-      with_element<T, V>(dtype[n], [&](auto element) {
-        using E = decltype(element);
-        Pack<E, V> source[P];
-        load<E, V, P>(data[n], at[n], live, source);
-        convert(source, x[n]);
-      });
-    }
-    AMP_PATCH_UNROLL
-    for (int p = 0; p < P; ++p) {
+    for (int g = 0; g < G; ++g) {
+      const auto pack = bits[first + g].template as<decltype(element)>();
       AMP_PATCH_UNROLL
-      for (int v = 0; v < V; ++v) {
-        T& result = value[p].element[v];
-        const T first = x[0][p].element[v];
-        // What is not live was never loaded: 0 times an infinite factor must not raise a flag.
-        if constexpr (N == 1) {
-          result = f(first);
-          if constexpr (F::watches) outcome.bad = outcome.bad | (live[p] & f.bad(result, first));
-        } else {
-          const T second = x[1][p].element[v];
-          result = f(first, second);
-          if constexpr (F::watches) outcome.bad = outcome.bad | (live[p] & f.bad(result, first, second));
-        }
-      }
+      for (int v = 0; v < V; ++v) x[g].element[v] = static_cast<T>(pack.element[v]);
     }
-    if constexpr (F::writes) {
-      with_element<T, V>(dtype[K - 1], [&](auto element) {
-        using E = decltype(element);
-        Pack<E, V> target[P];
-        convert(value, target);
-        store<E, V, P>(data[K - 1], at[K - 1], live, target);
-        if constexpr (F::reduces) convert(target, value);  // the sum is of what was stored
-      });
-    }
-    if constexpr (F::reduces) {
-      T sum = 0;  // of few, so that T suffices
-      AMP_PATCH_UNROLL
-      for (int p = 0; p < P; ++p) {
-        AMP_PATCH_UNROLL
-        for (int v = 0; v < V; ++v) sum += live[p] ? f.term(value[p].element[v]) : T(0);
-      }
-      outcome.sum += static_cast<double>(sum);
-    }
-  }
+  });
 }
 
-// How many packs a thread has in flight: two to four accesses of 16 bytes per input, fewer where there are two inputs.
+// Rounds packs [first, first + G) to the dtype of tensor k and stores those for which `writes` is true. kAgain: x
+// becomes what they hold then.
+template <bool kAgain, int G, class T, int V, class Places>
+C10_HOST_DEVICE inline void store(void* data, c10::ScalarType dtype, int k, const Places& places, int first,
+                                  const bool (&writes)[G], Pack<T, V> (&x)[G]) {
+  with_element<T, V>(dtype, [&](auto element) {
+    using E = decltype(element);
+    AMP_PATCH_UNROLL
+    for (int g = 0; g < G; ++g) {
+      Pack<E, V> pack;
+      AMP_PATCH_UNROLL
+      for (int v = 0; v < V; ++v) {
+        pack.element[v] = static_cast<E>(x[g].element[v]);
+        if constexpr (kAgain) x[g].element[v] = static_cast<T>(pack.element[v]);
+      }
+      if (writes[g]) *global(static_cast<Pack<E, V>*>(data) + places.to(k, first + g)) = pack;
+    }
+  });
+}
+
+// P packs of a row copied bit by bit, a NaN's too, from tensor 0 to tensor 1 of the same dtype.
+template <class T, int V, int P, class Places>
+C10_HOST_DEVICE inline void copy_bits(void* data, c10::ScalarType dtype, const Places& places,
+                                      const Bits<T, V> (&bits)[P]) {
+  with_size<T, V>(dtype, [&](auto element) {
+    AMP_PATCH_UNROLL
+    for (int p = 0; p < P; ++p) {
+      if (places.live(p)) bits[p].template write<decltype(element)>(data, places.to(1, p));
+    }
+  });
+}
+
+// P packs of a row through the functor; data[k]: the memory of tensor k.
+template <class T, int N, int V, int P, int K, class F, class Places>
+C10_HOST_DEVICE inline void packs_through(const F& f, void* const (&data)[K], const c10::ScalarType (&dtype)[K],
+                                          const Places& places, Outcome& outcome) {
+  // Packs that are converted at a time: of 16-bit types one, since they take twice the registers then.
+  constexpr int G = V == 8 ? 1 : P;
+  constexpr bool kSeldom = std::is_same_v<F, Adopt<T>>;  // writes only where something changes
+  Bits<T, V> bits[N][P];
+  AMP_PATCH_UNROLL
+  for (int n = 0; n < N; ++n) load<T, V, P>(data[n], dtype[n], n, places, bits[n]);
+  if constexpr (std::is_same_v<F, Copy<T>>) {
+    if (dtype[0] == dtype[1]) return copy_bits<T, V, P>(data[1], dtype[1], places, bits[0]);
+  }
+  [[maybe_unused]] T sum = 0;  // of few, so that T suffices
+  AMP_PATCH_UNROLL
+  for (int first = 0; first < P; first += G) {
+    Pack<T, V> x[N][G];
+    AMP_PATCH_UNROLL
+    for (int n = 0; n < N; ++n) convert<G>(bits[n], first, dtype[n], x[n]);
+    bool writes[G];
+    AMP_PATCH_UNROLL
+    for (int g = 0; g < G; ++g) {
+      bool bad = false, changes = !kSeldom;
+      AMP_PATCH_UNROLL
+      for (int v = 0; v < V; ++v) {
+        const T one = x[0][g].element[v];
+        T& result = x[0][g].element[v];
+        if constexpr (N == 1) {
+          result = f(one);
+          if constexpr (F::watches) bad = bad | f.bad(result, one);
+        } else {
+          const T other = x[1][g].element[v];
+          if constexpr (kSeldom) changes = changes | f.changes(one, other);
+          result = f(one, other);
+          if constexpr (F::watches) bad = bad | f.bad(result, one, other);
+        }
+      }
+      const bool live = places.live(first + g);
+      writes[g] = live & changes;
+      if constexpr (F::watches) outcome.bad = outcome.bad | (live & bad);
+    }
+    if constexpr (F::writes) store<F::reduces>(data[K - 1], dtype[K - 1], K - 1, places, first, writes, x[0]);
+    if constexpr (F::reduces) {  // what was stored, if anything was
+      AMP_PATCH_UNROLL
+      for (int g = 0; g < G; ++g) {
+        AMP_PATCH_UNROLL
+        for (int v = 0; v < V; ++v) sum += places.live(first + g) ? f.term(x[0][g].element[v]) : T(0);
+      }
+    }
+  }
+  if constexpr (F::reduces) outcome.sum += static_cast<double>(sum);
+}
+
+// How many packs of each input a thread has in flight: four loads of 16 bytes together, or eight of float64. With the
+// 1,024 threads of a multiprocessor that is 64 KiB, about three times what hides the latency of an H100's memory. More
+// do not fit the 64 registers of a thread.
 template <int N, int V>
-constexpr int kFlight = V == 1 ? 4 : (N == 1 ? 16 : 8) / V;
+constexpr int kFlight = (V == 2 ? 8 : 4) / N;
 
 // Elements [begin, begin + count) of a linear row, V at a time; begin and count are multiples of V.
 template <class T, int N, int V, int K, class F>
@@ -162,35 +241,40 @@ C10_HOST_DEVICE inline void linear_part(const F& f, const Row<K>& row, int64_t b
   void* data[K];
   AMP_PATCH_UNROLL
   for (int k = 0; k < K; ++k) {
-    with_element<T, V>(row.dtype[k], [&](auto element) {
+    with_size<T, V>(row.dtype[k], [&](auto element) {
       data[k] = static_cast<char*>(row.data[k]) + begin * static_cast<int64_t>(sizeof(element));
     });
   }
-  for (int start = thread; start < packs; start += P * kThreads) {
-    int at[K][P];
-    bool live[P];
-    AMP_PATCH_UNROLL
-    for (int p = 0; p < P; ++p) {
-      live[p] = start + p * kThreads < packs;
-      AMP_PATCH_UNROLL
-      for (int k = 0; k < K; ++k) at[k][p] = start + p * kThreads;
-    }
-    packs_through<T, N, V, P, K>(f, data, row.dtype, at, live, outcome);
+  int start = thread;
+  for (; start + (P - 1) * kThreads < packs; start += P * kThreads) {
+    packs_through<T, N, V, P, K>(f, data, row.dtype, FullPacks{start}, outcome);
   }
+  if (start < packs) packs_through<T, N, V, P, K>(f, data, row.dtype, LastPacks{start, packs}, outcome);
 }
+
+// As FullPacks, of elements that lie anywhere.
+template <int K, int P>
+struct StridedPacks {
+  int64_t place[K][P];
+  int start, end;
+
+  C10_HOST_DEVICE bool live(int p) const { return start + p * kThreads < end; }
+  C10_HOST_DEVICE int64_t from(int k, int p) const { return place[k][p]; }
+  C10_HOST_DEVICE int64_t to(int k, int p) const { return place[k][p]; }
+};
 
 // Where element i lies in each tensor.
 template <class Index, int K, int P>
-C10_HOST_DEVICE inline void locate(const StridedRow<K>& row, int64_t i, int64_t (&at)[K][P], int p) {
+C10_HOST_DEVICE inline void locate(const StridedRow<K>& row, int64_t i, int p, StridedPacks<K, P>& places) {
   auto rest = static_cast<Index>(i);
   AMP_PATCH_UNROLL
-  for (int k = 0; k < K; ++k) at[k][p] = 0;
+  for (int k = 0; k < K; ++k) places.place[k][p] = 0;
   for (int d = row.dims - 1; d >= 0; --d) {
     const auto size = static_cast<Index>(row.sizes[d]);
     const Index outer = d > 0 ? rest / size : Index(0);
     const auto coordinate = static_cast<int64_t>(rest - outer * size);
     AMP_PATCH_UNROLL
-    for (int k = 0; k < K; ++k) at[k][p] += coordinate * row.strides[k][d];
+    for (int k = 0; k < K; ++k) places.place[k][p] += coordinate * row.strides[k][d];
     rest = outer;
   }
 }
@@ -199,7 +283,7 @@ C10_HOST_DEVICE inline void locate(const StridedRow<K>& row, int64_t i, int64_t 
 template <class T, int N, int K, class F>
 C10_HOST_DEVICE inline void strided_part(const F& f, const StridedRow<K>& row, int64_t begin, int count, int thread,
                                          Outcome& outcome) {
-  constexpr int P = kFlight<N, 1>;
+  constexpr int P = sizeof(T) * N == 16 ? 1 : 2;  // the places of more do not fit the registers
   void* data[K];
   c10::ScalarType dtype[K];
   AMP_PATCH_UNROLL
@@ -208,20 +292,19 @@ C10_HOST_DEVICE inline void strided_part(const F& f, const StridedRow<K>& row, i
     dtype[k] = row.dtype[k];
   }
   for (int start = thread; start < count; start += P * kThreads) {
-    int64_t at[K][P];
-    bool live[P];
+    StridedPacks<K, P> places;
+    places.start = start;
+    places.end = count;
     AMP_PATCH_UNROLL
     for (int p = 0; p < P; ++p) {
-      const int i = start + p * kThreads;
-      live[p] = i < count;
-      const int64_t element = begin + i;  // past the end it is located, but not read
+      const int64_t element = begin + (places.live(p) ? start + p * kThreads : start);
       if (row.narrow) {
-        locate<uint32_t>(row, element, at, p);
+        locate<uint32_t>(row, element, p, places);
       } else {
-        locate<uint64_t>(row, element, at, p);
+        locate<uint64_t>(row, element, p, places);
       }
     }
-    packs_through<T, N, 1, P, K>(f, data, dtype, at, live, outcome);
+    packs_through<T, N, 1, P, K>(f, data, dtype, places, outcome);
   }
 }
 
@@ -259,8 +342,11 @@ C10_HOST_DEVICE inline Outcome run_chunk(F f, const R* rows, int count, int chun
     } else if (row.width == 4) {
       linear_part<T, N, 4, K>(f, row, offset, done = length / 4 * 4, thread, outcome);
     }
-    // The last few elements of an aligned row, all of another.
-    if (done < length) linear_part<T, N, 1, K>(f, row, offset + done, length - done, thread, outcome);
+    // The last few elements of an aligned row, all of another. The row is read again: to keep it takes registers.
+    if (done < length) {
+      const Row<K> again = found;
+      linear_part<T, N, 1, K>(f, again, offset + done, length - done, thread, outcome);
+    }
   }
   return outcome;
 }

@@ -128,15 +128,20 @@ Layout place(const std::array<View, K>& views, int64_t index, StridedRow<K>& row
   return Layout::kStrided;
 }
 
-// Elements of a chunk: a power of two. Many enough chunks to fill a large GPU four times over before they grow; the
-// sizes alone decide, so that the partial sums of norms, one a chunk, do not depend on the machine.
+// Elements of a chunk: a multiple of kLeast, so many that the blocks fill kWaves waves, and start no other with a few
+// while the rest of the GPU has nothing to do. The sizes alone decide, with a constant for the GPU, so that the partial
+// sums of norms, one a chunk, do not depend on the machine.
 inline int64_t chunk_size(const std::vector<int64_t>& sizes) {
-  constexpr int64_t kLeast = 4096, kMost = 65536, kEnough = 2048;
-  int64_t chunk = kLeast;
+  constexpr int64_t kSlots = 132 * 4;  // the blocks that run at once on an H100, four on each of its multiprocessors
+  constexpr int64_t kWaves = 4;        // of fewer and longer blocks the last to end is waited for, more have to start
+  constexpr int64_t kBlocks = kWaves * kSlots;
+  constexpr int64_t kLeast = 4096;   // elements: one or two packs of each thread
+  constexpr int64_t kMost = 131072;  // a thousandth of a large model: more waves, and each is short beside the whole
   int64_t total = 0;
-  for (const int64_t size : sizes) total += std::min(size, kMost * kEnough);  // no overflow
-  while (chunk < kMost && chunk * kEnough < total) chunk *= 2;
-  return chunk;
+  for (const int64_t size : sizes) total += std::min(size, kMost * kBlocks);  // no overflow
+  // A tensor may have one block more than its size fills. Where there are very many, most are shorter than a block.
+  const int64_t filled = std::max(kBlocks - static_cast<int64_t>(sizes.size()), kBlocks / 2);
+  return std::min((total / filled / kLeast + 1) * kLeast, kMost);
 }
 
 // Writes a launch's rows to `out`, one a span; returns the number of its blocks.

@@ -35,31 +35,49 @@ inline StepBlocks step_blocks(const StepRow& row, int64_t index) {
   return blocks;
 }
 
-template <class E, int V>
-C10_HOST_DEVICE inline Pack<E, V> read_pack(const StepRow& row, int place, int64_t at) {
-  return static_cast<const Pack<E, V>*>(row.data[place])[at];
+// Pack `at` of the tensor at `place`, as it lies there.
+template <int V>
+C10_HOST_DEVICE inline Bits<float, V> read_bits(const StepRow& row, int place, int64_t at) {
+  Bits<float, V> bits;
+  with_size<float, V>(row.dtype[place],
+                      [&](auto element) { bits.template read<decltype(element)>(row.data[place], at); });
+  return bits;
 }
 template <class E, int V>
 C10_HOST_DEVICE inline void write_pack(const StepRow& row, int place, int64_t at, const Pack<E, V>& pack) {
-  static_cast<Pack<E, V>*>(row.data[place])[at] = pack;
+  *global(static_cast<Pack<E, V>*>(row.data[place]) + at) = pack;
 }
 
-// The masters of pack `at`: joined, or with what a user wrote into their weights.
+// What the masters of a pack are made of.
 template <int V>
-C10_HOST_DEVICE inline Pack<float, V> read_masters(const StepRow& row, int64_t at) {
+struct MasterBits {
+  Bits<float, V> param, weight;
+};
+
+template <int V>
+C10_HOST_DEVICE inline MasterBits<V> read_masters(const StepRow& row, int64_t at) {
+  MasterBits<V> bits;
+  bits.param = read_bits<V>(row, kParam, at);
+  if (row.data[kWeight] != nullptr) bits.weight = read_bits<V>(row, kWeight, at);
+  return bits;
+}
+
+// The masters themselves: joined, or with what a user wrote into their weights.
+template <int V>
+C10_HOST_DEVICE inline Pack<float, V> join_masters(const StepRow& row, const MasterBits<V>& bits) {
   if (row.dtype[kParam] == c10::ScalarType::Short) {
-    const auto halves = read_pack<int16_t, V>(row, kParam, at);
-    const auto weights = read_pack<c10::BFloat16, V>(row, kWeight, at);
+    const auto halves = bits.param.template as<int16_t>();
+    const auto weights = bits.weight.template as<c10::BFloat16>();
     Pack<float, V> p;
     AMP_PATCH_UNROLL
     for (int v = 0; v < V; ++v) p.element[v] = join(weights.element[v], halves.element[v]);
     return p;
   }
-  auto p = read_pack<float, V>(row, kParam, at);
+  auto p = bits.param.template as<float>();
   if (row.data[kWeight] == nullptr) return p;
   with_element<float, V>(row.dtype[kWeight], [&](auto element) {
     using E = decltype(element);
-    const auto weights = read_pack<E, V>(row, kWeight, at);
+    const auto weights = bits.weight.template as<E>();
     AMP_PATCH_UNROLL
     for (int v = 0; v < V; ++v) {
       float& master = p.element[v];
@@ -101,15 +119,20 @@ struct StepWork {
   template <int V>
   C10_HOST_DEVICE void run(const StepRow& row, int64_t at) const {
     constexpr int S = F::kStates;
-    Pack<float, V> g{}, states[S + 1];
-    with_element<float, V>(row.dtype[kGrad], [&](auto element) {
-      const auto grads = read_pack<decltype(element), V>(row, kGrad, at);
-      AMP_PATCH_UNROLL
-      for (int v = 0; v < V; ++v) g.element[v] = static_cast<float>(grads.element[v]);
-    });
+    // All loads are issued before the first use.
+    const Bits<float, V> grads = read_bits<V>(row, kGrad, at);
+    Pack<float, V> g, states[S + 1];
     AMP_PATCH_UNROLL
-    for (int s = 0; s < S; ++s) states[s] = read_pack<float, V>(row, kState + s, at);
-    Pack<float, V> p = read_masters<V>(row, at);
+    for (int s = 0; s < S; ++s) {
+      states[s] = *global(static_cast<const Pack<float, V>*>(row.data[kState + s]) + at);
+    }
+    const MasterBits<V> masters = read_masters<V>(row, at);
+    with_element<float, V>(row.dtype[kGrad], [&](auto element) {
+      const auto pack = grads.template as<decltype(element)>();
+      AMP_PATCH_UNROLL
+      for (int v = 0; v < V; ++v) g.element[v] = static_cast<float>(pack.element[v]);
+    });
+    Pack<float, V> p = join_masters<V>(row, masters);
     AMP_PATCH_UNROLL
     for (int v = 0; v < V; ++v) {
       float own[S + 1];
@@ -129,13 +152,13 @@ struct StepWork {
 struct SplitWork {
   template <int V>
   C10_HOST_DEVICE void run(const StepRow& row, int64_t at) const {
-    write_masters<V>(row, at, read_pack<float, V>(row, kGrad, at));
+    write_masters<V>(row, at, read_bits<V>(row, kGrad, at).template as<float>());
   }
 };
 struct JoinWork {
   template <int V>
   C10_HOST_DEVICE void run(const StepRow& row, int64_t at) const {
-    write_pack(row, kGrad, at, read_masters<V>(row, at));
+    write_pack(row, kGrad, at, join_masters<V>(row, read_masters<V>(row, at)));
   }
 };
 

@@ -33,7 +33,7 @@ def taken(tmp_path, monkeypatch):
     """The turns of this process, and the end of the socket at which they are given."""
     monkeypatch.setattr(turns, "_SECONDS", 0.0)
     given, theirs = socket.socketpair()
-    with given, Turns(theirs.detach(), str(tmp_path / "record.jsonl"), lambda: True) as taken:
+    with given, Turns(theirs.detach(), str(tmp_path / "record.jsonl"), lambda: True, int) as taken:
         yield taken, given
     taken._socket.close()
 
@@ -139,12 +139,13 @@ def test_the_first_write_takes_the_turn_for_good(what, why, tmp_path):
     (tmp_path / "full").mkdir()
     before = open, os.open, os.fork, subprocess.Popen.__init__
     given, theirs = socket.socketpair()
-    with given, Turns(theirs.detach(), str(tmp_path / "record.jsonl"), bool) as taken:
+    steps = [4]
+    with given, Turns(theirs.detach(), str(tmp_path / "record.jsonl"), bool, lambda: steps[-1]) as taken:
         what(tmp_path)
     taken._socket.close()
     assert taken.kept_for == why and (open, os.open, os.fork, subprocess.Popen.__init__) == before
     assert taken.note() is None
-    taken.add({"event": "step"})
+    steps.append(5)
     assert (taken.note() or "").startswith(f"the script {why}: ") is (why is not None)
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import re
+import runpy
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
+from xml.etree import ElementTree
 
 import pytest
 from made_up import made_up_look, made_up_run
+from paths import BENCHMARKS, ROOT
 
-from amp_patch.comparison import measures, number_pictures, page, pictures, wording
+from amp_patch.comparison import drawing, measures, number_pictures, page, pictures, wording
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.recording.run import PARTS, Run, dumps, loads
 
@@ -291,3 +295,46 @@ def test_other_work_on_the_machine_is_said_once():
     card, _, rest = text.partition("finding")
     assert card.count("Other work took 1.5 of 2 cores while it ran") == 1
     assert "other work" not in rest.partition("The machine")[0]
+
+
+def test_advice_on_sizes_that_all_levels_have_stands_once():
+    line = "head: 50257 out features; 50304 would be a multiple of 64"
+    runs = [made_up_run(level, seed, advice=[line]) for level in ("O0", "O4") for seed in range(2)]
+    text = Tree(page.html(Comparison("train.py", runs))).text
+    assert text.count(line) == 1 and "Sizes of layers" in text
+    runs[0].advice = runs[1].advice = []
+    assert "O4" in Tree(page.html(Comparison("train.py", runs))).text.partition("Sizes of layers")[2].partition(line)[0]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0, 1, ["0.00", "0.25", "0.50", "0.75", "1.00"]),
+        (0, 100, ["0", "25", "50", "75", "100"]),
+        (-0.3, 0.3, ["-0.2", "0.0", "0.2"]),
+        (2.813, 3.004, ["2.85", "2.90", "2.95", "3.00"]),
+        (1e-7, 3e-7, ["1e-07", "1.5e-07", "2e-07", "2.5e-07", "3e-07"]),
+        (2, 2, ["2"]),
+    ],
+)
+def test_labels_of_an_axis_are_round_and_told_apart(low, high, labels):
+    assert [*drawing.ticks(low, high).values()] == labels
+
+
+def test_the_picture_of_the_readme_is_the_card_of_a_report(tmp_path, monkeypatch):
+    runs = [made_up_run("O0", seed, final=1 + seed / 4, activations=8000, device="cpu") for seed in range(3)]
+    runs += [made_up_run("O4", seed, final=1.25, ms=5, activations=0, device="cpu") for seed in range(3)]
+    machine = {"cpu": "A <Processor>", "torch": "2.13.0+cpu", "threads": "1"}
+    page.write(Comparison("train.py", runs, machine=machine), tmp_path)
+    argv = ["demo_picture.py", "--from", str(tmp_path / "report.json"), "--docs", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", argv)
+    runpy.run_path(str(BENCHMARKS / "demo_picture.py"), run_name="__main__")
+    readme = re.findall(r'"(docs/demo-\w+\.svg)"', (ROOT / "README.md").read_text())
+    assert readme == ["docs/demo-dark.svg", "docs/demo-light.svg"]
+    for path, background in zip(readme, ("#1b2026", "#f6f7f9"), strict=True):
+        assert ElementTree.parse(ROOT / path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+        text = (tmp_path / path.removeprefix("docs/")).read_text()
+        words = "".join(ElementTree.fromstring(text).itertext())
+        assert "Use O4 (FP16): 2.0x faster, 33 % less memory, same loss over 3 seeds" in words
+        assert "A <Processor>, one thread, torch 2.13.0" in words
+        assert "var(" not in text and background in text

@@ -70,6 +70,15 @@ def test_the_verdicts_and_the_recommendation(comparison):
     assert said.endswith(comparison.summary) and comparison.summary.startswith("Use O2 fp16: 2.0x faster")
 
 
+def test_advice_on_sizes_is_given_once(comparison):
+    assert "Size: " not in words(lines(comparison))
+    for run in comparison.runs[3:]:
+        run.advice.append("99 is no multiple of 8")
+    shown = lines(comparison)
+    assert words(shown).count("Size: 99 is no multiple of 8.") == 1
+    assert words(shown).endswith(comparison.summary)
+
+
 def test_times_and_sizes(comparison):
     shown = lines(comparison)
     assert row(shown, "Time of a step, ms", "O2") == ["O2", "fp16", "0.5", "2.5", "5", "0.5", "1.5", "800"]

@@ -176,6 +176,15 @@ def test_where_the_baseline_diverged_too():
     assert "diverged with seed 1 at step 0, as O0 did" in made.levels[1].verdict.text
 
 
+def test_an_eps_that_fp16_does_not_have_is_why():
+    level = seeds("O3", math.nan, 1.25, 1.5, lost_eps=1e-8)
+    level[0].loss = [math.nan] * 40
+    reason = judge(seeds("O0", 1.0, 1.25, 1.5), level).reason
+    assert reason == (
+        "diverged with seed 0 at step 0: its optimizer's eps 1e-08 is 0 in FP16; take eps=1e-4 or more, or O2"
+    )
+
+
 def test_one_seed_has_no_spread():
     made = compare(seeds("O0", 1.0), seeds("O2", 1.03125, ms=5))
     assert made.levels[1].verdict == Verdict(

@@ -1,7 +1,9 @@
 #!/bin/sh
 # Proves with nvcc, and no GPU, that csrc's device code compiles, and that bindings.cpp does with WITH_CUDA: warnings are
-# errors, nothing is linked or run. Prints the registers that the kernels use and what they spill. PYTHON is the interpreter whose torch gives the headers (default python3), ARCHS the
-# architectures.
+# errors, nothing is linked or run. Prints the registers that the kernels use and what they spill, and, where there is an
+# nvdisasm, how many loads they have in flight; too few are an error. PYTHON is the interpreter whose torch gives the
+# headers (default python3), ARCHS the architectures, NVDISASM CUDA's disassembler (default: that on PATH, beside nvcc,
+# or of PyPI's nvidia-cuda-nvdisasm in PYTHON).
 set -eu
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
@@ -18,16 +20,32 @@ defines="$defines -D__CUDA_NO_HALF_OPERATORS__ -D__CUDA_NO_HALF_CONVERSIONS__ -D
 defines="$defines -D__CUDA_NO_BFLOAT16_CONVERSIONS__"
 targets=""
 for arch in ${ARCHS:-80 90}; do targets="$targets -gencode arch=compute_$arch,code=sm_$arch"; done
+if [ -z "${NVDISASM:-}" ]; then
+    wheel=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    for file in "$(command -v nvdisasm || true)" "$(dirname "$NVCC")"/nvdisasm "$wheel"/nvidia/*/bin/nvdisasm; do
+        if [ -x "$file" ]; then NVDISASM=$file; fi
+    done
+fi
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 
 for source in $(find csrc -name "*.cu" | sort); do
     # shellcheck disable=SC2086
     "$NVCC" -c "$source" -o "$out/object.o" -std=c++20 -O3 --fmad=false --expt-relaxed-constexpr --threads 0 \
-        --resource-usage $targets $paths $defines -Xcompiler -Wall,-Werror,-fPIC --Werror all-warnings \
+        --keep --keep-dir "$out" --resource-usage $targets $paths $defines -Xcompiler -Wall,-Werror,-fPIC --Werror all-warnings \
         2>"$out/said" || { grep -v "^ptxas info\|bytes stack frame" "$out/said" >&2; exit 1; }
     echo "$source compiles"
     c++filt <"$out/said" | awk -f tests/cuda/resources.awk
+    for cubin in "$out"/*90.cubin "$out/$(basename "$source" .cu).cubin"; do # the second: of a single architecture
+        [ -e "$cubin" ] || continue
+        if [ -n "${NVDISASM:-}" ]; then
+            echo "  loads in flight, by what the instructions wait for:"
+            "$NVDISASM" -hex -c "$cubin" | "$PYTHON" tests/cuda/loads.py
+        else
+            echo "  no nvdisasm here: the loads in flight are not counted"
+        fi
+        rm "$cubin"
+    done
 done
 # shellcheck disable=SC2086
 "${CXX:-c++}" -fsyntax-only -std=c++20 -Wall -Werror csrc/bindings.cpp $paths $defines

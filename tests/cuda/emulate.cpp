@@ -132,6 +132,15 @@ extern "C" int emulate(const char* op, int64_t count, const Given* x, const Give
   return with(float()) + with(double());
 }
 
+// The blocks of tensors of these sizes.
+extern "C" int64_t count_blocks(int64_t count, const int64_t* sizes) {
+  const std::vector<int64_t> all(sizes, sizes + count);
+  const int64_t chunk = chunk_size(all);
+  int64_t blocks = 0;
+  for (const int64_t size : all) blocks += (size + chunk - 1) / chunk;
+  return blocks;
+}
+
 namespace {
 
 struct Places {  // where an optimizer's lists are, as Python hands them over; null: there is none

@@ -132,6 +132,21 @@ def test_adopt(emulate, param):
         exact(m, e)
 
 
+@pytest.mark.parametrize("param", DTYPES)
+@pytest.mark.parametrize("step", [1, 2])
+def test_adopt_writes_only_packs_that_change(emulate, param, step):
+    master = draw([PASS * 2 + 3], torch.float32)[0]
+    weight = master.to(param).repeat_interleave(step)[::step]  # of step 2 no row in memory
+    edited = [0, 5, PASS - 1, PASS + 8, PASS * 2 + 1]
+    weight[edited] += 1
+    out = torch.full_like(master, 77.0)  # stands for the masters: where it is 77, nothing was written
+    emulate("adopt", [weight], [out], [master])
+    written = out != 77
+    exact(out[written], reference.adopt(weight, master)[written])
+    assert written[edited].all()
+    assert written.sum() <= len(edited) * (4 if step == 1 else 1)  # elements of a pack
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("offset", [0, 1])
 def test_a_copy_between_equal_dtypes_keeps_every_bit(emulate, dtype, offset):
@@ -195,8 +210,54 @@ def test_chunks_grow_with_the_work(emulate):
     out = Guarded(src, torch.float16)
     blocks = emulate("scale", src, out.tensors, a=2.0)[2].blocks
     out.check([t * 2 for t in src])
-    assert blocks == 2**23 // 16384 * 2 + 1
+    assert blocks == 2**23 // 8192 * 2 + 1
     assert emulate("check_finite", [src[0][:1]] * 3)[2].blocks == 3
+
+
+def gpt(layers, width, words=50257):
+    layer = [
+        width,
+        width,
+        3 * width**2,
+        3 * width,
+        width**2,
+        width,
+        width,
+        width,
+        *[4 * width**2] * 2,
+        width,
+        4 * width,
+    ]
+    return [words * width, 1024 * width, *layer * layers, width, width]
+
+
+SLOTS = 528  # blocks that run at once on an H100
+
+
+@pytest.mark.parametrize(
+    "sizes, blocks",
+    [
+        (gpt(12, 768), 1995),
+        ([135_000_000], 2060),
+        ([70_000_000], 1899),  # not 1,069 longer ones: 13 of them in a third wave
+        ([225_000] * 600, 1800),
+        ([256] * 4000, 4000),
+        (gpt(48, 1600), 12389),  # 1.6e9 parameters
+        ([1], 1),
+        ([0], 0),
+    ],
+)
+def test_blocks_fill_four_waves_of_a_gpu(library, sizes, blocks):
+    library.count_blocks.restype = ctypes.c_int64
+    assert library.count_blocks(len(sizes), (ctypes.c_int64 * len(sizes))(*sizes)) == blocks
+
+
+def test_no_wave_is_begun_for_a_few_blocks(library):
+    library.count_blocks.restype = ctypes.c_int64
+    for total in range(20_000_000, 220_000_000, 7_654_321):
+        for tensors in (1, 50, 400):
+            sizes = (ctypes.c_int64 * tensors)(*([total // tensors] * tensors))
+            assert 3 * SLOTS < library.count_blocks(tensors, sizes) <= 4 * SLOTS
 
 
 def layouts(dtype, seed=0):

@@ -27,13 +27,22 @@ def said(name, registers, stored):
     ]
 
 
-def compiled(folder, lines, status):
-    nvcc = folder / "nvcc"
-    nvcc.write_text("\n".join(["#!/bin/sh", "cat >&2 <<'END'", *lines, "END", f"exit {status}\n"]))
-    nvcc.chmod(0o755)
+def tool(path, *lines):
+    path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    path.chmod(0o755)
+    return str(path)
+
+
+def compiled(folder, lines, status, listing=None):
+    """compile.sh with an nvcc that says `lines`, and an nvdisasm that says `listing` where a cubin was made."""
+    (folder / "said").write_text("\n".join(lines) + "\n")
+    (folder / "listing").write_text("\n".join(listing or []) + "\n")
+    keep = 'while [ "$1" != --keep-dir ]; do shift; done; touch "$2/x.compute_90.cubin"' if listing else ""
+    nvcc = tool(folder / "nvcc", f"cat {folder}/said >&2", keep, f"exit {status}")
+    nvdisasm = tool(folder / "nvdisasm", f"cat {folder}/listing")
     return subprocess.run(
         ["sh", str(TESTS / "cuda" / "compile.sh")],
-        env={**os.environ, "PYTHON": sys.executable, "NVCC": str(nvcc), "CXX": "true"},
+        env={**os.environ, "PYTHON": sys.executable, "NVCC": nvcc, "NVDISASM": nvdisasm, "CXX": "true"},
         capture_output=True,
         text=True,
     )
@@ -51,3 +60,48 @@ def test_the_registers_and_spills_of_each_functor_are_printed(tmp_path):
 def test_an_error_is_shown_without_what_came_before_it(tmp_path):
     done = compiled(tmp_path, [*said(NAMES[0], 56, 0), "cuda.cu(3): error: a semicolon"], 2)
     assert done.returncode != 0 and done.stderr == "cuda.cu(3): error: a semicolon\n" and "compiles" not in done.stdout
+
+
+def instruction(text, sets=7, waits=0):
+    """Two lines as of `nvdisasm -hex`: in bits 110 and 116 of the code the barrier that is set, those waited for."""
+    control = (sets << 5 | waits << 11) << 41
+    return [f"        /*0010*/    {text} ;    /* 0x0000000812088980 */", f"            /* 0x{control:016x} */"]
+
+
+def loop(*instructions, functor="N9amp_patch3SgdILb0EEE"):
+    """A kernel's listing: run_steps<functor, ...> that does `instructions` again and again."""
+    name = NAMES[0].replace("NS_3SgdILb0EEE", functor)
+    code = [*instructions, instruction("@P0 BRA `(.L_x_1)"), instruction("EXIT")]
+    return [f'\t.section\t.text.{name},"ax",@progbits', ".L_x_1:", *(line for one in code for line in one)]
+
+
+def loads(registers, sets=0):
+    return [instruction(f"LDG.E.128 R{r}, desc[UR6][R2.64]", sets=sets) for r in registers]
+
+
+@pytest.mark.skipif(shutil.which("c++filt") is None, reason="no c++filt here, which reads the kernels' names")
+def test_loads_in_flight_are_counted_until_one_is_waited_for(tmp_path):
+    use = instruction("FMUL R20, R4, R40", waits=1)
+    other = instruction("FMUL R20, R40, R41", waits=2)  # waits for another barrier
+    together = loop(*loads([4, 8]), other, *loads([12]), use)
+    done = compiled(tmp_path, said(NAMES[0], 56, 0), 0, together)
+    assert done.returncode == 0, done.stderr
+    assert "run_steps<Sgd<false>>            3 to 3 loads of 16 bytes in flight" in done.stdout
+
+    apart = loop(*loads([4, 8]), use, *loads([12]), use)  # the third is issued when the first has come
+    done = compiled(tmp_path, said(NAMES[0], 56, 0), 0, apart)
+    assert done.returncode != 0 and "run_steps<Sgd<false>>: 1 loads in flight, 3 are wanted" in done.stderr
+
+    choice = [  # of a pack of one or the other width, into the same registers
+        instruction("@P1 LDG.E.64 R12, desc[UR6][R2.64]", sets=0),
+        instruction("@!P1 LDG.E.128 R12, desc[UR6][R2.64]", sets=0),
+    ]
+    assert compiled(tmp_path, said(NAMES[0], 56, 0), 0, loop(*loads([4, 8]), *choice, use)).returncode == 0
+    done = compiled(tmp_path, said(NAMES[0], 56, 0), 0, loop(*loads([4]), *choice, use))
+    assert done.returncode != 0 and "2 loads in flight" in done.stderr
+    assert compiled(tmp_path, said(NAMES[0], 56, 0), 0, ["no kernel"]).returncode != 0
+
+
+def test_without_a_disassembler_no_loads_are_counted(tmp_path):
+    done = compiled(tmp_path, said(NAMES[0], 56, 0), 0)
+    assert done.returncode == 0 and "in flight" not in done.stdout

@@ -88,6 +88,15 @@ def test_the_losses_scales_skips_and_samples_are_those_of_the_training(device):
     assert run.seconds == [sum(run.parts[part][step] for part in PARTS) for step in range(4)]
 
 
+@pytest.mark.filterwarnings("ignore:initialize. eps=:UserWarning")
+@pytest.mark.parametrize(("level", "eps", "lost"), [("O3", 1e-8, 1e-8), ("O3", 1e-4, None), ("O2", 1e-8, None)])
+def test_an_eps_that_is_0_in_the_type_of_the_weights_is_told(level, eps, lost):
+    net = nn.Linear(2, 1)
+    with amp.record() as run:
+        amp.initialize(net, torch.optim.Adam(net.parameters(), eps=eps), opt_level=level, verbosity=0)
+    assert run.lost_eps == lost
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_recording_a_step_does_not_wait_for_the_device(level, device):

@@ -47,6 +47,7 @@ RUN = Run(
     refused=True,
     native=True,
     notes=["one", "two"],
+    lost_eps=1e-8,
     loss=[1.5, math.nan, math.inf, -math.inf, 1e-320, 0.1],
     seconds=[0.25, math.nan],
     parts={part: [0.125, math.nan] for part in PARTS},
