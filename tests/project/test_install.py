@@ -112,7 +112,7 @@ def test_readme_s_lines_install_it_with_its_extension(name, archive, tmp_path):
     )
     assert "No broken requirements found." in environment.run("pip check", elsewhere)
     (elsewhere / "train.py").write_text(TRAIN)
-    assert environment.run("python -W error::RuntimeWarning train.py", elsewhere).splitlines()[-1] == "cpp"
+    assert "cpp" in environment.run("python -W error::RuntimeWarning train.py", elsewhere).splitlines()
 
 
 @pytest.mark.parametrize("name", PYTHONS)
