@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -308,8 +309,8 @@ def test_one_level_trains_at_a_time_and_its_times_and_losses_are_those_of_a_run_
     for level in levels:
         own = [step for step in steps if step[2] == level]
         meanwhile = sum(end - begin for begin, end, of in steps if of != level and own[0][1] < begin < own[-1][0])
-        assert meanwhile > 0.3
-        assert sum(runs[level].seconds[1:]) + meanwhile < own[-1][1] - own[0][1] + 0.2
+        timed = sum(filter(math.isfinite, runs[level].seconds[1:-1]))  # NaN: something was measured within that step
+        assert meanwhile > 0.6 and timed + meanwhile <= own[-1][1] - own[0][1]
     alone = compare(tmp_path, "--levels", ",".join(levels), "--one-by-one")
     assert [alone[level].loss for level in levels] == [runs[level].loss for level in levels]
     assert not any(run.notes for run in (*runs.values(), *alone.values()))
