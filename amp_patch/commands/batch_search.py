@@ -111,7 +111,10 @@ class _Trials:
         memory = measures.memory_bytes(run) if run.error is None else None
         error = run.error
         if error is None and memory is None:
-            error = "its activations could not be counted"
+            error = (
+                "its activations could not be counted: it has saved-tensor hooks around its loop, calls torch.func in "
+                "a step, takes fewer than two steps, or torch is older than 2.8"
+            )
         ran_out = error is not None and error.startswith("out of memory")
         if error is not None and not ran_out:
             self.failed = True

@@ -48,6 +48,7 @@ class Turns:
         self._args = args
         self._progress = Progress(self.runs, plan.steps)
         self._in_turns = not args.one_by_one and os.name == "posix"
+        self._grown = False  # whether there are runs of the script's own mixed precision
         self._looked = False  # whether the memory would do for all
         self._queue: deque[Run | Child] = deque()  # who has the turn next comes first
         self._again: list[Run] = []
@@ -132,8 +133,9 @@ class Turns:
 
     def _grow(self, seed: int) -> None:
         """Let each seed from this one on have a run of the script's own mixed precision too."""
-        if any(run.level == NATIVE for run in self.runs):
+        if self._grown:  # the levels of the runs do not tell: one that trains now has that of its recording
             return
+        self._grown = True
         added = [Run(NATIVE, each) for each in range(seed, self._plan.seeds)]
         self.runs += added
         self.runs.sort(key=lambda run: run.seed)

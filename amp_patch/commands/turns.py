@@ -19,6 +19,7 @@ import io
 import json
 import multiprocessing.process
 import os
+import pathlib
 import shutil
 import socket
 import sqlite3
@@ -44,6 +45,7 @@ _has_cuda = torch.cuda.is_initialized
 _HARMLESS = ("torch", "triton", "platform", "ctypes", "uuid")
 _NOT_HARMLESS = ("torch.multiprocessing", "torch.distributed")
 _STARTERS = ("subprocess", "multiprocessing", "concurrent", "os", __name__)
+_OF_TWO = ("rename", "replace", "link", "symlink")  # functions of os, of two paths
 _NAMELESS = getattr(os, "O_TMPFILE", -1)
 _NO_FILES = ("/dev/", "/proc/", "/sys/")
 _CACHES = ("XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -216,8 +218,12 @@ def _announce(patches: Patches, turns: Turns) -> None:
     announced(os, "mkdir", makes_folder)
     for name in ("remove", "unlink", "truncate"):
         announced(os, name, first)
-    for name in ("rename", "replace", "link", "symlink"):
+    for name in _OF_TWO:
         announced(os, name, both)
+    if (accessor := getattr(pathlib, "_NormalAccessor", None)) is not None:  # Python 3.10's paths have what was there
+        patches.set(accessor, "open", opened)
+        for name in ("mkdir", "unlink", *_OF_TWO):
+            patches.set(accessor, name, getattr(os, name))
     announced(shutil, "rmtree", first)
     announced(sqlite3, "connect", first)
     announced(torch._C, "PyTorchFileWriter", first)  # torch.save's, in C++

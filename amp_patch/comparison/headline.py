@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.level_result import LevelResult, failures_in_words, faults, seeds_change_nothing, skips_much
+from amp_patch.comparison.verdict import ALIKE
 from amp_patch.comparison.wording import apart, tell_apart, times
 
 _TYPES = {"float16": "FP16", "bfloat16": "BF16", None: "FP32"}
@@ -37,18 +38,21 @@ def gains(comparison: Comparison) -> str:
     if best is None or base is None or best is base:
         return ""
     said = [speed_in_words(best), memory_in_words(best)]
+    if best.speedup is None or best.speedup.low <= 1:
+        said.reverse()  # it is recommended for its memory
     seeds = len([seed for seed in best.finite if seed in base.finite])
     what = "loss" if "loss" in comparison.metric else comparison.metric
     said.append(f"{'better' if best.verdict.better else 'same'} {what} over {_count(seeds, 'seed')}")
-    return ", ".join(filter(None, said))
+    words = ", ".join(filter(None, said))
+    return words[:1].upper() + words[1:]
 
 
 def speed_in_words(level: LevelResult) -> str:
     if level.speedup is None:
         return ""
-    if level.speedup.low <= 1 <= level.speedup.high:
-        return "as fast"
-    median = level.speedup.median
+    median, low, high = level.speedup
+    if low <= 1 <= high:
+        return "as fast" if low >= 1 / ALIKE and high <= ALIKE else "speed not clear"
     return f"{times(median)[0]}x faster" if median > 1 else f"{times(1 / median)[0]}x slower"
 
 
@@ -78,7 +82,7 @@ def why(comparison: Comparison) -> str:
     fast = best.speedup is not None and best.speedup.low > 1
     first = f"The {'fastest' if fast else 'smallest'} level that is as good as {base.name}"
     first += "" if fast else f"; none as good is faster than {base.name}"
-    if best.verdict.kind == "within" and "to the bit" in best.verdict.reason:
+    if _to_the_bit(best):
         return f"{first}: every loss is {base.name}'s, to the bit."
     low, high = min(base.finite.values()), max(base.finite.values())
     mean, low_, high_ = tell_apart(best.mean or 0.0, low, high)
@@ -101,8 +105,8 @@ def how_sure(comparison: Comparison) -> str:
         low, high = best.speedup.low, best.speedup.high
         each = f"with each of {len(best.runs)} seeds" if len(best.runs) > 1 else "in one run"
         span = f"{low:.2f}x to {high:.2f}x" if f"{low:.2f}" != f"{high:.2f}" else f"{low:.2f}x"
-        said.append(f"{'Faster' if low > 1 else 'As fast'} {each}: {span}.")
-    if len(base.finite) > 1 and not seeds_change_nothing(base):
+        said.append(f"{'Faster' if low > 1 else 'Its speed'} {each}: {span}.")
+    if len(base.finite) > 1 and not seeds_change_nothing(base) and not _to_the_bit(best):
         low, high = min(base.finite.values()), max(base.finite.values())
         width = apart(high, low).removesuffix(" above")
         said.append(
@@ -138,13 +142,14 @@ def in_short(level: LevelResult, comparison: Comparison) -> str:
         return "failed with some seeds"
     if skips_much(level):
         return "skips too many steps"
+    good = "better" if verdict.better and verdict.kind == "differs" else "as good"
     if level.speedup is None:
-        return "as good"
+        return good
     if level.speedup.high < 1:
-        return "as good, slower"
+        return f"{good}, slower"
     if level.level == "O3" and level.speedup.low > 1:
-        return "as good; no FP32 weights"
-    return "as good, faster" if level.speedup.low > 1 else "as good, no faster"
+        return f"{good}; no FP32 weights"
+    return f"{good}, faster" if level.speedup.low > 1 else f"{good}, {speed_in_words(level)}"
 
 
 def state(level: LevelResult, comparison: Comparison) -> str:
@@ -156,6 +161,10 @@ def state(level: LevelResult, comparison: Comparison) -> str:
     if level.verdict.kind in ("differs", "failed") and not level.verdict.better:
         return "bad"
     return "unsure" if not level.verdict.usable or faults(level) or skips_much(level) else "plain"
+
+
+def _to_the_bit(level: LevelResult) -> bool:
+    return level.verdict.kind == "within" and "to the bit" in level.verdict.reason
 
 
 def _count(number: int, what: str) -> str:

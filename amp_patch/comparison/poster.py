@@ -72,7 +72,9 @@ def _file(
             parts.append(f'<svg x="{x}" y="{y}" width="{width}" height="{_ROW}" overflow="visible">{cell}</svg>')
     x = places[-1][1]
     labels = axis(comparison)
-    parts.append(f'<svg x="{x}" y="{first + _ROW * len(made) + 4}" width="{_DOTS}" height="16">{labels}</svg>')
+    parts.append(
+        f'<svg x="{x}" y="{first + _ROW * len(made) + 4}" width="{_DOTS}" height="16" overflow="visible">{labels}</svg>'
+    )
     alt = escape("; ".join([title, *(row.alt for row in made)]), quote=True)
     start = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:g} {tall:g}" width="{wide:g}" height="{tall:g}"'

@@ -37,7 +37,7 @@ class _Scale(NamedTuple):
     high: float
 
     def share(self, value: float) -> float:
-        return 0.03 + 0.94 * (value - self.low) / ((self.high - self.low) or 1.0)
+        return 0.09 + 0.82 * (value - self.low) / ((self.high - self.low) or 1.0)
 
 
 def rows(comparison: Comparison) -> list[Row]:
@@ -68,9 +68,7 @@ def axis(comparison: Comparison) -> str:
         return ""
     made = []
     for value, words in ticks(scale.low, scale.high, 4).items():
-        place = scale.share(value)
-        anchor = "start" if place < 0.04 else "end" if place > 0.96 else "middle"
-        made.append(text(share(place), 12, words, "soft", size=11, more=f' text-anchor="{anchor}"'))
+        made.append(text(share(scale.share(value)), 12, words, "soft", size=11, more=' text-anchor="middle"'))
     return "".join(made)
 
 

@@ -20,7 +20,7 @@ from amp_patch.comparison.measures import LOSS
 from amp_patch.comparison.wording import apart, tell_apart, times
 
 SIGNIFICANCE = 0.05
-_ALIKE = 1.05  # "as fast as" is said within this ratio
+ALIKE = 1.05  # "as fast as" is said within this ratio
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _speed(level: LevelResult, base: LevelResult) -> str:
             middle, least, most = times(1 / median, 1 / high, 1 / low)
             parts.append(f"{middle}x slower than {base.name} ({how}{least} to {most})")
         else:
-            alike = low >= 1 / _ALIKE and high <= _ALIKE
+            alike = low >= 1 / ALIKE and high <= ALIKE
             what = "as fast as" if alike else "not clearly faster or slower than"
             parts.append(f"{what} {base.name} ({how}{low:.2f}x to {high:.2f}x)")
     memory = level.memory

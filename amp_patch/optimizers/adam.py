@@ -158,6 +158,11 @@ class FusedAdam(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none)
 
     @property
+    def counts_on_host(self) -> bool:  # type: ignore[override]
+        """Whether the count of steps is a number of the host, and no tensor on the device."""
+        return not self.capturable
+
+    @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether torch.amp.GradScaler may leave unscaling and skipping to `step`, by `grad_scale` and `found_inf`."""
         return self.capturable

@@ -13,7 +13,7 @@ from torch import Tensor
 from amp_patch import multi_tensor
 from amp_patch.multi_tensor import checks
 from amp_patch.policy import LOW_PRECISION
-from amp_patch.support import distributed
+from amp_patch.support import capture, distributed
 
 Tensors = Sequence[Tensor]
 Group = dict[str, Any]
@@ -119,6 +119,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     pickled_settings: tuple[str, ...] = ("set_grad_none",)
     norms_of_tensors = False  # whether a parameter's update depends on norms of whole tensors: then no DTensors
     computes_in_fp32 = True  # tells `initialize` not to warn of an eps that is 0 in the parameters' type
+    counts_on_host = False  # whether an update depends on a count of steps that is a number of the host
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool) -> None:
         name = type(self).__name__
@@ -162,6 +163,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             RuntimeError: a gradient is sparse. Nothing was changed.
             TypeError: a parameter is of another type than those above, or a DTensor where the update takes norms of
             whole tensors. Nothing was changed.
+            RuntimeError: a CUDA graph is being captured, and steps are counted on the host. Nothing was changed.
         """
         loss = None
         if closure is not None:
@@ -169,6 +171,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         work = [(group, self._batches(index, group)) for index, group in enumerate(self.param_groups)]
         if any(batches for _, batches in work):
+            if self.counts_on_host and capture.is_capturing():
+                name = type(self).__name__
+                raise RuntimeError(
+                    f"{name}.step: a CUDA graph is being captured, and this {name} counts its steps on the host: each "
+                    "replay would be the same step; choose one that counts on the device, "
+                    "FusedAdam(capturable=True) or FusedMixedPrecisionLamb"
+                )
             self._update(work)
         return loss
 

@@ -190,6 +190,7 @@ class FusedLAMB(FusedOptimizer):
 
     pickled_settings = (*FusedOptimizer.pickled_settings, "adam_w_mode", "use_nvlamb")
     norms_of_tensors = True
+    counts_on_host = True
 
     def __init__(
         self,

@@ -46,6 +46,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     pickled_settings = (*FusedLAMB.pickled_settings, "reduced_precision_dtype", "first_step")
     _step_supports_amp_scaling = True
+    counts_on_host = False
 
     def __init__(
         self,

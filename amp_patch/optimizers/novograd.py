@@ -105,6 +105,7 @@ class FusedNovoGrad(FusedOptimizer):
 
     pickled_settings = (*FusedOptimizer.pickled_settings, "moment_mode")
     norms_of_tensors = True
+    counts_on_host = True
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from amp_patch.masters.split_master import low_half, used
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.optimizers.adam import FusedAdam
 from amp_patch.optimizers.sgd import FusedSGD
+from amp_patch.support import capture
 
 Group = dict[str, Any]
 
@@ -163,6 +164,8 @@ def _fused_adam(optimizer: Any, part: Part, found_inf: Tensor | None) -> None:
     count = group.get("step", 0)
     if decoupled or optimizer.capturable or optimizer.master_weights or isinstance(count, Tensor):
         raise NotKnown
+    if capture.is_capturing():
+        raise NotKnown  # its own step refuses: a replay would not count
     multi_tensor.multi_tensor_adam(
         part.grads,
         part.stepped,

@@ -115,6 +115,7 @@ def saves_safetensors(folder: Path) -> None:
         (lambda folder: (folder / "best").write_text(""), "writes files"),
         (lambda folder: os.close(os.open(folder / "best", os.O_WRONLY | os.O_CREAT)), "writes files"),
         (lambda folder: os.replace(folder / "read", folder / "best"), "writes files"),
+        (lambda folder: (folder / "read").rename(folder / "best"), "writes files"),
         (lambda folder: shutil.copy(folder / "read", folder / "best"), "writes files"),
         (lambda folder: shutil.rmtree(folder / "full"), "writes files"),
         (lambda folder: torch.save(torch.zeros(1), folder / "best.pt"), "writes files"),

@@ -137,6 +137,41 @@ def test_the_card_says_which_how_much_why_and_how_sure():
     assert "do not use: worse" in tree.text
 
 
+@pytest.mark.parametrize(
+    ("finals", "fields", "said"),
+    [
+        (
+            (1.0, 1.25, 1.5),
+            {"ms": 5},
+            ("2.0x faster, same memory, same loss over 3 seeds", "every loss is O0's, to the bit"),
+        ),
+        (
+            (0.0, 0.25, 0.5),
+            {"ms": 5},
+            ("2.0x faster, same memory, better loss over 3 seeds", "is better than the range"),
+        ),
+        (
+            (1.25, 1.25, 1.5),
+            {"peak_memory": 2**19},
+            ("50 % less memory, as fast, same loss", "none as good is faster than O0"),
+        ),
+    ],
+)
+def test_the_reason_is_the_one_that_holds(finals, fields, said):
+    runs = [made_up_run("O0", seed, final=1 + seed / 4) for seed in range(3)]
+    runs += [made_up_run("O4", seed, dtype="bfloat16", final=final, **fields) for seed, final in enumerate(finals)]
+    text = Tree(page.html(Comparison("train.py", runs))).text
+    assert all(words in text for words in said)
+
+
+def test_a_speed_that_is_above_and_below_is_not_clear():
+    runs = [made_up_run("O0", seed, final=1 + seed / 4) for seed in range(3)]
+    runs += [made_up_run("O4", seed, final=1.25, ms=ms, peak_memory=2**19) for seed, ms in enumerate((8, 10, 12.5))]
+    text = Tree(page.html(Comparison("train.py", runs))).text
+    assert "50 % less memory, speed not clear, same loss over 3 seeds" in text
+    assert "Its speed with each of 3 seeds: 0.80x to 1.25x." in text
+
+
 @pytest.mark.parametrize(("mean", "words"), [(1.0, "equal"), (1.00001, "under 0.01 %"), (0.99, "-1.00 %")])
 def test_a_difference_is_never_minus_nothing(mean, words):
     assert page._apart(mean, 1.0) == words

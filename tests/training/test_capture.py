@@ -13,7 +13,7 @@ import training
 from captured_steps import LEVELS, MAKERS, iteration, start
 from syncs import CopiesToOrFrom, count
 
-from amp_patch import amp
+from amp_patch import amp, optimizers
 from amp_patch.support import capture
 from amp_patch.training import overflow, stash
 
@@ -83,6 +83,37 @@ def test_what_cannot_skip_by_itself_is_refused_by_name(level, capturing):
     capturing["on"] = False
     optimizer.zero_grad()
     iteration(model, optimizer, *training.images(1))
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedLAMB", "FusedNovoGrad"])
+@pytest.mark.parametrize("level", ["O0", "O5", None])
+def test_steps_that_the_host_counts_are_refused_by_name(name, level, capturing):
+    model, optimizer = start(lambda params: getattr(optimizers, name)(params, lr=0.1), level or "O5")
+    if level is None:  # without amp
+        model = torch.nn.Linear(4, 4)
+        optimizer = getattr(optimizers, name)(model.parameters(), lr=0.1)
+
+    def step(index):
+        if level is None:
+            model(torch.ones(2, 4) + index).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            iteration(model, optimizer, *training.images(index))
+
+    step(0)
+    before, counted = training.weights(model), [group["step"] for group in optimizer.param_groups]
+    capturing["on"] = True
+    with pytest.raises(
+        RuntimeError, match=rf"^{name}\.step: a CUDA graph is being captured.*FusedAdam\(capturable=True"
+    ):
+        step(1)
+    capturing["on"] = False
+    assert training.same(before, training.weights(model))
+    assert counted == [group["step"] for group in optimizer.param_groups]
+    optimizer.zero_grad()
+    step(1)
+    assert not training.same(before, training.weights(model))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
