@@ -101,15 +101,13 @@ def test_readme_s_lines_install_it_with_its_extension(name, archive, tmp_path):
         packed.extractall(tmp_path, filter="data")
     sources = tmp_path / archive.name.removesuffix(".tar.gz")
     release = torch.__version__.partition("+")[0]
-    assert LINES == ["pip install torch", "pip install .", "python -m amp_patch info"]
+    assert LINES == ["pip install torch", "pip install .", "cd .. && python -m amp_patch info"]
     environment.run(f"{LINES[0]}=={release}", sources)
     # No CUDA_HOME: the kernels for GPUs take a quarter of an hour to compile.
     environment.run(LINES[1], sources, AMP_PATCH_REQUIRE_EXT="1", CUDA_HOME=os.devnull)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    assert re.search(
-        r"^kernels +cpp: amp_patch\._C is built for cpu", environment.run(LINES[2], elsewhere), re.MULTILINE
-    )
+    assert re.search(r"^kernels +cpp: amp_patch\._C is built for cpu", environment.run(LINES[2], sources), re.MULTILINE)
     assert "No broken requirements found." in environment.run("pip check", elsewhere)
     (elsewhere / "train.py").write_text(TRAIN)
     assert "cpp" in environment.run("python -W error::RuntimeWarning train.py", elsewhere).splitlines()
