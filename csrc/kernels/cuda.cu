@@ -70,28 +70,43 @@ __global__ void run_once(F f) {
 
 // The launches of one job's rows of one kind.
 template <class T, int N, class F, class R>
-void launch_job(const std::vector<R>& rows, const Job<N>& job, const F& f, c10::Device device) {
+void launch_job(std::vector<R> rows, const Job<N>& job, const F& f, c10::Device device) {
   static_assert(sizeof(F) + 64 <= 256, "the arguments beside the rows");
   // float64 is rare, and not worth a second set of kernels.
   constexpr int kMostBytes = std::is_same_v<T, double> ? kFewBytes : kManyBytes;
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device.index());
-  launch_rows<kMostBytes>(rows, device, stream, [&](const auto& arguments, const R* buffer, const Extent& extent) {
-    using A = std::decay_t<decltype(arguments)>;
-    at::Tensor partials;
-    double* sums = nullptr;
-    if constexpr (F::reduces) {
-      partials = at::empty({extent.blocks}, at::TensorOptions().dtype(at::kDouble).device(device));
-      sums = partials.mutable_data_ptr<double>();
-    }
-    run_chunks<T, N, F, R, A::bytes><<<static_cast<unsigned>(extent.blocks), kThreads, 0, stream>>>(
-        arguments, buffer, extent.rows, extent.chunk, f, job.found_inf, sums);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-    if constexpr (F::reduces) {
-      add_partials<R, A::bytes><<<static_cast<unsigned>(extent.rows), kThreads, 0, stream>>>(
-          arguments, buffer, extent.rows, static_cast<uint32_t>(extent.blocks), sums, job.squares);
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
-    }
-  });
+  launch_rows<kMostBytes>(
+      std::move(rows), device, stream, [&](const auto& arguments, const R* buffer, const Extent& extent) {
+        using A = std::decay_t<decltype(arguments)>;
+        at::Tensor partials;
+        double* sums = nullptr;
+        if constexpr (F::reduces) {
+          partials = at::empty({extent.blocks}, at::TensorOptions().dtype(at::kDouble).device(device));
+          sums = partials.mutable_data_ptr<double>();
+        }
+        run_chunks<T, N, F, R, A::bytes><<<static_cast<unsigned>(extent.blocks), kThreads, 0, stream>>>(
+            arguments, buffer, extent.rows, extent.chunk, f, job.found_inf, sums);
+        C10_CUDA_KERNEL_LAUNCH_CHECK();
+        if constexpr (F::reduces) {
+          add_partials<R, A::bytes><<<static_cast<unsigned>(extent.rows), kThreads, 0, stream>>>(
+              arguments, buffer, extent.rows, static_cast<uint32_t>(extent.blocks), sums, job.squares);
+          C10_CUDA_KERNEL_LAUNCH_CHECK();
+        }
+      });
+}
+
+// The row at place i of the lists, if all its tensors are contiguous.
+template <int K, int N>
+std::optional<Row<K>> contiguous_row_of(const Job<N>& job, int64_t i) {
+  std::array<void*, K> data;
+  std::array<c10::ScalarType, K> dtype;
+  for (int k = 0; k < K; ++k) {
+    const Fact& fact = (k < N ? *job.in_facts[std::min(k, N - 1)] : *job.out_facts)[i];
+    if (!fact.contiguous) return std::nullopt;
+    data[k] = fact.data;
+    dtype[k] = fact.dtype;
+  }
+  return contiguous_row<K>(data, dtype, (*job.in_facts[0])[i].numel, i);
 }
 
 View view(const at::Tensor& t) {
@@ -121,6 +136,10 @@ struct CudaLoop {
     std::vector<std::pair<at::Tensor, at::Tensor>> write_back;  // (output, its copy)
     StridedRow<K> row;
     for (const int64_t i : job.indices) {
+      if (const std::optional<Row<K>> known = contiguous_row_of<K>(job, i)) {
+        linear.push_back(*known);
+        continue;
+      }
       std::array<const at::Tensor*, K> tensors;
       for (int n = 0; n < N; ++n) tensors[n] = &(*job.in[n])[i];
       if constexpr (F::writes) tensors[K - 1] = &(*job.out)[i];
@@ -143,8 +162,8 @@ struct CudaLoop {
         strided.push_back(row);
       }
     }
-    if (!linear.empty()) launch_job<T, N>(linear, job, f, where);
-    if (!strided.empty()) launch_job<T, N>(strided, job, f, where);
+    if (!linear.empty()) launch_job<T, N>(std::move(linear), job, f, where);
+    if (!strided.empty()) launch_job<T, N>(std::move(strided), job, f, where);
     for (const auto& [out, copy] : write_back) out.copy_(copy, /*non_blocking=*/true);
   }
 

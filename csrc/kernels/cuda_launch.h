@@ -58,47 +58,54 @@ struct Extent {
   int chunk;
 };
 
-// Calls launch(arguments, buffer, extent) as often as it takes: once, but where a capture has very many rows. The rows
-// are buffer's, or where that is null the arguments'. Arguments take at most kMostBytes.
+// Calls launch(arguments, buffer, extent) as often as it takes: once, but where a capture has very many rows, or rows
+// have more blocks than a grid. The rows are buffer's, or where that is null the arguments'. Arguments take at most
+// kMostBytes.
 template <int kMostBytes, class R, class Launch>
-void launch_rows(const std::vector<R>& rows, c10::Device device, cudaStream_t stream, const Launch& launch) {
+void launch_rows(std::vector<R> rows, c10::Device device, cudaStream_t stream, const Launch& launch) {
   constexpr int64_t few = Arguments<R, kFewBytes>::capacity, many = Arguments<R, kMostBytes>::capacity;
   constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();  // of a grid's x
-  std::vector<int64_t> sizes;
-  sizes.reserve(rows.size());
-  for (const R& row : rows) sizes.push_back(row.size);
-  const int64_t chunk = chunk_size(sizes);
-  const auto from_arguments = [&](auto arguments, const std::vector<Span>& spans) {
-    static_assert(std::is_trivially_copyable_v<decltype(arguments)> && sizeof(arguments) <= arguments.bytes);
-    const int64_t blocks = fill(arguments.rows, rows, spans, chunk);
-    launch(arguments, static_cast<const R*>(nullptr),
-           Extent{static_cast<int>(spans.size()), blocks, static_cast<int>(chunk)});
+  const int64_t chunk = chunk_size(rows);
+  const auto extent = [&](int64_t count, int64_t blocks) {
+    return Extent{static_cast<int>(count), blocks, static_cast<int>(chunk)};
   };
-  const auto from_buffer = [&](const std::vector<Span>& spans) {
-    const auto bytes = static_cast<int64_t>(spans.size() * sizeof(R));
+  // Each calls write(where) for the rows, and launches so many.
+  const auto from_arguments = [&](auto arguments, int64_t count, const auto& write) {
+    static_assert(std::is_trivially_copyable_v<decltype(arguments)> && sizeof(arguments) <= arguments.bytes);
+    const int64_t blocks = write(arguments.rows);
+    launch(arguments, static_cast<const R*>(nullptr), extent(count, blocks));
+  };
+  const auto from_buffer = [&](int64_t count, const auto& write) {
+    const auto bytes = count * static_cast<int64_t>(sizeof(R));
     const auto options = at::TensorOptions().dtype(at::kByte);
     const at::Tensor host = at::empty({bytes}, options.device(at::kCPU).pinned_memory(true));
     const at::Tensor buffer = at::empty({bytes}, options.device(device));
-    const int64_t blocks = fill(static_cast<R*>(host.mutable_data_ptr()), rows, spans, chunk);
+    const int64_t blocks = write(static_cast<R*>(host.mutable_data_ptr()));
     buffer.copy_(host, /*non_blocking=*/true);
-    launch(Arguments<R, kFewBytes>(), static_cast<const R*>(buffer.const_data_ptr()),
-           Extent{static_cast<int>(spans.size()), blocks, static_cast<int>(chunk)});
+    launch(Arguments<R, kFewBytes>(), static_cast<const R*>(buffer.const_data_ptr()), extent(count, blocks));
   };
 
   const auto count = static_cast<int64_t>(rows.size());
   const int64_t most = driver_takes_large_arguments() ? many : few;
   const Metadata route = metadata.load();
   const bool fits = count <= most && route != Metadata::kBuffer;
-  if (!fits && route != Metadata::kArguments && !is_capturing(stream)) {
-    for (const auto& spans : plan_spans(sizes, chunk, count, kMaxBlocks)) from_buffer(spans);
-  } else if (count <= few || most == few) {
-    for (const auto& spans : plan_spans(sizes, chunk, few, kMaxBlocks)) {
-      from_arguments(Arguments<R, kFewBytes>(), spans);
-    }
-  } else {
-    for (const auto& spans : plan_spans(sizes, chunk, many, kMaxBlocks)) {
-      from_arguments(Arguments<R, kMostBytes>(), spans);
-    }
+  const bool buffered = !fits && route != Metadata::kArguments && !is_capturing(stream);
+  const auto send = [&](int64_t part, const auto& write) {
+    if (buffered) return from_buffer(part, write);
+    if (part <= few) return from_arguments(Arguments<R, kFewBytes>(), part, write);
+    from_arguments(Arguments<R, kMostBytes>(), part, write);
+  };
+
+  const int64_t blocks = number_blocks(rows, chunk);
+  if ((buffered || count <= most) && blocks <= kMaxBlocks) {
+    send(count, [&](R* out) {
+      std::copy(rows.begin(), rows.end(), out);
+      return blocks;
+    });
+    return;
+  }
+  for (const auto& spans : plan_rows(rows, chunk, buffered ? count : most, kMaxBlocks)) {
+    send(static_cast<int64_t>(spans.size()), [&](R* out) { return fill(out, rows, spans, chunk); });
   }
 }
 

@@ -67,12 +67,27 @@ uint8_t width_of(const Row<K>& row) {
     bool fits = true;
     for (int k = 0; k < K; ++k) {
       const auto bytes = static_cast<int64_t>(c10::elementSize(row.dtype[k])) * width;
-      fits = fits && bytes <= 16 && reinterpret_cast<uintptr_t>(row.data[k]) % bytes == 0;
+      fits = fits && bytes <= 16 && (reinterpret_cast<uintptr_t>(row.data[k]) & (bytes - 1)) == 0;
     }
     // Two elements are worth an access of their own only where they are float64.
     if (fits && (width > 2 || row.dtype[0] == c10::ScalarType::Double)) return static_cast<uint8_t>(width);
   }
   return 1;
+}
+
+// The row of tensors that are known to be contiguous: with thousands of small ones, to find that out anew by place()
+// takes longer than the launch.
+template <int K>
+Row<K> contiguous_row(const std::array<void*, K>& data, const std::array<c10::ScalarType, K>& dtype, int64_t size,
+                      int64_t index) {
+  Row<K> row;
+  std::copy(data.begin(), data.end(), row.data);
+  std::copy(dtype.begin(), dtype.end(), row.dtype);
+  row.size = size;
+  row.first = 0;
+  row.index = static_cast<int32_t>(index);
+  row.width = width_of<K>(row);
+  return row;
 }
 
 // Fills `row` from tensors of the same sizes. kLinear: its part Row<K> suffices. kScattered: nothing is of use.
@@ -131,17 +146,40 @@ Layout place(const std::array<View, K>& views, int64_t index, StridedRow<K>& row
 // Elements of a chunk: a multiple of kLeast, so many that the blocks fill kWaves waves, and start no other with a few
 // while the rest of the GPU has nothing to do. The sizes alone decide, with a constant for the GPU, so that the partial
 // sums of norms, one a chunk, do not depend on the machine.
-inline int64_t chunk_size(const std::vector<int64_t>& sizes) {
+template <class R>
+int64_t chunk_size(const std::vector<R>& rows) {
   constexpr int64_t kSlots = 132 * 4;  // the blocks that run at once on an H100, four on each of its multiprocessors
   constexpr int64_t kWaves = 4;        // of fewer and longer blocks the last to end is waited for, more have to start
   constexpr int64_t kBlocks = kWaves * kSlots;
   constexpr int64_t kLeast = 4096;   // elements: one or two packs of each thread
   constexpr int64_t kMost = 131072;  // a thousandth of a large model: more waves, and each is short beside the whole
   int64_t total = 0;
-  for (const int64_t size : sizes) total += std::min(size, kMost * kBlocks);  // no overflow
+  for (const R& row : rows) total += std::min(row.size, kMost * kBlocks);  // no overflow
   // A tensor may have one block more than its size fills. Where there are very many, most are shorter than a block.
-  const int64_t filled = std::max(kBlocks - static_cast<int64_t>(sizes.size()), kBlocks / 2);
+  const int64_t filled = std::max(kBlocks - static_cast<int64_t>(rows.size()), kBlocks / 2);
   return std::min((total / filled / kLeast + 1) * kLeast, kMost);
+}
+
+// Numbers the blocks of one launch over all rows, each of which begins where the one before it ends; returns how many
+// they are.
+template <class R>
+int64_t number_blocks(std::vector<R>& rows, int64_t chunk) {
+  int64_t blocks = 0;
+  for (R& row : rows) {
+    row.first = static_cast<uint32_t>(blocks);
+    blocks += (row.size + chunk - 1) / chunk;
+  }
+  return blocks;
+}
+
+// The spans of several launches over rows that are too many for one, or have too many blocks.
+template <class R>
+std::vector<std::vector<Span>> plan_rows(const std::vector<R>& rows, int64_t chunk, int64_t max_rows,
+                                         int64_t max_blocks) {
+  std::vector<int64_t> sizes;
+  sizes.reserve(rows.size());
+  for (const R& row : rows) sizes.push_back(row.size);
+  return plan_spans(sizes, chunk, max_rows, max_blocks);
 }
 
 // Writes a launch's rows to `out`, one a span; returns the number of its blocks.

@@ -107,15 +107,17 @@ struct CudaSteps {
         C10_CUDA_KERNEL_LAUNCH_CHECK();
       }
     };
-    launch_rows<kManyBytes>(
-        rows, job.device, stream, [&](const auto& arguments, const StepBlocks* buffer, const Extent& extent) {
-          constexpr int kBytes = std::decay_t<decltype(arguments)>::bytes;
-          count(arguments, buffer, extent);
-          run_steps<F, Rule, kBytes><<<static_cast<unsigned>(extent.blocks), kThreads, 0, stream>>>(
-              arguments, buffer, extent.rows, extent.chunk, StepWork<F>{f, {}}, rule, job.unscale, job.found_inf, own);
-          C10_CUDA_KERNEL_LAUNCH_CHECK();
-        });
-    if (Rule::kCounts && !job.host_steps && rows.size() != job.rows.size()) {
+    const bool all = rows.size() == job.rows.size();
+    launch_rows<kManyBytes>(std::move(rows), job.device, stream,
+                            [&](const auto& arguments, const StepBlocks* buffer, const Extent& extent) {
+                              constexpr int kBytes = std::decay_t<decltype(arguments)>::bytes;
+                              count(arguments, buffer, extent);
+                              run_steps<F, Rule, kBytes><<<static_cast<unsigned>(extent.blocks), kThreads, 0, stream>>>(
+                                  arguments, buffer, extent.rows, extent.chunk, StepWork<F>{f, {}}, rule, job.unscale,
+                                  job.found_inf, own);
+                              C10_CUDA_KERNEL_LAUNCH_CHECK();
+                            });
+    if (Rule::kCounts && !job.host_steps && !all) {
       launch_rows<kManyBytes>(blocks_of(job, true), job.device, stream, count);
     }
     return true;

@@ -35,6 +35,29 @@ namespace {
 
 View view(const Given& t) { return {t.data, static_cast<c10::ScalarType>(t.dtype), t.dims, t.sizes, t.strides}; }
 
+template <size_t K>
+bool is_contiguous(const std::array<View, K>& views) {
+  for (const View& v : views) {
+    int64_t stride = 1;
+    for (int64_t d = v.dims - 1; d >= 0; stride *= v.sizes[d--]) {
+      if (v.sizes[d] != 1 && v.strides[d] != stride) return false;
+    }
+  }
+  return true;
+}
+
+// As cuda.cu has it of such tensors.
+template <size_t K>
+Row<static_cast<int>(K)> contiguous(const std::array<View, K>& views, int64_t index, int64_t size) {
+  std::array<void*, K> data;
+  std::array<c10::ScalarType, K> dtype;
+  for (size_t k = 0; k < K; ++k) {
+    data[k] = views[k].data;
+    dtype[k] = views[k].dtype;
+  }
+  return contiguous_row<static_cast<int>(K)>(data, dtype, size, index);
+}
+
 // cuda.cu's run_chunks and add_partials over one launch.
 template <class T, int N, class F, class R>
 void launch(const F& f, const std::vector<R>& rows, int64_t chunk, int64_t blocks, const Options& options,
@@ -63,19 +86,30 @@ void launch(const F& f, const std::vector<R>& rows, int64_t chunk, int64_t block
   }
 }
 
+// cuda_launch.h's launch_rows: visit(rows, chunk, blocks) for each launch.
+template <class R, class Visit>
+void for_each_launch(std::vector<R> rows, const Options& options, Seen& seen, const Visit& visit) {
+  const int64_t chunk = chunk_size(rows), all = number_blocks(rows, chunk);
+  const auto once = [&](const std::vector<R>& part, int64_t blocks) {
+    visit(part, chunk, blocks);
+    ++seen.launches;
+    seen.blocks += blocks;
+  };
+  if (rows.empty()) return;
+  if (static_cast<int64_t>(rows.size()) <= options.max_rows && all <= options.max_blocks) return once(rows, all);
+  for (const auto& spans : plan_rows(rows, chunk, options.max_rows, options.max_blocks)) {
+    std::vector<R> part(spans.size());
+    const int64_t blocks = fill(part.data(), rows, spans, chunk);
+    once(part, blocks);
+  }
+}
+
 template <class T, int N, class F, class R>
 void launch_all(const F& f, const std::vector<R>& rows, const Options& options, float* found_inf, double* squares,
                 Seen& seen) {
-  std::vector<int64_t> sizes;
-  for (const R& row : rows) sizes.push_back(row.size);
-  const int64_t chunk = chunk_size(sizes);
-  for (const auto& spans : plan_spans(sizes, chunk, options.max_rows, options.max_blocks)) {
-    std::vector<R> part(spans.size());
-    const int64_t blocks = fill(part.data(), rows, spans, chunk);
+  for_each_launch(rows, options, seen, [&](const std::vector<R>& part, int64_t chunk, int64_t blocks) {
     launch<T, N>(f, part, chunk, blocks, options, found_inf, squares);
-    ++seen.launches;
-    seen.blocks += blocks;
-  }
+  });
 }
 
 template <class T, int N, class F>
@@ -98,7 +132,7 @@ void run(const F& f, int64_t count, const std::array<const Given*, 3>& lists, co
       continue;
     }
     if (layout == Layout::kLinear) {
-      linear.push_back(row);
+      linear.push_back(is_contiguous(views) ? contiguous(views, i, row.size) : row);
       seen.widest = std::max<int64_t>(seen.widest, row.width);
     } else {
       strided.push_back(row);
@@ -134,11 +168,9 @@ extern "C" int emulate(const char* op, int64_t count, const Given* x, const Give
 
 // The blocks of tensors of these sizes.
 extern "C" int64_t count_blocks(int64_t count, const int64_t* sizes) {
-  const std::vector<int64_t> all(sizes, sizes + count);
-  const int64_t chunk = chunk_size(all);
-  int64_t blocks = 0;
-  for (const int64_t size : all) blocks += (size + chunk - 1) / chunk;
-  return blocks;
+  std::vector<Row<1>> rows(count);
+  for (int64_t i = 0; i < count; ++i) rows[i].size = sizes[i];
+  return number_blocks(rows, chunk_size(rows));
 }
 
 namespace {
@@ -151,12 +183,7 @@ struct Places {  // where an optimizer's lists are, as Python hands them over; n
 // steps_cuda.cu's launches. `begin(row)` is asked for a row's work, once for every block.
 template <class Begin>
 void run_places(const std::vector<StepBlocks>& rows, const Options& options, Seen& seen, const Begin& begin) {
-  std::vector<int64_t> sizes;
-  for (const StepBlocks& row : rows) sizes.push_back(row.size);
-  const int64_t chunk = chunk_size(sizes);
-  for (const auto& spans : plan_spans(sizes, chunk, options.max_rows, options.max_blocks)) {
-    std::vector<StepBlocks> part(spans.size());
-    const int64_t blocks = fill(part.data(), rows, spans, chunk);
+  for_each_launch(rows, options, seen, [&](const std::vector<StepBlocks>& part, int64_t chunk, int64_t blocks) {
     const auto work_of = begin(part);
     for (int64_t b = 0; b < blocks; ++b) {
       const auto block = static_cast<uint32_t>(options.backwards ? blocks - 1 - b : b);
@@ -166,9 +193,7 @@ void run_places(const std::vector<StepBlocks>& rows, const Options& options, See
         run_step_chunk(work, row, static_cast<int>(chunk), block, options.backwards ? kThreads - 1 - t : t);
       }
     }
-    ++seen.launches;
-    seen.blocks += blocks;
-  }
+  });
 }
 
 template <class F>
