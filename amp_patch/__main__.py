@@ -13,16 +13,14 @@ import torch
 
 from amp_patch import __version__, multi_tensor
 from amp_patch.casts import wrappers as cast_wrappers
-from amp_patch.casts.cpu_fp16 import has_fp16_arithmetic
 from amp_patch.commands import check, compare, installation, run
-from amp_patch.comparison.machine import products_in_words, time_of_products
+from amp_patch.comparison.machine import low_precision
 
 
 def info(_: argparse.Namespace) -> None:
     """versions, which amp_patch is in use, what runs kernels and casts and why, devices, what BF16 and FP16 are here"""
     devices = [f"cpu ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})"]
     devices += [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
-    auto = "native" if has_fp16_arithmetic() else "emulate"
     rows = {
         "amp_patch": __version__,
         "package": installation.package_in_words(),
@@ -32,11 +30,10 @@ def info(_: argparse.Namespace) -> None:
         "kernels": f"{multi_tensor.backend()}: {multi_tensor.backend_reason()}",
         "casts": {"cpp": "cpp: C callables", "python": "python: Python wrappers"}[cast_wrappers.backend()],
         "devices": ", ".join(devices),
-        "bfloat16": products_in_words(time_of_products(torch.bfloat16)),
-        "cpu_fp16": f"auto is {auto}: this CPU has {'' if has_fp16_arithmetic() else 'no '}FP16 arithmetic",
+        **low_precision(),
     }
     for name, value in rows.items():
-        print(f"{name:<10} {value}")
+        print(f"{name:<12} {value}")
 
 
 class Command(NamedTuple):

@@ -8,6 +8,7 @@ import time
 
 import torch
 
+from amp_patch.casts.cpu_fp16 import has_fp16_arithmetic
 from amp_patch.comparison.other_work import OtherWork
 
 _SIZE, _TURNS = 256, 5  # of the products that are timed: the slowest kernels take a second for all of them
@@ -15,7 +16,7 @@ SLOW = 1.5  # times FP32's
 
 
 def machine(load: OtherWork | None = None) -> dict[str, str]:
-    """What this process runs on. Asks CUDA for its devices' names, which starts it where there is one.
+    """What this process runs on. Asks CUDA for its devices' names, which starts it where there is one; times a product.
 
     With a "load" where other work took so much of it that the speeds are less sure.
     """
@@ -27,8 +28,21 @@ def machine(load: OtherWork | None = None) -> dict[str, str]:
         "cpu": f"{_cpu_name()} ({torch.backends.cpu.get_cpu_capability()})",
         "threads": str(torch.get_num_threads()),
         "gpu": ", ".join(devices) or "none",
+        **low_precision(),
         **({"load": busy} if busy is not None else {}),
     }
+
+
+def low_precision() -> dict[str, str]:
+    """What FP16 and BF16 are on this machine. Times a product of matrices, up to a second where it is slow."""
+    has = has_fp16_arithmetic()
+    fp16 = f"auto is {'native' if has else 'emulate'}: this CPU has {'' if has else 'no '}FP16 arithmetic"
+    found = {"bfloat16": products_in_words(time_of_products(torch.bfloat16)), "cpu_fp16": fp16}
+    capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    if capabilities:
+        least = min(capabilities)
+        found["tensor_cores"] = "FP16 and BF16" if least >= (8, 0) else "FP16" if least >= (7, 0) else "none"
+    return found
 
 
 def time_of_products(dtype: torch.dtype) -> float:

@@ -130,7 +130,7 @@ def _levels(comparison: Comparison) -> str:
                 plain(headline.name(level)),
                 _finding(level, comparison),
                 number(level.mean) + (f"<small>{_several(level.final)}</small>" if len(level.final) > 1 else ""),
-                _apart(level.mean, base.mean) if base is not None and other else "",
+                wording.difference(level.mean, base.mean) if base is not None and other else "",
                 wording.three(level.step_ms) if level.step_ms else "",
                 _speed(level) if other else "",
                 wording.three(level.samples_per_second) if level.samples_per_second else "",
@@ -155,26 +155,6 @@ def _speed(level: LevelResult) -> str:
         return ""
     median, low, high = (f"{value:.2f}" for value in level.speedup)
     return f"{median}x" + (f"<small>{low} to {high}</small>" if low != high else "")
-
-
-def _apart(result: float | None, base: float | None) -> str:
-    """How far a mean is from the baseline's, with the digits that say so."""
-    if result is None or base is None:
-        return ""
-    if result == base:
-        return "equal"
-    if not base:
-        return f"{result - base:+.2g}"
-    percent = 100 * (result - base) / abs(base)
-    if abs(percent) < 0.01:
-        return "under 0.01 %"
-    return (
-        f"{percent:+.2f} %"
-        if abs(percent) < 10
-        else f"{percent:+,.0f} %"
-        if abs(percent) < 1e6
-        else f"{percent:+.2g} %"
-    )
 
 
 def _several(values: Sequence[float], words: Callable[[float], str] = number) -> str:

@@ -7,7 +7,7 @@ import statistics
 import textwrap
 from collections.abc import Sequence
 
-from amp_patch.comparison import measures
+from amp_patch.comparison import measures, wording
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.level_result import LevelResult
 from amp_patch.recording.run import PARTS, Run
@@ -30,7 +30,8 @@ def lines(comparison: Comparison, *, colours: bool = False) -> list[str]:
         parts += [_overview(comparison), _verdicts(comparison, colours)]
     if any(level.runs for level in comparison.levels):
         parts += [_times(comparison), _sizes(comparison)]
-    parts += [_looks(comparison), [line for note in comparison.notes for line in _wrapped(f"Note: {note}.")]]
+    parts += [_looks(comparison), _machine(comparison.machine)]
+    parts += [[line for note in comparison.notes for line in _wrapped(f"Note: {note}.")]]
     sizes = dict.fromkeys(line for level in comparison.levels for run in level.runs for line in run.advice)
     parts += [[line for advice in sizes for line in _wrapped(f"Size: {advice}.")]]
     parts += [[_coloured(line, "bold", colours) for line in _wrapped(comparison.summary)]]
@@ -47,7 +48,7 @@ def _overview(comparison: Comparison) -> list[str]:
         cells = (
             seeds,
             "missing" if _gave_none(level, comparison.metric) else _with_range(level.final),
-            _percent(level, base),
+            _against(level, base),
             _number(level.step_ms),
             f"{_two_digits(level.speedup.median)}x" if level.speedup else "",
             _two_digits(level.memory),
@@ -70,12 +71,13 @@ def _verdicts(comparison: Comparison, colours: bool) -> list[str]:
 
 
 def _times(comparison: Comparison) -> list[str]:
+    headings = [wording.PARTS_IN_WORDS[part].replace(", ", ",\n") for part in PARTS]
     rows: list[Sequence[str]] = []
     for level in filter(_went_well, comparison.levels):
         split = measures.part_ms(level.runs, level.step_ms)
         parts = [_number(split[part] if level.step_ms is not None else None) for part in PARTS]
         rows.append((level.name, *parts, _number(level.samples_per_second)))
-    return _table("Time of a step, ms", ("level", *PARTS, "samples\nper second"), rows)
+    return _table("Time of a step, ms", ("level", *headings, "samples\nper second"), rows)
 
 
 def _sizes(comparison: Comparison) -> list[str]:
@@ -86,6 +88,14 @@ def _sizes(comparison: Comparison) -> list[str]:
         peak = None if level.memory_bytes is None else level.memory_bytes / 2**20
         rows.append((level.name, *map(_number, (*sizes, peak))))
     return _table("Memory, MiB", headings, rows)
+
+
+def _machine(machine: dict[str, str]) -> list[str]:
+    """What it ran on, and what the levels' types are worth there."""
+    words = [machine["gpu"] if machine["gpu"] != "none" else machine["cpu"]] if machine else []
+    said = {"threads": "threads", "bfloat16": "BF16", "cpu_fp16": "cpu_fp16", "tensor_cores": "tensor cores"}
+    words += [f"{name}: {machine[key]}" for key, name in said.items() if key in machine]
+    return _wrapped("; ".join(words) + ".") if words else []
 
 
 def _looks(comparison: Comparison) -> list[str]:
@@ -173,14 +183,11 @@ def _with_range(values: list[float]) -> str:
     return f"{mean} ±{half:.2g}" if len(values) > 1 else mean
 
 
-def _percent(level: LevelResult, base: LevelResult | None) -> str:
+def _against(level: LevelResult, base: LevelResult | None) -> str:
     """How far the mean is from the baseline's."""
-    if base is None or level is base or level.mean is None or not base.mean or len(level.finite) < len(level.runs):
+    if base is None or level is base or len(level.finite) < len(level.runs):
         return ""
-    percent = 100 * (level.mean - base.mean) / abs(base.mean)
-    if abs(percent) > 999:
-        return ">+999%" if percent > 0 else "<-999%"
-    return f"{percent:{'+.0f' if abs(percent) > 99 else '+.2f'}}%"
+    return wording.difference(level.mean, base.mean).replace(" ", "")
 
 
 def _number(value: float | None) -> str:

@@ -34,6 +34,22 @@ def apart(figure: float, base: float) -> str:
     return f"{percent:{'.0f' if 10 <= percent < 1e5 else '.2g'}} % {side}"
 
 
+def difference(result: float | None, base: float | None) -> str:
+    """ "+0.3 %": how far a mean is from the baseline's; "" where one of them is not known."""
+    if result is None or base is None:
+        return ""
+    if result == base:
+        return "equal"
+    if not base:
+        return f"{result - base:+.2g}"
+    percent = 100 * (result - base) / abs(base)
+    if abs(percent) < 0.01:
+        return "<0.01 %"
+    if abs(percent) > 999:
+        return ">+999 %" if percent > 0 else "<-999 %"
+    return f"{percent:{'+.2f' if abs(percent) < 10 else '+.0f'}} %"
+
+
 def tell_apart(*values: float) -> list[str]:
     """Numbers with four significant digits, or up to nine where that tells more of them apart."""
     texts = [[f"{value:#.{digits}g}".rstrip(".") for value in values] for digits in range(4, 10)]

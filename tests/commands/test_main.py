@@ -46,7 +46,7 @@ def test_info_tells_when_the_kernels_are_plain_torch_and_why(capsys):
     ],
 )
 def test_info_tells_how_fp16_runs_on_this_cpu(arithmetic, expected, capsys, monkeypatch):
-    monkeypatch.setattr("amp_patch.__main__.has_fp16_arithmetic", lambda: arithmetic)
+    monkeypatch.setattr("amp_patch.comparison.machine.has_fp16_arithmetic", lambda: arithmetic)
     main(["info"])
     assert rows(capsys.readouterr().out)["cpu_fp16"] == expected
 
@@ -59,7 +59,7 @@ def test_info_tells_how_fp16_runs_on_this_cpu(arithmetic, expected, capsys, monk
     ],
 )
 def test_info_tells_how_bf16_runs_on_this_cpu(ratio, expected, capsys, monkeypatch):
-    monkeypatch.setattr("amp_patch.__main__.time_of_products", lambda dtype: ratio)
+    monkeypatch.setattr("amp_patch.comparison.machine.time_of_products", lambda dtype: ratio)
     main(["info"])
     assert rows(capsys.readouterr().out)["bfloat16"] == expected
 

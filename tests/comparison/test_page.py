@@ -172,9 +172,11 @@ def test_a_speed_that_is_above_and_below_is_not_clear():
     assert "Its speed with each of 3 seeds: 0.80x to 1.25x." in text
 
 
-@pytest.mark.parametrize(("mean", "words"), [(1.0, "equal"), (1.00001, "under 0.01 %"), (0.99, "-1.00 %")])
+@pytest.mark.parametrize(
+    ("mean", "words"), [(1.0, "equal"), (1.00001, "<0.01 %"), (0.99, "-1.00 %"), (12.0, ">+999 %"), (None, "")]
+)
 def test_a_difference_is_never_minus_nothing(mean, words):
-    assert page._apart(mean, 1.0) == words
+    assert wording.difference(mean, 1.0) == words
 
 
 def test_nothing_is_loaded(full):
