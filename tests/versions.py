@@ -26,7 +26,6 @@ NOT_COPIED = shutil.ignore_patterns(
     ".git", ".venv", "out", "build", "*.so", "_build.py", "__pycache__", ".*_cache", "*.egg-info"
 )
 
-
 TOOLS = ("setuptools", "wheel", "pybind11", "ninja")
 
 
@@ -74,14 +73,7 @@ def make(which: Pair, folder: Path, log: Path) -> Path:
     pip = [str(python), "-m", "pip", "install", "--quiet"]
     steps = {
         "no environment": [interpreter, "-m", "venv", str(folder / "venv")],
-        f"pip cannot get torch {which.torch}": [
-            *pip,
-            "setuptools",
-            "wheel",
-            "pybind11",
-            "ninja",
-            f"torch=={which.torch}",
-        ],
+        f"pip cannot get torch {which.torch}": [*pip, *TOOLS, f"torch=={which.torch}"],
         "amp_patch could not be built": [*pip, "--no-build-isolation", "--editable", ".[examples,dev]"],
     }
     for why, command in steps.items():

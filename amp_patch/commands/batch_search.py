@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import subprocess
 import sys
-from contextlib import suppress
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
+from amp_patch.commands.compare_child import Child, was_out_of_memory
 from amp_patch.comparison import batch_search, measures
 from amp_patch.comparison.batch_search import Search, Trial
 from amp_patch.comparison.machine import machine
+from amp_patch.comparison.other_work import OtherWork
 from amp_patch.comparison.plan import Plan
-from amp_patch.recording.run import Run, dumps, loads
+from amp_patch.recording.run import Run, dumps
 
 _STEPS = 4  # the third counts the activations, so its time is not one; the first warms up
-_EXITED = "the script exited with status"  # as the recording says it: what the script printed says more
 _FREE = "import torch; print(torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else '')"
 
 
@@ -115,7 +113,7 @@ class _Trials:
                 "its activations could not be counted: it has saved-tensor hooks around its loop, calls torch.func in "
                 "a step, takes fewer than two steps, or torch is older than 2.8"
             )
-        ran_out = error is not None and error.startswith("out of memory")
+        ran_out = was_out_of_memory(run)
         if error is not None and not ran_out:
             self.failed = True
             self.refusal = error if run.refused else None
@@ -127,41 +125,13 @@ class _Trials:
         return trial, run.dtype
 
     def _train(self, batch: int) -> Run:
-        args, run = self._args, Run(self._level)
-        log = args.out / "runs" / f"batch-{self._level}-{batch}.log"
-        record = log.with_suffix(".jsonl").absolute()  # the script may change directory
-        record.write_bytes(b"")
-        environment = {"PYTHONHASHSEED": "0", **os.environ, **self._plan.environment(run)}
-        with open(log, "wb") as output:
-            done = subprocess.run(
-                self._command(record, batch),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        for line in record.read_text().splitlines():
-            with suppress(json.JSONDecodeError):  # it was killed in the middle of a line
-                run.add(loads(line))
-        if done.returncode and not run.refused and (run.error is None or run.error.startswith(_EXITED)):
-            run.error = _ended(done.returncode, log)
-        if run.error is not None and not run.refused:
-            run.error += f" (see {Path('runs') / log.name})"
-        return run
-
-    def _command(self, record: Path, batch: int) -> list[str]:
-        args, flag = self._args, self._args.batch_flag
-        options = ["--record", str(record), "--steps", str(_STEPS), "--shift"]
-        options += ["--device", args.device] if args.device is not None else []
-        options += ["-m"] if args.module else []
+        flag, run = self._args.batch_flag, Run(self._level)
         own = [f"{flag}{batch}"] if flag.endswith("=") else [flag, str(batch)]
-        python = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
-        return [*python, "-m", "amp_patch.commands.compare_worker", *options, args.script, *args.arguments, *own]
-
-
-def _ended(code: int, log: Path) -> str:
-    """Why a process ended that could not say it."""
-    if code == -9:  # as Linux does where a machine's memory is full
-        return "out of memory, perhaps: killed by signal 9"
-    printed = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return f"ended with status {code}: {printed[-1].strip() if printed else ''}"[:300]
+        plan = replace(self._plan, steps=_STEPS)
+        child = Child(plan, self._args, run, False, OtherWork(), (f"batch-{self._level}-{batch}", own))
+        try:
+            child.train(lambda _: None)
+        except BaseException:  # Ctrl-C
+            child.kill()
+            raise
+        return run

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from amp_patch.comparison.other_work import OtherWork
 from amp_patch.comparison.plan import NATIVE, Plan, name_as_asked
 from amp_patch.recording.run import Run, loads
 
+_EXITED = "the script exited with status"  # as `failure` has it
 _POLL = 0.2  # seconds between two looks at what a run has recorded
 
 
@@ -34,15 +35,25 @@ class Child:
     Args:
         in_turns: whether it hands its turns on; else its first one lasts until it ends.
         load: reads how busy the machine is while it trains.
+        more: further arguments of the script, in a run whose files have this name.
     """
 
-    def __init__(self, plan: Plan, args: argparse.Namespace, run: Run, in_turns: bool, load: OtherWork) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        args: argparse.Namespace,
+        run: Run,
+        in_turns: bool,
+        load: OtherWork,
+        more: tuple[str, Sequence[str]] | None = None,
+    ) -> None:
         self.run = run
         self.pid = 0
         self._asked = copy.deepcopy(run)
         self._args = args
         self._load = load
-        self._name = Path("runs") / f"{run.level}-seed{run.seed}.log"
+        name, arguments = more or (f"{run.level}-seed{run.seed}", ())
+        self._name = Path("runs") / f"{name}.log"
         self._log = args.out / self._name
         self._record = self._log.with_suffix(".jsonl").absolute()  # the script may change directory
         self._record.write_bytes(b"")  # instead of an earlier comparison's
@@ -55,7 +66,7 @@ class Child:
         channel = () if theirs is None else (theirs.fileno(),)
         with open(self._log, "wb") as output:
             self._process = subprocess.Popen(
-                _command(plan, args, self._record, self._asked, *channel),
+                [*_command(plan, args, self._record, self._asked, *channel), *arguments],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -141,7 +152,9 @@ class Child:
 
     def _conclude(self) -> None:
         run, code = self.run, self._process.returncode
-        if run.error is None and code:
+        if run.error is not None and run.error.startswith(_EXITED) and (last := _last_line(self._log)):
+            run.error = f"{run.error}: {last}"[:300]  # as argparse does it, who prints what is wrong
+        elif run.error is None and code:
             run.error = _died(code, self._log)
         elif run.error is None and not _is_whole(self._record):
             run.error = (
@@ -150,6 +163,11 @@ class Child:
         if run.error is not None and not run.refused:
             wanted = self._args.device is None and wanted_cuda(run.error)
             run.error += f"{'; --device cpu takes the CPU instead' if wanted else ''} (see {self._name})"
+
+
+def was_out_of_memory(run: Run) -> bool:
+    """Whether it ended for want of memory, or was killed, perhaps for that."""
+    return (run.error or "").startswith(("out of memory", "killed by signal 9"))
 
 
 def take(run: Run, recorded: bytes) -> bytes:
@@ -193,6 +211,9 @@ def _died(code: int, log: Path) -> str:
         name = signal.Signals(-code).name if -code in list(signal.Signals) else ""
         perhaps = ", perhaps for memory" if -code == signal.SIGKILL else ""
         return f"killed by signal {-code} ({name}){perhaps}"
+    return f"exit status {code}: {_last_line(log)}"[:300]
+
+
+def _last_line(log: Path) -> str:
     printed = log.read_text(errors="replace").split("\n")
-    last = next((line.strip() for line in reversed(printed) if line.strip()), "")
-    return f"exit status {code}: {last}"[:300]
+    return next((line.strip() for line in reversed(printed) if line.strip()), "")

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from typing import Any
 
-from amp_patch.commands.compare_child import Child
+from amp_patch.commands.compare_child import Child, was_out_of_memory
 from amp_patch.commands.compare_progress import Progress
 from amp_patch.commands.turns import LAST, TURN
 from amp_patch.comparison.level_result import INTERRUPTED
@@ -119,7 +119,7 @@ class Turns:
     def _end(self, child: Child) -> None:
         run = child.run
         self._alive.remove(child)
-        if self._alive and _was_out_of_memory(run):
+        if self._alive and was_out_of_memory(run):
             fresh = Run(run.level, run.seed)
             self.runs[next(i for i, each in enumerate(self.runs) if each is run)] = fresh
             self._again.append(fresh)
@@ -140,11 +140,6 @@ class Turns:
         self.runs += added
         self.runs.sort(key=lambda run: run.seed)
         self._queue.append(added[0])
-
-
-def _was_out_of_memory(run: Run) -> bool:
-    """Whether it ended for want of memory, or was killed, perhaps for that."""
-    return (run.error or "").startswith(("out of memory", "killed by signal 9"))
 
 
 def _has_failed(run: Run) -> bool:

@@ -153,7 +153,7 @@ def test_a_script_s_largest_batch_is_the_one_reckoned_by_hand(tmp_path):
     [
         (["1GiB"], "needs the script's own option for its batch: add --batch-flag=--batch-size"),
         (["8parsec", "--batch-flag", "--rows"], "--batch-search is '8parsec'; wanted a size"),
-        (["1GiB", "--batch-flag", "--columns"], "O0 failed with 8: ended with status 2: train.py: error: "),
+        (["1GiB", "--batch-flag", "--columns"], "O0 failed with 8: the script exited with status 2: train.py: error: "),
     ],
 )
 def test_what_cannot_be_searched_is_said_once(options, message, tmp_path):

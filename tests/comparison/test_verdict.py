@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 from made_up import made_up_look, made_up_run
 
 from amp_patch.comparison import measures
@@ -503,7 +504,8 @@ def test_a_report_in_json_gives_the_comparison_back():
 
 def test_the_machine():
     told = machine()
-    assert set(told) == {"torch", "python", "cpu", "threads", "gpu"}
+    assert set(told) - {"tensor_cores"} == {"torch", "python", "cpu", "threads", "gpu", "bfloat16", "cpu_fp16"}
+    assert ("tensor_cores" in told) is torch.cuda.is_available()
     assert all(isinstance(value, str) and value for value in told.values())
     assert re.match(r"\d+\.\d+", told["torch"]) and int(told["threads"]) == 1
 

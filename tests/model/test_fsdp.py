@@ -496,6 +496,7 @@ def test_a_killed_training_resumes_to_the_bit_of_one_that_was_not(ranks, tmp_pat
         assert scale == {"loss_scale": 1024.0, "unskipped": 6} and count == 6
 
 
+@averaged
 @pytest.mark.parametrize(
     ("before", "after"),
     [("one", "ranks"), ("ranks", "one"), pytest.param("ranks", "four", marks=pytest.mark.slow)],
