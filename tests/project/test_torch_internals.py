@@ -50,11 +50,12 @@ NAMES = [pytest.param(name, row, id=name.path) for row in ROWS for name in row.n
 
 # Private names of Python's and of Apex's. (Ours are those that the package itself defines, or that begin with _amp.)
 OTHERS = {
+    "_NormalAccessor",
     *("_GeneratorContextManager", "_args_from_interpreter_flags", "_asdict", "_getframe", "_reconstruct"),
     *("_process_optimizer", "_run_module_as_main"),
 }
 # Ours, though an object of torch's has an attribute of the same name.
-OURS_TOO = {"_base", "_device", "_verbose", "_warn"}
+OURS_TOO = {"_base", "_device", "_native", "_verbose", "_warn"}
 
 PRIVATE = re.compile(r"(?<![\w.])_[a-zA-Z]\w*")
 DOTTED = re.compile(r"torch(?:\.[a-zA-Z]\w*)*\._[a-zA-Z]\w*(?:\.\w+)*")
