@@ -358,6 +358,7 @@ def test_a_parameter_without_a_gradient_leaves_no_stale_one():
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar")  # torch 2.8's own LBFGS
 def test_a_closure_is_called_again_while_it_overflows():
     model = layer(torch.float16)
     optimizer = FP16_Optimizer(

@@ -232,7 +232,7 @@ torch.distributed.destroy_process_group()
 def test_gloos_threads_in_nccls_place_are_waited_for_at_the_end(tmp_path):
     (tmp_path / "train.py").write_text(STRAGGLER)
     printed, _, code = python("-m", "amp_patch", "run", "--device", "cpu", "train.py", cwd=tmp_path)
-    assert (printed, code) == ("through", 0)
+    assert (printed.splitlines()[-1], code) == ("through", 0)  # torch 2.8's gloo prints how many ranks it knows
 
 
 def test_the_script_may_be_a_package_beside_a_real_apex(tmp_path):

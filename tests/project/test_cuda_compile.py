@@ -59,7 +59,9 @@ def test_the_registers_and_spills_of_each_functor_are_printed(tmp_path):
 
 def test_an_error_is_shown_without_what_came_before_it(tmp_path):
     done = compiled(tmp_path, [*said(NAMES[0], 56, 0), "cuda.cu(3): error: a semicolon"], 2)
-    assert done.returncode != 0 and done.stderr == "cuda.cu(3): error: a semicolon\n" and "compiles" not in done.stdout
+    # A torch for CUDA says, as it is imported, that there is no GPU.
+    shown = [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line]
+    assert done.returncode != 0 and shown == ["cuda.cu(3): error: a semicolon"] and "compiles" not in done.stdout
 
 
 def instruction(text, sets=7, waits=0):

@@ -50,6 +50,7 @@ NAMES = [pytest.param(name, row, id=name.path) for row in ROWS for name in row.n
 
 # Private names of Python's and of Apex's. (Ours are those that the package itself defines, or that begin with _amp.)
 OTHERS = {
+    "_NormalAccessor",
     *("_GeneratorContextManager", "_args_from_interpreter_flags", "_asdict", "_getframe", "_reconstruct"),
     *("_NormalAccessor", "_process_optimizer", "_run_module_as_main"),
 }

@@ -59,7 +59,7 @@ CASES = [
     {},
     {"unscales": True},
     {"micro_batches": 2},
-    {"optimizer": lambda params, lr: torch.optim.SGD(params, lr=lr, fused=True)},
+    pytest.param({"optimizer": lambda params, lr: torch.optim.SGD(params, lr=lr, fused=True)}, id="fused"),
     {"level": "O0"},
     {"level": "O1"},
     {"level": "O4", "unscales": True, "micro_batches": 2},
