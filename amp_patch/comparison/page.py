@@ -71,7 +71,7 @@ def _card(comparison: Comparison) -> str:
     said = {"Why": headline.why(comparison), "How sure": headline.how_sure(comparison)}
     pairs = "".join(f"<dt>{name}</dt><dd>{plain(words)}</dd>" for name, words in said.items() if words)
     if best is not None and best is not comparison.baseline and best.level != "native":
-        pairs += f"<dt>To use it</dt><dd><code>{plain(_argument(best))}</code></dd>"
+        pairs += f"<dt>To use it</dt><dd><code>from amp_patch import amp<br>{plain(_argument(best))}</code></dd>"
     won = best is not None and best is not comparison.baseline
     return (
         f'<section class="card"><div{" class=best" * won}><h1>{plain(headline.headline(comparison))}</h1>\n'
@@ -91,7 +91,8 @@ def _rows(comparison: Comparison) -> str:
     if not any(row.speed for row in made):
         return ""
     base = comparison.baseline.name if comparison.baseline is not None else "the baseline"
-    dots = f"{'higher' if comparison.maximize else 'lower'} is better; a dot a seed; grey: {base}'s range"
+    better = "higher" if comparison.maximize else "lower"
+    dots = f"{better} is better; a dot a seed, a line their mean; grey: {base}'s range"
     head = (
         '<div class="row head"><div></div>'
         "<div><b>Speed</b> <small>longer is faster</small></div>"
@@ -118,7 +119,7 @@ def _levels(comparison: Comparison) -> str:
     base, levels = comparison.baseline, comparison.levels
     if not levels:
         return ""
-    of_base = plain(f"to {base.name}") if base is not None else "difference"
+    of_base = plain(f"from {base.name}") if base is not None else "difference"
     unit, sizes = wording.sizes([level.memory_bytes or 0 for level in levels])
     head = ["level", "finding", f"final {plain(comparison.metric)}", of_base, "step, ms", "speed", "samples/s"]
     head += [f"memory, {unit}", "last loss scale", "skipped steps", "failed runs"]

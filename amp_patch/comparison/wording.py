@@ -19,7 +19,7 @@ PARTS_IN_WORDS = {**{part: part for part in PARTS}, "between": "clipping, other"
 
 def times(*ratios: float) -> list[str]:
     """Ratios above 1, with the digits that tell them from 1."""
-    digits = 2 if min(ratios) < 1.1 else 1 if min(ratios) < 100 else 0
+    digits = 2 if min(ratios) < 2 else 1 if min(ratios) < 100 else 0
     return [f"{ratio:.{digits}f}" for ratio in ratios]
 
 
