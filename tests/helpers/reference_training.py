@@ -444,6 +444,7 @@ class Trainer:
         if not owner.skipped:
             for weight in owner.weights:
                 weight.master.grad = weight.grad
+            _begin_momentum(owner.optimizer)
             owner.optimizer.step()
             for weight in owner.weights:
                 weight.master.grad = None
@@ -460,3 +461,18 @@ class Trainer:
         clip([weight.master for weight in weights])
         for weight in weights:
             weight.grad, weight.master.grad = weight.master.grad, None
+
+
+def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Let parameters that begin now have a momentum of 0 where others have one already.
+
+    torch's fused SGD raises TypeError for a list of some that have one and some that have none. Without dampening 0
+    times 0 and a gradient is what a first step makes.
+    """
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, torch.optim.SGD) and group["fused"] and group["momentum"] and not group["dampening"]:
+            states = [(param, optimizer.state[param]) for param in group["params"] if param.grad is not None]
+            if any(state.get("momentum_buffer") is not None for _, state in states):
+                for param, state in states:
+                    if state.get("momentum_buffer") is None:
+                        state["momentum_buffer"] = torch.zeros_like(param)
