@@ -63,9 +63,8 @@ def advice(products: Iterable[Product]) -> list[str]:
     """
     products = [*products]
     total = sum(product.multiply_adds for product in products)
-    roots: dict[
-        int, int
-    ] = {}  # a size -> the smallest one of which it is a small multiple: the width settles 3 times it
+    # A size -> the smallest one of which it is a small multiple: the width settles 3 times it.
+    roots: dict[int, int] = {}
     for size in sorted({size for product in products for _, size in _odd_sizes(product)}):
         roots[size] = next((root for root in roots if size % root == 0 and size // root <= _OF_LARGE), size)
     odd: dict[int, _Odd] = {}
