@@ -19,11 +19,15 @@ from amp_patch.masters.masters import _links
 from amp_patch.masters.recycled_memory import Recycled
 from amp_patch.multi_tensor import backend
 
+# Absent from CPU builds of old torch.
+use_count = getattr(torch._C, "_storage_Use_Count", lambda _: 1)
+
 
 def live_bytes():
     """Bytes of all storages that Python can reach, those of tensors and those by themselves, each once.
 
-    Not those of stand-ins that a compiler has left: no memory is behind them.
+    Not those of stand-ins that a compiler has left: no memory is behind them. In torch 2.6 and 2.8 some of them have
+    ended, though not for Python: to ask one for its size ends it again, which is warned of.
     """
     while gc.collect():  # what one pass has freed may have held what only the next one finds
         pass
@@ -31,7 +35,7 @@ def live_bytes():
     for thing in gc.get_objects():
         if type(thing) in (torch.Tensor, nn.Parameter, Master) and not thing.is_sparse:
             thing = thing.untyped_storage()
-        if issubclass(type(thing), torch.UntypedStorage) and thing.device.type != "meta":
+        if issubclass(type(thing), torch.UntypedStorage) and use_count(thing._cdata) and thing.device.type != "meta":
             storages[thing.data_ptr()] = thing.nbytes()
     return sum(storages.values())
 
