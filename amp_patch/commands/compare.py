@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from amp_patch.commands import batch_search
-from amp_patch.commands.compare_turns import Refused, Turns
+from amp_patch.commands.compare_turns import Refused, TurnOrder
 from amp_patch.comparison import page, table
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.machine import SLOW, machine, products_in_words, time_of_products
@@ -116,7 +116,7 @@ def compare(args: argparse.Namespace) -> None:
 
 def _measure(plan: Plan, args: argparse.Namespace) -> tuple[list[Run], bool, OtherWork]:
     """The runs that were begun, whether Ctrl-C ended them, and what other work took of the machine."""
-    turns = Turns(plan, args)
+    turns = TurnOrder(plan, args)
     interrupted = turns.take()
     return turns.runs, interrupted, turns.load
 

@@ -33,7 +33,7 @@ class Refused(Exception):
     """The script cannot be trained at another level unedited; the message names the lines to add."""
 
 
-class Turns:
+class TurnOrder:
     """The runs of a plan, made: all levels of a seed, then the next seed.
 
     Attributes:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from amp_patch.comparison.level_result import LevelResult
-from amp_patch.comparison.wording import listed
+from amp_patch.comparison.wording import level_name, listed
 
 _FIRST = 8  # small enough for most, large enough for a batch norm
 _GROWTH = 8  # a line through two batches is not trusted further than this
@@ -73,7 +72,7 @@ class Search:
 
     @property
     def name(self) -> str:
-        return LevelResult(self.level, self.dtype, [], [], []).name
+        return level_name(self.level, self.dtype)
 
     @property
     def best(self) -> Trial | None:

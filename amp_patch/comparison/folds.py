@@ -92,9 +92,7 @@ def _memory(comparison: Comparison) -> str:
 
 def _advice(comparison: Comparison) -> str:
     """A list where all levels have the same, as they mostly do; else one for each that has any."""
-    of_level = {
-        name(level): [*dict.fromkeys(line for run in level.runs for line in run.advice)] for level in comparison.levels
-    }
+    of_level = {name(level): level.advice for level in comparison.levels}
     first = next(iter(of_level.values()), [])
     if all(lines == first for lines in of_level.values()):
         return items(first)

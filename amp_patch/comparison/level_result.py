@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 
 from amp_patch.comparison import measures
 from amp_patch.comparison.measures import Ratio
-from amp_patch.comparison.wording import listed
+from amp_patch.comparison.wording import level_name, listed
 from amp_patch.recording.run import Run
 
 INTERRUPTED = "interrupted"  # an error that begins so is the user's Ctrl-C: no fault of the level
 # A level is not recommended if a run skipped more than half of its steps, or more than this share and this number: as
 # many halvings take the largest dynamic scale, 2**24, to 1.
 SKIPPED_SHARE, SKIPPED_STEPS = 0.1, 24
-_SHORT = {"float16": "fp16", "bfloat16": "bf16"}
 _LESS_MEMORY = 0.95  # a level is recommended for its memory only below this share of the baseline's
 
 
@@ -82,7 +81,12 @@ class LevelResult:
     @property
     def name(self) -> str:
         """ "O2 fp16"."""
-        return f"{self.level} {_SHORT.get(self.dtype, self.dtype)}" if self.dtype else self.level
+        return level_name(self.level, self.dtype)
+
+    @property
+    def advice(self) -> list[str]:
+        """On sizes of layers: what any of the runs said, each line once."""
+        return [*dict.fromkeys(line for run in self.runs for line in run.advice)]
 
     @property
     def memory(self) -> float | None:

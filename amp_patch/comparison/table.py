@@ -32,7 +32,7 @@ def lines(comparison: Comparison, *, colours: bool = False) -> list[str]:
         parts += [_times(comparison), _sizes(comparison)]
     parts += [_looks(comparison), _machine(comparison.machine)]
     parts += [[line for note in comparison.notes for line in _wrapped(f"Note: {note}.")]]
-    sizes = dict.fromkeys(line for level in comparison.levels for run in level.runs for line in run.advice)
+    sizes = dict.fromkeys(line for level in comparison.levels for line in level.advice)
     parts += [[line for advice in sizes for line in _wrapped(f"Size: {advice}.")]]
     parts += [[_coloured(line, "bold", colours) for line in _wrapped(comparison.summary)]]
     return [line for part in parts if part for line in ("", *part)][1:]

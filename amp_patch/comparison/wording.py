@@ -14,7 +14,13 @@ SIZES = {
     "state": "optimizer state",
     "activations": "activations",
 }
+_TYPES = {"float16": "fp16", "bfloat16": "bf16"}
 PARTS_IN_WORDS = {**{part: part for part in PARTS}, "between": "clipping, other"}
+
+
+def level_name(level: str, dtype: str | None) -> str:
+    """ "O2 fp16", of "O2" and "float16"; "O0", which has no type."""
+    return f"{level} {_TYPES.get(dtype, dtype)}" if dtype else level
 
 
 def times(*ratios: float) -> list[str]:

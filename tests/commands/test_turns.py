@@ -195,7 +195,7 @@ def order(monkeypatch):
 
 def take(**options) -> tuple[list[Run], bool]:
     args = argparse.Namespace(**{"one_by_one": False, **options})
-    all_of_them = compare_turns.Turns(Plan(("O2", "O4"), seeds=2), args)
+    all_of_them = compare_turns.TurnOrder(Plan(("O2", "O4"), seeds=2), args)
     interrupted = all_of_them.take()
     return all_of_them.runs, interrupted
 
