@@ -200,18 +200,24 @@ def _fp32_like(param: Tensor, grad: Tensor, batch: _Batch) -> Tensor:
     """An FP32 tensor for the unscaled `grad` of `param`, sparse as that is; `batch` will fill it."""
     if grad.is_sparse:
         grad = grad.coalesce()
+        sparse = grad.detach().to(torch.float32, copy=True)
+        batch.fresh.append((_values(param, grad), _values(param, sparse)))
+        return sparse
     values = _values(param, grad)
-    link = None if grad.is_sparse else link_of(param)
+    link = link_of(param)
     result = torch.empty_like(values, dtype=torch.float32) if link is None else link.gradients.empty_like(values)
     batch.fresh.append((values, result))
-    if not grad.is_sparse:
-        return result
-    return _sparse(grad, result)
+    return result
 
 
 def _sparse(like: Tensor, values: Tensor) -> Tensor:
-    """A tensor with the indices of `like`, which is coalesced."""
-    return torch.sparse_coo_tensor(like.indices(), values, like.shape, check_invariants=False, is_coalesced=True)
+    """A tensor with the indices of `like`, which is coalesced.
+
+    Torch 2.11 warns of `torch.sparse_coo_tensor` that it checks nothing, even where it is told not to.
+    """
+    result = like.to(values.dtype, copy=True)
+    result._values().copy_(values)
+    return result
 
 
 def _values(param: Tensor, grad: Tensor) -> Tensor:
