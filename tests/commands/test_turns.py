@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import ClassVar
 
@@ -34,9 +35,9 @@ def taken(tmp_path, monkeypatch):
     """The turns of this process, and the end of the socket at which they are given."""
     monkeypatch.setattr(turns, "_SECONDS", 0.0)
     given, theirs = socket.socketpair()
-    with given, Turns(theirs.detach(), str(tmp_path / "record.jsonl"), lambda: True, int) as taken:
+    begun = Turns(theirs.detach(), str(tmp_path / "record.jsonl"), lambda: True, int)
+    with given, closing(begun._socket), begun as taken:
         yield taken, given
-    taken._socket.close()
 
 
 def test_a_turn_is_handed_on_between_steps_and_waited_for(taken):
@@ -142,9 +143,9 @@ def test_the_first_write_takes_the_turn_for_good(what, why, tmp_path):
     before = open, os.open, os.fork, subprocess.Popen.__init__
     given, theirs = socket.socketpair()
     steps = [4]
-    with given, Turns(theirs.detach(), str(tmp_path / "record.jsonl"), bool, lambda: steps[-1]) as taken:
+    begun = Turns(theirs.detach(), str(tmp_path / "record.jsonl"), bool, lambda: steps[-1])
+    with given, closing(begun._socket), begun as taken:
         what(tmp_path)
-    taken._socket.close()
     assert taken.kept_for == why and (open, os.open, os.fork, subprocess.Popen.__init__) == before
     assert taken.note() is None
     steps.append(5)

@@ -30,6 +30,8 @@ MODULES = ("data", "tasks")
 WARNINGS: tuple[str, ...] = ("-W", "error")
 if torch.__version__.startswith("2.6."):  # its first optimizer imports a module that removes a folder only at the end
     WARNINGS += ("-W", "ignore:Implicitly cleaning up")
+if sys.version_info[:3] == (3, 13, 0):  # Dynamo says so
+    WARNINGS += ("-W", "ignore:Guards may run slower on Python 3.13.0")
 
 
 def run(
