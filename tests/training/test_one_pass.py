@@ -286,7 +286,8 @@ def test_a_step_that_was_captured(level, recipe, captured, kernels):
         for _ in range(3):
             optimizer.zero_grad()
             training.backward(model(torch.tensor([[1.0, 0.1]])).float().square().sum(), optimizer)
-            with warnings.catch_warnings(action="error"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
                 step()
                 if captured == "by a scheduler":
                     scheduler.step()
