@@ -24,6 +24,7 @@ from amp_patch.casts.thread_state import Entry, is_running, stepped_aside, this_
 from amp_patch.casts.traced_regions import enter_trace_of, leave_traced
 from amp_patch.policy import Policy
 from amp_patch.support import blocks
+from amp_patch.support.compiled import wraps
 
 
 class region(blocks.Block):
@@ -96,13 +97,13 @@ class region(blocks.Block):
             )
         if inspect.isgeneratorfunction(function):
 
-            @functools.wraps(function)
+            @wraps(function)
             def steps(*args: Any, **kwargs: Any) -> Any:
                 return (yield from _inside(self, function(*args, **kwargs)))
 
             return steps
 
-        @functools.wraps(function)
+        @wraps(function)
         def body(*args: Any, **kwargs: Any) -> Any:
             if is_dynamo_compiling():  # which enters no context manager that was made outside of what it compiles
                 enter_trace_of(self.acting, self.claims)

@@ -21,6 +21,7 @@ from amp_patch.model.state import ModelState, followed_policy, running
 from amp_patch.model.tensors import cast, reflatten, refuse_changed, uncast, was_changed
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
 from amp_patch.support import generated_class, tree
+from amp_patch.support.compiled import wraps
 from amp_patch.support.forward_hook import NoHook
 from amp_patch.support.generated_class import Generated
 from amp_patch.support.patches import Attempts
@@ -130,7 +131,7 @@ class KeptModule(Generated):
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
-        @functools.wraps(base.forward)  # type: ignore[attr-defined]
+        @wraps(base.forward)  # type: ignore[attr-defined]
         def kept(self: Any, *args: Any, **kwargs: Any) -> Any:
             forward, policy = self._amp_base.forward, followed_policy(self)
             if policy is None:
@@ -282,7 +283,7 @@ def _take(module: nn.Module) -> None:
 def _entering(base: type, name: str) -> Callable[..., Any]:
     """The method `name` of a model under its training's policy: inputs cast in, outputs cast out."""
 
-    @functools.wraps(getattr(base, name))
+    @wraps(getattr(base, name))
     def entering(self: Any, *args: Any, **kwargs: Any) -> Any:
         method, policy = getattr(self._amp_base, name), followed_policy(self)
         if policy is None or running.policy is policy or _recomputed(policy, args, kwargs):
@@ -404,7 +405,7 @@ def _explain_another_type(model: nn.Module, policy: Policy, error: RuntimeError)
 def _advising(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with advice added to a dtype error, when it is called from outside of the model's forward."""
 
-    @functools.wraps(function)
+    @wraps(function)
     def advising(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return function(self, *args, **kwargs)

@@ -18,6 +18,22 @@ def eagerly() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
+def wraps(function: Callable[..., Any]) -> Callable[[Function], Function]:
+    """`functools.wraps`, but for the note with which a function that Dynamo has disabled says what is beneath it.
+
+    In torch 2.6 and 2.8 whoever disables or compiles a wrapper that has a copy of that note gets what is beneath, and
+    the wrapper is lost. (From 2.11 on the note says whose it is.) Torch itself disables SparseAdam's step at the first
+    `torch.compile` of a process.
+    """
+
+    def mark(wrapper: Function) -> Function:
+        functools.update_wrapper(wrapper, function)
+        vars(wrapper).pop("_torchdynamo_orig_callable", None)
+        return wrapper
+
+    return mark
+
+
 def eager_only(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, before and after which torch.compile ends its graphs, as of `torch.compiler.disable`."""
     disabled: list[Callable[..., Any]] = []

@@ -6,7 +6,6 @@ not take (sparse gradients, capturable=True, a state that somebody has replaced)
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 from typing import Any
@@ -20,7 +19,7 @@ from amp_patch.masters.half_gradients import can_wait
 from amp_patch.masters.masters import Linked, note_published, reconcile
 from amp_patch.masters.walks import with_gradient
 from amp_patch.support.blocks import without_grad
-from amp_patch.support.compiled import eager_only
+from amp_patch.support.compiled import eager_only, wraps
 from amp_patch.training.known_optimizers import KERNELS, Group, NotKnown, Part, counts, kernel_of, version_of
 from amp_patch.training.stash import Stash, known_stash, stash_of
 
@@ -74,9 +73,9 @@ def step_between_hooks(
         reconcile(stash.step.unpublished)
         return plain(self, *args, **kwargs)
 
-    hooked = torch.optim.Optimizer.profile_hook_step(functools.wraps(plain)(unhooked))
+    hooked = torch.optim.Optimizer.profile_hook_step(wraps(plain)(unhooked))
 
-    @functools.wraps(own)
+    @wraps(own)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         stash = stash_of(self)
         given = any(value is not None for value in (*args, *kwargs.values()))

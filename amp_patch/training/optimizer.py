@@ -6,7 +6,6 @@ other methods are overridden in a generated subclass.
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from collections.abc import Collection, Iterator
@@ -19,6 +18,7 @@ from amp_patch.masters.masters import disconnect
 from amp_patch.masters.walks import drop_gradients
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import generated_class
+from amp_patch.support.compiled import wraps
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Attempts
 from amp_patch.training import one_pass, portions, zero_redundancy
@@ -39,7 +39,7 @@ class AmpOptimizer(Generated):
         if issubclass(base, torch.optim.Optimizer) and base.__module__.partition(".")[0] in ("torch", "amp_patch"):
             return {}
 
-        @functools.wraps(base.step)  # type: ignore[attr-defined]
+        @wraps(base.step)  # type: ignore[attr-defined]
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
             return guarded_step(base, self, args, kwargs)
 

@@ -547,3 +547,17 @@ def test_a_compiler_that_is_not_known_is_left_alone_with_one_warning(when):
     code = f"WHEN = {when!r}\n{UNKNOWN}"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", ["forward", "sample"])
+def test_a_method_that_the_compiler_has_disabled_has_its_casts_when_it_is_compiled(name, fresh_compiler):
+    class Model(nn.Linear):
+        forward = torch.compiler.disable(nn.Linear.forward)
+        sample = torch.compiler.disable(lambda self, inputs: nn.functional.linear(inputs, self.weight))
+
+    model = Model(2, 2)
+    model = amp.initialize(model, opt_level="O2", methods=("sample",), cast_model_outputs=torch.float64, verbosity=0)
+    method = getattr(model, name)
+    assert not hasattr(method, "_torchdynamo_orig_callable")  # which torch 2.6 and 2.8 would compile in its place
+    with torch.no_grad():
+        assert torch.compile(method, backend="eager")(torch.ones(1, 2)).dtype is torch.float64

@@ -96,6 +96,22 @@ def test_a_skipped_step_is_exact(name, flags, level):
     assert not torch.equal(before[0][0], model.weight)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_that_the_compiler_has_disabled_is_skipped(level, monkeypatch):
+    # Torch does this to SparseAdam at a process's first torch.compile. In torch 2.6 and 2.8 `disable` would take from a
+    # wrapper with a copy of the note what is beneath it.
+    torch.optim.SparseAdam([nn.Parameter(torch.ones(1))])  # torch puts its hooks around the step of the first one
+    monkeypatch.setattr(torch.optim.SparseAdam, "step", torch.compiler.disable(torch.optim.SparseAdam.step))
+    model, optimizer = setup("SparseAdam", {}, level)
+    assert not hasattr(type(optimizer).step, "_torchdynamo_orig_callable")
+    one_step(model, optimizer)
+    before = snapshot(model, optimizer)
+    one_step(model, optimizer, math.inf)
+    assert optimizer._amp_stash.step_skipped
+    optimizer.zero_grad()
+    assert_unchanged(before, snapshot(model, optimizer))
+
+
 @pytest.mark.parametrize(("name", "flags"), VARIANTS)
 def test_o2_does_to_the_masters_what_the_optimizer_does_to_fp32_weights(name, flags):
     model, optimizer = setup(name, flags)
