@@ -154,7 +154,10 @@ def test_a_stage_that_there_is_not_is_refused():
 # --- stages ---
 
 
-WRITES = "import json, pathlib, sys; pathlib.Path(sys.argv[-1]).write_text(json.dumps({'rows': [1]}))"
+# Long enough for a figure that is rounded to tenths of a second.
+WRITES = (
+    "import json, pathlib, sys, time; time.sleep(0.1); pathlib.Path(sys.argv[-1]).write_text(json.dumps({'rows': [1]}))"
+)
 
 
 def test_a_stage_keeps_the_figures_of_its_commands(gpu_check):
