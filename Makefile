@@ -18,7 +18,7 @@ NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/nu
 # The examples' models are tiny: a second thread would only wait for the first.
 demo accuracy: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo accuracy test test-all test-versions lint format bench sanitize cuda-compile gpu-check clean
+.PHONY: help demo accuracy test test-all stories test-versions lint format bench sanitize cuda-compile gpu-check clean
 
 help: ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ test-all: $(VENV)/ecosystem ## what `test` leaves out: the tests marked slow, an
 	AMP_PATCH_BACKEND=torch $(PYTEST_FILES) -m "not slow" --ignore tests/project/test_examples.py
 	$(PYTEST) -m "not slow" tests/integrations
 	$(PYTEST_FILES) -m slow
+
+stories: $(VENV)/installed ## more random lives of trainings, against training by hand; COUNT=2000 SEED=7
+	$(BIN)/python tests/tell_stories.py --workers $(WORKERS) $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED))
 
 # PyPI's torch brings CUDA's libraries, some 5 GB for each: by hand, before a release.
 test-versions: ## `test` on each torch and Python that we declare, or on ONLY="2.15.0@3.11 ..."; hours and gigabytes
@@ -69,7 +72,7 @@ cuda-compile: $(VENV)/installed ## compile the CUDA sources with nvcc, print reg
 	PYTHON=$(BIN)/python NVCC="$(NVCC)" sh tests/cuda/compile.sh
 
 # With the machine's own Python: torch for CUDA comes with it, and nothing needs to be downloaded.
-gpu-check: ## on a machine with a GPU: build, test, measure, capture, write benchmarks/results/; ONLY=build,tests OUT=file
+gpu-check: ## on a machine with a GPU: build, test, measure, capture; OUT=file; in two parts: ONLY=build,tests,capture and ONLY=kernels,step
 	$(PYTHON) benchmarks/gpu_check.py $(if $(ONLY),--only $(ONLY)) $(if $(OUT),--out $(OUT))
 
 clean: ## remove what was built here; .venv keeps its downloads

@@ -6,7 +6,7 @@ compiles the CUDA kernels without looking for a compiler and a torch for CUDA. C
 that of the nvcc on PATH). TORCH_CUDA_ARCH_LIST names the GPUs to compile for, as for any extension of torch ("8.0;9.0";
 default: those of this machine, and where it has none those of DEFAULT_GPUS that nvcc knows). AMP_PATCH_SANITIZE=1 puts
 AddressSanitizer and UBSan into what the C++ compiler makes (`make sanitize`). AMP_PATCH_LOCAL_VERSION=torch2.13 makes
-that the version's last part, for wheels that are kept beside each other: 0.3.0+torch2.13.
+that the version's last part, for wheels that are kept beside each other: 0.4.0+torch2.13.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from amp_patch.diagnose.inspect import inspect
     from amp_patch.recording.recorder import log, record
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 amp = sys.modules[__name__]
 sys.modules[f"{__name__}.amp"] = amp  # for `from amp_patch.amp import GradScaler`

@@ -25,6 +25,7 @@ _OPTIONS = (
     "master_weights",
     "loss_scale",
     "cast_model_outputs",
+    "skip_nonfinite",
 )
 
 Choice = TypeVar("Choice")

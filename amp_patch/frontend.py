@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_fp16 import resolve_cpu_fp16
 from amp_patch.environment import overridden
-from amp_patch.model import fsdp
+from amp_patch.model import came, fsdp
 from amp_patch.model import tensors as model_tensors
 from amp_patch.model.fsdp import no_masters
+from amp_patch.model.keep_fp32 import kept_modules
 from amp_patch.policy import Policy, resolve, scale_number
 from amp_patch.support import compiled
 from amp_patch.support.distributed import is_first_rank
@@ -61,6 +63,7 @@ def initialize(
     cpu_fp16: str = "auto",
     process_group: Any = None,
     methods: tuple[str, ...] = (),
+    skip_nonfinite: bool | str = False,
 ) -> Any:
     """Prepare models and optimizers for mixed-precision training at an opt level, in place.
 
@@ -79,7 +82,10 @@ def initialize(
     stays off.
 
     Args:
-        models: a module, or a list or tuple of them (a module and its child may both be in it). FP32.
+        models: a module, or a list or tuple of them (a module and its child may both be in it). FP32, FP16 or BF16, in
+            part too: a training begins with the values that came, exactly. At O0 such a model stays as it is. At O1
+            and O4 trained weights become FP32. At O2 and O5 frozen ones have no master. Quantized weights (FP8,
+            integers, torchao's, bitsandbytes') are left alone where they are frozen, and refused where they are not.
         optimizers: an optimizer, a list or tuple, or None (inference: no masters). Objects with `param_groups` and
             `step` are accepted, and wrappers with an `.optim`, `.optimizer` or `.base_optimizer` (SAM) inside.
             Parameters that belong to none of the models are left as they are, and get masters at O2 if they are float16
@@ -110,6 +116,11 @@ def initialize(
             (`python -m amp_patch info` tells). Without effect for bfloat16, and for models with nothing on a CPU.
         process_group: reduce the overflow flag over this torch.distributed group, for gradients that DDP does not.
         methods: names of methods, beside `forward`, that users call on the models directly ("encode", "generate").
+        skip_nonfinite: True has gradients checked where the loss is not scaled (O0, O3, O4, O5): `scale_loss` looks at
+            them, without a sync, and the optimizer skips its step if one is NaN or infinite, which a message says. It
+            asks the device once a step, as under loss scaling; nothing is multiplied. Then closures, and steps inside
+            of the body of `scale_loss`, are refused as under loss scaling. False: they reach the weights, as without
+            amp_patch. Where the loss is scaled they are checked in any case.
 
     Returns:
         The same objects, in Apex's form: the model, or (model, optimizer) if optimizers were given; lists for lists.
@@ -138,6 +149,7 @@ def initialize(
                 "max_loss_scale": max_loss_scale,
                 "allow_banned": allow_banned,
                 "cpu_fp16": cpu_fp16,
+                "skip_nonfinite": skip_nonfinite or None,  # False asks for nothing that another level could drop
             },
         )
         policy = resolve(opt_level, **options)
@@ -224,7 +236,9 @@ def loss_scale(optimizers: Any, loss_id: int = 0) -> Tensor:
     """
     stashes = [stash_of(target) for target in targets_of(optimizers, "loss_scale")]
     stash = next((stash for stash in stashes if stash is not None and stash.enabled), None)
-    return torch.ones(()) if stash is None else scaler_of(stash, loss_id, "loss_scale").scale_tensor.clone()
+    if stash is None:
+        return torch.ones((), dtype=torch.float32, device="cpu")
+    return scaler_of(stash, loss_id, "loss_scale").scale_tensor.clone()
 
 
 def state_dict(optimizers: Any = None, *, destination: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -281,16 +295,18 @@ def load_state_dict(state_dict: dict[str, Any], optimizers: Any = None) -> None:
 def restore() -> None:
     """Undo every `initialize`: torch's namespace, the models' and optimizers' classes, hooks and parameters.
 
-    Weights are FP32 again and equal the masters; optimizers hold the models' parameters, with their state. Gradients
-    that were still scaled (`delay_unscale`) are unscaled.
+    Weights are FP32 again and equal the masters; those that came in FP16 or BF16 are that again, rounded. Optimizers
+    hold the models' parameters, with their state. Gradients that were still scaled (`delay_unscale`) are unscaled.
 
     Raises:
-        RuntimeError: a model or optimizer that was changed meanwhile so that it cannot be restored whole, by name. All
-            others are, torch is, and no training is left: a second call does nothing.
+        RuntimeError: a model or optimizer that was changed meanwhile so that it cannot be restored whole, by name; a
+            weight that came in FP16 and has grown beyond it, which stays FP32. All others are, torch is, and no
+            training is left: a second call does nothing.
     """
     attempt = Attempts()
     attempt(leave_all, trainings)
     trainings.clear()
+    came.forget()
     attempt(casts_state.set_default, None)
     for installation in installations():
         attempt(installation.uninstall)
@@ -323,7 +339,13 @@ def _apex_form(models: Any, optimizers: Any, optimizer_list: list[Any]) -> Any:
 
 
 def fsdp_policy(
-    opt_level: str = "O1", *, dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None
+    opt_level: str = "O1",
+    *,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    models: Any = None,
+    keep_fp32: Any = (),
+    keep_batchnorm_fp32: bool | str | None = None,
 ) -> Any:
     """torch's `MixedPrecisionPolicy` of an opt level, for `fully_shard(module, mp_policy=...)`::
 
@@ -332,24 +354,42 @@ def fsdp_policy(
         model, optimizer = amp.initialize(model, optimizer, opt_level=level)
 
     At O2 and O5 the modules compute in the level's type while their shards stay FP32: these are the masters, and no
-    others are made. At O0, O1 and O4 it is FP32; so is the one of a module that stays FP32 inside a cast model (a batch
-    norm, `keep_fp32`), which is sharded for itself, before the modules around it.
+    others are made. At O0, O1 and O4 it is FP32.
+
+    A module that stays FP32 inside a cast model (a batch norm, `keep_fp32`) is gathered in FP32. From torch 2.15
+    `amp.fsdp_policy(level, models=model, keep_fp32=...)` does that, whatever it is sharded with. In an older torch,
+    whose policies know no single parameters, it is sharded for itself, before the modules around it, with
+    `amp.fsdp_policy("O0")`.
 
     Args:
         opt_level, dtype: as in `initialize`, from the environment too (save where O0 is asked for).
         reduce_dtype: the type in which gradients are summed over the processes. None: FP32.
+        models: the module, or a list of those, that will be sharded with this policy, before it is: what stays FP32 in
+            them is noted. Without effect before torch 2.15.
+        keep_fp32, keep_batchnorm_fp32: as in `initialize`; of use with `models`.
 
     Raises:
-        ValueError: O3, which keeps no FP32 weights; a level or dtype that cannot be.
+        ValueError: O3, which keeps no FP32 weights; a level or dtype that cannot be; `keep_fp32` without `models`.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    options: dict[str, Any] = {"dtype": dtype}
+    options: dict[str, Any] = {"dtype": dtype, "keep_batchnorm_fp32": keep_batchnorm_fp32}
     if opt_level != "O0":  # asked for here, O0 is for modules that stay FP32 at any level
         opt_level, options = overridden(opt_level, options)
     policy = resolve(opt_level, **options)
-    if policy.cast_model_type is not None and not policy.master_weights:
+    low = policy.cast_model_type
+    if low is not None and not policy.master_weights:
         raise ValueError(f"fsdp_policy: {no_masters(policy)}")
-    if policy.cast_model_type is not None and reduce_dtype is None:
+    if models is None and keep_fp32:
+        raise ValueError(
+            f"fsdp_policy: keep_fp32 is {keep_fp32!r} and models is None; name the modules' model too: "
+            "amp.fsdp_policy(level, models=model, keep_fp32=...)"
+        )
+    model_list = [compiled.uncompiled(model) for model in as_list(models)]
+    kept = kept_modules(model_list, policy, keep_fp32, "fsdp_policy")
+    overrides: dict[str, Any] = {}
+    if kept and low is not None and "param_dtype_override_fn" in {field.name for field in fields(MixedPrecisionPolicy)}:
+        overrides["param_dtype_override_fn"] = fsdp.stay_fp32(kept)
+    if low is not None and reduce_dtype is None:
         reduce_dtype = torch.float32
-    return MixedPrecisionPolicy(param_dtype=policy.cast_model_type, reduce_dtype=reduce_dtype)
+    return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce_dtype, **overrides)

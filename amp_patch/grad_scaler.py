@@ -20,7 +20,7 @@ from amp_patch.support import distributed
 from amp_patch.support.compiled import eager_only
 from amp_patch.training import step as optimizer_step
 from amp_patch.training.innermost_optimizer import innermost
-from amp_patch.training.stash import distinct_pairs, drop_spent, stash_of
+from amp_patch.training.stash import distinct_pairs, stash_of
 from amp_patch.training.unscale import drop, first_gradient
 
 
@@ -131,7 +131,7 @@ class GradScaler(torch.amp.GradScaler):
         """Unscale the gradients of `optimizer` in place and check them; once between two `update`s. No sync.
 
         A low-precision gradient keeps its type; at O2 of `initialize` the result goes to the FP32 masters, and the
-        model's gradients become None.
+        model's attributes `grad` lead to those.
 
         Raises:
             RuntimeError: called twice, or after `step`; or the gradients are not this scaler's. AssertionError: nothing
@@ -320,7 +320,7 @@ class GradScaler(torch.amp.GradScaler):
         target = innermost(optimizer)
         refuse_sharded_since((ref() for ref in stash.around.models), "GradScaler.unscale_")
         optimizer_step.recover(target, stash)
-        drop_spent(stash)
+        stash.masters.drop_spent()
         pairs = distinct_pairs([target])
         try:
             found = distributed.agree(gather(pairs, inv_scale), [param for param, _ in pairs])
@@ -328,6 +328,7 @@ class GradScaler(torch.amp.GradScaler):
             drop(pairs)
             raise
         stash.gathered = True
+        stash.route_grads()
         return self._everywhere(found, inv_scale.device)
 
     def _check_inf_per_device(self, optimizer: Any) -> Any:
@@ -337,7 +338,7 @@ class GradScaler(torch.amp.GradScaler):
                 if param.grad is not None:
                     grad = param.grad.coalesce().values() if param.grad.is_sparse else param.grad
                     grads.setdefault(grad.device, []).append(torch.view_as_real(grad) if grad.is_complex() else grad)
-        found = {device: torch.zeros((), device=device) for device in grads}
+        found = {device: torch.zeros((), dtype=torch.float32, device=device) for device in grads}
         for device, tensors in grads.items():
             multi_tensor.multi_tensor_check_finite(tensors, found[device])
         if self._scale is not None:
@@ -353,7 +354,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._process_group is None and len(found) < 2:
             return found
-        overall = torch.zeros((), device=device)
+        overall = torch.zeros((), dtype=torch.float32, device=device)
         for found_inf in found.values():
             overall = torch.maximum(overall, found_inf.to(device))
         if self._process_group is not None:

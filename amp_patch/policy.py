@@ -40,6 +40,8 @@ class Policy:
             `cpu_fp16.resolve_cpu_fp16` has decided.
         op_lists: whose rules the patched functions follow: "torch", or "apex" (oplists.py), for scripts that were
             written for Apex; `casts.install("apex")` then installs the names that only Apex listed.
+        skip_nonfinite: whether a step is skipped whose gradients are not finite where no loss is scaled either; a
+            training that scales skips it anyway.
     """
 
     opt_level: str
@@ -59,10 +61,12 @@ class Policy:
     allow_banned: bool = False
     cpu_fp16: str = "auto"
     op_lists: str = "torch"
+    skip_nonfinite: bool = False
 
     def __str__(self) -> str:
         fields = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
-        described = ", ".join(f"{name}={getattr(self, name)}" for name in (*fields, *["cpu_fp16"] * self.uses_fp16))
+        more = ["cpu_fp16"] * self.uses_fp16 + ["skip_nonfinite"] * self.skip_nonfinite
+        described = ", ".join(f"{name}={getattr(self, name)}" for name in (*fields, *more))
         return f"{self.opt_level} ({self.dtype}): {described}"
 
     @property
@@ -81,9 +85,15 @@ class Policy:
         return self.cpu_fp16 == "emulate"
 
     @property
-    def scales_loss(self) -> bool:
-        """Whether the loss is multiplied at all: a static scale of 1 costs nothing and checks nothing."""
-        return self.loss_scale != 1.0
+    def changes_nothing(self) -> bool:
+        """Whether a training is the script without us: O0 without another option."""
+        casts = self.patch_torch_functions or self.emulates or self.cast_model_type or self.cast_model_outputs
+        return not (casts or self.checks_gradients)
+
+    @property
+    def checks_gradients(self) -> bool:
+        """Whether a step is skipped whose gradients are not finite: a static scale of 1 alone checks nothing."""
+        return self.loss_scale != 1.0 or self.skip_nonfinite
 
 
 _O1 = Policy("O1", patch_torch_functions=True, loss_scale="dynamic")
@@ -112,6 +122,7 @@ def resolve(
     max_loss_scale: float = 2.0**24,
     allow_banned: bool = False,
     cpu_fp16: str = "auto",
+    skip_nonfinite: bool | str | None = None,
 ) -> Policy:
     """The policy of a level with a caller's overrides.
 
@@ -155,7 +166,8 @@ def resolve(
     if cpu_fp16 not in CPU_FP16:
         raise ValueError(f"initialize: cpu_fp16 is {cpu_fp16!r}; wanted {' or '.join(map(repr, CPU_FP16))}")
     policy = _with_scale_range(policy, min_loss_scale, max_loss_scale)
-    return replace(policy, allow_banned=bool(allow_banned), cpu_fp16=cpu_fp16)
+    skips = bool(boolean("skip_nonfinite", skip_nonfinite))
+    return replace(policy, allow_banned=bool(allow_banned), cpu_fp16=cpu_fp16, skip_nonfinite=skips)
 
 
 def parse_loss_scale(loss_scale: Any) -> float | str:

@@ -11,6 +11,7 @@ the spread of O0's seeds.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from amp_patch.comparison.level_result import LevelResult
 from amp_patch.comparison.measures import paired_t_test
 from amp_patch.comparison.poster import dots
 from amp_patch.recording.run import loads
+from amp_patch.support.guard import Guard
 
 ROOT = Path(__file__).parents[1]
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -75,7 +77,12 @@ def train(family: str, out: Path, seeds: int, steps: int | None) -> int:
     """Run the comparison of a family; its exit status."""
     compare = ["-m", "amp_patch", "compare", "--levels", ",".join(LEVELS), "--seeds", str(seeds), "--seed-flag=--seed"]
     script = [str(ROOT / "examples/train.py"), "--", "--task", family, *(["--steps", str(steps)] if steps else [])]
-    return subprocess.run([sys.executable, *compare, "--metric", METRIC, "--out", str(out), *script]).returncode
+    command = [sys.executable, *compare, "--metric", METRIC, "--out", str(out), *script]
+    guard = Guard()  # should this process be killed, the comparison goes with it
+    try:
+        return subprocess.run(command, env={**os.environ, **guard.environment}).returncode
+    finally:
+        guard.join()
 
 
 def read(report: Path) -> Comparison:

@@ -1,13 +1,16 @@
 """On a machine with a GPU: build with CUDA, run the tests, time kernels and steps, capture them; keep the figures.
 
     python benchmarks/gpu_check.py [--only build,tests,kernels,step,capture] [--out PATH]
-    make gpu-check [ONLY=build,tests] [OUT=figures.json]
+    make gpu-check [ONLY=build,tests,capture] [OUT=figures.json]
 
-First it says what the machine has and lacks; where something is missing that the stages need, nothing is run. Each
+Where a command may take ten minutes at most, it is run in two: ONLY=build,tests,capture, then ONLY=kernels,step. The
+build comes first wherever it is asked for or not there yet; so the parts may run on two machines.
+
+First it says what the machine has and lacks; a stage that needs something that is missing is left out, by name. Each
 stage has a time limit: one that exceeds it is killed, and the others go on. After each stage the figures are written,
-by default into benchmarks/results/<GPU>.json, where stages that were not run keep their earlier ones. A table of the
-stages and of what was aimed at comes last. Exits non-zero if a stage failed, not if a goal was missed. Everything runs
-in the Python that runs this; nothing is downloaded.
+by default into benchmarks/results/<GPU>.json, where stages that were not run keep their earlier ones; what was printed
+is beside them, in <GPU>-logs/. A table of the stages and of what was aimed at comes last. Exits non-zero if a stage
+failed or was left out, not if a goal was missed. Everything runs in the Python that runs this; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu_preflight import preflight
+from gpu_preflight import preflight, to_bring
 
 ROOT = Path(__file__).resolve().parents[1]
 TAIL = 20  # lines of what a command that failed said last, kept with the figures
@@ -52,7 +55,7 @@ def step(dtype: str) -> list[str]:
 
 STAGES = {
     "build": Stage(
-        240,
+        180,
         {
             "extension": ["setup.py", "build_ext", "--inplace"],
             "devices": ["-c", HAS_CUDA],
@@ -60,7 +63,7 @@ STAGES = {
         },
         writes_json=False,
     ),
-    "tests": Stage(180, {"counts": ["benchmarks/gpu_tests.py", "--limit", "170", "--except", GRAPHS]}),
+    "tests": Stage(200, {"counts": ["benchmarks/gpu_tests.py", "--limit", "190", "--except", GRAPHS]}),
     "kernels": Stage(
         120,
         {
@@ -78,6 +81,9 @@ STAGES = {
     ),
     "capture": Stage(60, {"counts": ["benchmarks/gpu_tests.py", "--by-test", "--limit", "55", GRAPHS]}),
 }
+
+# A part takes less than 500 s, the build among them, where a command may take ten minutes at most.
+PARTS = (("build", "tests", "capture"), ("kernels", "step"))
 
 # Of what preflight() finds; all stages need the rest.
 NEEDED_BY = {
@@ -141,13 +147,42 @@ def environment() -> dict[str, str]:
     }
 
 
-def run(arguments: list[str], limit: float) -> tuple[str, list[str]]:
-    """Run this Python. Why it did not pass, or nothing; and the last lines that it printed, all of which are shown."""
+def is_built() -> bool:
+    """Whether the extension is there, for CUDA and for this Python, and no older than its sources."""
+    built = max((path.stat().st_mtime for path in (ROOT / "amp_patch").glob("_C.*")), default=0.0)
+    sources = [ROOT / "setup.py", *(path for path in (ROOT / "csrc").rglob("*") if path.is_file())]
+    if any(path.stat().st_mtime > built for path in sources):
+        return False
+    asked = subprocess.run([sys.executable, "-c", HAS_CUDA], cwd=ROOT, env=environment(), capture_output=True)
+    return asked.returncode == 0
+
+
+def plan(asked: list[str], lacking: list[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """The stages to run, in order, the build before them if it is needed; and of those left out what each lacks.
+
+    Args:
+        asked: names of stages, in order.
+        lacking: what preflight() misses.
+    """
+    left_out = {name: [w for w in lacking if name in NEEDED_BY.get(w, STAGES)] for name in STAGES}
+    stages = asked
+    if not (all(left_out[name] for name in asked) or is_built()):
+        stages = ["build", *(name for name in asked if name != "build")]
+        if left_out["build"]:  # which all others need
+            left_out = {name: left_out["build"] + left_out[name] for name in STAGES}
+    return [n for n in stages if not left_out[n]], {n: list(dict.fromkeys(left_out[n])) for n in stages if left_out[n]}
+
+
+def run(arguments: list[str], limit: float, log: Path) -> tuple[str, list[str]]:
+    """Run this Python. Why it did not pass, or nothing; and the last lines that it printed.
+
+    All that it prints is shown, and written into `log`.
+    """
     print(f"\n=== python {' '.join(arguments)}", flush=True)
     process = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env=environment(),
+        env=environment() | {"AMP_PATCH_GPU_LOGS": str(log.parent)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -157,9 +192,11 @@ def run(arguments: list[str], limit: float) -> tuple[str, list[str]]:
     tail: collections.deque[str] = collections.deque(maxlen=TAIL)
 
     def show() -> None:
-        with process.stdout as lines:
+        with process.stdout as lines, log.open("w") as file:
             for text in lines:
                 print(text, end="", flush=True)
+                file.write(text)
+                file.flush()
                 tail.append(text.rstrip())
 
     shower = threading.Thread(target=show, daemon=True)
@@ -177,22 +214,27 @@ def run(arguments: list[str], limit: float) -> tuple[str, list[str]]:
     return why, list(tail)
 
 
-def run_stage(stage: Stage) -> dict[str, Any]:
-    """{passed, why, seconds, and the figures of each command}: also of those that failed or were killed on the way."""
+def run_stage(name: str, stage: Stage, logs: Path) -> dict[str, Any]:
+    """{passed, why, seconds, and the figures of each command}: also of those that failed or were killed on the way.
+
+    What the commands print is in the folder `logs`, under the stage's `name` and theirs.
+    """
     start = time.monotonic()
+    logs.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"passed": True, "why": "", "seconds": 0.0}
     with tempfile.TemporaryDirectory() as folder:
-        for name, arguments in stage.commands.items():
-            path = Path(folder) / f"{name}.json"
+        for figures, arguments in stage.commands.items():
+            path = Path(folder) / f"{figures}.json"
             target = ["--json", str(path)] if stage.writes_json else []
-            why, tail = run([*arguments, *target], start + stage.limit - time.monotonic())
+            left = start + stage.limit - time.monotonic()
+            why, tail = run([*arguments, *target], left, logs / f"{name}-{figures}.log")
             if path.exists():
-                result[name] = json.loads(path.read_text())
+                result[figures] = json.loads(path.read_text())
             if why == "killed":
                 why = f"killed after {stage.limit:g} s"
             if why:
-                result |= {"passed": False, "why": result["why"] or f"{name}: {why}"}
-                result.setdefault("tails", {})[name] = tail
+                result |= {"passed": False, "why": result["why"] or f"{figures}: {why}"}
+                result.setdefault("tails", {})[figures] = tail
             if why.startswith("killed"):
                 break
     return result | {"seconds": round(time.monotonic() - start, 1)}
@@ -212,8 +254,8 @@ def keep(out: Path, stages: Mapping[str, Any], machine: Mapping[str, Any]) -> di
     return ordered
 
 
-def table(stages: Mapping[str, Any]) -> list[str]:
-    """A line for each stage that was run, and under it one for each goal that it has a figure for."""
+def table(stages: Mapping[str, Any], left_out: Mapping[str, list[str]]) -> list[str]:
+    """A line for each stage that was run, and under it one for each goal that it has a figure for; last, the others."""
     lines = [f"{'stage':<9}{'s':>6}  result"]
     for name, result in stages.items():
         text = "passed" if result["passed"] else result["why"]
@@ -225,7 +267,7 @@ def table(stages: Mapping[str, Any]) -> list[str]:
             value = goal.figure(result)
             said = f"{value[0]:.2f} {'met' if goal.met(value[0]) else 'MISSED'} ({value[1]})" if value else "no figure"
             lines.append(f"{'':<17}{goal.text:<36}{wanted:<9}{said}")
-    return lines
+    return lines + [f"{name:<15}  left out; missing: {', '.join(missing)}" for name, missing in left_out.items()]
 
 
 def names(text: str) -> list[str]:
@@ -241,26 +283,30 @@ def main() -> None:
     parser.add_argument("--only", type=names, default=list(STAGES), metavar="STAGES", help=f"of {','.join(STAGES)}")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<GPU>.json")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu-check: stopped"))  # which stops the stage too
     os.environ["PATH"] = environment()["PATH"]
     findings, machine = preflight()
-    print("gpu-check: this machine has", *findings, sep="\n", flush=True)
-    asked = set(options.only)
-    lacking = [finding.what for finding in findings if not finding.there]
-    if missing := [what for what in lacking if asked & set(NEEDED_BY.get(what, STAGES))]:
+    print("gpu-check: this machine has", *findings, *to_bring(findings), sep="\n", flush=True)
+    stages, left_out = plan(options.only, [finding.what for finding in findings if not finding.there])
+    if not stages:
+        missing = dict.fromkeys(what for lacks in left_out.values() for what in lacks)
         sys.exit(f"gpu-check: nothing was run; missing: {', '.join(missing)}")
+    print(f"gpu-check: {', '.join(stages)}: {sum(STAGES[name].limit for name in stages):g} s at most", flush=True)
 
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ".".join(map(str, machine["compute_capability"])))
     slug = re.sub(r"[^a-z0-9]+", "-", machine["gpu"].lower()).strip("-")
     out = options.out or ROOT / "benchmarks" / "results" / f"{slug}.json"
+    logs = out.with_name(f"{out.stem}-logs")
     done: dict[str, Any] = {}
-    for name in options.only:
-        done[name] = run_stage(STAGES[name])
+    for name in stages:
+        done[name] = run_stage(name, STAGES[name], logs)
         keep(out, done, machine)
-    print("", *table(done), f"gpu-check on {machine['gpu']}: the figures are in {out}", sep="\n")
-    if failed := [name for name, result in done.items() if not result["passed"]]:
-        sys.exit(f"gpu-check: failed: {', '.join(failed)}")
+    print("", *table(done, left_out), sep="\n")
+    print(f"gpu-check on {machine['gpu']}: the figures are in {out}, the logs in {logs}")
+    failed = [name for name, result in done.items() if not result["passed"]]
+    if said := [f"{what}: {', '.join(names)}" for what, names in (("failed", failed), ("left out", left_out)) if names]:
+        sys.exit(f"gpu-check: {'; '.join(said)}")
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu-check: stopped"))  # which stops the stage too
     main()

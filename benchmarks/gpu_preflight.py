@@ -13,10 +13,19 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 PYTHON, SETUPTOOLS, TORCH = (3, 10), 65, (2, 6)  # the oldest that pyproject.toml and setup.py take
+
+# What of PyPI the stages need beside torch.
+PACKAGES = {
+    "setuptools": f"setuptools>={SETUPTOOLS}",
+    "ninja": "ninja",
+    "pybind11": "pybind11>=2",
+    "pytest": "pytest>=8",
+}
 
 # In a process of its own: torch may not be there, and a CUDA that is broken may take its process along.
 ASK_TORCH = """
@@ -55,6 +64,20 @@ def preflight() -> tuple[list[Finding], dict[str, Any]]:
         gpu(torch),
     ]
     return findings, torch
+
+
+def to_bring(findings: Sequence[Finding]) -> list[str]:
+    """Lines on how packages that are missing get onto a machine that downloads nothing; none where all are there."""
+    wanted = [PACKAGES[finding.what] for finding in findings if not finding.there and finding.what in PACKAGES]
+    if not wanted:
+        return []
+    names = " ".join(f"'{name}'" for name in wanted)
+    python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    return [
+        f"  Without a network bring their wheels, from a machine with the same {python} and one:",
+        f"    {python} -m pip download --dest wheels {names}",
+        f"    {sys.executable} -m pip install --no-index --find-links wheels {names}",
+    ]
 
 
 def said(*command: str) -> tuple[int, str, str]:

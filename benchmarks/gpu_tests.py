@@ -5,7 +5,7 @@
 Each process has its list of files, or of tests with --by-test, the longest first. It notes each test as it begins and
 ends, so that nothing is lost of a process that crashes, hangs or is stopped: the test is named, and what follows the
 file it is in is run by a new process. Without FILEs, those that conftest.py's DEVICES are used in, and those that it
-leaves out where there is no GPU. What the processes print is in out/gpu-check/.
+leaves out where there is no GPU. What the processes print is in out/gpu-check/, or where gpu_check.py has its logs.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-LOGS = ROOT / "out" / "gpu-check"
+LOGS = Path(os.environ.get("AMP_PATCH_GPU_LOGS") or ROOT / "out" / "gpu-check")
 NOTES = "AMP_PATCH_TEST_NOTES"  # in a process's environment: the file that it notes its tests in
-PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--continue-on-collection-errors"]
+# torch comes first, before pytest makes errors of warnings: other packages warn as torch imports them.
+PYTEST = ["-c", "import sys, torch, pytest; sys.exit(pytest.main())", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+PYTEST += ["--continue-on-collection-errors"]
 ENDED = (0, 1, 5)  # pytest's exit status where it came to its end; 5: no test
 
 
@@ -206,7 +208,7 @@ def summed(notes: Iterable[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", metavar="FILE")
-    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--processes", type=int, default=12)
     parser.add_argument("--limit", type=float, default=170, help="seconds for all: %(default)s")
     parser.add_argument(
         "--test-limit", type=float, default=60, help="seconds for a test, torch's import too: %(default)s"

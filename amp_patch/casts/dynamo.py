@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.abc
-import importlib.util
 import logging
 import pkgutil
 import sys
@@ -28,6 +26,8 @@ import torch
 from amp_patch.casts import regions, traced_calls, traced_regions, wrapped
 from amp_patch.casts import state as casts_state
 from amp_patch.policy import Policy
+from amp_patch.support.compiled import is_compiling
+from amp_patch.support.imports import when_imported
 from amp_patch.support.patches import Installation, Patches
 
 logger = logging.getLogger("amp_patch")
@@ -51,6 +51,7 @@ _USED = tuple(
         *("variables.builtin:BuiltinVariable.call_function_handler_cache",),
         *("variables.ctx_manager:AutocastModeVariable.create", "variables.ctx_manager:AutocastModeVariable.enter"),
         *("variables.ctx_manager:AutocastModeVariable.exit", "variables.functions:UserFunctionVariable.call_function"),
+        *("variables:TorchHigherOrderOperatorVariable.make",),
         *("variables.tensor:TensorVariable.call_method", "variables.torch:TorchInGraphFunctionVariable.call_function"),
     )
 )
@@ -58,6 +59,16 @@ _USED = tuple(
 # Parts of amp_patch that Dynamo passes over. They keep books on optimizers and gradients in Python: Dynamo would try to
 # compile that, and find nothing to compile.
 NEVER_TRACED = ("frontend", "masters", "multi_tensor", "recording", "training")
+
+# Parts of amp_patch that Dynamo traces where a frame calls them, and never as frames of their own. Where a graph breaks
+# inside a region, the rest of that forward runs as plain Python, and so do its casts: else each wrapped function would
+# become a graph, compiled anew for every other function that the wrapper's code stands for.
+_NEVER_ALONE = (
+    *("casts.cpu_fp16", "casts.rules", "casts.state", "casts.thread_state", "casts.wrappers"),
+    *("model.forward", "model.state", "support.blocks", "support.tree"),
+)
+# What functions of this one define stands around methods of the user's, and is compiled with them.
+_DEFINES_FORWARDS = "model.forward"
 
 _hooks = Installation(of_process=True)  # in Dynamo, for as long as the process lives
 _hooked = False  # whether `_attach` was called, or will be by the import of Dynamo
@@ -92,41 +103,25 @@ def start_late() -> None:
         _start(sys.modules[_DYNAMO].InstructionTranslator.current_tx())
 
 
+def tell_late() -> None:
+    """Let the trace that this thread may be in the middle of know the wrappers that an import in it has brought."""
+    if _attached and is_compiling():
+        traced_calls.tell()
+
+
 def hook() -> None:
     """Be there when Dynamo traces: now if it is imported, else as soon as it is. Idempotent."""
     global _hooked, _stale
     if not _hooked:
         _hooked = True
-        if _DYNAMO in sys.modules:
-            _attach(sys.modules[_DYNAMO])
-            _stale = _attached
-        else:
-            sys.meta_path.insert(0, _Finder())
+        was_there = _DYNAMO in sys.modules
+        when_imported(_DYNAMO, _attach)
+        _stale = was_there and _attached
     # Drop the stale frames, but not in the middle of a trace: what Dynamo has of that would go too.
     if _stale and importlib.import_module("torch._guards").TracingContext.try_get() is None:
         _stale = False
         dynamo: Any = sys.modules["torch._dynamo"]
         getattr(dynamo, "reset_code_caches", dynamo.reset)()
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Sees Dynamo being imported, once."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != _DYNAMO:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            execute = loader.exec_module
-
-            def exec_module(module: types.ModuleType) -> None:
-                execute(module)
-                _attach(module)
-
-            loader.exec_module = exec_module
-        return spec
 
 
 def _unknown(found: object) -> None:
@@ -149,15 +144,26 @@ def _attach(module: Any) -> None:
             importlib.import_module("torch._dynamo.trace_rules").add(f"amp_patch.{name}")
         # The state's methods run as plain Python: a region that begins or ends between two graphs calls them. Regions
         # in traced code never do, they follow the trace (traced_regions.py).
-        for function in vars(casts_state.PythonState).values():
-            if isinstance(function, types.FunctionType):
-                importlib.import_module("torch._dynamo.eval_frame").skip_code(function.__code__)
+        for name in _NEVER_ALONE:
+            for code in _codes_of(importlib.import_module(f"amp_patch.{name}"), nested=name != _DEFINES_FORWARDS):
+                importlib.import_module("torch._dynamo.eval_frame").skip_code(code)
     except Exception as error:
         _unknown(repr(error))
         return
     _attached = True
     _hooks.install(functools.partial(_follow_traces, translator=module.InstructionTranslator))
     _hooks.add(_follow_calls)
+
+
+def _codes_of(module: types.ModuleType, nested: bool) -> Iterator[types.CodeType]:
+    """The code of the functions and methods that `module` defines, and of what they define in turn if `nested`."""
+    own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
+    methods = [method for value in own if isinstance(value, type) for method in vars(value).values()]
+    left = [function.__code__ for function in (*own, *methods) if type(function) is types.FunctionType]
+    while left:
+        code = left.pop()
+        yield code
+        left += [const for const in code.co_consts if nested and isinstance(const, types.CodeType)]
 
 
 def _follow_traces(patches: Patches, translator: Any) -> None:

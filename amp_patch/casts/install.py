@@ -6,7 +6,8 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,11 +16,12 @@ import torch.utils.checkpoint
 
 from amp_patch import multi_tensor
 from amp_patch.casts import dynamo
-from amp_patch.casts.oplists import rules_by_name
+from amp_patch.casts.oplists import LATE, rules_by_name
 from amp_patch.casts.regions import as_default, as_now
 from amp_patch.casts.state import PythonState, state, use_state
 from amp_patch.casts.wrapped import Wrapped, forget_methods, know, wrapped_by
 from amp_patch.casts.wrappers import BACKENDS, backend, wrapper_at
+from amp_patch.support.imports import when_imported
 from amp_patch.support.patches import Installation, Patches
 
 
@@ -65,7 +67,8 @@ def install(op_lists: str = "torch") -> None:
 
     ``"apex"`` also replaces those that only Apex's lists have (arithmetic, comparisons): a policy with that `op_lists`
     needs them, and a process without one does not pay for them. Without a policy (`region`, `set_default`) the wrappers
-    call straight through. If anything fails, nothing is replaced. A name that this torch does not have is left out.
+    call straight through. If anything fails, nothing is replaced. A name that this torch does not have is left out, and
+    one of a module that nobody has imported waits until somebody does.
     """
     if op_lists in _installed:
         dynamo.hook()
@@ -77,24 +80,43 @@ def install(op_lists: str = "torch") -> None:
 
 def _replace_listed(patches: Patches, op_lists: str, first: bool) -> None:
     """Replace what `op_lists` names; if not `first`, what torch's lists name has been replaced already."""
-    torchs, apexs = rules_by_name("torch"), rules_by_name("apex")
+    torchs = rules_by_name("torch")
     if first:
         patches.on_remove(_forget_installation)
-    for address, name in rules_by_name(op_lists):
-        if not first and (address, name) in torchs:
-            continue
-        owner = resolve_address(address)
-        # What the user registered takes the place of the lists.
-        if hasattr(owner, name) and (id(owner), name) not in _registered:
-            key = address, name
-            _replace(patches, owner, name, torchs.get(key, "none"), apexs[key])
+    wanted = [key for key in rules_by_name(op_lists) if first or key not in torchs]
+    _replace_names(patches, [key for key in wanted if LATE.get(key[0], "torch") in sys.modules])
     if first:
+        for module in LATE.values():
+            if module not in sys.modules:  # else it is done
+                when_imported(module, _replace_late)
         _keep_regions_in_checkpoints(patches)
         _keep_default_in_replicas(patches)
         for owner, name, rule in _registered.values():
             _replace(patches, owner, name, rule, rule)
     dynamo.hook()
     _installed.update(("torch", op_lists))
+
+
+def _replace_names(patches: Patches, names: Iterable[tuple[str, str]]) -> None:
+    torchs, apexs = rules_by_name("torch"), rules_by_name("apex")
+    for address, name in names:
+        owner = resolve_address(address)
+        # What the user registered takes the place of the lists.
+        if hasattr(owner, name) and (id(owner), name) not in _registered:
+            key = address, name
+            _replace(patches, owner, name, torchs.get(key, "none"), apexs[key])
+
+
+def _replace_late(module: types.ModuleType) -> None:
+    """Replace what the lists name of owners that are there now that `module` is imported, if casts are installed."""
+
+    def replace(patches: Patches) -> None:
+        _replace_names(patches, [key for key in rules_by_name("torch") if LATE.get(key[0]) == module.__name__])
+        dynamo.tell_late()
+
+    with _installation.lock:
+        if installed():
+            _installation.add(replace)
 
 
 def uninstall() -> None:
@@ -169,6 +191,8 @@ def in_force(function: Any) -> Any:
 
 def resolve_address(address: str) -> Any:
     """The module or class of a dotted name such as "torch.Tensor", as the op lists have it."""
+    if address in sys.modules:  # the module above it does not have it until its import is done
+        return sys.modules[address]
     module, _, rest = address.partition(".")
     owner: Any = importlib.import_module(module)
     for name in rest.split(".") if rest else ():

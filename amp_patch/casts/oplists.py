@@ -6,6 +6,8 @@ add what torch's reference leaves to other mechanisms; `APEX` says where they ga
     lower       FP32 (and the other half type) tensors become `policy.dtype`: products, which are fast in it and are
                 summed in FP32.
     einsum      the same, for two operands and more: of one nothing is multiplied.
+    fused       the same, and FP16 on a CPU is not emulated: there are no kernels for FP32, or other results beside the
+                one that would be rounded.
     rnn         the same for fused recurrent networks, whose weights form one buffer.
     fp32        FP16 and BF16 tensors become FP32: exponentials, logarithms and powers overflow soon (exp(12) in FP16),
                 sums over many elements (softmax, norms, losses) lose the small ones among large ones.
@@ -13,7 +15,9 @@ add what torch's reference leaves to other mechanisms; `APEX` says where they ga
     emulated    the same; a sum of products, so FP16 on a CPU may be emulated (cpu_fp16.py), as for lower and rnn.
     match_self  in place: the other floating tensors take the type of the first argument.
     banned      no safe low-precision form: low-precision tensors are refused (`policy.allow_banned`: run as fp32).
+    scripted    what torch.jit has compiled runs as under a torch.autocast to `policy.dtype`.
     rnn_input   a check of the input's type against the weights', which the casts make moot.
+    fused_input the same of the types of attention's operands among each other.
     disabled    a switch that reads as False: the fused path behind it would bypass the lists.
 
 In Apex's variant alone:
@@ -155,6 +159,7 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "rnn_tanh_cell",
         ),
         "einsum": ("einsum",),
+        "fused": ("_grouped_mm",),  # what F.grouped_mm calls
         "rnn": ("gru", "lstm", "rnn_relu", "rnn_tanh"),
         "fp32": (
             *_EXP_LOG_POW,
@@ -207,6 +212,14 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
         "lower": ("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"),
         "rnn": ("gru", "lstm", "rnn_relu", "rnn_tanh"),
     },
+    # What the functions of torch.nn.attention's modules call, which users import by name.
+    "torch.nn.attention.flex_attention": {
+        "fused": ("flex_attention_hop",),
+        "fused_input": ("_validate_sdpa_input",),  # in some versions of torch it refuses mixed types
+    },
+    "torch.ops.torch_attn": {"fused": ("_varlen_attn",), "match_self": ("_varlen_attn_out",)},
+    "torch._C.ScriptFunction": {"scripted": ("__call__",)},
+    "torch._C.ScriptMethod": {"scripted": ("__call__",)},
     "torch.nn.RNNBase": {"rnn_input": ("check_input",)},
     "torch.backends.mha": {"disabled": ("get_fastpath_enabled",)},
     "torch.nn.functional": {
@@ -218,6 +231,8 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "gumbel_softmax",
             "interpolate",
             "layer_norm",
+            # Its product is in the low type all the same: F.linear inside follows its own rule. In chunks it is FP32.
+            "linear_cross_entropy",
             "local_response_norm",
             "log_softmax",
             "normalize",
@@ -327,11 +342,24 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
+# Owners that are complete when a module is imported, which `import torch` does not do -> that module. Neither do we: it
+# takes seconds. What it has is replaced when the user's import is done.
+LATE: dict[str, str] = {
+    "torch.nn.attention.flex_attention": "torch.nn.attention.flex_attention",
+    "torch.ops.torch_attn": "torch.nn.attention.varlen",
+}
+
 # Names of the lists ("owner.name") that not every torch since 2.6 has.
 OPTIONAL: frozenset[str] = frozenset(
     {
         "torch.Tensor.__rdiv__",  # a Python 2 operator that torch may drop any day
+        "torch._grouped_mm",
         "torch.linalg.solve_ex",
+        "torch.nn.attention.flex_attention._validate_sdpa_input",
+        "torch.nn.attention.flex_attention.flex_attention_hop",
+        "torch.nn.functional.linear_cross_entropy",
+        "torch.ops.torch_attn._varlen_attn",
+        "torch.ops.torch_attn._varlen_attn_out",
         "torch.pairwise_distance",
     }
 )

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from amp_patch.casts.cpu_fp16 import Upcast, rounded, takes
 from amp_patch.casts.oplists import IN_PLACE_GEMMS, SLOW_HALF
-from amp_patch.casts.state import cast_weight
+from amp_patch.casts.scripted import under_autocast
+from amp_patch.casts.state import cast_weight, outside
 from amp_patch.support.tree import map_tensors, tensors
 
 if TYPE_CHECKING:
@@ -162,6 +163,11 @@ def _lower(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Pol
     return _emulate(function, args, kwargs, policy, saves_low)
 
 
+def _fused(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    low = policy.dtype
+    return function(*_cast_args(args, _lowered, low), **_cast_kwargs(kwargs, _lowered, low))
+
+
 def _of_several(apply: Apply) -> Apply:
     def einsum(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
         # Of one operand einsum multiplies nothing: it sums, or gives a view, through which the user may mean to write.
@@ -285,6 +291,12 @@ def _rnn_input(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy:
     return function(*args, **kwargs)
 
 
+def _scripted(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    if outside():  # code is compiled to be exported too, and a copy in FP32 stays so
+        return function(*args, **kwargs)
+    return under_autocast(function, args, kwargs, policy.dtype)
+
+
 def _disabled(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     return False
 
@@ -349,13 +361,16 @@ _TABLE = (
     Rule("none", _none, shown="none", registered_by="leave_alone", in_cpp=True),
     Rule("lower", _lower, emulates=True, shown="lower", registered_by=_HALF, in_cpp=True),
     Rule("einsum", _of_several(_lower), emulates=True, shown="lower (einsum)", registered_by=_HALF),
+    Rule("fused", _fused, shown="lower"),
     Rule("rnn", _rnn, emulates=True, shown="lower (rnn)", registered_by=_HALF),
     Rule("fp32", _fp32, emulates=True, shown="fp32", in_cpp=True),
     Rule("widest", _promote, shown="widest", in_cpp=True),
     Rule("emulated", _widest_emulated, emulates=True, shown="widest", in_cpp=True),
     Rule("match_self", _match_self, emulates=True, shown="match_self", in_cpp=True),
     Rule("banned", _banned, shown="banned"),
+    Rule("scripted", _scripted, shown="torch.autocast"),
     Rule("rnn_input", _rnn_input),
+    Rule("fused_input", _fused),
     Rule("disabled", _disabled, emulates=True),
     Rule("einsum_widest", _of_several(_widest_emulated), emulates=True, shown="widest (einsum)"),
     Rule("mixed_fp32", _mixed_fp32, shown="widest (mixed_fp32)", in_cpp=True),

@@ -95,6 +95,8 @@ def operator_of(function: Any, name: str) -> Callable[..., Any]:
     return call
 
 
+_METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What Dynamo is told about the wrappers
 
@@ -115,16 +117,22 @@ def tell() -> None:
         return
     builder = importlib.import_module("torch._dynamo.variables.builder")
     variable = _variable_class()
+    operators = importlib.import_module("torch._ops")
+    higher_order = importlib.import_module("torch._dynamo.variables").TorchHigherOrderOperatorVariable
     # A policy in traced code: Dynamo reads its fields as constants.
     handlers = builder.SourcelessBuilder._type_handlers
     for kind in (Policy, traced_regions.CastsPolicy):
         handlers.setdefault(kind, lambda tx, value: builder.UserDefinedObjectVariable(value))
     # Up to torch 2.11 Dynamo builds all fields of such a constant at once, and fails at a float.
     by_type = builder.VariableBuilder._type_dispatch()
-    by_type.setdefault(traced_regions.CastsPolicy, lambda _, value: builder.UserDefinedObjectVariable(value))
+    by_type.setdefault(
+        traced_regions.CastsPolicy, lambda own, value: builder.UserDefinedObjectVariable(value, source=own.source)
+    )
     by_id = builder.VariableBuilder._id_dispatch()
     for wrapper, entry in new:
         _told.add(id(wrapper))
+        if isinstance(entry.original, operators.HigherOrderOperator):
+            handlers.setdefault(type(entry.original), lambda tx, value: higher_order.make(value))
         if rules.hashable(wrapper) and wrapper in known:  # Dynamo has made its table while the wrapper stood in torch
             known[entry.original] = known.pop(wrapper)
 
@@ -160,6 +168,14 @@ def _inlined(function: Callable[..., Any]) -> Iterator[None]:
 
 
 @functools.cache
+def _calling(function: Any) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
+@functools.cache
 def _variable_class() -> type:
     rules = importlib.import_module("torch._dynamo.trace_rules")
     functions = importlib.import_module("torch._dynamo.variables.functions")
@@ -175,7 +191,7 @@ def _variable_class() -> type:
         def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
             original = self.entry.original
             name = getattr(original, "__name__", "")
-            if isinstance(original, (types.MethodDescriptorType, types.WrapperDescriptorType)):
+            if isinstance(original, _METHODS):
                 original = method_of(name)
             rule = rule_now(self.entry, name)
             if rule is not None:
@@ -184,6 +200,9 @@ def _variable_class() -> type:
                 # Traced into, as above; what it calls has casts of its own.
                 with _inlined(original):
                     return functions.UserFunctionVariable(original).call_function(tx, args, kwargs)
+            if not isinstance(original, (types.FunctionType, types.BuiltinFunctionType, *_METHODS)):
+                # An operator, of torch.ops or of higher order: Dynamo knows what to do with one that a function calls.
+                return functions.UserFunctionVariable(_calling(original)).call_function(tx, args, kwargs)
             return rules.lookup(original)(original).call_function(tx, args, kwargs)
 
     return CastFunctionVariable

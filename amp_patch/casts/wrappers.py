@@ -6,6 +6,7 @@ import functools
 import importlib
 import pkgutil
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,12 @@ class CastFunction(staticmethod):
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         return vars(self)["_original"]
+
+    def __getattr__(self, name: str) -> Any:
+        # An operator of torch.ops has its overloads as attributes.
+        if name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(vars(self)["_original"], name)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self
@@ -92,11 +99,22 @@ def wrap(original: Any, rule: str, reduced: tuple[Any, ...], apex_rule: str | No
     return CastFunction(call, original, reduced)
 
 
+_registered: list[Any] = []  # with torch.jit, and to be kept: the id must stay theirs
+
+
 def register_with_jit(wrapper: Any, original: Any) -> None:
-    """Let torch.jit.script see the operator behind a wrapped builtin (it runs there without casts)."""
+    """Let torch.jit.script see the operator behind a wrapped builtin (it runs there without casts).
+
+    Torch knows a builtin by its id, which may be another function's when the wrapper is gone: it is forgotten then.
+    """
     builtins = importlib.import_module("torch.jit._builtins")
     if (operator := builtins._find_builtin(original)) is not None:
         builtins._register_builtin(wrapper, operator)
+        table = builtins._get_builtin_table()
+        try:
+            weakref.finalize(wrapper, table.pop, id(wrapper), None).atexit = False
+        except TypeError:  # it cannot be held weakly
+            _registered.append(wrapper)
 
 
 # The kinds of object that the op lists name, for which there are wrappers in C. What users hand in may be any callable,

@@ -9,12 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from amp_patch.commands.compare_child import Child, was_out_of_memory
+from amp_patch.commands.interrupts import status_of
 from amp_patch.comparison import batch_search, measures
 from amp_patch.comparison.batch_search import Search, Trial
 from amp_patch.comparison.machine import machine
 from amp_patch.comparison.other_work import OtherWork
 from amp_patch.comparison.plan import Plan
 from amp_patch.recording.run import Run, dumps
+from amp_patch.support.files import write_whole
 
 _STEPS = 4  # the third counts the activations, so its time is not one; the first warms up
 _FREE = "import torch; print(torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else '')"
@@ -46,8 +48,8 @@ def run(args: argparse.Namespace, plan: Plan) -> int:
                 print(trials.refusal or f"compare: {found.name} {found.problem}", file=sys.stderr)
                 return 2
             searches.append(found)
-    except KeyboardInterrupt:
-        status = 130
+    except KeyboardInterrupt as interrupt:
+        status = status_of(interrupt)
     if searches:
         _report(searches, args)
     return status or (0 if all(each.best is not None for each in searches) else 1)
@@ -86,7 +88,7 @@ def _report(searches: list[Search], args: argparse.Namespace) -> None:
         "levels": [search.to_dict() for search in searches],
     }
     path = args.out / "batch_search.json"
-    path.write_text(dumps(report, indent=1) + "\n")
+    write_whole(path, dumps(report, indent=1) + "\n")
     print(f"report: {path}")
 
 

@@ -13,6 +13,7 @@ import torch
 
 from amp_patch.commands import batch_search
 from amp_patch.commands.compare_turns import Refused, TurnOrder
+from amp_patch.commands.interrupts import as_interrupts
 from amp_patch.comparison import page, table
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.machine import SLOW, machine, products_in_words, time_of_products
@@ -34,8 +35,9 @@ The levels of a seed train in turns of half a second, one at a time, so that oth
 them alike; on a GPU the runs follow each other. From the first file that the script writes, or process that it starts,
 a run goes on to its end by itself: what it reads back is its own. A script that ends by the clock wants --one-by-one,
 and one that resumes from a checkpoint it finds in the working directory has to be told not to. What it prints goes to
-runs/LEVEL-seedN.log in the folder of --out. Ctrl-C keeps what has finished. The exit status is 0 if two levels can be
-compared, 1 if not, 130 if Ctrl-C is why, and 2 for arguments that cannot be.
+runs/LEVEL-seedN.log in the folder of --out. What a run has started ends with it. Ctrl-C keeps what has finished, as
+do SIGTERM and SIGHUP. The exit status is 0 if two levels can be compared, 1 if not, 130 if Ctrl-C is why (143 and 129:
+the others), and 2 for arguments that cannot be.
 """
 
 
@@ -89,9 +91,13 @@ def compare(args: argparse.Namespace) -> None:
         )
         if not args.module and not os.path.exists(args.script):
             raise ValueError(f"compare: there is no {args.script!r} here")
-        (args.out / "runs").mkdir(parents=True, exist_ok=True)
+        folder = args.out / "runs"
+        if folder.is_symlink():  # as with the files in it: what it stands for is somebody else's
+            folder.unlink()
+        folder.mkdir(parents=True, exist_ok=True)
         if args.batch_search is not None:
-            sys.exit(batch_search.run(args, plan))
+            with as_interrupts():
+                sys.exit(batch_search.run(args, plan))
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -111,13 +117,14 @@ def compare(args: argparse.Namespace) -> None:
         print(line)
     print(f"report: {where}")
     if failure is not None or not comparison.comparable:
-        sys.exit(130 if interrupted else 1)
+        sys.exit(interrupted or 1)
 
 
-def _measure(plan: Plan, args: argparse.Namespace) -> tuple[list[Run], bool, OtherWork]:
-    """The runs that were begun, whether Ctrl-C ended them, and what other work took of the machine."""
+def _measure(plan: Plan, args: argparse.Namespace) -> tuple[list[Run], int, OtherWork]:
+    """The runs that were begun, the exit status of what interrupted them, and what other work took of the machine."""
     turns = TurnOrder(plan, args)
-    interrupted = turns.take()
+    with as_interrupts():
+        interrupted = turns.take()
     return turns.runs, interrupted, turns.load
 
 

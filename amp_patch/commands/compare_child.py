@@ -22,8 +22,11 @@ from amp_patch.commands.turns import TURN
 from amp_patch.comparison.other_work import OtherWork
 from amp_patch.comparison.plan import NATIVE, Plan, name_as_asked
 from amp_patch.recording.run import Run, loads
+from amp_patch.support.files import fresh
+from amp_patch.support.guard import Guard
 
 _EXITED = "the script exited with status"  # as `failure` has it
+_END = 8.0  # seconds that the guard has to end a run, more than it takes
 _POLL = 0.2  # seconds between two looks at what a run has recorded
 
 
@@ -54,9 +57,9 @@ class Child:
         self._load = load
         name, arguments = more or (f"{run.level}-seed{run.seed}", ())
         self._name = Path("runs") / f"{name}.log"
-        self._log = args.out / self._name
-        self._record = self._log.with_suffix(".jsonl").absolute()  # the script may change directory
-        self._record.write_bytes(b"")  # instead of an earlier comparison's
+        self._log = fresh(args.out / self._name)  # instead of an earlier comparison's, or of a link to elsewhere
+        self._record = fresh(self._log.with_suffix(".jsonl").absolute())  # the script may change directory
+        self._record.open("xb").close()
         self._lines = self._record.open("rb")
         self._rest = self._said = b""
         self._socket: socket.socket | None
@@ -64,15 +67,22 @@ class Child:
         # A set of strings has another order with each seed of their hashes: let the levels agree on that, too.
         environment = {"PYTHONHASHSEED": "0", **os.environ, **plan.environment(run)}
         channel = () if theirs is None else (theirs.fileno(),)
-        with open(self._log, "wb") as output:
-            self._process = subprocess.Popen(
-                [*_command(plan, args, self._record, self._asked, *channel), *arguments],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=channel,
-            )
+        self._guard = Guard()
+        try:
+            with open(self._log, "xb") as output:
+                self._process = subprocess.Popen(
+                    [*_command(plan, args, self._record, self._asked, *channel), *arguments],
+                    env={**environment, **self._guard.environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=channel,
+                    start_new_session=True,  # all that the script starts is of one group
+                )
+            self._guard.watch(-self._process.pid)
+        except BaseException:
+            self._guard.join()
+            raise
         if theirs is not None:
             theirs.close()
         self.pid = self._process.pid
@@ -98,21 +108,34 @@ class Child:
                 self._conclude()
                 return None
 
-    def interrupt(self, until: float) -> None:
-        """End it; it has until then (`time.monotonic`) to do so by itself: the terminal has told it, too."""
+    def tell(self) -> None:
+        """Tell it, and what it has started, of an interrupt: no terminal does, in a session of its own."""
         if self._socket is not None:
             self._socket.close()
-        if not self._has_ended(until - time.monotonic()):
-            self._process.terminate()
-            self._has_ended(until + 1 - time.monotonic())
+        self._signal(signal.SIGINT)
+
+    def interrupt(self, until: float) -> None:
+        """End it, which was told; it has until then (`time.monotonic`) to do so by itself."""
+        self._has_ended(until - time.monotonic())
         self.kill()
         self.run.error = f"interrupted after {self.run.steps} steps"
 
     def kill(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        """End it, and what it has started, wherever that is."""
+        if not self._has_ended(0):
+            self._guard.end()
+            if not self._has_ended(_END):
+                self._signal(signal.SIGKILL)
+                self._process.wait()
+        self._guard.join()
         self._close()
+
+    def _signal(self, number: int) -> None:
+        with suppress(OSError):
+            if os.name == "posix":
+                os.killpg(self._process.pid, number)
+            else:
+                self._process.send_signal(number)
 
     def _hear(self, seconds: float) -> dict[str, Any] | None:
         """What it says within so many seconds."""
@@ -141,6 +164,9 @@ class Child:
         return True
 
     def _close(self) -> None:
+        self._signal(signal.SIGKILL)  # what the script has left behind would train on beside the others
+        self._guard.release()
+        self._guard.join()
         if self._socket is not None:
             self._socket.close()
         self._take()

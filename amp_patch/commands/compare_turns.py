@@ -14,10 +14,12 @@ import argparse
 import os
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from amp_patch.commands.compare_child import Child, was_out_of_memory
 from amp_patch.commands.compare_progress import Progress
+from amp_patch.commands.interrupts import status_of
 from amp_patch.commands.turns import LAST, TURN
 from amp_patch.comparison.level_result import INTERRUPTED
 from amp_patch.comparison.other_work import OtherWork
@@ -54,8 +56,10 @@ class TurnOrder:
         self._again: list[Run] = []
         self._alive: list[Child] = []
 
-    def take(self) -> bool:
-        """Make the runs; whether Ctrl-C has ended them, then `runs` has those that ended and those that took steps.
+    def take(self) -> int:
+        """Make the runs; the exit status of an interrupt that has ended them, else 0.
+
+        After an interrupt `runs` has those that ended and those that took steps.
 
         Raises:
             Refused: the script cannot be compared.
@@ -63,21 +67,28 @@ class TurnOrder:
         try:
             for seed in range(self._plan.seeds):
                 self._take_seed(seed)
-        except KeyboardInterrupt:
-            until = time.monotonic() + _PATIENCE
-            for child in self._alive:
-                child.interrupt(until)
-            self.runs = [run for run in self.runs if run.steps or _has_failed(run)] or self.runs[:1]
-            for child in self._alive:
-                if any(child.run is run for run in self.runs):
-                    self._progress.end(child.run)
-            self._alive.clear()
-            return True
+        except KeyboardInterrupt as interrupt:
+            self._interrupt()
+            return status_of(interrupt)
         finally:
-            self._progress.close()
             for child in self._alive:
                 child.kill()
-        return False
+            with suppress(OSError):  # a terminal that has closed
+                self._progress.close()
+        return 0
+
+    def _interrupt(self) -> None:
+        until = time.monotonic() + _PATIENCE
+        for child in self._alive:
+            child.tell()
+        for child in self._alive:
+            child.interrupt(until)
+        self.runs = [run for run in self.runs if run.steps or _has_failed(run)] or self.runs[:1]
+        ended, self._alive = self._alive, []
+        with suppress(OSError):  # a terminal that has closed
+            for child in ended:
+                if any(child.run is run for run in self.runs):
+                    self._progress.end(child.run)
 
     def _take_seed(self, seed: int) -> None:
         self._queue.extend(run for run in self.runs if run.seed == seed)

@@ -47,13 +47,10 @@ def recorded(
             words = str(refused) if refused is not None else failure(recorder, run, error)
             if words is not None and error is None and (refused := watch.missing()) is not None:
                 words = str(refused)
-            note = watch.note()
-            if note is not None and words is not None and isinstance(error, AttributeError | TypeError):
-                words += f": {note}"
-            notes = [note for note in (note, taken and taken.note()) if note is not None]
-            if words is not None or notes or watch.native.seen:
+            note = None if taken is None else taken.note()
+            if words is not None or note is not None or watch.native.seen:
                 end = {"event": "end", "error": words, "refused": refused is not None, "native": watch.native.seen}
-                events = [*({"event": "note", "text": note} for note in notes), end]
+                events = [end] if note is None else [{"event": "note", "text": note}, end]
                 with open(path, "a") as lines:
                     lines.write("".join(f"{dumps(event)}\n" for event in events))
 

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = N
     execute: Callable[[], Any]
     if args.module:
         # sys.path begins with the working directory already, as it should.
-        execute = partial(runpy._run_module_as_main, args.script)  # type: ignore[attr-defined]
+        execute = partial(_run_module, args.script)
     elif pkgutil.get_importer(args.script) is not None:  # a folder or a zip file
         _leave_working_directory()
         sys.path.insert(0, os.path.abspath(args.script))
@@ -119,6 +119,15 @@ def _leave_working_directory() -> bool:
         return False
     del sys.path[0]
     return True
+
+
+def _run_module(name: str) -> None:
+    """As `python -m name`."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    if spec is not None and spec.name != name:  # a module of our apex, which runpy knows by its own name alone
+        name = spec.name
+        del sys.modules[name]  # it warns of one that is imported already
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]
 
 
 def _run_file(loader: SourceFileLoader, source: bytes, main: ModuleType) -> None:

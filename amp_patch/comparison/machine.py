@@ -48,7 +48,7 @@ def low_precision() -> dict[str, str]:
 def time_of_products(dtype: torch.dtype) -> float:
     """The time of a product of matrices of this type over FP32's, on one thread of this CPU: a median."""
     generator = torch.Generator().manual_seed(0)
-    wide = torch.randn(_SIZE, _SIZE, generator=generator)
+    wide = torch.randn(_SIZE, _SIZE, generator=generator, dtype=torch.float32, device="cpu")
     low = wide.to(dtype)
     ratios = []
     threads = torch.get_num_threads()

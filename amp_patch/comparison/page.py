@@ -13,6 +13,7 @@ from amp_patch.comparison.markup import fold, items, plain, table
 from amp_patch.comparison.rows import Row, axis, rows
 from amp_patch.comparison.style import style
 from amp_patch.recording.run import dumps
+from amp_patch.support.files import write_whole
 
 # Nothing may be loaded, and nothing runs: what a user's script put into a name or an error stays text.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -20,15 +21,16 @@ _FEW = 3  # notes that stand on the page unfolded
 
 
 def write(comparison: Comparison, folder: str | Path) -> Path:
-    """Write report.html and report.json into `folder`, which is made if it is not there; the page's path."""
+    """Write report.html and report.json into `folder`, which is made if it is not there; the page's path.
+
+    Each is there whole or not at all; a symbolic link in its place is replaced.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    # The numbers first: they took hours, perhaps, and a picture can fail. A user's text can hold what UTF-8 has no form
-    # for: a file name's stray byte.
-    numbers = dumps(comparison.to_dict())
-    (folder / "report.json").write_text(numbers + "\n", encoding="utf-8", errors="replace")
+    # The numbers first: they took hours, perhaps, and a picture can fail.
+    write_whole(folder / "report.json", dumps(comparison.to_dict()) + "\n")
     path = folder / "report.html"
-    path.write_text(html(comparison), encoding="utf-8", errors="replace")
+    write_whole(path, html(comparison))
     return path
 
 

@@ -41,7 +41,7 @@ class FoundScaler(Observer):
             return self._flowing
         if isinstance(self.scaler, torch.amp.GradScaler) and self.scaler.is_enabled():
             return vars(self.scaler)["_scale"]  # on the device; None until the first loss
-        return torch.tensor(float(self.scaler.get_scale()))
+        return torch.tensor(float(self.scaler.get_scale()), dtype=torch.float32, device="cpu")
 
     def loss_given_to_scaler(self, scaler: Any, loss: Tensor, scaled: Tensor, scale: Tensor) -> None:
         self._flowing = None  # of a pass that an exception has ended

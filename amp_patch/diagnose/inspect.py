@@ -406,7 +406,7 @@ def _range(tensor: Tensor) -> Tensor:
     values = _values(tensor.detach())
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
-    return torch.stack(torch.aminmax(values)) if values.numel() else torch.zeros(2, device=values.device)
+    return torch.stack(torch.aminmax(values)) if values.numel() else values.new_zeros(2)
 
 
 def _version(tensor: Tensor) -> int:

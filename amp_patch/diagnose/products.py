@@ -78,6 +78,12 @@ def _matmul(result: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> Iterato
     yield (("inner size", into), ("columns", out)), result.numel() * into, 0
 
 
+def _grouped(result: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> Iterator[_Found]:
+    if a.dim() == b.dim() == 2:  # each group has a part of the inner size, which the call alone knows
+        return
+    yield from _matmul(result, a, b)
+
+
 def _added(result: Tensor, _: Tensor, a: Tensor, b: Tensor, *__: Any, **___: Any) -> Iterator[_Found]:
     yield from _matmul(result, a, b)
 
@@ -126,11 +132,12 @@ def _recurrent(result: Tensor, x: Tensor, _: Any, weights: Any, *__: Any, **___:
 _FUNCTIONS: dict[str, Callable[..., Iterator[_Found]]] = {
     "linear": _linear,
     **dict.fromkeys(("matmul", "mm", "bmm"), _matmul),
+    "grouped_mm": _grouped,
     "rmatmul": lambda result, a, b: _matmul(result, b, a),
     **dict.fromkeys(("addmm", "baddbmm"), _added),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _convolution),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _transposed),
-    "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("scaled_dot_product_attention", "flex_attention_hop"), _attention),
     "multi_head_attention_forward": _multi_head,
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
 }

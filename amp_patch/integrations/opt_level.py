@@ -105,10 +105,10 @@ class OptLevel:
 def _closure_first(optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Run Lightning's closure, whose backward makes the gradients, before the step: amp looks at them before it begins.
 
-    A hook of torch's optimizers; it changes nothing where losses are not scaled.
+    A hook of torch's optimizers; it changes nothing where gradients are not checked.
     """
     stash = stash_of(optimizer)
-    if stash is None or not stash.scales_loss or kwargs.get("closure") is None:
+    if stash is None or not stash.checks_gradients or kwargs.get("closure") is None:
         return None
     kwargs["closure"]()
     return args, {**kwargs, "closure": None}

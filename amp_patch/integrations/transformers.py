@@ -22,6 +22,7 @@ from transformers.trainer_callback import ExportableState
 
 from amp_patch.frontend import initialize
 from amp_patch.model.forward import policy_of
+from amp_patch.support.files import write_whole
 from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.stash import stash_of
@@ -105,7 +106,7 @@ def _says_fp32(path: Path, low: torch.dtype) -> None:
     config = json.loads(path.read_text()) if path.exists() else {}
     named = {name: "float32" for name in _DTYPES if config.get(name) == str(low).removeprefix("torch.")}
     if named:
-        path.write_text(json.dumps({**config, **named}, indent=2, sort_keys=True) + "\n")
+        write_whole(path, json.dumps({**config, **named}, indent=2, sort_keys=True) + "\n")
 
 
 class LossScale(TrainerCallback, ExportableState):

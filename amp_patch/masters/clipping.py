@@ -22,8 +22,7 @@ from torch.nn.utils import clip_grad
 
 from amp_patch import multi_tensor
 from amp_patch.masters.master import Master
-from amp_patch.masters.masters import has_gradient, master_of
-from amp_patch.masters.walks import with_gradient
+from amp_patch.masters.masters import add_gradients, has_gradient, master_of
 from amp_patch.multi_tensor.checks import DTYPES
 from amp_patch.support import distributed
 from amp_patch.support.patches import Installation, Patches
@@ -85,8 +84,7 @@ def _clip_by_norm(holders: list[Tensor], given: dict[str, Any]) -> Tensor | None
     masters = [holder for holder in found.values() if isinstance(holder, Master)]
     if not masters or len(found) < sum(map(has_gradient, holders)):
         return None
-    for index in with_gradient(masters):  # those on which somebody has run backward themselves: it is added
-        assert masters[index].grad is not None
+    add_gradients(masters)
     tables = {id(m.waiting): m.waiting for m in masters if m.waiting and id(m) in m.waiting.grads}
     waiting = {key: table for table in tables.values() for key in table.grads}
     if not waiting.keys() <= found.keys() or any(len(table.factors) > 1 for table in tables.values()):

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
+from amp_patch.masters.master import own_grad, set_own_grad
 from amp_patch.masters.masters import link_of
+from amp_patch.multi_tensor.checks import Number
+from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
 from amp_patch.support.blocks import without_grad
 
@@ -36,14 +39,14 @@ _NONE: Mapping[int, Earlier] = MappingProxyType({})
 
 def take(param: Tensor) -> Earlier | None:
     """Take the gradient off `param`, which has none then; None if it had none."""
-    grad = param.grad
+    grad = own_grad(param)
     if grad is None:
         return None
     if grad.is_neg() or grad.is_conj():
         grad = grad.resolve_conj().resolve_neg()
     # A view is a part of a DDP's bucket, into which DDP reduces the next gradient.
     earlier = Earlier(grad, grad.clone() if grad._is_view() else grad)
-    param.grad = None  # last: an exception in here leaves it
+    set_own_grad(param, None)  # last: an exception in here leaves it
     return earlier
 
 
@@ -52,7 +55,7 @@ def put_back(param: Tensor, earlier: Earlier) -> None:
     """Give `param` the gradient that was taken, bit for bit, in place of what it has."""
     if earlier.value is not earlier.grad:
         earlier.grad.copy_(earlier.value)
-    param.grad = earlier.grad
+    set_own_grad(param, earlier.grad)
 
 
 @torch.no_grad()
@@ -63,18 +66,20 @@ def put_back_scaled(param: Tensor, earlier: Earlier, scale: Tensor) -> Earlier:
         What must be added after the sum is unscaled: the elements that overflow when they are scaled, or had overflowed
         before, and 0 elsewhere. In the sum they would pass for an overflow of the gradients that are scaled now.
     """
-    new, value = param.grad, earlier.value
+    new, value = own_grad(param), earlier.value
     if value.is_sparse:
         value = value.coalesce()
         held, rest = (_sparse(value, part) for part in _split(value._values(), scale))
-        param.grad = held if new is None else _sum(held, new)
-        return Earlier(param.grad, rest)
+        total = held if new is None else _sum(held, new)
+        set_own_grad(param, total)
+        return Earlier(total, rest)
     held, rest = _split(_values(param, value), scale)
     if new is not None and not new.is_sparse:
         held = _values(param, new) + held
     _values(param, earlier.grad).copy_(held)
-    param.grad = earlier.grad if new is None or not new.is_sparse else _sum(earlier.grad, new)
-    return Earlier(param.grad, rest)
+    total = earlier.grad if new is None or not new.is_sparse else _sum(earlier.grad, new)
+    set_own_grad(param, total)
+    return Earlier(total, rest)
 
 
 def _split(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,21 +92,19 @@ def _split(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 def gather(
     pairs: Iterable[tuple[Tensor, Tensor]],
-    inverse: Tensor | None,
+    inverse: Number | None,
     *,
-    keep: bool = False,
     earlier: Mapping[int, Earlier] = _NONE,
 ) -> FoundInf:
     """Turn the scaled gradients of the parameters into unscaled ones of their masters, in one fused pass; no sync.
 
     A parameter with a master: `master.grad = param.grad * inverse [+ master.grad]` in FP32; `param.grad` becomes None.
     One that is its own master: `param.grad = param.grad * inverse [+ what was taken off it]`, in place; what was taken
-    comes back as it was where backward has made no other.
+    comes back as it was where backward has made no other. Nothing is written to a gradient that is only checked.
 
     Args:
         pairs: (param, master), each parameter once.
-        inverse: FP32, shape []; None for a scale of 1 whose gradients nobody checks.
-        keep: leave `param.grad` as it is where there is a master.
+        inverse: FP32, shape []; 1.0 for gradients that are not scaled; None where nobody checks them either.
         earlier: by the parameter's id what `take` took off those that are their own master.
 
     Returns:
@@ -111,7 +114,7 @@ def gather(
     batches: dict[torch.device, _Batch] = defaultdict(_Batch)
     sums: list[tuple[Tensor, Tensor]] = []  # (master, its earlier gradient): where one of the two is sparse
     for param, master in pairs:
-        grad = param.grad
+        grad = own_grad(param)
         before = earlier.get(id(param)) if earlier else None
         if grad is None or (param is master and inverse is None and before is None):
             if before is not None:
@@ -121,9 +124,12 @@ def gather(
         if param is master:
             if before is not None and not before.value.is_sparse and not grad.is_sparse:
                 batch.added.append(tuple(_values(param, part) for part in (grad, before.value, before.grad)))
-                param.grad = before.grad
+                set_own_grad(param, before.grad)
                 continue
-            batch.own.append(_values(param, grad))
+            if isinstance(inverse, Tensor):
+                batch.own.append(_values(param, grad))
+            elif inverse is not None:
+                batch.seen.append(_read(grad))
             if before is not None:
                 sums.append((param, before.value))
             continue
@@ -138,13 +144,21 @@ def gather(
             master.grad = _fp32_like(param, grad, batch)
             if total is not None:
                 sums.append((master, total))
-        if not keep:
-            param.grad = None
+        set_own_grad(param, None)
     found = {device: batch.run(inverse, device) for device, batch in batches.items()}
     for master, total in sums:
-        assert master.grad is not None
-        master.grad = _sum(total, master.grad)
+        new: Any = master.grad
+        master.grad = _sum(total, new)
     return found
+
+
+@without_grad
+def clear_overflowed(params: Iterable[Tensor], found: FoundInf) -> None:
+    """Make the gradients of `params` 0, in place, on each device whose flag in `found` is up; no sync."""
+    for param in params:
+        grad = own_grad(param)
+        if grad is not None and (found_inf := found.get(grad.device)) is not None:
+            held(grad).masked_fill_(found_inf > 0, 0)
 
 
 def held(grad: Tensor) -> Tensor:
@@ -163,11 +177,11 @@ def rescale(pairs: Iterable[tuple[Tensor, Tensor]], factor: Tensor) -> None:
     """Multiply the gradients of the parameters in place; no sync."""
     grads: dict[torch.device, list[Tensor]] = {}
     for param, _ in pairs:
-        grad = param.grad
+        grad = own_grad(param)
         if grad is not None:
             grads.setdefault(grad.device, []).append(_values(param, grad))
     for device, tensors in grads.items():
-        ignored = torch.zeros((), device=device)
+        ignored = torch.zeros((), dtype=torch.float32, device=device)
         multi_tensor.multi_tensor_unscale(tensors, factor.to(device), ignored)
 
 
@@ -176,16 +190,19 @@ class _Batch:
 
     def __init__(self) -> None:
         self.own: list[Tensor] = []
+        self.seen: list[Tensor] = []  # not scaled
         self.fresh: list[tuple[Tensor, Tensor]] = []  # (scaled, where the unscaled goes)
         self.added: list[tuple[Tensor, ...]] = []  # (scaled, what the unscaled is added to, where that goes)
 
     @without_grad
-    def run(self, inverse: Tensor | None, device: torch.device) -> Tensor:
-        found_inf = torch.zeros((), device=device)
-        factor = 1.0 if inverse is None else inverse.to(device)
+    def run(self, inverse: Number | None, device: torch.device) -> Tensor:
+        found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        factor = inverse.to(device) if isinstance(inverse, Tensor) else 1.0
         watch = None if inverse is None else found_inf
-        if self.own and inverse is not None:
+        if self.own:
             multi_tensor.multi_tensor_unscale(self.own, factor, found_inf)
+        if self.seen:
+            multi_tensor.multi_tensor_check_finite(self.seen, found_inf)
         if self.fresh:
             sources, results = map(list, zip(*self.fresh, strict=True))
             multi_tensor.multi_tensor_scale(sources, results, factor, watch)
@@ -229,15 +246,30 @@ def _values(param: Tensor, grad: Tensor) -> Tensor:
         grad = distributed.local(grad)
     elif grad.is_sparse:
         if not grad.is_coalesced():
-            param.grad = grad = grad.coalesce()
+            grad = grad.coalesce()
+            set_own_grad(param, grad)
         grad = grad._values()
     elif grad.is_neg() or grad.is_conj():
-        param.grad = grad = grad.resolve_conj().resolve_neg()
+        grad = grad.resolve_conj().resolve_neg()
+        set_own_grad(param, grad)
     if grad.requires_grad:
         grad = grad.detach()
     return torch.view_as_real(grad) if grad.dtype.is_complex else grad
 
 
+def _read(grad: Tensor) -> Tensor:
+    """A gradient as dense real values, to be read: `grad` stays as it is, a sparse one uncoalesced."""
+    grad = grad.detach()
+    if distributed.is_dtensor(grad):
+        grad = distributed.local(grad)
+    elif grad.is_sparse:
+        grad = grad.coalesce()._values()
+    grad = grad.resolve_conj().resolve_neg()
+    return torch.view_as_real(grad) if grad.dtype.is_complex else grad
+
+
 def _sum(earlier: Tensor, new: Tensor) -> Tensor:
-    """The sum of two gradients one of which is sparse; torch adds to a dense one only."""
-    return new + earlier if earlier.is_sparse and not new.is_sparse else earlier + new
+    """The sum of two gradients one of which is sparse; torch adds to a dense one only, and no FP16 ones on a CPU."""
+    if earlier.is_sparse and new.is_sparse:
+        return (earlier.float() + new.float()).to(new.dtype) if new.dtype in LOW_PRECISION else earlier + new
+    return new + earlier if earlier.is_sparse else earlier + new

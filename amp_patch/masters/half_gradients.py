@@ -12,6 +12,7 @@ from torch.utils.weak import TensorWeakRef
 
 from amp_patch import multi_tensor
 from amp_patch.masters.recycled_memory import Recycled
+from amp_patch.masters.spent_gradients import Gradients, multiply
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.support.blocks import without_grad
 
@@ -37,7 +38,7 @@ class HalfGradients:
         grads: by the master's id its low-precision gradient, alone in its memory and laid out as the master is.
         factors: numbers, or FP32 tensors of one element on the gradients' device.
         lent: by the master's id the FP32 gradient that it has while a portion is stepped (`lend`).
-        norms: the 2-norm of each of `grads`, times the first factor, if the overflow check has taken them.
+        norms: the 2-norm of each of `grads`, times the factors of then, if the overflow check has taken them.
         clipped: whether the norm of `grads`, or of those before them, was asked for.
     """
 
@@ -48,6 +49,7 @@ class HalfGradients:
         self.norms: Tensor | None = None
         self.clipped = False
         self._made: dict[int, Tensor] = {}  # by the master's id the FP32 gradient, until that master has it
+        self._factors_of_norms = 0
         self._first: TensorWeakRef | None = None
         self._memory: dict[int, Recycled] = {}
         self._making = RLock()
@@ -80,8 +82,8 @@ class HalfGradients:
         self._first = next((TensorWeakRef(grad) for grad in taken.values()), None)
         return True
 
-    def check(self, inverse: Tensor) -> Tensor:
-        """Make `inverse` (FP32, one element) the first factor; whether a product overflows; no sync.
+    def check(self, inverse: Number) -> Tensor:
+        """Make `inverse` (FP32, one element; 1.0: none) the first factor; whether a product overflows; no sync.
 
         Where the gradients before these were clipped by their norm, the norms come out of the same pass.
 
@@ -90,8 +92,12 @@ class HalfGradients:
         """
         grads = list(self.grads.values())
         device = grads[0].device
-        factor, found_inf = inverse.to(device), torch.zeros((), device=device)
-        self.factors.append(factor)
+        found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        factor = inverse
+        if isinstance(inverse, Tensor):
+            factor = inverse.to(device)
+            self.factors.append(factor)
+        self._factors_of_norms = len(self.factors)
         clipped, self.clipped = self.clipped, False
         if clipped:
             self.norms = multi_tensor.multi_tensor_l2norm(grads, True, factor, found_inf)[1]
@@ -102,7 +108,7 @@ class HalfGradients:
     def norm_of_each(self) -> Tensor:
         """The 2-norms of the gradients, times the one factor that they may have: FP32, on their device; no sync."""
         self.clipped = True
-        if self.norms is not None and len(self.factors) == 1:
+        if self.norms is not None and len(self.factors) == self._factors_of_norms:
             return self.norms
         factor = self.factors[0] if self.factors else 1.0
         return multi_tensor.multi_tensor_l2norm(list(self.grads.values()), True, factor)[1]
@@ -159,16 +165,10 @@ class HalfGradients:
                 return
             made = {key: self._memory[key].empty_like(grad) for key, grad in self.grads.items()}
             results = list(made.values())
-            self._multiply(list(self.grads.values()), results)
+            multiply(list(self.grads.values()), results, self.factors)
             self._first = TensorWeakRef(results[0])
             self._made.update(made)
             self.grads = {}
-
-    def _multiply(self, grads: list[Tensor], results: list[Tensor]) -> None:
-        factor, *others = self.factors or [1.0]
-        multi_tensor.multi_tensor_scale(grads, results, factor)
-        for other in others:
-            multi_tensor.multi_tensor_scale(results, results, other)
 
     def lend(self, masters: Sequence[Tensor], memory: Recycled, count: int) -> None:
         """Give those of the `masters` (on the CPU) that wait FP32 gradients, in `memory`, until `lent` is cleared.
@@ -186,7 +186,7 @@ class HalfGradients:
         for grad in grads.values():
             results.append(flat.as_strided(grad.shape, grad.stride(), offset))
             offset += room_for(grad)
-        self._multiply(list(grads.values()), results)
+        multiply(list(grads.values()), results, self.factors)
         self.lent = dict(zip(grads, results, strict=True))
 
     def drop(self, master: Tensor) -> None:
@@ -194,6 +194,25 @@ class HalfGradients:
         self.lent.pop(id(master), None)
         self.grads.pop(id(master), None)
         self._made.pop(id(master), None)
+
+    def hand_over(self, masters: list[Tensor]) -> Gradients:
+        """Give away what waits for `masters`."""
+        if len(masters) >= len(self._memory):
+            waited = Gradients(self.grads, self.factors, self._made)
+        else:
+            keys = set(map(id, masters))
+            half, made = ({k: g for k, g in table.items() if k in keys} for table in (self.grads, self._made))
+            waited = Gradients(half, self.factors, made)
+        self.clear(masters)
+        return waited
+
+    def take_back(self, gradients: Gradients) -> None:
+        """Let what `hand_over` gave away wait again."""
+        self.grads, self.factors, self._made = gradients.half, [*gradients.factors], gradients.fp32
+
+    def tensors(self) -> list[Tensor]:
+        """Every gradient that waits."""
+        return [*self.grads.values(), *self._made.values()]
 
     def clear(self, masters: list[Tensor]) -> None:
         """Forget what waits for `masters`."""

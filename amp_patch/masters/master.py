@@ -8,8 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.masters.half_gradients import HalfGradients
+from amp_patch.masters.spent_gradients import SpentGradients
 
 GRAD: Any = Tensor.grad  # torch's own attribute, a descriptor
+
+
+def own_grad(tensor: Tensor) -> Tensor | None:
+    """The gradient in the field that autograd fills; the attribute `grad` may be another tensor's (grad_route)."""
+    grad: Tensor | None = GRAD.__get__(tensor)
+    return grad
+
+
+def set_own_grad(tensor: Tensor, grad: Tensor | None) -> None:
+    """Write into the field that autograd fills."""
+    GRAD.__set__(tensor, grad)
 
 
 class Master(nn.Parameter):
@@ -19,33 +31,44 @@ class Master(nn.Parameter):
     would never reach the model. Here `.data` is `.detach()`, which shares the master's counter, and an assignment to
     `.data` counts.
 
-    A gradient may wait in low precision (`HalfGradients`). Who reads `.grad` finds the FP32 one.
+    A gradient may wait in low precision (`HalfGradients`). Who reads `.grad` finds the FP32 one; after a step that of
+    the step (`SpentGradients`).
 
     `connect` gives a parameter this class and `disconnect` takes it away. Copies keep it; pickles are plain parameters.
     """
 
     waiting: HalfGradients | None = None  # where gradients of this master may wait
+    spent: SpentGradients | None = None  # where those of the last step are
 
     @property
     def grad(self) -> Tensor | None:
         waiting = self.waiting
         if waiting and (lent := waiting.lent.get(id(self))) is not None:
             return lent
-        if waiting:
-            waiting.give(self, GRAD)
-        grad: Tensor | None = GRAD.__get__(self)
-        return grad
+        self.materialize_grad()
+        grad = own_grad(self)
+        return self.spent.read(self) if grad is None and self.spent else grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if self.waiting:
             self.waiting.replace(self, GRAD, value)
         else:
-            GRAD.__set__(self, value)
+            set_own_grad(self, value)
+        if self.spent:
+            self.spent.drop(self)
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    def materialize_grad(self) -> None:
+        """Make the gradient that waits in low precision the FP32 one of this master; no sync.
+
+        It is added to one that a backward pass through the master itself has left.
+        """
+        if self.waiting:
+            self.waiting.give(self, GRAD)
 
     def waits_alone(self) -> bool:
         """Whether a gradient waits in low precision, and nothing was added to it since."""
@@ -53,7 +76,7 @@ class Master(nn.Parameter):
         return waiting is not None and id(self) in waiting.grads and GRAD.__get__(self) is None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "waiting"}
+        return {name: value for name, value in vars(self).items() if name not in ("waiting", "spent")}
 
     @property
     def data(self) -> Tensor:

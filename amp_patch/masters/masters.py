@@ -17,9 +17,13 @@ from torch import Tensor, nn
 
 from amp_patch import multi_tensor
 from amp_patch.masters import split_master
+from amp_patch.masters.constructors import take_masters
+from amp_patch.masters.grad_route import GradRoute, route_through
 from amp_patch.masters.master import GRAD, Master
 from amp_patch.masters.recycled_memory import Recycled
 from amp_patch.masters.split_master import SplitMaster, is_split
+from amp_patch.masters.walks import with_gradient
+from amp_patch.support import swaps
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.patches import Installation
 
@@ -73,14 +77,17 @@ class Link:
         master: FP32, the parameter's shape.
         noted: the master, and its version when its value was last published to the parameter.
         gradients: the memory that the master's gradients are made in.
+        route: of the parameter's attribute `grad`.
+        is_routed: whether an optimizer has the master, all of whose parameters share the route.
     """
 
-    __slots__ = ("gradients", "master", "noted")
+    __slots__ = ("gradients", "is_routed", "master", "noted", "route")
 
     def __init__(self, master: Tensor) -> None:
         self.master = master
         self.noted = Noted(master)
         self.gradients = Recycled()
+        self.route, self.is_routed = GradRoute(), False
 
 
 # A parameter, and the link to its master.
@@ -114,18 +121,48 @@ def has_gradient(master: Tensor) -> bool:
     return bool(master.waiting and master in master.waiting) or GRAD.__get__(master) is not None
 
 
+def add_gradients(masters: Sequence[Tensor]) -> None:
+    """Where a backward pass through a master itself has left a gradient, add the one that waits to it; no sync."""
+    for index in with_gradient([*masters]):
+        if isinstance(master := masters[index], Master):
+            master.materialize_grad()
+
+
 def connect(param: Tensor, master: Tensor) -> Link:
     """Make `master` (FP32, the shape of `param`) the master of `param`."""
     global _changes
     link = link_of(param)
     if link is None or link.master is not master:
+        route_through(type(param), link_of)
         if type(master) is nn.Parameter and _install():
+            take_masters()
             master.__class__ = Master
         link = Link(master)
-        key = id(param)
-        _links[key] = (weakref.ref(param, functools.partial(_forget, _links, key)), link)
+        _hold(param, link)
         _changes += 1
+        swaps.install()
     return link
+
+
+def _hold(param: Tensor, link: Link) -> None:
+    key = id(param)
+    _links[key] = (weakref.ref(param, functools.partial(_forget, _links, key)), link)
+
+
+@swaps.let_go_in_swaps
+def _let_go(param: Tensor) -> swaps.Again | None:
+    entry = _links.pop(id(param), None)
+    if entry is None:
+        return None
+    _, link = entry
+    split_master.weight_is(link.master, None)
+
+    def again() -> None:
+        _hold(param, link)
+        split_master.weight_is(link.master, param)
+
+    del entry  # the reference
+    return again
 
 
 def disconnect(param: Tensor) -> None:
@@ -138,9 +175,16 @@ def disconnect(param: Tensor) -> None:
         if isinstance(master, SplitMaster):
             split_master.join_for_good(master)
         if type(master) is Master:
-            master.grad = master.grad  # one that waits
-            vars(master).pop("waiting", None)
+            stop_waiting(master)
+            vars(master).pop("spent", None)
             master.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def stop_waiting(master: Tensor) -> None:
+    """Give `master` the FP32 gradient that waits for it, and let none wait from now on."""
+    if isinstance(master, Master):
+        master.materialize_grad()
+        vars(master).pop("waiting", None)
 
 
 def _install() -> bool:
@@ -211,19 +255,20 @@ class Edits:
 
     def __init__(self) -> None:
         self._changes = -1
-        self._linked: list[tuple[weakref.ref[Tensor], Link]] = []
+        self._linked: list[tuple[int, Link]] = []  # by the parameter's id
         self._watch: Any = None
 
     def publish(self, model: nn.Module) -> None:
         """Round it into the parameters of `model`, in place; no sync. Cheap where nothing was written."""
         if self._changes != _changes:
             pairs = linked(dict.fromkeys(model.parameters()))
-            self._linked = [(weakref.ref(param), link) for param, link in pairs]
+            self._linked = [(id(param), link) for param, link in pairs]
             self._watch = Watch([link.noted for _, link in pairs]) if pairs else None
             self._changes = _changes
         if self._watch is None or not (written := self._watch.written()):
             return
-        found = [(self._linked[index][0](), self._linked[index][1]) for index in written]
+        known = [(_links.get(key), link) for key, link in (self._linked[index] for index in written)]
+        found = [(entry[0](), link) for entry, link in known if entry is not None]
         with torch.inference_mode(False):
             publish([(param, link) for param, link in found if param is not None])
 

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from amp_patch.masters import split_master
+from amp_patch.masters.constructors import take_split_masters
+from amp_patch.masters.grad_route import GradRoute
 from amp_patch.masters.gradients import FoundInf, Groups
 from amp_patch.masters.half_gradients import HalfGradients
-from amp_patch.masters.master import Master
-from amp_patch.masters.masters import Link, Linked, Watch, connect, master_of, note_published, publish
+from amp_patch.masters.master import Master, own_grad, set_own_grad
+from amp_patch.masters.masters import (
+    Link,
+    Linked,
+    Watch,
+    connect,
+    link_of,
+    master_of,
+    note_published,
+    publish,
+    reconcile,
+    stop_waiting,
+)
+from amp_patch.masters.spent_gradients import Gradients, SpentGradients
+from amp_patch.masters.walks import drop_gradients, with_gradient
+from amp_patch.multi_tensor.checks import Number
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.patches import Attempts
+from amp_patch.support.quantized import is_quantized
 
 Pair = tuple[Tensor, Tensor]  # (param, master)
 
@@ -27,6 +45,7 @@ class Pairs:
         distinct: each once.
         params, masters: of `pairs`.
         low, linked_masters: of those of `distinct` that are two tensors.
+        bare: those of `distinct` that are low precision and have no master.
     """
 
     def __init__(self, pairs: list[Pair]) -> None:
@@ -37,6 +56,7 @@ class Pairs:
         self.distinct = pairs if len(once) == len(pairs) else list(once.values())
         self.low = [param for param, master in self.distinct if param is not master]
         self.linked_masters = [master for param, master in self.distinct if param is not master]
+        self.bare = [param for param, master in self.distinct if param is master and param.dtype in LOW_PRECISION]
 
 
 class Links:
@@ -46,6 +66,7 @@ class Links:
         linked: with their links.
         params, masters: of these.
         watch: tells which masters were written since they were published.
+        routes, spent: of the gradients; several where another optimizer had some of the masters first.
     """
 
     def __init__(self, linked: list[Linked]) -> None:
@@ -53,6 +74,9 @@ class Links:
         self.params = [param for param, _ in linked]
         self.masters = [link.master for _, link in linked]
         self.watch = Watch([link.noted for _, link in linked])
+        self.routes = list({id(link.route): link.route for _, link in linked}.values())
+        tables = (master.spent for master in self.masters if isinstance(master, Master))
+        self.spent = list({id(spent): spent for spent in tables if spent is not None}.values())
 
     def publish_written(self) -> list[Linked]:
         """As `masters.publish_written`."""
@@ -74,16 +98,31 @@ class Masters:
 
     def __init__(self) -> None:
         self.waiting: HalfGradients | None = None
+        self._route = GradRoute()
+        self._spent = SpentGradients()
         self._params: dict[int, Linked] = {}  # id(master) -> the parameter and its link to this master
         self._links: Links | None = None  # of these
         self._pairs: Pairs | None = None
 
-    def __getstate__(self) -> list[tuple[Tensor, Tensor]]:
-        return [(param, link.master) for param, link in self._params.values()]
+    def __getstate__(self) -> list[tuple[Tensor, Tensor, bool]]:
+        return [(param, link.master, link.noted.written()) for param, link in self.linked()]
 
-    def __setstate__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    def __setstate__(self, pairs: Iterable[Sequence[Any]]) -> None:
         self.__init__()  # type: ignore[misc]
-        self._params = {id(master): (param, connect(param, master)) for param, master in pairs}
+        for param, master, *written in pairs:
+            self._add(param, master)
+            if any(written):  # an edit that its weight has yet to show; a new link would take it for shown
+                torch.autograd.graph.increment_version(master)
+
+    def _add(self, param: Tensor, master: Tensor) -> Link:
+        link = connect(param, master)
+        if not link.is_routed:
+            link.route, link.is_routed = self._route, True
+        if isinstance(master, Master) and master.spent is None:
+            master.spent = self._spent
+        self._params[id(master)] = (param, link)
+        self._changed()
+        return link
 
     def pairs(self, groups: Groups) -> Sequence[Pair]:
         """(param, master) for every parameter in `groups`; the same tensor twice where it is its own master."""
@@ -108,6 +147,26 @@ class Masters:
         """The parameters that have a master, with their links."""
         return self.links().linked
 
+    def route_grads(self, *, to_masters: bool, scaled: bool = False) -> None:
+        """Say whose the attribute `grad` of the parameters is: see GradRoute."""
+        for route in self.links().routes:
+            route.to_masters, route.scaled = to_masters, scaled
+
+    def spend(self, masters: list[Tensor]) -> None:
+        """Take the gradients off these `masters`, in whichever type: a step was for them; `grad` still gives them."""
+        held = Gradients({}, (), {}) if self.waiting is None else self.waiting.hand_over(masters)
+        for index in with_gradient(masters):
+            if (grad := own_grad(masters[index])) is not None:
+                held.fp32[id(masters[index])] = grad
+        drop_gradients(masters)
+        for spent in self.links().spent:
+            spent.hold(held)
+
+    def drop_spent(self) -> None:
+        """Forget the gradients of earlier steps."""
+        for spent in self.links().spent:
+            spent.clear()
+
     def _changed(self) -> None:
         self._links = self._pairs = None
 
@@ -118,14 +177,22 @@ class Masters:
 
     def keep(self, *, split: bool) -> None:
         """Keep the masters of bfloat16 parameters as halves, or all of them whole, in place; no sync."""
-        pairs = [(param, link.master) for param, link in self.linked()]
         if split:
-            split_master.split(pairs)
-            note_published(self.linked())
+            whole = [pair for pair in self.linked() if not split_master.is_split(pair[1].master)]
+            split_master.split([(param, link.master) for param, link in whole])
+            take_split_masters()
+            note_published(whole)  # one that was split before may have edits that nobody has published
             return
-        for _, master in pairs:
-            if split_master.is_split(master):
-                split_master.join_for_good(master)
+        for _, link in self.linked():
+            if split_master.is_split(link.master):
+                split_master.join_for_good(link.master)
+
+    def adopt(self) -> None:
+        """Bring into the masters what somebody has written into their weights, in place; no sync.
+
+        For copies of the masters: what is made of one lacks the weight's edits.
+        """
+        reconcile([pair for pair in self.linked() if not pair[1].noted.written()])
 
     def let_gradients_wait(self) -> None:
         """Leave gradients in low precision from now on (`take_half`): the optimizer knows what to do with them."""
@@ -145,12 +212,13 @@ class Masters:
         link.master.waiting = self.waiting
         self.waiting.serve(link.master, link.gradients)
 
-    def take_half(self, groups: Groups, inverse: Tensor | None) -> FoundInf | None:
+    def take_half(self, groups: Groups, inverse: Number | None) -> FoundInf | None:
         """Let the scaled gradients of parameters with masters wait as they are; overflow is checked; no sync.
 
         Args:
             groups: whose parameters.
-            inverse: of the loss scale, FP32, shape []; None for a scale of 1 whose gradients nobody checks.
+            inverse: of the loss scale, FP32, shape []; 1.0 for gradients that are not scaled; None where nobody checks
+                them either.
 
         Returns:
             As `gather`; None, and nothing was changed, where they cannot wait.
@@ -163,27 +231,37 @@ class Masters:
         found_inf = waiting.check(inverse)
         return {found_inf.device: found_inf}
 
-    def attach(self, optimizer: Any, group: dict[str, Any], about_to_be_cast: Collection[int] = ()) -> None:
+    def attach(
+        self, optimizer: Any, group: dict[str, Any], about_to_be_cast: Collection[int] = (), *, split: bool = False
+    ) -> None:
         """Put masters into one of the optimizer's groups, in place.
 
         A parameter whose id is in `about_to_be_cast` gives its FP32 storage to its master: the caller gives the
         parameter a low-precision one next. A parameter that is float16 or bfloat16 already gets the master that it
-        has, or an FP32 copy. The optimizer's state and an existing gradient move to the master.
+        has, or an FP32 copy; none if it is frozen, or quantized. With `split` the copies become halves one after the
+        other, so that they are never there at once. The optimizer's state and an existing gradient move to the master.
         """
         params = group["params"]
         for index, param in enumerate(params):
-            if id(param) not in about_to_be_cast and param.dtype not in LOW_PRECISION:
+            low = param.dtype in LOW_PRECISION
+            if (id(param) not in about_to_be_cast and not low) or is_quantized(param):
                 continue
             master = master_of(param)  # another optimizer's, maybe
+            if master is None and low and not param.requires_grad:
+                continue
+            made = master is None
             if master is None:
                 # `.data`, since a detached tensor would share the parameter's version counter too
                 master = nn.Parameter(param.data.float(), requires_grad=param.requires_grad)
-            self._params[id(master)] = (param, connect(param, master))
-            self._changed()
-            self._serve(self._params[id(master)][1])
+            link = self._add(param, master)
+            self._serve(link)
             _replace(optimizer, params, index, master)
-            if param.grad is not None:
-                master.grad, param.grad = param.grad.to(master.dtype), None
+            if split and made and low and id(param) not in about_to_be_cast:
+                split_master.split([(param, master)], exact=True)
+                note_published([(param, link)])
+            if (grad := own_grad(param)) is not None:
+                master.grad = grad.to(master.dtype)
+                set_own_grad(param, None)
 
     def detach(self, optimizer: Any) -> None:
         """Undo `attach`: put the parameters into the groups again, and move the state to them.
@@ -191,8 +269,12 @@ class Masters:
         A parameter that is FP32 again gets its master's gradient too.
         """
         attempt = Attempts()
+        self.route_grads(to_masters=False)
         for group in optimizer.param_groups:
             attempt(self._detach_group, optimizer, group)
+        for _, link in self._params.values():
+            if getattr(link.master, "waiting", None) is self.waiting:  # another training may keep the master
+                attempt(stop_waiting, link.master)
         self._params.clear()
         self._changed()
         attempt.finish()
@@ -204,7 +286,9 @@ class Masters:
             if param is not master:
                 _replace(optimizer, params, index, param)
                 if param.dtype is master.dtype:
-                    param.grad = master.grad
+                    set_own_grad(param, master.grad)
+                elif link_of(param) is None and param.dtype in LOW_PRECISION and master.grad is not None:
+                    set_own_grad(param, master.grad.to(param.device, param.dtype))  # the type that it came in
 
     def follow(self, wrapper: Any) -> None:
         """Move what `wrapper`, around an optimizer with these masters, keeps for the parameters to the masters."""

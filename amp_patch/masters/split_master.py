@@ -4,6 +4,9 @@ Such a master has no memory of its own. Whoever hands it to a function of torch 
 moment: the master is open then. What was written into it is split again before the next forward or step, which also
 gives its memory back. Somebody may hold that memory by another tensor, a detached one say: then it stays, and is joined
 anew after each step.
+
+An open master that nobody has written is joined anew by each read. Halves change without Python, too: in the replays of
+a CUDA graph.
 """
 
 from __future__ import annotations
@@ -22,12 +25,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_patch import multi_tensor
 from amp_patch.masters.master import GRAD, Master
-from amp_patch.support import tree
+from amp_patch.support import capture, tree
 from amp_patch.support.blocks import without_grad
 
 _DATA: Any = Tensor.data
 _raw = torch._C.DisableTorchFunctionSubclass  # in here a master is what it is, open or not
 _opening = RLock()
+_ATTRIBUTES = ("low_half", "weight", "joined", "captured")
 
 # C++ code does not ask a class. What is handed a closed master there shall throw, not read address 0. Without the
 # extension torch lets at least those throw that want a pointer to write to.
@@ -47,10 +51,18 @@ class SplitMaster(Master):
     """A master that is kept as halves.
 
     `split` gives a master this class, `join_for_good` takes it away. A copy is whole, and so is what is pickled.
+
+    Attributes:
+        low_half: int16, laid out as the weight; None: this one is whole, as copies are.
+        weight: gives the parameter, or None where that is gone.
+        joined: while it is open, its version when its memory had what the halves had; None where a step may write.
+        captured: while it is open, whether the joining is a part of a CUDA graph, with the memory.
     """
 
-    low_half: Tensor | None = None  # int16, laid out as the weight; None: this one is whole, as copies are
+    low_half: Tensor | None = None
     weight: Callable[[], Tensor | None] = staticmethod(lambda: None)
+    joined: int | None = None
+    captured = False
 
     @property
     def is_open(self) -> bool:
@@ -60,7 +72,7 @@ class SplitMaster(Master):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        memory = [] if func in _of_no_value() else _opened(tree.tensors([*args, *kwargs.values()]))
+        memory = [] if func in _of_no_value() else opened(tree.tensors([*args, *kwargs.values()]))
         others = [kind for kind in types if not issubclass(kind, SplitMaster)]
         try:
             if others:
@@ -72,7 +84,14 @@ class SplitMaster(Master):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = super().__getstate__()
-        return {name: value for name, value in kept.items() if name not in ("low_half", "weight")}
+        return {name: value for name, value in kept.items() if name not in _ATTRIBUTES}
+
+
+def weight_is(master: Tensor, param: Tensor | None) -> None:
+    """Let a split `master` hold `param` weakly, as the weight that is its high half; None: hold nothing."""
+    if is_split(master):
+        assert isinstance(master, SplitMaster)
+        master.weight = (lambda: None) if param is None else weakref.ref(param)
 
 
 def low_half(master: Tensor) -> Tensor | None:
@@ -113,38 +132,43 @@ def _of_no_value() -> frozenset[Any]:
 
 
 @without_grad
-def split(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+def split(pairs: Iterable[tuple[Tensor, Tensor]], *, exact: bool = False) -> None:
     """Keep the masters (param, master) of bfloat16 parameters as halves, in place, on the device; no sync.
 
-    The parameters are rounded anew: ties away from zero.
+    The parameters are rounded anew: ties away from zero. Not where the masters have `exact`ly their values.
     """
     global _used
     _used = True
     for param, master in pairs:
         if is_split(master) or param.dtype is not torch.bfloat16:
             continue
-        half = torch.empty_like(param, dtype=torch.int16, requires_grad=False)
-        with _raw():
-            multi_tensor.multi_tensor_split([_laid_out_as(param, master)], [param], [half])
+        half = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
+        if not exact:
+            with _raw():
+                multi_tensor.multi_tensor_split([_laid_out_as(param, master)], [param], [half])
         master.__class__ = SplitMaster
         assert isinstance(master, SplitMaster)
-        master.weight, master.low_half = weakref.ref(param), half
-        _note_open(master)
+        master.low_half = half
+        weight_is(master, param)
+        with _raw():
+            _note_open(master)
         _close(master)
 
 
 @without_grad
 def join_for_good(master: Tensor) -> None:
     """Make `master` an ordinary one, in place."""
-    if is_split(master):
-        open_all([master])
+    if isinstance(master, SplitMaster) and is_split(master):
+        _bring_up_to_date([master])
         _open.pop(id(master), None)
-    for name in ("low_half", "weight"):
+    for name in _ATTRIBUTES:
         vars(master).pop(name, None)
     master.__class__ = Master
 
 
 def _note_open(master: SplitMaster) -> None:
+    """Note that the memory of `master` has what the halves have; `_raw`."""
+    master.joined, master.captured = master._version, capture.is_capturing()
     _open[id(master)] = weakref.ref(master, functools.partial(_forget, id(master)))
 
 
@@ -158,17 +182,46 @@ def _forget(key: int, reference: Any) -> None:
 
 
 def open_all(masters: Iterable[Tensor]) -> None:
-    """Join the halves of those `masters` that are not open, in place, on the device; no sync.
+    """Join the halves of `masters` for a step, in place, on the device; no sync.
+
+    From now on the memory counts, whatever their versions say: torch's fused kernels leave these as they are.
 
     Raises:
         RuntimeError: the parameter of one is gone, and the high half with it.
     """
-    closed = [m for m in masters if isinstance(m, SplitMaster) and not m.is_open]
-    if not closed:
-        return
+    split = [master for master in masters if isinstance(master, SplitMaster)]
     with _opening:
-        once = {id(master): master for master in closed if not master.is_open}
-        _outside_of_modes(_join, list(once.values()))
+        _bring_up_to_date(split)
+        for master in split:
+            master.joined = None
+
+
+def follow(held: Iterable[SplitMaster]) -> None:
+    """Join the masters that `let_go` returned anew, for those who hold their memory, in place; no sync.
+
+    Not while a CUDA graph is captured: each replay would write into that memory, which is not the graph's.
+    """
+    if not capture.is_capturing():
+        _bring_up_to_date(held)
+
+
+def _bring_up_to_date(masters: Iterable[SplitMaster]) -> None:
+    """Join the halves of those that are closed, and of those that are open and that nobody has written."""
+    behind = [master for master in masters if _halves_count(master)]
+    if behind:
+        with _opening:
+            once = {id(master): master for master in behind if _halves_count(master)}
+            _outside_of_modes(_join, list(once.values()))
+
+
+def _halves_count(master: SplitMaster) -> bool:
+    """Whether the halves have the value of `master`: it is closed, or open and not written since it was joined."""
+    if not master.is_open:
+        return True
+    if master.low_half is None or master.joined is None or master.weight() is None:
+        return False
+    with _raw():
+        return master.joined == master._version
 
 
 def _outside_of_modes(function: Callable[[Any], None], argument: Any) -> None:
@@ -191,12 +244,14 @@ def _outside_of_modes(function: Callable[[Any], None], argument: Any) -> None:
         function(argument)
 
 
-def _opened(tensors: list[Tensor]) -> list[Any]:
+def opened(tensors: list[Tensor]) -> list[Any]:
     """Open the split masters among `tensors`; their memory, which no other thread's step takes while this is held."""
     masters = [t for t in tensors if isinstance(t, SplitMaster)]
     with _opening:
-        open_all(masters)
+        _bring_up_to_date(masters)
         with _raw():
+            for master in masters:
+                _note_stream(master)
             return [master.untyped_storage() for master in masters]
 
 
@@ -227,24 +282,37 @@ def _join(masters: list[SplitMaster]) -> None:
             multi_tensor.multi_tensor_join(weights, halves, values)
         for value, joined in others:
             value.copy_(joined)
-    for master in masters:
-        _note_open(master)
+        for master in masters:
+            _note_open(master)
 
 
 def _give_memory(master: Tensor, param: Tensor) -> None:
-    """Memory for the value, laid out as the master ever was, as the optimizer's state is; `_raw`."""
+    """Memory for the value, laid out as the master ever was, as the optimizer's state is; `_raw`.
+
+    While a CUDA graph is captured it is the graph's own: replays write into it, long after other memory was given back.
+    """
     if master.device != param.device or master.shape != param.shape:
         _DATA.__set__(master, torch.empty_like(param, dtype=torch.float32, requires_grad=False))
-    elif master.untyped_storage().nbytes() < 4 * master.numel():
+    elif master.untyped_storage().nbytes() < 4 * master.numel() or capture.is_capturing():
         _DATA.__set__(master, torch.empty_like(master, requires_grad=False))
 
 
 @without_grad
 def fold(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Split those of the masters (param, master) that are open, in place, on the device, and close them; no sync."""
+    """Split those of the masters (param, master) that were written, in place, on the device; close the open ones.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, and one was written before: each replay would split that again.
+    """
     opened = [(param, m) for param, m in pairs if isinstance(m, SplitMaster) and id(m) in _open]
+    written = [(param, master) for param, master in opened if not _halves_count(master)]
+    if capture.is_capturing() and not all(master.captured for _, master in written):
+        raise RuntimeError(
+            "a split master (master_weights='split') was written before the capture of a CUDA graph began, and each "
+            "replay would bring that value back; call the model, or its state_dict(), between the write and the capture"
+        )
     with _raw():
-        _split_all(opened)  # a call of its own: its lists hold the memory too
+        _split_all(written)  # a call of its own: its lists hold the memory too
     for _, master in opened:
         _close(master)
 
@@ -281,7 +349,7 @@ def close(masters: Iterable[Tensor]) -> None:
     One whose memory somebody else holds is joined anew: after the halves have changed, or to see what was written into
     the weight.
     """
-    open_all(let_go(masters))
+    follow(let_go(masters))
 
 
 @without_grad
@@ -299,16 +367,27 @@ def _close(master: SplitMaster) -> bool:
     with _opening, _raw():
         storage = master.untyped_storage()
         if _holders(storage) != _lone_holders() or (master.device.type == "cpu" and storage.is_shared()):
+            master.joined = master._version
             return False  # another process may have what is shared
         # Autograd may have saved this master for a backward: that shall refuse, not read what is gone.
         torch.autograd.graph.increment_version(master)
         _open.pop(id(master), None)
+        _note_stream(master)
         if not storage.resizable():  # an array has had it
             _DATA.__set__(master, torch.empty_like(master, requires_grad=False))
         master.untyped_storage().resize_(0)
         if master.numel():
             _deny_memory(master, _NO_MEMORY)
         return True
+
+
+def _note_stream(master: SplitMaster) -> None:
+    """Let the memory wait, once it is given back, for what the current stream has yet to do with it; `_raw`.
+
+    It goes back to the stream that it was taken on, where it may be another tensor's at once.
+    """
+    if master.is_cuda:
+        master.record_stream(torch.cuda.current_stream(master.device))
 
 
 def _holders(storage: Any) -> tuple[int, int]:
@@ -319,7 +398,7 @@ def _holders(storage: Any) -> tuple[int, int]:
 @functools.cache
 def _lone_holders() -> tuple[int, int]:
     """The holders of a storage that is one tensor's, and that one variable has."""
-    alone = torch.empty(1, device="cpu")
+    alone = torch.empty(1, dtype=torch.float32, device="cpu")
     storage = alone.untyped_storage()
     return _holders(storage)
 

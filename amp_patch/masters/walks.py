@@ -8,22 +8,26 @@ from typing import Any
 from torch import Tensor
 
 from amp_patch import multi_tensor
+from amp_patch.masters.master import own_grad, set_own_grad
 
 
 def with_gradient(tensors: list[Any]) -> Sequence[int]:
-    """The indices of those `tensors` whose `.grad` is there; of a master what waits for it does not count."""
+    """The indices of those `tensors` that have a gradient of their own.
+
+    What waits for a master is not its own yet; nor is a gradient of the master's the parameter's.
+    """
     kernels = multi_tensor.extension()
     if kernels is not None:
         indices: list[int] = kernels.with_gradient(tensors)
         return indices
-    return [index for index, tensor in enumerate(tensors) if tensor.grad is not None]
+    return [index for index, tensor in enumerate(tensors) if own_grad(tensor) is not None]
 
 
 def drop_gradients(tensors: list[Tensor]) -> None:
-    """Set the `.grad` of `tensors` to None; what waits for a master stays."""
+    """Set the gradients that `with_gradient` finds to None; what waits for a master stays."""
     kernels = multi_tensor.extension()
     if kernels is not None:
         kernels.drop_gradients(tensors)
         return
     for tensor in tensors:
-        tensor.grad = None
+        set_own_grad(tensor, None)

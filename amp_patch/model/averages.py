@@ -1,15 +1,18 @@
-"""torch's AveragedModel, given a model with low-precision weights, averages their FP32 masters, in FP32.
+"""Averages of a cast model's weights: torch's AveragedModel reads their FP32 masters, and `lerp` promotes.
 
 A low-precision average hardly moves: with a decay of 0.999 a BF16 weight stays where it is until the model's weight is
 three times as large. And what training moves are the masters, of which the model's weights are roundings.
+
+An average that a script keeps in a copy of the model is FP32 (copies.py), and what is blended into it is not. Of the
+functions that scripts blend by, `lerp` alone does not promote.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -18,30 +21,62 @@ from amp_patch.model import buffers
 from amp_patch.model.forward import AmpModel
 from amp_patch.model.fp32_copy import fp32_copy
 from amp_patch.policy import LOW_PRECISION
+from amp_patch.support.compiled import wraps
 from amp_patch.support.patches import Installation, Patches
 
 _installation = Installation()
 
 
 def install() -> None:
-    """Let AveragedModel hold an `fp32_copy` of such a model, and read its masters; idempotent."""
+    """Let AveragedModel hold an `fp32_copy` of such a model, and read its masters; let `lerp` promote; idempotent."""
     _installation.install(_replace)
 
 
 def _replace(patches: Patches) -> None:
     init, update = AveragedModel.__init__, AveragedModel.update_parameters
 
-    @functools.wraps(init)
+    @wraps(init)
     def with_copy(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         init(self, fp32_copy(model) if _is_low_precision(model) else model, *args, **kwargs)
 
-    @functools.wraps(update)
+    @wraps(update)
     def from_masters(self: Any, model: Any) -> None:
         in_fp32 = _is_low_precision(model) and not any(p.dtype in LOW_PRECISION for p in self.module.parameters())
         update(self, _Exact(model) if in_fp32 else model)  # type: ignore[arg-type]
 
     patches.set(AveragedModel, "__init__", with_copy)
     patches.set(AveragedModel, "update_parameters", from_masters)
+    for name in ("lerp", "lerp_"):
+        patches.set(Tensor, name, _lerp(getattr(Tensor, name)))
+        patches.set(torch, f"_foreach_{name}", _foreach_lerp(getattr(torch, f"_foreach_{name}")))
+
+
+def _lerp(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The method `original`, which takes low precision and FP32 together, as `add` does; in place, FP32 alone."""
+
+    @wraps(original)
+    def lerp(self: Tensor, end: Tensor, *weight: Any, **weights: Any) -> Tensor:
+        if isinstance(end, Tensor) and end.dtype is not self.dtype:
+            if self.dtype is torch.float32:
+                end = _fp32(end)
+            elif end.dtype is torch.float32 and original.__name__ == "lerp":
+                self = _fp32(self)
+        result: Tensor = original(self, end, *weight, **weights)
+        return result
+
+    return lerp
+
+
+def _foreach_lerp(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The function `original` over lists, whose FP32 tensors take low-precision ones."""
+
+    @wraps(original)
+    def lerp(self: Any, tensors1: Any, *weight: Any, **weights: Any) -> Any:
+        if any(a.dtype is not b.dtype for a, b in zip(self, tensors1, strict=False)):
+            tensors1 = [_fp32(b) if a.dtype is torch.float32 else b for a, b in zip(self, tensors1, strict=True)]
+        return original(self, tensors1, *weight, **weights)
+
+    return lerp
 
 
 class _Exact:

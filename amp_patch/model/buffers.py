@@ -23,17 +23,22 @@ Owned = tuple[nn.Module, str]
 _EXACT = "_amp_exact"  # attribute of a module: name of a buffer -> its FP32 value, where the cast has rounded that
 
 
-def are_all_that(module: nn.Module) -> bool:
+def are_all_that(module: nn.Module, low: bool = False) -> bool:
     """Whether `module` computes from FP32 buffers and has no parameters at all: a rotary table, a window, a filter.
+
+    With `low` from low-precision ones too.
 
     False for a container that is never called itself, whose buffers others read. False for a ScriptModule, which cannot
     be given another class.
     """
+    own = module._buffers.values()
     return (
         not isinstance(module, torch.jit.ScriptModule)
         and type(module).forward is not nn.Module.forward
-        and any(b is not None and b.dtype is torch.float32 for b in module._buffers.values())
-        and not any(b is not None and b.dtype in LOW_PRECISION for b in module._buffers.values())
+        and any(
+            b is not None and b.dtype in ((torch.float32, *LOW_PRECISION) if low else (torch.float32,)) for b in own
+        )
+        and (low or not any(b is not None and b.dtype in LOW_PRECISION for b in own))
         and next(module.parameters(), None) is None
     )
 

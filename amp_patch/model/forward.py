@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,18 +14,19 @@ from torch.compiler import is_dynamo_compiling
 
 from amp_patch.casts import regions
 from amp_patch.casts import state as casts_state
-from amp_patch.masters.masters import Linked, connect, link_of, linked, master_of, publish, reconcile
-from amp_patch.model import buffers, fsdp, shielded_copies, stalled_averages
+from amp_patch.masters.masters import connect, has_gradient, link_of, linked, master_of, reconcile
+from amp_patch.model import buffers, came, copies, fsdp, shielded_copies
 from amp_patch.model.fast_path import forbid_fast_path
 from amp_patch.model.keep_fp32 import is_batch_norm
-from amp_patch.model.state import ModelState, followed_policy, running
-from amp_patch.model.tensors import cast, reflatten, refuse_changed, uncast, was_changed
+from amp_patch.model.state import ModelState, followed_policy, running, untouched
+from amp_patch.model.tensors import cast, load_masters, reflatten, refuse_changed, uncast, was_changed
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
 from amp_patch.support import generated_class, tree
 from amp_patch.support.compiled import wraps
 from amp_patch.support.forward_hook import NoHook
 from amp_patch.support.generated_class import Generated
 from amp_patch.support.patches import Attempts
+from amp_patch.support.quantized import is_quantized
 
 _NO_CASTS = OPT_LEVELS["O0"]
 _DTYPE_ERROR = re.compile(
@@ -40,17 +42,17 @@ class AmpModel(Generated):
         overrides = {name: _advising(name, function) for name, function in generated_class.own_methods(base)}
         return overrides | {name: _entering(base, name) for name in ("forward", *key)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[misc]
+    def __reduce_ex__(self, protocol: Any) -> Any:
         own: ModelState | None = vars(self).get("_amp")
-        source = None if own is None or own.source is None else own.source()
-        if source is not None and source.policy.cast_model_type is not None:
-            source.copies.append(stalled_averages.CopyWatch(self))  # type: ignore[arg-type]
+        if own is not None:
+            own.owner = weakref.ref(self)  # type: ignore[arg-type]
+        return super().__reduce_ex__(protocol)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """torch's, with low-precision weights given as the FP32 values of their masters (without one: upcast).
 
-        Buffers that the cast rounded are given as they were before it, where nothing wrote them since.
+        What came in low precision and has no master, a frozen weight say, is given as it is. Buffers that the cast
+        rounded are given as they were before it, where nothing wrote them since.
 
         Like torch's its tensors share memory with the model where there are masters: what is written into them is
         rounded into the weights at the next forward.
@@ -66,23 +68,26 @@ class AmpModel(Generated):
         if own.on_demand and policy.master_weights:
             with torch.inference_mode(False), torch.no_grad():
                 for param in params.values():
-                    if param.dtype in LOW_PRECISION and link_of(param) is None:
+                    if param.dtype in LOW_PRECISION and link_of(param) is None and came.type_of(param) is None:
                         connect(param, nn.Parameter(param.detach().float(), requires_grad=param.requires_grad))
         reconcile(linked(set(params.values())))
         exact = buffers.exact_values(module, prefix)
+        as_it_is = {name for name, param in params.items() if came.type_of(param) is not None or is_quantized(param)}
+        if as_it_is:
+            as_it_is |= {prefix + name for name in own.low_buffers}
         for name, value in state.items():
             if not (name.startswith(prefix) and isinstance(value, Tensor) and value.dtype in LOW_PRECISION):
                 continue
             master = master_of(params[name]) if name in params else None
             if master is None:
-                state[name] = exact[name] if name in exact else value.float()
+                if name not in as_it_is:
+                    state[name] = exact[name] if name in exact else value.float()
             else:
                 state[name] = master if kwargs.get("keep_vars", False) else master.detach()
         return state
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         # `load_state_dict` of this model, or of a wrapper such as DDP, calls this method here and then on the children.
-        # Those copy the same values, rounded, into the low-precision weights.
         policy = followed_policy(self)
         cast = policy is not None and policy.cast_model_type is not None
         if cast and local_metadata.get("assign_to_params_buffers", False):
@@ -90,18 +95,13 @@ class AmpModel(Generated):
                 "load_state_dict: assign=True would put new tensors in place of the ones that the optimizer and the "
                 "masters hold; use assign=False (torch's default), or load before initialize()"
             )
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
-        if policy is not None:
-            vars(self)["_amp"].loads += 1
         module: nn.Module = self  # type: ignore[assignment]
-        loaded: dict[int, Linked] = {}  # by id(param): a shared weight has several names
-        for name, param in module.named_parameters(remove_duplicate=False):
-            value, link = state_dict.get(prefix + name), link_of(param)
-            if link is not None and isinstance(value, Tensor) and value.shape == param.shape:
-                with torch.no_grad():
-                    link.master.copy_(value)
-                loaded[id(param)] = (param, link)
-        publish(list(loaded.values()))
+        hook = module.register_load_state_dict_pre_hook(load_masters)  # behind the user's, which may rename
+        try:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
+        finally:
+            hook.remove()
+        load_masters(module, state_dict, prefix)  # where the user's class has loaded without torch's method
         if cast:
             buffers.load(module, state_dict, prefix, vars(self)["_amp"].low_buffers)
 
@@ -114,16 +114,14 @@ class AmpModel(Generated):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """torch's, for the masters' gradients too."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]
         module: nn.Module = self  # type: ignore[assignment]
         if (own := vars(module).get("_amp")) is not None:
             own.cleared += 1
-        for _, link in linked(module.parameters()):
+        for _, link in linked(module.parameters()):  # first: to be asked for `grad` would materialize it
             master = link.master
-            if set_to_none or (grad := master.grad) is None:
-                master.grad = None
-            else:
-                master.grad = torch.zeros_like(grad)
+            live = not set_to_none and has_gradient(master)
+            master.grad = torch.zeros_like(master.grad) if live else None  # type: ignore[arg-type]
+        super().zero_grad(set_to_none)  # type: ignore[misc]
 
 
 class KeptModule(Generated):
@@ -171,15 +169,17 @@ def enter_training(
     models: list[nn.Module], kept: list[nn.Module], policy: Policy, methods: tuple[str, ...], on_demand: bool
 ) -> None:
     """Give the models, and the modules kept FP32 inside them, their generated classes and the policy."""
+    for model in models:
+        untouched.pop(model, None)
     stay = {id(module) for module in kept}
     for module in {id(m): m for model in models for m in model.modules()}.values():
         if isinstance(module, KeptModule) and id(module) not in stay:
-            _take(module)  # an earlier training kept it
+            take(module)  # an earlier training kept it
     for module in kept:
         # torch's batch norms take low-precision inputs beside FP32 weights, in one kernel; others need casts.
         if type(module).forward is nn.BatchNorm1d.forward:
             continue
-        _give(module, KeptModule, ModelState(policy))
+        give(module, KeptModule, ModelState(policy))
     layers = (m for model in models for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer))
     fused = policy.cast_model_type is not None and any(id(m) in stay for layer in layers for m in layer.modules())
     if fused:
@@ -189,16 +189,21 @@ def enter_training(
             continue  # it was given beside its parent, which keeps it
         state = ModelState(policy, low_buffers_of(model), on_demand, fast_path_off=fused)
         state.sharded = fsdp.is_fsdp(model)
+        state.owner = weakref.ref(model)
         if policy.patch_torch_functions:
             # FSDP frees the gathered weights after a forward to save memory: their casts must go then too.
             state.handles = [m.register_forward_hook(_drop_casts) for m in fsdp.fsdp_modules([model])]
-        _give(model, AmpModel, state, tuple(name for name in methods if hasattr(model, name)))
+        give(model, AmpModel, state, tuple(name for name in methods if hasattr(model, name)))
 
 
-def restore(model: nn.Module) -> None:
-    """Undo the cast and `enter_training`: FP32 weights (the masters' values), FP32 buffers, the model's own class."""
+def restore(model: nn.Module, *, give_back: bool = True) -> None:
+    """Undo the cast and `enter_training`: FP32 weights (the masters' values), FP32 buffers, the model's own class.
+
+    With `give_back` they have the types in which they came, if those were others.
+    """
+    untouched.pop(model, None)
     if isinstance(model, KeptModule):
-        _take(model)  # `keep_fp32` named the whole model, or the model was given beside its parent, which keeps it
+        take(model)  # `keep_fp32` named the whole model, or the model was given beside its parent, which keeps it
     if not isinstance(model, AmpModel) or followed_policy(model) is None:
         return
     state, attempt = vars(model)["_amp"], Attempts()
@@ -206,13 +211,15 @@ def restore(model: nn.Module) -> None:
         attempt(handle.remove)
     for module in model.modules():
         if isinstance(module, Generated):
-            attempt(_take, module)
+            attempt(take, module)
     pairs = linked(set(model.parameters()))
     attempt(refuse_changed, model)
     attempt(reconcile, [(param, link) for param, link in pairs if not was_changed(param, link.master)])
-    for param in model.parameters():
-        attempt(uncast, param)
+    for name, param in model.named_parameters():
+        attempt(functools.partial(uncast, param, name, give_back=give_back))
     attempt(functools.partial(buffers.uncast, model, but=state.low_buffers))
+    if give_back:
+        attempt(came.give_buffers_back, model)
     attempt(reflatten, model)
     attempt.finish()
 
@@ -226,14 +233,32 @@ def to_plain_fp32(model: nn.Module) -> None:
         if isinstance(module, AmpModel):
             restore(module)
         elif isinstance(module, KeptModule | shielded_copies.FP32Copy):
-            _take(module)
-    cast([p for p in model.parameters() if p.dtype in LOW_PRECISION], torch.float32)
+            take(module)
+    cast([p for p in model.parameters() if p.dtype in LOW_PRECISION and not is_quantized(p)], torch.float32)
     buffers.uncast(model)
+
+
+def give_back(model: nn.Module) -> None:
+    """Give the parameters and buffers of `model`, whose training has ended or never began, the types they came in."""
+    attempt = Attempts()
+    for name, param in model.named_parameters():
+        if came.type_of(param) is not None:
+            attempt(functools.partial(uncast, param, name, give_back=True))
+    attempt(came.give_buffers_back, model)
+    attempt.finish()
+
+
+def is_copy(model: nn.Module) -> bool:
+    """Whether `model` is a copy of a cast model, with FP32 weights that are cast while it is called."""
+    return isinstance(model, AmpModel) and followed_policy(model) is not None and bool(vars(model)["_amp"].wide)
 
 
 def policy_of(model: nn.Module | None) -> Policy | None:
     """The policy that `initialize` gave to `model`; None for any other."""
-    return followed_policy(model) if isinstance(model, AmpModel) else None
+    if model is None:
+        return None
+    policy = followed_policy(model) if isinstance(model, AmpModel) else None
+    return untouched[model][0].policy if policy is None and model in untouched else policy
 
 
 def gradients_stay_local(model: nn.Module) -> bool:
@@ -261,9 +286,9 @@ def _is_under_fsdp(module: nn.Module) -> bool:
     return "_amp_base" not in vars(type(module)) and fsdp.is_fsdp(module)
 
 
-def _give(module: nn.Module, mixin: type[Generated], state: ModelState, key: tuple[str, ...] = ()) -> None:
+def give(module: nn.Module, mixin: type[Generated], state: ModelState, key: tuple[str, ...] = ()) -> None:
     if isinstance(module, Generated):
-        _take(module)
+        take(module)
     if not isinstance(module, mixin):  # else it has the class beneath fully_shard's
         generated_class.give(module, mixin, key)
     elif (given := generated_class.key_of(module)) != key:
@@ -274,7 +299,7 @@ def _give(module: nn.Module, mixin: type[Generated], state: ModelState, key: tup
     vars(module)["_amp"] = state
 
 
-def _take(module: nn.Module) -> None:
+def take(module: nn.Module) -> None:
     vars(module).pop("_amp", None)  # without it the module behaves as its base, even where it cannot lose its class
     if not _is_under_fsdp(module):
         generated_class.take(module)
@@ -286,14 +311,18 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
     @wraps(getattr(base, name))
     def entering(self: Any, *args: Any, **kwargs: Any) -> Any:
         method, policy = getattr(self._amp_base, name), followed_policy(self)
-        if policy is None or running.policy is policy or _recomputed(policy, args, kwargs):
+        if policy is None:
             return method(self, *args, **kwargs)
         own: ModelState = self.__dict__["_amp"]
+        if own.wide:
+            method = copies.on_casts(method, own.wide, own.calls)
+        if running.policy is policy or _recomputed(policy, args, kwargs):
+            return method(self, *args, **kwargs)
         # A compiled forward does without: what was written into the masters arrives with the next step. DataParallel's
         # replicas have it already.
         if not is_dynamo_compiling() and not getattr(self, "_is_replica", False):
             own.edits.publish(self)
-        if (policy.cast_model_type is not None or policy.scales_loss) and torch.is_grad_enabled():
+        if (policy.cast_model_type is not None or policy.checks_gradients) and torch.is_grad_enabled():
             own.local = own.no_sync
         watch = own.watch if not is_dynamo_compiling() and self.training and torch.is_grad_enabled() else None
         before = [] if watch is None else watch.before()
@@ -365,7 +394,7 @@ def _refuse_another_type(model: Any, fn: Callable[[Tensor], Tensor], policy: Pol
     low = policy.cast_model_type
     for dtype in (torch.float32, low):
         try:
-            became = fn(torch.empty(0, dtype=dtype)).dtype
+            became = fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
         except Exception:  # `fn` wants a tensor of another kind: nothing can be told of it
             return
         if became is not dtype and became in (torch.float32, *LOW_PRECISION):
@@ -389,6 +418,7 @@ def _explain_another_type(model: nn.Module, policy: Policy, error: RuntimeError)
         for path, module in model.named_modules()
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
         if tensor is not None and tensor.is_floating_point()
+        if f"{path}.{name}".lstrip(".") not in vars(model)["_amp"].wide
         if tensor.dtype is not (torch.float32 if id(module) in stay else policy.cast_model_type)
     ]
     if names:

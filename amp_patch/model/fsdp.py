@@ -6,7 +6,8 @@ Nothing of torch.distributed is imported here: a process that shards nothing doe
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support.distributed import is_dtensor
 
-# What a module's state says of its policy and of its gradients is not public: `_param_dtype` and `_param_groups` look
+# What a module's state says of its policy and of its gradients is not public: `_state` and `_param_groups` look
 # for it. In a torch that has it no more, nothing is refused and no gradient is known to be held back.
 
 
@@ -33,6 +34,8 @@ def is_fsdp1(module: Any) -> bool:
 
 def fsdp_modules(models: Iterable[nn.Module]) -> list[Any]:
     """The modules in `models` that went through `fully_shard`, each once."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
     return list({id(m): m for model in models for m in model.modules() if is_fsdp(m)}.values())
 
 
@@ -48,20 +51,33 @@ def hold_gradients_back(modules: Iterable[Any]) -> bool:
     )
 
 
+def shards(modules: Iterable[Any]) -> dict[int, torch.Tensor]:
+    """The parameters of these FSDP modules, by the id of the whole one that each is gathered in for a forward.
+
+    That one is the leaf of the graph. FSDP reduces its gradient into the `.grad` of the parameter.
+    """
+    gathered = [
+        param for module in modules for group in _param_groups(module) for param in getattr(group, "fsdp_params", ())
+    ]
+    return {id(whole): p.sharded_param for p in gathered if (whole := getattr(p, "_unsharded_param", None)) is not None}
+
+
 def check_shards(models: list[nn.Module], policy: Policy, kept: list[nn.Module]) -> None:
     """Raise unless each sharded parameter of the models is gathered in the type that `policy` gives it.
 
     `kept`: the modules that stay FP32.
     """
     stays = {id(module) for root in kept for module in root.modules()}
+    own = dict(policy for module in fsdp_modules(models) for policy in _own_policies(module))
     for model in models:
         for name, module, fsdp in _governed(model, "", None):
-            sharded = next((key for key, p in module._parameters.items() if p is not None and is_dtensor(p)), None)
-            if sharded is not None:
-                _check_shard(f"{name}.{sharded}".lstrip("."), policy, id(module) in stays, fsdp)
+            for key, param in module._parameters.items():
+                if param is not None and is_dtensor(param):
+                    gathers = own.get(id(param)) or getattr(_state(fsdp), "_mp_policy", None)
+                    _check_shard(f"{name}.{key}".lstrip("."), policy, id(module) in stays, fsdp, gathers)
 
 
-def _check_shard(name: str, policy: Policy, stays: bool, fsdp: Any) -> None:
+def _check_shard(name: str, policy: Policy, stays: bool, fsdp: Any, gathers: Any) -> None:
     low, level = policy.cast_model_type, policy.opt_level
     if policy.splits_masters:
         raise ValueError(
@@ -78,15 +94,16 @@ def _check_shard(name: str, policy: Policy, stays: bool, fsdp: Any) -> None:
                 " or choose opt_level='O1'"
             )
         return
-    known, found = _param_dtype(fsdp)
+    found = getattr(gathers, "param_dtype", None) or torch.float32
     wanted = torch.float32 if low is None or stays else low
-    if not known or found is wanted:
+    if gathers is None or found is wanted:
         return
     if stays and low is not None:
         raise ValueError(
             f"initialize: parameter {name!r} stays FP32 at opt_level {level!r} (a batch norm's, or keep_fp32), and "
             f"fully_shard gathers it in {found}; shard its module for itself, before the one around it: "
-            "fully_shard(module, mp_policy=amp.fsdp_policy('O0')); or pass keep_batchnorm_fp32=False"
+            f"fully_shard(module, mp_policy=amp.fsdp_policy('O0')); or, from torch 2.15, shard with amp.fsdp_policy("
+            f"{level!r}, models=model, keep_fp32=...); or pass keep_batchnorm_fp32=False"
         )
     other = "" if found not in LOW_PRECISION or low is not None else ", or choose opt_level='O2' with its dtype"
     raise ValueError(
@@ -111,10 +128,26 @@ def _governed(module: nn.Module, name: str, fsdp: Any) -> Iterator[tuple[str, nn
         yield from _governed(child, f"{name}.{key}".lstrip("."), fsdp)
 
 
-def _param_dtype(module: Any) -> tuple[bool, torch.dtype]:
-    """In which type `module` gathers its FP32 parameters, and before that whether this is known."""
-    policy = getattr(_state(module), "_mp_policy", None)
-    return policy is not None, getattr(policy, "param_dtype", None) or torch.float32
+def stay_fp32(kept: Iterable[nn.Module]) -> Callable[[nn.Parameter], torch.dtype | None]:
+    """`MixedPrecisionPolicy(param_dtype_override_fn=)`, by which the parameters of `kept` are gathered as they are.
+
+    fully_shard asks it once for each parameter, before it puts the shard in the parameter's place. Held weakly.
+    """
+    params = {id(p): weakref.ref(p) for module in kept for p in module.parameters()}
+
+    def override(param: nn.Parameter) -> torch.dtype | None:
+        known = params.get(id(param))
+        return param.dtype if known is not None and known() is param else None
+
+    return override
+
+
+def _own_policies(module: Any) -> Iterator[tuple[int, Any]]:
+    """The ids of the shards of `module`, and the policy of each: from torch 2.15 it may be other than the module's."""
+    for group in _param_groups(module):
+        for param in getattr(group, "fsdp_params", ()):
+            if (policy := getattr(param, "mp_policy", None)) is not None:
+                yield id(getattr(param, "sharded_param", None)), policy
 
 
 def _param_groups(module: Any) -> list[Any]:

@@ -14,22 +14,32 @@ from amp_patch.policy import Policy
 KeepFP32 = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 
 
-def kept_modules(models: list[nn.Module], policy: Policy, rules: Iterable[KeepFP32]) -> list[nn.Module]:
-    """The outermost modules that stay FP32.
+def kept_modules(
+    models: list[nn.Module],
+    policy: Policy,
+    rules: Iterable[KeepFP32],
+    caller: str = "initialize",
+    *,
+    low_tables: bool = False,
+) -> list[nn.Module]:
+    """The outermost modules that stay FP32; errors begin with the name of the `caller`.
 
     Those are: modules that `rules` name; batch norms, where the policy keeps them; in a cast model modules that have
     buffers and no parameters, where low precision saves nothing and ruins a rotary table's angles; and modules that
     share a weight with one of these, or read its weight.
+
+    Args:
+        low_tables: whether buffers alone may be low precision too: those of models that came so.
 
     Raises:
         ValueError: a name that no model has, a class of which no model has an instance.
         TypeError: a rule of another kind.
     """
     kept: dict[int, nn.Module] = {}
-    for rule in _as_rules(rules):
+    for rule in _as_rules(rules, caller):
         found = [m for model in models for name, m in model.named_modules() if _matches(rule, name, m)]
         if not found and (isinstance(rule, str | type)):
-            raise ValueError(f"initialize: keep_fp32 names {rule!r}, which matches no module of the given models")
+            raise ValueError(f"{caller}: keep_fp32 names {rule!r}, which matches no module of the given models")
         kept.update((id(m), m) for outer in found for m in with_forward(outer))
     if policy.cast_model_type is not None and policy.keep_batchnorm_fp32:
         norms = (m for model in models for m in model.modules() if is_batch_norm(m))
@@ -37,7 +47,7 @@ def kept_modules(models: list[nn.Module], policy: Policy, rules: Iterable[KeepFP
     if policy.cast_model_type is not None:
         roots = {id(model) for model in models}
         inside = (m for model in models for m in model.modules() if id(m) not in roots and not is_batch_norm(m))
-        kept.update((id(m), m) for m in inside if buffers.are_all_that(m))
+        kept.update((id(m), m) for m in inside if buffers.are_all_that(m, low_tables))
     # Attention reads the weight of its output projection itself.
     for model in models:
         for module in model.modules():
@@ -64,7 +74,7 @@ def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
-def _as_rules(rules: Any) -> list[KeepFP32]:
+def _as_rules(rules: Any, caller: str) -> list[KeepFP32]:
     one = isinstance(rules, str | type) or callable(rules)
     result = [rules] if one else list(rules)
     for rule in result:
@@ -72,7 +82,7 @@ def _as_rules(rules: Any) -> list[KeepFP32]:
             continue
         if isinstance(rule, type) or not callable(rule):
             raise TypeError(
-                f"initialize: keep_fp32 holds {rule!r}; wanted module names, torch.nn.Module classes or a predicate "
+                f"{caller}: keep_fp32 holds {rule!r}; wanted module names, torch.nn.Module classes or a predicate "
                 "over (name, module)"
             )
     return result

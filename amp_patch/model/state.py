@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from amp_patch.casts import install
 from amp_patch.masters.masters import Edits
-from amp_patch.model import buffers, fsdp, stalled_averages
+from amp_patch.model import buffers, came, copies, fsdp
 from amp_patch.model.fast_path import forbid_fast_path
 from amp_patch.policy import Policy
 
@@ -35,7 +35,7 @@ class ModelState:
     Attributes:
         policy: of the training.
         low_buffers: names of buffers that were low precision before `initialize`.
-        on_demand: whether a state dict makes the masters: for models that no optimizer trains, copies among them.
+        on_demand: whether a state dict makes the masters: for models that no optimizer trains.
         edits: what somebody wrote into the masters, and no forward has seen yet.
         fast_path_off: whether torch's fused encoder layers would meet modules that were kept.
         sharded: whether the model went through `fully_shard` before.
@@ -44,9 +44,9 @@ class ModelState:
         local: whether the gradients of the last forward stay on this process: it ran under `no_sync()`.
         watch: looks for cast buffers that training writes; None when it has seen enough.
         cleared: how often `zero_grad` was called.
-        loads: how often a state dict was loaded.
-        copies: watches over copies of the model, which somebody may use for averages.
-        source: of a copy, the state of what it was made of.
+        owner: the model.
+        wide: of a copy the weights that are FP32, by name, and the types that they are cast to while it is called.
+        calls: those of a copy.
     """
 
     policy: Policy
@@ -60,26 +60,28 @@ class ModelState:
     local: bool = False
     watch: buffers.BufferWatch | None = None
     cleared: int = 0
-    loads: int = 0
-    copies: list[stalled_averages.CopyWatch] = field(default_factory=list)
-    source: weakref.ref[ModelState] | None = None
-
-    def __deepcopy__(self, memo: Any) -> ModelState:
-        copied = object.__new__(ModelState)
-        copied.__setstate__(deepcopy(self.__getstate__(), memo))
-        copied.source = weakref.ref(self)
-        return copied
+    owner: weakref.ref[nn.Module] | None = None
+    wide: dict[str, torch.dtype] = field(default_factory=dict)
+    calls: copies.Calls = field(default_factory=copies.Calls)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has parameters of its own, and no masters.
-        fresh = {"on_demand": True, "handles": [], "no_sync": False, "local": False, "watch": None}
-        fresh |= {"copies": [], "source": None}
+        # A copy has parameters of its own.
+        fresh = {"handles": [], "no_sync": False, "local": False, "watch": None, "owner": None}
         state = {**vars(self), **fresh}
-        del state["edits"]
+        del state["edits"], state["calls"]
+        model = None if self.owner is None else self.owner()
+        if model is not None and self.policy.cast_model_type is not None:
+            types, state["weights"] = copies.low_weights(model, self.on_demand)
+            state["wide"] = {**self.wide, **types}
+            known = [(param, came.type_of(param)) for param in model.parameters()]
+            state["came"] = [(param, dtype) for param, dtype in known if dtype is not None]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, edits=Edits())
+        copies.widen(state.pop("weights", ()), state["wide"])
+        for param, dtype in state.pop("came", ()):
+            came.note(param, dtype)
+        vars(self).update(state, edits=Edits(), calls=copies.Calls())
         if self.policy.patch_torch_functions or self.policy.emulates:
             install.install(self.policy.op_lists)  # this may be another process
         if self.fast_path_off:
@@ -96,6 +98,11 @@ def refuse_sharded_since(models: Iterable[nn.Module | None], caller: str) -> Non
                 "parameters in place of those that the optimizer and its masters hold; call fully_shard first, with "
                 "mp_policy=amp.fsdp_policy(opt_level), then make the optimizer, then call initialize()"
             )
+
+
+# The models of trainings that change nothing, which keep their own classes and dictionaries (untouched.py): the state
+# of each, and the methods that `initialize` was told of.
+untouched: weakref.WeakKeyDictionary[nn.Module, tuple[ModelState, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
 def followed_policy(module: Any) -> Policy | None:

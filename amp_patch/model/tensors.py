@@ -1,4 +1,4 @@
-"""The parameters and buffers of a model: what can be cast, what may not be, the cast and its undo."""
+"""The parameters and buffers of a model: what can be cast, what may not be, the cast and its undo; checkpoints."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch.masters.masters import disconnect, master_of
-from amp_patch.model import buffers, fsdp
+from amp_patch.masters.master import own_grad, set_own_grad
+from amp_patch.masters.masters import disconnect, link_of, master_of, publish
+from amp_patch.model import buffers, came, fsdp, incoming
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import distributed
 from amp_patch.support.accumulation import set_data
 from amp_patch.support.generated_class import base_class
+from amp_patch.support.quantized import is_quantized
 
 
 def check_model(model: Any, methods: Collection[str] = ()) -> None:
@@ -65,8 +67,11 @@ def check_methods(models: list[nn.Module], methods: Collection[str]) -> None:
             raise ValueError(f"initialize: methods names {name!r}, which {kinds} does not have")
 
 
-def check_fp32(model: nn.Module, policy: Policy, kept: list[nn.Module]) -> None:
-    """Raise unless the floating parameters of `model` are FP32 (FP64 too where they are not cast)."""
+def check_types(model: nn.Module, policy: Policy, kept: list[nn.Module], *, takes_any: bool) -> None:
+    """Raise unless the floating parameters of `model` have types that it can come in.
+
+    FP64 where they are not cast; FP16 and BF16 where `takes_any`, and no value is lost (`incoming.check`).
+    """
     stays = {id(p) for module in kept for p in module.parameters()}
     for name, param in model.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
@@ -74,12 +79,17 @@ def check_fp32(model: nn.Module, policy: Policy, kept: list[nn.Module]) -> None:
                 f"initialize: parameter {name!r} of {type(model).__name__} is lazy and has no values yet; run one "
                 "forward pass first"
             )
-        if param.dtype in LOW_PRECISION:
+        if param.dtype in LOW_PRECISION and not takes_any:
             raise ValueError(
                 f"initialize: parameter {name!r} of {type(model).__name__} is {param.dtype}; wanted a model in FP32, "
                 "which the opt level then casts: call model.float() first and leave out .half() and .bfloat16()"
             )
-        if param.dtype is torch.float64 and policy.cast_model_type is not None and id(param) not in stays:
+        if (
+            param.dtype is torch.float64
+            and not is_quantized(param)
+            and policy.cast_model_type is not None
+            and id(param) not in stays
+        ):
             raise ValueError(
                 f"initialize: parameter {name!r} of {type(model).__name__} is torch.float64 and opt_level "
                 f"{policy.opt_level!r} casts FP32 models: call model.float() first, or name its module in keep_fp32"
@@ -87,22 +97,26 @@ def check_fp32(model: nn.Module, policy: Policy, kept: list[nn.Module]) -> None:
 
 
 def check_steps(model: nn.Module, policy: Policy) -> None:
-    """Raise if optimizers step during backward, where `policy` has gradients scaled or weights cast."""
-    if not (policy.scales_loss or policy.cast_model_type is not None):
+    """Raise if optimizers step during backward, where `policy` has gradients checked or weights cast."""
+    if not (policy.checks_gradients or policy.cast_model_type is not None):
         return
     for name, param in model.named_parameters():
         if getattr(param, "_in_backward_optimizers", None):
             raise ValueError(
                 f"initialize: an optimizer steps parameter {name!r} of {type(model).__name__} during backward "
                 f"(_apply_optimizer_in_backward), with gradients that opt_level {policy.opt_level!r} could neither "
-                "unscale nor bring to masters; make an ordinary optimizer and step after `scale_loss`, or use O0 or O4"
+                "unscale, check nor bring to masters; make an ordinary optimizer and step after `scale_loss`, or use "
+                "O0 or O4 (without skip_nonfinite)"
             )
 
 
-def to_cast(models: list[nn.Module], kept: list[nn.Module]) -> tuple[list[nn.Parameter], list[buffers.Owned]]:
-    """What a cast changes: the FP32 parameters outside of `kept`, each once, and the FP32 buffers (module, name).
+def to_cast(
+    models: list[nn.Module], kept: list[nn.Module], dtype: torch.dtype
+) -> tuple[list[nn.Parameter], list[buffers.Owned]]:
+    """What a cast to `dtype` changes: parameters outside of `kept`, each once, and the FP32 buffers (module, name).
 
-    Sharded parameters are not cast: fully_shard gathers their FP32 shards in the type of its own policy.
+    Those are the FP32 parameters, and such as came in low precision of another type. Sharded parameters are not cast:
+    fully_shard gathers their FP32 shards in the type of its own policy.
     """
     modules = {id(m): m for model in models for m in model.modules()}
     for root in kept:
@@ -112,7 +126,8 @@ def to_cast(models: list[nn.Module], kept: list[nn.Module]) -> tuple[list[nn.Par
         id(p): p
         for m in modules.values()
         for p in m._parameters.values()
-        if p is not None and p.dtype is torch.float32 and not distributed.is_dtensor(p)
+        if p is not None and not distributed.is_dtensor(p) and not is_quantized(p)
+        if p.dtype is torch.float32 or (p.dtype is not dtype and came.type_of(p) is not None)
     }
     owned = [
         (m, name)
@@ -123,24 +138,26 @@ def to_cast(models: list[nn.Module], kept: list[nn.Module]) -> tuple[list[nn.Par
     return list(params.values()), owned
 
 
-def not_cast_to(model: nn.Module, kept: list[nn.Module], dtype: torch.dtype | None) -> list[nn.Parameter]:
-    """The parameters of `model` that do not have the type yet that a cast to `dtype` would give them."""
+def not_cast_to(model: nn.Module, kept: list[nn.Module], policy: Policy) -> list[nn.Parameter]:
+    """The parameters of `model` that do not have the type yet that `policy` wants them in."""
     stays = {id(p) for module in kept for p in module.parameters()}
+    widened = incoming.has_widened(model)
     return [
         p
         for p in model.parameters()
-        if p.dtype is torch.float32 or p.dtype in LOW_PRECISION
-        if p.dtype is not (torch.float32 if dtype is None or id(p) in stays else dtype)
+        if (p.dtype is torch.float32 or p.dtype in LOW_PRECISION) and not is_quantized(p)
+        if p.dtype is not incoming.wanted_type(p, id(p) in stays, policy, widened=widened)
     ]
 
 
 def cast(params: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
     """Cast parameters and their gradients, in place: a parameter stays the same object."""
     for param in params:
-        grad, param.grad = param.grad, None
+        grad = own_grad(param)
+        set_own_grad(param, None)
         set_data(param, param.data.to(dtype))
         if grad is not None:
-            param.grad = grad.to(dtype)
+            set_own_grad(param, grad.to(dtype))
 
 
 def use_cpu(models: Iterable[nn.Module]) -> bool:
@@ -156,15 +173,41 @@ def reflatten(model: nn.Module) -> None:
             module.flatten_parameters()
 
 
-def uncast(param: nn.Parameter) -> None:
-    """Give `param` its master's value, or its own, in FP32; in FP64 where it was made that."""
-    master = master_of(param)
+def uncast(param: nn.Parameter, name: str = "", *, give_back: bool = False) -> None:
+    """Give `param` its master's value, or its own, in FP32; in FP64 where it was made that.
+
+    A frozen one that came in low precision and has no master takes that type again. With `give_back` so does every one
+    that came in it: its FP32 value is rounded.
+
+    Raises:
+        RuntimeError: it came in FP16, which cannot hold a value of it any more. It is FP32 then.
+    """
+    master, low = master_of(param), came.type_of(param)
     if master is not None:
-        param.grad = None
-        set_data(param, master.data.to(param.device, torch.promote_types(param.dtype, torch.float32)))
+        set_own_grad(param, None)
+        value = master.data.to(param.device, torch.promote_types(param.dtype, torch.float32))
+        rounds = give_back and low is not None and value.dtype is torch.float32 and _fits(value, low)
+        set_data(param, value.to(low) if rounds else value)
+        del value  # of a split master it is memory of its own
         disconnect(param)
-    elif param.dtype in LOW_PRECISION:
-        cast([param], torch.float32)
+    else:
+        was_cast = param.dtype in LOW_PRECISION and param.dtype is not low and not is_quantized(param)
+        if was_cast:
+            cast([param], torch.float32)
+            if low is torch.float16 and not param.requires_grad:  # BF16 has rounded 65504 up
+                set_data(param, torch.where(param.data.abs() == 65536, param.data.sign() * 65504, param.data))
+        back = give_back or (was_cast and not param.requires_grad)
+        if back and low is not None and param.dtype is torch.float32 and _fits(param.data, low):
+            cast([param], low)
+    if give_back and low is not None and param.dtype is torch.float32:
+        raise RuntimeError(
+            f"restore: parameter {name!r} came in {low}, which cannot hold a value that it has by now: it stays FP32"
+        )
+
+
+def _fits(value: Tensor, dtype: torch.dtype) -> bool:
+    """Whether no finite element of FP32 `value` becomes infinite in `dtype`. Asks the device where it is FP16."""
+    return dtype is torch.bfloat16 or value.is_meta or bool((value.to(dtype).isfinite() | ~value.isfinite()).all())
 
 
 def was_changed(param: Tensor, master: Tensor) -> bool:
@@ -184,3 +227,19 @@ def refuse_changed(model: nn.Module) -> None:
                 f"{master.device}; it has the master's value again, and what was written into it meanwhile is lost: "
                 "call restore() first, then model.double() and the like"
             )
+
+
+def load_masters(model: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
+    """Give the masters in `model` their values, and put the weights in the place of these in `state_dict`, in place.
+
+    Torch's `load_state_dict` made that dictionary. The module that has a weight would copy the value, rounded by torch,
+    over what is published here: a split master rounds ties another way, and has the rest of the value in the low half.
+    """
+    for name, param in model.named_parameters(remove_duplicate=False):
+        value, link = state_dict.get(prefix + name), link_of(param)
+        if link is None or value is param or not isinstance(value, Tensor) or value.shape != param.shape:
+            continue
+        with torch.no_grad():
+            link.master.copy_(value)
+        publish([(param, link)])  # one by one: a split master gives its memory back
+        state_dict[prefix + name] = param

@@ -82,7 +82,8 @@ def l2norm(tensors: Tensors, factor: Number = 1.0, found_inf: Tensor | None = No
     check_finite(tensors, found_inf, factor)
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     if not tensors:
-        return torch.zeros(()), torch.zeros(0)
+        total = torch.zeros((), dtype=torch.float32, device="cpu")
+        return total, total.new_zeros(0)
     scaled = tensors if _is_one(factor) else _times(tensors, factor)
     norms = torch.stack([torch.linalg.vector_norm(t, dtype=dtype) for t in scaled])
     return torch.linalg.vector_norm(norms), norms

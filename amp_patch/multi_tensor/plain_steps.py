@@ -54,7 +54,8 @@ def _masters(params: Tensors, low: Tensors) -> list[Tensor]:
 def _joined(weight: Tensor, half: Tensor) -> Tensor:
     high = weight.view(torch.int16).int() << 16
     master = (high + half.int()).view(torch.float32)
-    return torch.where(master.isnan(), high.view(torch.float32), master)
+    alone = (high << 1 == 0) | master.isnan()  # a weight of 0, by its bits, and those that steps.h speaks of
+    return torch.where(alone, high.view(torch.float32), master)
 
 
 def _halved(master: Tensor) -> tuple[Tensor, Tensor]:

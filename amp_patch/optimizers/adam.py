@@ -89,10 +89,10 @@ def adam(
 def _count_for_corrections(step: int | Tensor, bias_correction: bool, device: torch.device) -> Tensor:
     """The count of steps that torch's fused kernel corrects its averages by: FP32, shape []; no sync."""
     if not bias_correction:
-        return torch.full((), _FOREVER, device=device)
+        return torch.full((), _FOREVER, dtype=torch.float32, device=device)
     if isinstance(step, Tensor):
         return step.to(device=device, dtype=torch.float32).reshape(())
-    return torch.full((), float(step), device=device)
+    return torch.full((), float(step), dtype=torch.float32, device=device)
 
 
 def check_unscalable(grads: Tensors) -> None:

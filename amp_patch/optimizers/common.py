@@ -252,9 +252,9 @@ def numbers_to_device(group: Group) -> None:
     """Make the group's learning rate and count of steps tensors on its parameters' device, where steps use them."""
     if group["params"]:
         device = group["params"][0].device
-        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).detach().to(device, copy=True)
+        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).detach().clone()
         if "step" in group:
-            group["step"] = torch.as_tensor(group["step"], dtype=torch.int32).reshape(1).to(device, copy=True)
+            group["step"] = torch.as_tensor(group["step"], dtype=torch.int32, device=device).reshape(1).clone()
 
 
 def count_on_device(group: Group, found_inf: Tensor | None) -> Tensor:

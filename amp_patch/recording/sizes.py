@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch.masters.master import Master
+from amp_patch.masters.master import Master, own_grad
 from amp_patch.masters.split_master import low_half
 from amp_patch.support import distributed, tree
 from amp_patch.support.compiled import eager_only
@@ -60,8 +60,8 @@ class Sizes:
         """Those of parameters and masters that are there now, if they are more than ever before."""
         tensors = {id(t): t for pair in self._pairs() for t in pair}.values()
         waiting = {id(w): w for t in tensors if isinstance(t, Master) and (w := t.waiting)}
-        half = {key: grad for table in waiting.values() for key, grad in table.grads.items()}
-        grads = [grad for t in tensors if (grad := half.get(id(t))) is not None or (grad := t.grad) is not None]
+        grads = [grad for table in waiting.values() for grad in table.tensors()]
+        grads += [grad for t in tensors if (grad := own_grad(t)) is not None]
         self.bytes["gradients"] = max(self.bytes["gradients"], _bytes(grads))
 
     def _optimizers(self) -> list[Any]:

@@ -3,7 +3,7 @@
 torch drops the node of a parameter whose type changes, and with it every hook that is on it: they would never be called
 again, without a word. Here the hooks go over to the new node. Hooks on the parameter itself (`register_hook`,
 `register_post_accumulate_grad_hook`) stay by themselves. Hooks that C++ has put on the node cannot be seen from here:
-training/ddp.py refuses their owner, DistributedDataParallel.
+their owner, DistributedDataParallel, gets new ones in training/ddp.py.
 """
 
 from __future__ import annotations

@@ -18,6 +18,12 @@ def eagerly() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
+def is_compiling() -> bool:
+    """Whether torch.compile is making a graph on this thread now; does not import the compiler."""
+    guards = sys.modules.get("torch._guards")
+    return guards is not None and guards.TracingContext.try_get() is not None
+
+
 def wraps(function: Callable[..., Any]) -> Callable[[Function], Function]:
     """`functools.wraps`, but for the note with which a function that Dynamo has disabled says what is beneath it.
 

@@ -56,7 +56,7 @@ def agree(found: FoundInf, params: Iterable[Tensor]) -> FoundInf:
     if not meshes:
         return found
     device = next(iter(found)) if found else torch.device(next(iter(meshes)).device_type)
-    overall = torch.zeros((), device=device)
+    overall = torch.zeros((), dtype=torch.float32, device=device)
     for flag in found.values():
         overall = torch.maximum(overall, flag.to(device).reshape(()))
     groups = {id(group): (group, mesh.device_type) for mesh in meshes for group in mesh.get_all_groups()}

@@ -4,6 +4,9 @@ DDP broadcasts the weights of one process to all when it wraps a model, and when
 these are low-precision weights. The masters behind them would keep what each process had before: equal weights, which
 each process would update differently. So masters are broadcast with the weights. So are loss scales: gradients that DDP
 averages must be scaled alike.
+
+A DDP that is there before `initialize` (around the model, inside of it) has hooks of C++ on the accumulation nodes of
+the weights, which a cast takes away, and buckets of the type before. It is given new ones.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from amp_patch.training.loss_scaler import LossScaler
 _DDP = torch_ddp.DistributedDataParallel
 _FUNCTION = "_sync_module_states"  # by which torch's DDP broadcasts the weights
 _installation = Installation()
+_unsynced: list[Any] = []  # the DDPs whose `no_sync()` is entered
 _scalers: WeakKeyDictionary[nn.Module, list[LossScaler]] = WeakKeyDictionary()
 
 
@@ -37,38 +41,62 @@ def check_ddp(models: Iterable[nn.Module], retyped: Collection[int], policy: Pol
 
     `retyped`: ids of the parameters whose type `initialize` would change.
     """
-    around = _hooked_from_outside() if retyped else set()
+    for ddp in _that_reduce(retyped):
+        if ddp.mixed_precision is not None or any(id(p) in retyped for p in ddp._delay_all_reduce_params):
+            option = "mixed_precision" if ddp.mixed_precision is not None else "delay_all_reduce_named_params"
+            raise ValueError(
+                f"initialize: a {type(ddp.module).__name__} is in a DistributedDataParallel with {option}=, and "
+                f"opt_level {policy.opt_level!r} changes the type of its parameters, which that option keeps copies of:"
+                " call initialize() first, then wrap the model, or leave the option out"
+            )
     for model in models:
-        name = type(model).__name__
         inside = {id(p) for module in model.modules() if isinstance(module, _DDP) for p in module.parameters()}
+        if not inside or not policy.checks_gradients or process_group is not None:
+            continue
         for key, param in model.named_parameters():
-            if id(param) in retyped and id(param) in inside | around:
+            if param.requires_grad and id(param) not in inside and not distributed.is_dtensor(param):
                 raise ValueError(
-                    f"initialize: parameter {key!r} of {name} is in a DistributedDataParallel already, and opt_level "
-                    f"{policy.opt_level!r} changes its type: autograd would forget DDP's hooks, and the processes "
-                    "drift apart; call initialize() first, then wrap the model or its part, or keep that part in FP32 "
-                    "(keep_fp32)"
-                )
-            if not inside or not policy.scales_loss or process_group is not None or distributed.is_dtensor(param):
-                continue
-            if param.requires_grad and id(param) not in inside:
-                raise ValueError(
-                    f"initialize: parameter {key!r} of {name} is in none of the model's DistributedDataParallels, so "
-                    "that an overflow of its gradient would be one process's alone, which would skip a step that the "
-                    "others take; pass process_group=torch.distributed.group.WORLD, or wrap the whole model instead"
+                    f"initialize: parameter {key!r} of {type(model).__name__} is in none of the model's "
+                    "DistributedDataParallels, so that an overflow of its gradient would be one process's alone, which "
+                    "would skip a step that the others take; pass process_group=torch.distributed.group.WORLD, or wrap "
+                    "the whole model instead"
                 )
 
 
-def _hooked_from_outside() -> set[int]:
-    """The ids of the parameters of all DistributedDataParallels of this process.
+def _that_reduce(params: Collection[int]) -> list[Any]:
+    """The DistributedDataParallels of this process that have parameters of these ids.
 
     Nothing leads from a parameter to the DDP around it, so that the garbage collector is asked for all of them.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return set()
+    if not (params and torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
     if any(issubclass(type(found), _DDP) for found in gc.get_objects()):
         gc.collect()  # some may be garbage
-    return {id(p) for found in gc.get_objects() if issubclass(type(found), _DDP) for p in found.parameters()}
+    found = [found for found in gc.get_objects() if issubclass(type(found), _DDP)]
+    return [ddp for ddp in found if any(id(p) in params for p in ddp.parameters())]
+
+
+def reduce_anew(params: Collection[int]) -> None:
+    """Have the DistributedDataParallels around parameters of these ids, whose type has changed, reduce their gradients.
+
+    Between a backward and the next forward, on all ranks. No rank waits for another.
+    """
+    for ddp in _that_reduce(params):
+        _make_reducer(ddp)
+
+
+def _make_reducer(ddp: Any) -> None:
+    """Give `ddp` new hooks and buckets, as when it is unpickled, and these its communication hooks."""
+    builtin = str(ddp._get_ddp_logging_data().get("comm_hook")).removeprefix("BuiltinCommHookType.")
+    hooks, ddp._comm_hooks = ddp._comm_hooks, []
+    ddp._remove_autograd_hooks()  # the cast has left those of weights that stay FP32
+    if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = False  # the next backward is the reducer's first
+    _DDP.__setstate__(ddp, dict(vars(ddp)))
+    for hook, state in hooks:
+        ddp.register_comm_hook(state, hook)
+    if not hooks and (kind := torch.distributed.BuiltinCommHookType.__members__.get(builtin)) is not None:
+        ddp._register_builtin_comm_hook(kind)
 
 
 def follow(models: Iterable[nn.Module], scalers: list[LossScaler]) -> None:
@@ -76,6 +104,9 @@ def follow(models: Iterable[nn.Module], scalers: list[LossScaler]) -> None:
     for model in models:
         _scalers[model] = scalers
     install()
+    for ddp in _unsynced:
+        for state in _states(ddp):
+            state.no_sync = True
 
 
 def install() -> None:
@@ -84,6 +115,16 @@ def install() -> None:
     DataParallel's `replicate` publishes edited masters first.
     """
     _installation.install(_replace)
+
+
+def uninstall() -> None:
+    """Put back what `install` has replaced."""
+    _installation.uninstall()
+
+
+def installed() -> bool:
+    """Whether `install` is in force."""
+    return _installation.installed
 
 
 def _replace(patches: Patches) -> None:
@@ -118,8 +159,9 @@ def _broadcast_scales(module: nn.Module, process_group: Any, bucket_size: int, s
     if not scalers:
         return
     states = [scaler.state_dict() for scaler in scalers]
-    values = torch.tensor([[state["loss_scale"], state["unskipped"]] for state in states], dtype=torch.float64)
-    values = values.to(next(module.parameters()).device)  # where this group can broadcast
+    numbers = [[state["loss_scale"], state["unskipped"]] for state in states]
+    device = next(module.parameters()).device  # where this group can broadcast
+    values = torch.tensor(numbers, dtype=torch.float64, device=device)
     torch.distributed._broadcast_coalesced(process_group, [values], bucket_size, src)
     for scaler, (loss_scale, unskipped) in zip(scalers, values.tolist(), strict=True):
         scaler.load_state_dict({"loss_scale": loss_scale, "unskipped": unskipped})
@@ -134,21 +176,26 @@ def _telling(no_sync: Any) -> Any:
     @functools.wraps(no_sync)
     @contextmanager
     def telling(self: Any) -> Iterator[None]:
-        inside = {id(m): m for m in self.module.modules()}
-        around = [m for m in list(_scalers) if id(m) not in inside and any(part is self for part in m.modules())]
-        models = (*inside.values(), *around)
-        states = [state for m in models if hasattr(state := vars(m).get("_amp"), "no_sync")]
-        before = [state.no_sync for state in states]
+        before = [(state, state.no_sync) for state in _states(self)]
         with no_sync(self):
-            for state in states:
+            _unsynced.append(self)
+            for state, _ in before:
                 state.no_sync = True
             try:
                 yield
             finally:
-                for state, earlier in zip(states, before, strict=True):
-                    state.no_sync = earlier
+                _unsynced.remove(self)
+                for state in _states(self):  # also of models that went through `initialize` meanwhile
+                    state.no_sync = any(each is state and earlier for each, earlier in before)
 
     return telling
+
+
+def _states(ddp: Any) -> list[Any]:
+    """The states of the models inside of `ddp` and around it."""
+    inside = {id(m): m for m in ddp.module.modules()}
+    around = [m for m in list(_scalers) if id(m) not in inside and any(part is ddp for part in m.modules())]
+    return [state for m in (*inside.values(), *around) if hasattr(state := vars(m).get("_amp"), "no_sync")]
 
 
 def _of_edited_masters(replicate: Any) -> Any:

@@ -101,7 +101,7 @@ def _adam(optimizer: Any, part: Part, found_inf: Tensor | None) -> None:
         _of(states, "exp_avg"),
         _of(states, "exp_avg_sq"),
         _of(states, "max_exp_avg_sq") if group["amsgrad"] else None,
-        _of(states, "step"),
+        _steps_of(states),
         part.weights,
         **_adam_settings(part),
         decoupled=group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)),
@@ -194,6 +194,16 @@ def _of(states: list[dict[str, Any]], name: str) -> list[Tensor]:
         return [state[name] for state in states]
     except KeyError as error:
         raise NotKnown from error
+
+
+def _steps_of(states: list[dict[str, Any]]) -> list[Tensor]:
+    """The counts of steps, FP32: torch makes them FP64 where that is the default type, also in checkpoints."""
+    steps = _of(states, "step")
+    if steps and steps[0].dtype is torch.float64:
+        for state in states:
+            state["step"] = state["step"].float()
+        steps = _of(states, "step")
+    return steps
 
 
 def _states(optimizer: Any, part: Part) -> list[dict[str, Any]]:

@@ -32,11 +32,13 @@ class LossScaler:
                                           if unskipped == growth_interval:  scale *= growth_factor;  unskipped = 0
             scale = clamp(scale, min_loss_scale, max_loss_scale)
 
-    A static scale never moves; its optimizer still skips steps whose gradients are not finite, unless it is 1.
+    A static scale never moves; its optimizer still skips steps whose gradients are not finite. A static scale of 1 is
+    no scale: nothing is multiplied, and gradients are checked only with `skip_nonfinite`.
 
     Attributes:
         dynamic: whether the scale moves.
-        scales: whether the loss is multiplied at all: a static scale of 1 costs nothing and checks nothing.
+        scales: whether the loss is multiplied at all.
+        skip_nonfinite: whether gradients are checked where it is not.
         growth_interval: how many clean backward passes in a row let a dynamic scale grow.
         growth_factor, backoff_factor: what it is multiplied by then, and at an overflow.
         updates, edits: how often `update` has run, and how often somebody has set the scale. The host counts both, so
@@ -54,10 +56,12 @@ class LossScaler:
         growth_factor: float = Policy.growth_factor,
         backoff_factor: float = Policy.backoff_factor,
         growth_interval: int = Policy.growth_interval,
+        skip_nonfinite: bool = False,
         verbosity: int = 1,
     ) -> None:
         self.dynamic = loss_scale == "dynamic"
         self.scales = loss_scale != 1.0
+        self.skip_nonfinite = skip_nonfinite
         start = min(max(init_scale, min_loss_scale), max_loss_scale) if self.dynamic else float(loss_scale)
         self.loss_id = loss_id
         self.min_loss_scale = min_loss_scale
@@ -67,9 +71,9 @@ class LossScaler:
         self.growth_interval = growth_interval
         self.verbosity = verbosity
         self.updates = self.edits = 0
-        self._scale = torch.tensor(start, dtype=torch.float32)
-        self._growth_tracker = torch.tensor(0, dtype=torch.int32)
-        self._found_inf = torch.tensor(0.0)
+        self._scale = torch.tensor(start, dtype=torch.float32, device="cpu")
+        self._growth_tracker = torch.tensor(0, dtype=torch.int32, device="cpu")
+        self._found_inf = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         self._skips = 0
         self._skips_in_a_row = 0
 
@@ -77,8 +81,13 @@ class LossScaler:
     def of(cls, policy: Policy, *, loss_id: int, verbosity: int) -> LossScaler:
         """The scaler that a policy asks for."""
         names = ("min_loss_scale", "max_loss_scale", "init_scale", "growth_factor", "backoff_factor", "growth_interval")
-        options = {name: getattr(policy, name) for name in names}
+        options = {name: getattr(policy, name) for name in (*names, "skip_nonfinite")}
         return cls(policy.loss_scale, loss_id=loss_id, verbosity=verbosity, **options)
+
+    @property
+    def checks(self) -> bool:
+        """Whether a step is skipped after a gradient that is not finite."""
+        return self.scales or self.skip_nonfinite
 
     def to(self, device: torch.device) -> LossScaler:
         """Move the three numbers to `device`; syncs only when they were elsewhere."""
@@ -135,19 +144,26 @@ class LossScaler:
     def skipped(self, culprits: Callable[[], str]) -> None:
         """An optimizer skipped a step because this loss overflowed; says so, ever more rarely.
 
+        Syncs with the device where a loss is scaled: the message has the scale.
+
         `culprits` describes the parameters whose gradients are not finite; called only when things look wrong.
         """
         self._skips += 1
         self._skips_in_a_row += 1
         if self.verbosity < 1 or not is_first_rank():
             return
-        scale = self.loss_scale()
+        scale = self.loss_scale() if self.scales else 1.0
         powers_of_two = self._skips & (self._skips - 1) == 0
         stuck = self._skips_in_a_row % _MANY_SKIPS == 0 or (scale < 1.0 and powers_of_two)
         if not (stuck or powers_of_two):
             return
-        change = f"loss scale is now {scale:g}" if self.dynamic else f"static loss scale {scale:g} stays"
-        message = f"Gradient overflow: skipped the step (skip {self._skips} of loss scaler {self.loss_id}); {change}"
+        if self.scales:
+            change = f"loss scale is now {scale:g}" if self.dynamic else f"static loss scale {scale:g} stays"
+            message = (
+                f"Gradient overflow: skipped the step (skip {self._skips} of loss scaler {self.loss_id}); {change}"
+            )
+        else:
+            message = f"A gradient is not finite: skipped the step (skip {self._skips} of loss {self.loss_id})"
         if stuck:
             message += f"; {self._skips_in_a_row} in a row; not finite: {culprits()}"
         logger.warning(message)

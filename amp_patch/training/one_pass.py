@@ -16,8 +16,7 @@ from torch import Tensor
 from amp_patch import multi_tensor
 from amp_patch.masters import split_master
 from amp_patch.masters.half_gradients import can_wait
-from amp_patch.masters.masters import Linked, note_published, reconcile
-from amp_patch.masters.walks import with_gradient
+from amp_patch.masters.masters import Linked, add_gradients, note_published, reconcile
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.compiled import eager_only, wraps
 from amp_patch.training.known_optimizers import KERNELS, Group, NotKnown, Part, counts, kernel_of, version_of
@@ -126,7 +125,7 @@ def _step_all(optimizer: Any, stash: Stash, parts: list[Part], counted: list[int
     finally:
         for master in held:  # a graph may have saved a view of it
             torch.autograd.graph.increment_version(master)
-        split_master.open_all(held)
+        split_master.follow(held)
     stepped = {id(link.master) for part in parts if part.is_made for _, link in part.links}
     linked = stash.masters.linked()
     if len(stepped) < len(linked):
@@ -160,7 +159,8 @@ def _run(optimizer: Any, part: Part) -> bool:
     if not part.is_made:
         try:
             with torch._C.DisableTorchFunctionSubclass():  # split masters are asked for anything but their value
-                kernel(optimizer, part, optimizer.found_inf if known_stash(optimizer).step.told else None)
+                told = known_stash(optimizer).step.told
+                kernel(optimizer, part, optimizer.found_inf.to(part.grads[0].device) if told else None)
         except (NotKnown, TypeError, ValueError):  # before the first write
             part.refused = True
             return False
@@ -181,16 +181,14 @@ def _is_ordinary(optimizer: Any, group: Group) -> bool:
 
 
 def _parts(optimizer: Any, stash: Stash) -> Iterator[Part]:
-    """The parameters that have a gradient: per group those whose gradient waits, with a master, and without one.
+    """The parameters that have a gradient: per group and device those whose gradient waits, with a master, without.
 
     Raises:
         NotKnown: a gradient is sparse.
     """
     waiting = stash.masters.waiting
     if waiting:
-        masters = stash.masters.links().masters
-        for index in with_gradient(masters):  # those on which somebody has run backward themselves: it is added
-            assert masters[index].grad is not None
+        add_gradients(stash.masters.links().masters)
     half = {} if waiting is None else waiting.grads
     factors = [] if waiting is None else waiting.factors
     link_of = stash.masters.by_master
@@ -200,29 +198,27 @@ def _parts(optimizer: Any, stash: Stash) -> Iterator[Part]:
             grads, links = [half[key] for key in keys], [link_of[key] for key in keys]
             yield from _by_age(optimizer, Part(group, factors, list(group["params"]), grads, links))
             continue
-        scaled, gathered, own = Part(group, factors), Part(group, ()), Part(group, ())
+        parts: dict[tuple[Any, ...], Part] = {}  # by what one call of a kernel takes
         for master in group["params"]:
             linked = link_of.get(id(master))
-            if (grad := half.get(id(master))) is not None and linked is not None:
-                part = scaled
-            elif (grad := master.grad) is None:
+            waits = linked is not None and id(master) in half
+            grad = half[id(master)] if waits else master.grad
+            if grad is None:
                 continue
-            else:
-                part = own if linked is None else gathered
-                if grad.layout is not torch.strided:
-                    raise NotKnown  # torch may refuse it, before any parameter is stepped
+            if grad.layout is not torch.strided:
+                raise NotKnown  # torch may refuse it, before any parameter is stepped
+            kind = (waits, linked is None, grad.device)
+            part = parts.setdefault(kind, Part(group, factors if waits else ()))
             part.masters.append(master)
             part.grads.append(grad)
             if linked is not None:
                 part.links.append(linked)
-        for part in (scaled, gathered, own):
+        for part in parts.values():
             yield from _by_age(optimizer, part)
 
 
 def _by_age(optimizer: Any, part: Part) -> Iterator[Part]:
-    """The part, if it has any parameters; SGD's in two, since a first momentum is made otherwise."""
-    if not part.masters:
-        return
+    """The part; SGD's in two, since a first momentum is made otherwise."""
     part.version = version_of(part.masters[0])
     if not part.group.get("momentum"):
         yield part

@@ -15,17 +15,19 @@ import torch
 from torch import Tensor
 
 from amp_patch.masters.masters import disconnect
-from amp_patch.masters.walks import drop_gradients
+from amp_patch.masters.walks import drop_gradients, with_gradient
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import generated_class
 from amp_patch.support.compiled import wraps
 from amp_patch.support.generated_class import Generated, base_class
-from amp_patch.support.patches import Attempts
+from amp_patch.support.patches import Attempts, Installation, Patches
 from amp_patch.training import one_pass, portions, zero_redundancy
 from amp_patch.training.overflow import drop_overflowed
 from amp_patch.training.stash import Stash, give_stash, note_sharing, siblings, stash_of, take_stash
-from amp_patch.training.step import after_step, before_step, guarded_step, recover
+from amp_patch.training.step import after_step, before_step, guarded_step, recover, refuse_thawed
 from amp_patch.training.unscale import unscale_pending
+
+_copies = Installation()
 
 
 class AmpOptimizer(Generated):
@@ -61,11 +63,13 @@ class AmpOptimizer(Generated):
             recover(self, stash)
             drop_gradients(stash.masters.links().params)
             stash.pending = stash.backward.brought = None
+            stash.gathered = False
+            stash.backward.strays.clear()
+            _note_gathered(stash)  # zeros, where they were not set to None
             stash.backward.cleared += 1
             stash.backward.earlier.clear()
-            stash.step.spent = []
+            stash.masters.drop_spent()
             stash.clear_found()
-            stash.backward.left.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """torch's; float16 and bfloat16 parameters of the group get masters where the policy has them."""
@@ -79,18 +83,20 @@ class AmpOptimizer(Generated):
             return
         group = self.param_groups[-1]  # type: ignore[attr-defined]
         if stash.scales_loss:
-            for param in group["params"]:
-                param.grad = None  # backward passes may have reached it before it had an optimizer: it is scaled
+            drop_gradients(group["params"])  # of backward passes before it had an optimizer: they are scaled
         if stash.policy.master_weights:
-            stash.masters.attach(self, group)
+            stash.masters.attach(self, group, split=stash.policy.splits_masters)
+            _note_gathered(stash)
             stash.masters.keep(split=stash.policy.splits_masters)
             zero_redundancy.repartition(self)
         note_sharing([other for other, _ in siblings(stash)])
 
     def __getstate__(self) -> dict[str, Any]:
+        stash = stash_of(self)
+        if stash is not None:
+            stash.masters.adopt()  # before groups and state are copied, whose keys the masters are
         parent = getattr(super(), "__getstate__", None)  # object has one since Python 3.11
         state = dict(vars(self)) if parent is None else parent()
-        stash = stash_of(self)
         return state if stash is None else {**state, "_amp_stash": stash}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -104,6 +110,8 @@ class AmpOptimizer(Generated):
             stash.around.stepped.clear()  # which speaks of the state that was there before
             if not stash.around.handles:
                 register_hooks(self, stash)
+                stash.around.siblings.enter(self)
+                note_sharing([other for other, _ in siblings(stash)])
 
 
 def check_optimizer(optimizer: Any, policy: Policy) -> None:
@@ -119,10 +127,10 @@ def check_optimizer(optimizer: Any, policy: Policy) -> None:
             f"initialize: optimizers holds a {name}, whose __slots__ leave its instances no __dict__ for masters and "
             "loss scale; add '__dict__' and '__weakref__' to its __slots__, or leave these out"
         )
-    if isinstance(optimizer, torch.optim.LBFGS) and (policy.scales_loss or policy.master_weights):
+    if isinstance(optimizer, torch.optim.LBFGS) and (policy.checks_gradients or policy.master_weights):
         raise ValueError(
-            f"initialize: LBFGS evaluates the loss inside step(), which opt_level {policy.opt_level!r} cannot scale or "
-            "gather; use it at O0, or at O4 (bfloat16 casts, no loss scaling)"
+            f"initialize: LBFGS evaluates the loss inside step(), which opt_level {policy.opt_level!r} cannot scale, "
+            "check or gather; use it at O0, or at O4 (bfloat16 casts, no loss scaling), without skip_nonfinite"
         )
     zero_redundancy.check_zero(optimizer, policy)
 
@@ -133,12 +141,63 @@ def enter_training(
     """Give `optimizer` its class (the subclass for `mixin`), stash, hooks, and the masters of its parameters."""
     if stash.policy.master_weights:
         for group in optimizer.param_groups:
-            stash.masters.attach(optimizer, group, about_to_be_cast)
+            stash.masters.attach(optimizer, group, about_to_be_cast, split=stash.policy.splits_masters)
+        _note_gathered(stash)
         zero_redundancy.repartition(optimizer)
     give_stash(optimizer, stash)
-    generated_class.give(optimizer, mixin)
-    _lead_scheduler(optimizer)
+    if stash.policy.changes_nothing and mixin is AmpOptimizer and isinstance(optimizer, torch.optim.Optimizer):
+        _copies.install(_carry_stash)  # it keeps its class: hooks do for its step
+    else:
+        generated_class.give(optimizer, mixin)
+        _lead_scheduler(optimizer)
     register_hooks(optimizer, stash)
+
+
+def take_thawed(optimizer: Any, stash: Stash) -> None:
+    """Make the masters of low-precision parameters that were frozen, and are no more.
+
+    Raises:
+        RuntimeError: as `refuse_thawed`, where the level has no masters.
+    """
+    bare = stash.masters.of_groups(optimizer.param_groups).bare
+    if not bare or not any(param.requires_grad for param in bare):
+        return
+    if not stash.policy.master_weights:
+        refuse_thawed(optimizer, stash)
+        return
+    for group in optimizer.param_groups:
+        stash.masters.attach(optimizer, group, split=stash.policy.splits_masters)
+    _note_gathered(stash)
+    stash.masters.keep(split=stash.policy.splits_masters)
+    zero_redundancy.repartition(optimizer)
+    note_sharing([other for other, _ in siblings(stash)])
+
+
+def _carry_stash(patches: Patches) -> None:
+    """Let optimizers that keep their own class take the stash along into copies and pickles, which torch leaves out."""
+    cls: Any = torch.optim.Optimizer
+    get, put = cls.__getstate__, cls.__setstate__
+
+    @wraps(get)
+    def with_stash(self: Any) -> dict[str, Any]:
+        stash = stash_of(self)
+        return get(self) if stash is None else {**get(self), "_amp_stash": stash}
+
+    @wraps(put)
+    def with_hooks(self: Any, state: dict[str, Any]) -> None:
+        put(self, state)
+        stash = stash_of(self)
+        if stash is not None and stash.enabled and not stash.around.handles and not isinstance(self, Generated):
+            register_hooks(self, stash)
+
+    patches.set(cls, "__getstate__", with_stash)
+    patches.set(cls, "__setstate__", with_hooks)
+
+
+def _note_gathered(stash: Stash) -> None:
+    """Let `grad` of the parameters be their masters' where these have gradients by now."""
+    stash.gathered = stash.gathered or bool(with_gradient(stash.masters.links().masters))
+    stash.route_grads()
 
 
 def _lead_scheduler(optimizer: Any) -> None:
@@ -223,8 +282,8 @@ def lost_eps(optimizer: Any) -> Iterator[tuple[int, float, torch.dtype]]:
         return
     for index, group in enumerate(optimizer.param_groups):
         eps = group.get("eps")
-        for dtype in {p.dtype for p in group["params"] if p.dtype in LOW_PRECISION}:
-            if isinstance(eps, float) and eps > 0 and torch.tensor(eps, dtype=dtype).item() == 0:
+        for dtype in {p.dtype for p in group["params"] if p.dtype in LOW_PRECISION and p.requires_grad}:
+            if isinstance(eps, float) and eps > 0 and torch.tensor(eps, dtype=dtype, device="cpu").item() == 0:
                 yield index, eps, dtype
 
 

@@ -48,12 +48,12 @@ def skip_if_overflowed(optimizer: Any, stash: Stash) -> None:
     for scaler in scalers:
         scaler.skipped(lambda: culprits(optimizer))
     if scalers:
-        if (waiting := stash.masters.waiting) and not stash.wrapped:
-            waiting.clear(stash.masters.links().masters)  # nobody will look at them after the step
+        waiting = stash.masters.waiting
+        half = waiting.hand_over(stash.masters.links().masters) if waiting else None
         grads = [(m, m.grad) for group in optimizer.param_groups for m in group["params"] if m.grad is not None]
         # What some optimizers count per group is put back afterwards.
         values = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        stash.step.set_aside = SkippedStep(grads, values)
+        stash.step.set_aside = SkippedStep(grads, half, values)
         for master, _ in grads:
             master.grad = None
 

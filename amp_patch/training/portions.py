@@ -191,13 +191,11 @@ def _reason_against(optimizer: Any, group: Group) -> str | None:
         if group.get(setting):
             return f"{setting}=True"
     base: Any = base_class(optimizer)
-    key = (base.step, tuple((name, _kind(value)) for name, value in group.items() if name not in _OF_PARAMETERS))
+    settings = {name: group[name] for name in optimizer.defaults if name in group}
+    key = (base.step, tuple((name, _kind(value)) for name, value in settings.items()))
     if key not in _tried:
-        _tried[key] = _trial(optimizer, group, base.step.__wrapped__)
+        _tried[key] = _trial(optimizer, settings, base.step.__wrapped__)
     return _tried[key]
-
-
-_OF_PARAMETERS = ("params", "param_names")
 
 
 def _kind(value: Any) -> Any:
@@ -216,19 +214,22 @@ _SHAPES = (((3, 5), (1,), (16,), (), (2, 3, 3), (33,), (7, 2)), ((3, 5), (1, 1),
 
 
 @without_grad
-def _trial(optimizer: Any, group: Group, plain: Plain) -> str | None:
-    """Why a toy of the optimizer's class and the group's settings does not step in portions as it does as a whole."""
-    values = [value for name, value in group.items() if name not in _OF_PARAMETERS]
-    if any(isinstance(v, Tensor) for value in values for v in (value if isinstance(value, tuple | list) else [value])):
+def _trial(optimizer: Any, settings: Group, plain: Plain) -> str | None:
+    """Why a toy of the optimizer's class with these settings does not step in portions as it does as a whole.
+
+    What else a script keeps in its groups (a name, a scheduler's `initial_lr`) the toy lacks: who reads it fails.
+    """
+    values = [each for value in settings.values() for each in (value if isinstance(value, tuple | list) else [value])]
+    if any(isinstance(value, Tensor) for value in values):
         return "a setting is a tensor"
     random_before = torch.get_rng_state(), random.getstate()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            whole, portioned = _toy(optimizer, group), _toy(optimizer, group)
+            whole, portioned = _toy(optimizer, settings), _toy(optimizer, settings)
             calls: list[Any] = []
             whole.register_step_pre_hook(lambda *call: calls.append(call))
-            attributes, settings = _numbers_of(whole), _settings(whole)
+            attributes, of_groups = _numbers_of(whole), _of_groups(whole)
             for step in range(4):
                 _give_gradients(whole, step)
                 _give_gradients(portioned, step)
@@ -237,7 +238,7 @@ def _trial(optimizer: Any, group: Group, plain: Plain) -> str | None:
                     return "it draws random numbers"
                 if calls:
                     return "its step calls hooks inside"
-                if _settings(whole) != settings:
+                if _of_groups(whole) != of_groups:
                     return "it keeps numbers in its groups"
                 if _numbers_of(whole) != attributes:
                     return "it keeps numbers of its own"
@@ -255,12 +256,11 @@ def _trial(optimizer: Any, group: Group, plain: Plain) -> str | None:
     return None
 
 
-def _toy(optimizer: Any, group: Group) -> Any:
-    """A fresh optimizer of the class with small parameters, in two groups with the settings of `group`."""
+def _toy(optimizer: Any, settings: Group) -> Any:
+    """A fresh optimizer of the class with small parameters, in two groups with these settings."""
     base: Any = base_class(optimizer)
     taken = inspect.signature(base).parameters
     defaults = {name: value for name, value in optimizer.defaults.items() if name in taken}
-    settings = {name: value for name, value in group.items() if name not in _OF_PARAMETERS}
     *others, matrices = _SHAPES
     for shapes in others:
         try:
@@ -287,7 +287,7 @@ def _give_gradients(toy: Any, step: int) -> None:
             param.grad = None if place == step == 1 else grad
 
 
-def _settings(toy: Any) -> list[Group]:
+def _of_groups(toy: Any) -> list[Group]:
     return [{name: value for name, value in group.items() if name != "params"} for group in toy.param_groups]
 
 

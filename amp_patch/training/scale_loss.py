@@ -12,6 +12,7 @@ from amp_patch.model import state as model_state
 from amp_patch.support import blocks, compiled
 from amp_patch.training.innermost_optimizer import as_list, innermost
 from amp_patch.training.loss_scaler import LossScaler
+from amp_patch.training.optimizer import take_thawed
 from amp_patch.training.scaled_backward import ScaledBackward
 from amp_patch.training.stash import Stash, known_stash, stash_of
 from amp_patch.training.two_passes import enter_wrappers
@@ -36,9 +37,9 @@ def scale_loss(
 
     In the body the model's gradients are the raw scaled ones of this backward, and of delayed ones before it. The exit
     unscales them into the masters' gradients (FP32; added to what earlier exits left, which was away meanwhile and is
-    not checked again), sets the model's low-precision ones to None, and records on the device what overflowed. Nothing
-    here waits for the device. `optimizer.step()` then skips on overflow, which costs one sync; none with an optimizer
-    that skips on the device itself: torch's `fused=True`, FusedSGD, FusedAdam(capturable=True).
+    not checked again), and records on the device what overflowed. From then on `param.grad` of a cast parameter is its
+    master's. Nothing here waits for the device. `optimizer.step()` then skips on overflow, which costs one sync; none
+    with an optimizer that skips on the device itself: torch's `fused=True`, FusedSGD, FusedAdam(capturable=True).
 
     Args:
         loss: a floating tensor, any shape.
@@ -58,7 +59,7 @@ def scale_loss(
 
     Raises:
         RuntimeError: an optimizer that `initialize` never saw; or, from `optimizer.step()` in the body, that it belongs
-            after it. (At O0 and O4 an optimizer may step there, in a hook of backward too.)
+            after it. (At O0 and O4 without `skip_nonfinite` an optimizer may step there, in a hook of backward too.)
         TypeError, ValueError: a loss or loss_id that cannot be. Gradients are untouched then.
 
     An exception in the body leaves no scaled gradient, and scale and earlier gradients as they were. What may clear
@@ -69,7 +70,9 @@ def scale_loss(
         yield loss
         return
     scaler = _checked_scaler(loss, targets, loss_id)
-    with ScaledBackward(targets, scaler, scaler.scales) as backward:
+    for target in targets:
+        take_thawed(target, known_stash(target))
+    with ScaledBackward(targets, scaler) as backward:
         with regions.everywhere(known_stash(targets[0]).policy):
             yield backward.scaled(loss)
         delay_unscale = backward.must_delay() or delay_unscale

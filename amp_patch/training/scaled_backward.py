@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from amp_patch.masters import gradients
+from amp_patch.masters.master import own_grad
 from amp_patch.masters.of_optimizer import Pair
 from amp_patch.masters.walks import drop_gradients, with_gradient
 from amp_patch.model import forward as model_forward
 from amp_patch.model import fsdp
-from amp_patch.multi_tensor import inverse_of
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
 from amp_patch.support.blocks import Block, when_left
@@ -58,10 +58,10 @@ class ScaledBackward(Block):
     Args:
         optimizers: those that take part, each once.
         scaler: of the loss.
-        scaling: False where the loss is not multiplied: then nothing is unscaled and nothing is checked.
 
     Attributes:
         now: how this body scales its gradients; an inner body may move the scaler before this one ends.
+        checking: False where the loss is not multiplied and gradients are not checked either.
         bystanders: the training's other parameters, whose gradients are away.
         siblings: the training's other optimizers.
         models: the models of all these optimizers, each with how often it had cleared its gradients.
@@ -71,13 +71,12 @@ class ScaledBackward(Block):
         failed: whether an exception has ended the body.
     """
 
-    def __init__(self, optimizers: list[Any], scaler: LossScaler, scaling: bool) -> None:
+    def __init__(self, optimizers: list[Any], scaler: LossScaler) -> None:
         self.optimizers = optimizers
         self.stashes = [known_stash(optimizer) for optimizer in optimizers]
         self.scaler = scaler
-        self.scaling = scaling
         self.now = Pending(scaler)
-        self.scale = self.now.scale
+        self.scale, self.checking = self.now.scale, self.now.checking
         self.bystanders: list[_Bystander] = []
         self.siblings: list[Any] = []
         self.models: dict[int, tuple[nn.Module, int]] = {}
@@ -108,15 +107,18 @@ class ScaledBackward(Block):
         self._unscale_shared()
         self.begun = True
         BackwardState.turns += 1
-        if self.scaling or any(stash.policy.master_weights for stash in self.stashes):
+        if self.checking or any(stash.policy.master_weights for stash in self.stashes):
             self._tell_siblings()
-        if self.scaling:
+        if self.checking:
             for stash in self.stashes:
                 self._note_models(stash)
             self._set_bystanders_aside()
         for optimizer, stash in self._both():
             own = stash.backward
-            own.open, own.scale, own.scaling = True, self.scale, self.scaling
+            own.open, own.scale, own.checking = True, self.scale, self.checking
+            stash.route_grads()
+            stash.masters.drop_spent()
+            stash.backward.strays.clear()
             stash.bodies += 1
             recover(optimizer, stash)
         accumulating = []
@@ -125,7 +127,7 @@ class ScaledBackward(Block):
                 drop_gradients([param for param, master in new if param is not master])
                 if not stash.masters.waiting and not with_gradient([master for _, master in pairs]):
                     stash.clear_found()
-                elif self.scaling:
+                elif self.checking:
                     accumulating.append((stash, new))
                 continue
             stash.forget_cleared(pairs)
@@ -184,12 +186,12 @@ class ScaledBackward(Block):
         """
         stash = known_stash(optimizer)
         pairs = stash.masters.pairs(optimizer.param_groups)
-        return any(p.grad is not None and (p is master or stash.pending is not None) for p, master in pairs)
+        return any(own_grad(p) is not None and (p is master or stash.pending is not None) for p, master in pairs)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """What the body runs backward on: the loss times the scale, FP32 (FP64 for an FP64 loss)."""
         observers.tell("loss_scaled", self, loss)
-        if self.scaling:
+        if self.now.scaling:
             return self.scaler.scale(loss)
         return loss.float() if loss.dtype in LOW_PRECISION else loss
 
@@ -202,7 +204,7 @@ class ScaledBackward(Block):
         models = [model for those in around for ref in those.models if (model := ref()) is not None]
         modules = {id(m): m for those in around for ref in those.sharded if (m := ref()) is not None}
         self.now.local = any(map(model_forward.gradients_stay_local, models))
-        self.now.held_back = self.scaling and fsdp.hold_gradients_back(modules.values())
+        self.now.held_back = self.now.scaling and fsdp.hold_gradients_back(modules.values())
         return self.now.local or self.now.held_back
 
     def delay(self) -> None:
@@ -217,7 +219,7 @@ class ScaledBackward(Block):
     def finish(self) -> None:
         """Unscale the gradients into the masters', add the earlier ones, and record overflow on the device."""
         self._forget_cleared()
-        unscale(self.optimizers, self.scaler, inverse_of(self.scale) if self.scaling else None)
+        unscale(self.optimizers, self.scaler, self.now.inverse())
         self.done = True
 
     def abandon(self) -> None:
@@ -256,15 +258,30 @@ class ScaledBackward(Block):
         BackwardState.turns += 1
         for stash in self.stashes:
             own = stash.backward
-            own.open, own.scale, own.scaling, own.ended = False, None, False, BackwardState.turns
+            own.open, own.scale, own.checking, own.ended = False, None, False, BackwardState.turns
+            stash.route_grads()
         for other in self.siblings:
             if (left := stash_of(other)) is not None:
                 left.backward.beside.pop(id(self), None)
+                self._drop_strays(other, left)
         while self.bystanders:
             owner = self.bystanders[-1].stash
             self._bring_back([bystander for bystander in self.bystanders if bystander.stash is owner])
             self.bystanders = [bystander for bystander in self.bystanders if bystander.stash is not owner]
         self.begun, self._left = False, None
+
+    def _drop_strays(self, other: Any, stash: Stash) -> None:
+        """Drop what this backward has left on cast parameters of a sibling: scaled, and for no step of that one.
+
+        Clipping and loggers that pass over all parameters of the models would take them for gradients.
+        """
+        if stash.backward.open or stash.pending is not None:
+            return
+        own = {id(param) for param, _ in distinct_pairs(self.optimizers)}
+        low = [param for param in stash.masters.of_groups(other.param_groups).low if id(param) not in own]
+        stray = [low[index] for index in with_gradient(low)]
+        stash.backward.strays.update(map(id, stray))
+        drop_gradients(stray)
 
     def _bring_back(self, group: list[_Bystander]) -> None:
         """Give bystanders of one optimizer, or of none, their gradients again, with what this backward adds."""
@@ -277,10 +294,12 @@ class ScaledBackward(Block):
         kept = {id(b.param): b.earlier for b in group if b.earlier and uncleared}
         # Whether a body of the owner's, inside this one, has unscaled what this backward had added.
         own = owner is not None and owner.bodies != bodies
-        inverse = None if own else inverse_of(self.scale)
+        inverse = None if own else self.now.inverse()
         try:
             found = gradients.gather([(param, param) for param in params], inverse, earlier=kept)
-            if added and owner is not None and not own:
+            if owner is None:
+                gradients.clear_overflowed(params, found)  # no step would drop them
+            elif added and not own:
                 for found_inf in distributed.agree(found, added).values():
                     owner.note_found(self.scaler, found_inf.to(self.scale.device))
         except BaseException:  # no gradient is better than one that may be scaled, or have overflowed unnoticed
@@ -341,13 +360,13 @@ class ScaledBackward(Block):
         for key, (other, known) in others.items():
             if key not in own:
                 self.siblings.append(other)
-                known.backward.beside[id(self)] = self.scaling
+                known.backward.beside[id(self)] = self.checking
 
     def _set_bystanders_aside(self) -> None:
         """Take the gradients of the training's other parameters out of reach of this backward, until `close`.
 
-        Gradients of a parameter with a master stay there: the next body of its own optimizer drops them. Those that
-        wait, scaled, for the rest of a delayed iteration are taken too.
+        Gradients of a parameter with a master are on that. Those that wait, scaled, for the rest of a delayed iteration
+        are taken too.
         """
         if not self.siblings and not any(stash.around.unowned for stash in self.stashes):
             return

@@ -88,7 +88,8 @@ def _stepping(original: Callable[..., Any], tell: Tell, scaler: Any, optimizer: 
     try:
         result = original(optimizer, *args, **kwargs)
         found = [*scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()]
-        skipped = sum((each.to(found[0].device) for each in found[1:]), found[0].clone()) if found else torch.zeros(())
+        nothing = torch.zeros((), dtype=torch.float32, device="cpu")
+        skipped = sum((each.to(found[0].device) for each in found[1:]), found[0].clone()) if found else nothing
         return result
     finally:
         tell("scaler_stepped", scaler, optimizer, skipped)

@@ -14,10 +14,15 @@ from torch import Tensor, nn
 from amp_patch.casts import regions
 from amp_patch.masters import clipping
 from amp_patch.masters.gradients import Earlier
+from amp_patch.masters.master import own_grad
 from amp_patch.masters.masters import Linked
 from amp_patch.masters.of_optimizer import Masters
 from amp_patch.masters.recycled_memory import Recycled
-from amp_patch.policy import Policy
+from amp_patch.masters.spent_gradients import Gradients
+from amp_patch.model import copies
+from amp_patch.multi_tensor import inverse_of
+from amp_patch.multi_tensor.checks import Number
+from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import capture
 from amp_patch.support.device_numbers import DeviceNumbers
 from amp_patch.training import ddp
@@ -27,16 +32,28 @@ _ATTRIBUTE = "_amp_stash"  # of optimizers: Apex's name, which scripts read
 
 
 class Pending:
-    """How gradients are scaled that a delayed exit of `scale_loss` left on the model: by which scaler, and how much."""
+    """How gradients are scaled that a delayed exit of `scale_loss` left on the model: by which scaler, and how much.
+
+    Attributes:
+        scaling: whether the loss is multiplied.
+        checking: whether a step is skipped whose gradients are not finite.
+        held_back: whether FSDP modules keep some of the gradients unreduced, out of reach.
+        local: whether the gradients wait for a later backward, in which DDP reduces the sum.
+    """
 
     def __init__(self, scaler: LossScaler) -> None:
         self.scaler = scaler
-        self.scaling = scaler.scales
+        self.scaling, self.checking = scaler.scales, scaler.checks
         self.updates, self.edits = scaler.updates, scaler.edits
         # A scaler that multiplies nothing may hold another scale than 1: from a checkpoint of a level that scales.
         self.scale = scaler.scale_tensor.clone() if scaler.scales else torch.ones_like(scaler.scale_tensor)
-        self.held_back = False  # whether FSDP modules keep some of the gradients unreduced, out of reach
-        self.local = False  # whether the gradients wait for a later backward, in which DDP reduces the sum
+        self.held_back = self.local = False
+
+    def inverse(self) -> Number | None:
+        """What the gradients are multiplied by: FP32, shape []; 1.0 where they are only checked; None: neither."""
+        if self.scaling:
+            return inverse_of(self.scale)
+        return 1.0 if self.checking else None
 
     def has_scale_of(self, scaler: LossScaler) -> bool:
         """Whether `scaler` surely still has the scale of these gradients; the host knows, without a sync."""
@@ -50,10 +67,12 @@ class SkippedStep:
 
     Attributes:
         grads: the masters with the gradients that were taken off them.
+        half: those that waited in low precision.
         group_values: per group all its values but its parameters, as they were before the step.
     """
 
     grads: list[tuple[Tensor, Tensor]]
+    half: Gradients | None
     group_values: list[dict[str, Any]]
 
 
@@ -92,27 +111,27 @@ class BackwardState(OfThisProcess):
         turns: how often a body of any optimizer of the process has begun or ended.
         open: whether a body of this optimizer is running.
         scale: that body's, FP32, shape [].
-        scaling: whether that body's loss is multiplied.
-        beside: the running bodies of the training's other optimizers, by id: whether their losses are multiplied.
+        checking: whether that body's exit checks the gradients.
+        beside: the running bodies of the training's other optimizers, by id: whether their exits check gradients.
         ended: what `turns` was when the last body of this optimizer had ended.
         cleared: how often the optimizer's `zero_grad` was called.
         earlier: by the parameter's id the unscaled gradients of parameters that are their own master, taken away while
             a body runs; after a delayed exit what of them no scaled gradient can hold.
-        left: ids of the parameters with masters whose gradients were kept on the model (`keeps_scaled_gradients`).
         brought: the first gradient that an exit has left unscaled for the next step.
+        strays: ids of the parameters with masters on which another optimizer's backward has left gradients.
     """
 
     turns: ClassVar[int] = 0
 
     open: bool = False
     scale: Tensor | None = None
-    scaling: bool = False
+    checking: bool = False
     beside: dict[int, bool] = field(default_factory=dict)
     ended: int = -1
     cleared: int = 0
     earlier: dict[int, Earlier] = field(default_factory=dict)
-    left: set[int] = field(default_factory=set)
     brought: Callable[[], Tensor | None] | None = None
+    strays: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -129,7 +148,6 @@ class StepState(OfThisProcess):
         told: whether the optimizer was given the overflow flag of this step, on the device.
         quiet: the region without casts that the step runs in.
         set_aside: what a skipped step must find again afterwards.
-        spent: masters with their gradients, which are done with but stay for a wrapper that looks after the step.
         memory: that FP32 gradients of a portion of the masters are made in (`portions.py`).
     """
 
@@ -142,15 +160,30 @@ class StepState(OfThisProcess):
     told: bool = False
     quiet: regions.region | None = None
     set_aside: SkippedStep | None = None
-    spent: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     memory: Recycled = field(default_factory=Recycled, compare=False)
+
+
+class Siblings(list[weakref.ref[Any]]):
+    """The optimizers of one training, held weakly; one list for all of them.
+
+    What is copied or pickled is empty. Optimizers that are copied together share a list again, and enter it one by one.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Siblings, ()
+
+    def enter(self, optimizer: Any) -> None:
+        """Add `optimizer`, unless it is there."""
+        if all(known() is not optimizer for known in self):
+            self.append(weakref.ref(optimizer))
 
 
 @dataclass
 class Surroundings(OfThisProcess):
     """The objects around an optimizer, and what is known of its parameters by their id.
 
-    Optimizers, models, modules and wrappers are held weakly: a stash keeps none of them alive.
+    Optimizers, models, modules and wrappers are held weakly: a stash keeps none of them alive. A copy of the stash
+    begins with none of this but `siblings` and `unowned`, where those were copied with it.
 
     Attributes:
         owner: the optimizer itself.
@@ -164,10 +197,11 @@ class Surroundings(OfThisProcess):
         process_group: over which overflows are agreed on.
         names: id(param) -> its qualified name, for messages.
         stepped: id(master) -> how much state the optimizer had of it after a step that the host knows was taken.
+        has_stepped: whether a step was taken, outside of any capture.
     """
 
     owner: weakref.ref[Any] | None = None
-    siblings: list[weakref.ref[Any]] = field(default_factory=list)
+    siblings: Siblings = field(default_factory=Siblings)
     sharing: list[weakref.ref[Any]] = field(default_factory=list)
     models: list[weakref.ref[nn.Module]] = field(default_factory=list)
     sharded: list[weakref.ref[Any]] = field(default_factory=list)
@@ -177,6 +211,7 @@ class Surroundings(OfThisProcess):
     process_group: Any = None
     names: dict[int, str] = field(default_factory=dict)
     stepped: dict[int, int] = field(default_factory=dict)
+    has_stepped: bool = False
 
 
 @dataclass
@@ -199,10 +234,7 @@ class Stash:
         device_skips: the steps that skipped on the device, or did not, which it has not heard of yet; the newest last.
         wrapped: whether something around the optimizer may look at gradients after its step.
         two_passes: whether weights are moved between backward and step, by a wrapper such as SAM.
-        keeps_scaled_gradients: whether low-precision gradients stay on the model, scaled, when masters have got them.
     """
-
-    keeps_scaled_gradients: ClassVar[bool] = False
 
     policy: Policy
     scalers: list[LossScaler]
@@ -253,30 +285,52 @@ class Stash:
         return any(scaler.scales for scaler in self.scalers)
 
     @property
+    def checks_gradients(self) -> bool:
+        """Whether the exit of any loss of the training checks gradients, for the step to be skipped."""
+        return any(scaler.checks for scaler in self.scalers)
+
+    @property
     def unobserved(self) -> bool:
         """Whether nobody but the optimizer needs the masters' gradients: no wrapper, scaler or other optimizer."""
-        return not (self.wrapped or self.two_passes or self.keeps_scaled_gradients or self.around.sharing)
+        return not (self.wrapped or self.two_passes or self.around.sharing)
 
     def __getstate__(self) -> dict[str, Any]:
         self.hear(wait=True)
-        return {name: value for name, value in vars(self).items() if not isinstance(value, OfThisProcess)}
+        state = {name: value for name, value in vars(self).items() if not isinstance(value, OfThisProcess)}
+        owner = None if self.around.owner is None else self.around.owner()
+        params = [] if owner is None else [param for param, _ in self.masters.pairs(owner.param_groups)]
+        narrow = [param for param in params if param.dtype in LOW_PRECISION]
+        for model in [model for ref in self.around.models if (model := ref()) is not None]:
+            # The optimizer may hold none of those that were cast; one is enough, and brings no other into its pickle.
+            narrow += [param for param in model.parameters() if param.dtype in LOW_PRECISION][:1]
+        return {**state, "narrow": narrow, "copied_with": (self.around.siblings, self.around.unowned)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        siblings, unowned = state.pop("copied_with", (Siblings(), []))
+        if narrowed := copies.narrow(state.pop("narrow", ())):
+            ddp.reduce_anew(set(map(id, narrowed)))
         vars(self).update(state)
         for part in fields(self):
             if isinstance(part.default_factory, type) and issubclass(part.default_factory, OfThisProcess):
                 setattr(self, part.name, part.default_factory())
+        self.around.siblings, self.around.unowned = siblings, unowned
         if self.policy.splits_masters:
             self.masters.keep(split=True)
         if self.policy.master_weights:
             clipping.install()  # this may be another process
             ddp.install()
 
+    def route_grads(self) -> None:
+        """Let `grad` of the parameters be their masters' where those have been gathered, and none are scaled now."""
+        scaled = self.pending is not None or self.backward.open
+        self.masters.route_grads(to_masters=self.gathered and not scaled, scaled=scaled)
+
     def forget_cleared(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Forget what was taken off parameters whose scaled gradients somebody has cleared since the delayed exit."""
         taken = self.backward.earlier
         if taken:
-            there = {id(param) for param, _ in pairs if param.grad is not None}
+            there = {id(param) for param, _ in pairs if own_grad(param) is not None}
             self.backward.earlier = {key: earlier for key, earlier in taken.items() if key in there}
 
     def clear_found(self) -> None:
@@ -331,19 +385,6 @@ def sharing(stash: Stash) -> list[tuple[Any, Stash]]:
 def _still_in_training(refs: list[weakref.ref[Any]]) -> list[tuple[Any, Stash]]:
     alive = [optimizer for ref in refs if (optimizer := ref()) is not None]
     return [(optimizer, known) for optimizer in alive if (known := stash_of(optimizer)) is not None]
-
-
-def drop_spent(stash: Stash) -> None:
-    """Clear the gradients of the last step that `consume` has left on the masters, for a wrapper to look at.
-
-    So too for the optimizers that share masters with this one, which would else add to those gradients or step with
-    them. A gradient that somebody has put in their place stays.
-    """
-    for holder in (stash, *(known for _, known in sharing(stash))):
-        for master, grad in holder.step.spent:
-            if master.grad is grad:
-                master.grad = None
-        holder.step.spent = []
 
 
 def overflowed(scalers: list[LossScaler], flags: list[float]) -> list[LossScaler]:

@@ -10,16 +10,17 @@ from typing import Any
 from amp_patch.casts import regions, thread_state
 from amp_patch.casts import state as casts_state
 from amp_patch.masters import split_master
+from amp_patch.masters.master import own_grad
 from amp_patch.masters.masters import Linked, has_gradient, publish, reconcile
-from amp_patch.masters.walks import drop_gradients, with_gradient
-from amp_patch.model import stalled_averages
+from amp_patch.masters.walks import with_gradient
+from amp_patch.model import came
 from amp_patch.support import capture
 from amp_patch.support.compiled import not_traced
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.scripts_line import stacklevel
-from amp_patch.training import observers
+from amp_patch.training import captured, observers
 from amp_patch.training.overflow import may_skip_on_device, note_stepped, put_back, skip_if_overflowed
-from amp_patch.training.stash import BackwardState, Stash, drop_spent, siblings, stash_of
+from amp_patch.training.stash import BackwardState, Stash, siblings, stash_of
 from amp_patch.training.unscale import unscale_pending
 
 
@@ -37,7 +38,7 @@ class Done:
 def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Pre-hook of `step`; `args` begins with the optimizer. Returns other arguments, or None to keep these.
 
-    Where the loss is scaled, the host asks the device whether a gradient overflowed, which is one sync. There is none
+    Where gradients are checked, the host asks the device whether one was not finite, which is one sync. There is none
     with an optimizer that skips on the device, and such a step can be captured in a CUDA graph.
     """
     stash = stash_of(optimizer)
@@ -52,15 +53,17 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
         return None
     step.frame = sys._getframe(1)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is not None and stash.scales_loss and not isinstance(closure, Done):
+    if closure is not None and stash.checks_gradients and not isinstance(closure, Done):
         recover(optimizer, stash, running=False)
         raise RuntimeError(
             f"{base_class(optimizer).__name__}.step: a closure computes new gradients inside step(), after "
-            "the check for overflow; under loss scaling call the closure's body first, then step() without it"
+            "the check for overflow; under loss scaling, and with skip_nonfinite=True, call the closure's body first, "
+            "then step() without it"
         )
-    drop_spent(stash)
-    if not capture.is_capturing():  # it reads values, of a few steps
-        stalled_averages.compare(stash.around.models)
+    refuse_thawed(optimizer, stash)
+    stash.masters.drop_spent()
+    if capture.is_capturing():
+        captured.check(optimizer, stash)
     unscale_pending(optimizer)
     linked = stash.masters.linked()
     if step.in_one_pass:  # edits of weights are adopted on the way
@@ -68,7 +71,6 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     else:
         reconcile(linked)
     _warn_of_ungathered(optimizer, stash, linked)
-    _drop_removed(optimizer, stash)
     stash.hear()
     skip_if_overflowed(optimizer, stash)
     if not step.in_one_pass and step.set_aside is None:
@@ -98,6 +100,8 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if step.set_aside is not None:
         for master, grad in step.set_aside.grads:
             master.grad = grad
+        if step.set_aside.half is not None and stash.masters.waiting is not None:
+            stash.masters.waiting.take_back(step.set_aside.half)
     elif not step.told and may_skip_on_device(optimizer, stash):
         note_stepped(optimizer, stash)
     casts_state.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
@@ -108,7 +112,7 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if step.in_one_pass:
             stash.masters.links().publish_written()  # what a post-hook before this one has written
     if not capture.is_capturing():
-        stalled_averages.remember(stash.around.models)
+        stash.around.has_stepped = stash.around.has_stepped or not skipped
     # The order is for an exception in here. To `recover` masters that are written and not published are the sign that
     # the step is yet to be consumed: so `publish` comes behind `consume`. `recover` ends the step: so it comes last.
     recover(optimizer, stash, running=False)
@@ -146,18 +150,14 @@ def consume(optimizer: Any, stash: Stash) -> None:
     Another optimizer of the training awaits a gradient of a master that it holds too and has yet to step with.
     """
     stash.gathered, stash.backward.brought = False, None
-    stash.backward.left.clear()
+    stash.backward.strays.clear()
+    stash.route_grads()
     stash.found.clear()
     awaited = _awaited_by_others(optimizer, stash)
     masters = stash.masters.links().masters
     if awaited:
         masters = [master for master in masters if id(master) not in awaited]
-    if stash.wrapped:  # Lookahead moves those masters that have a gradient, after the step
-        stash.step.spent = [(master, master.grad) for master in masters if master.grad is not None]
-    else:  # scripts that clear only the model's gradients never see it
-        if stash.masters.waiting:
-            stash.masters.waiting.clear(masters)
-        drop_gradients(masters)
+    stash.masters.spend(masters)
     stash.step.stepped = False
 
 
@@ -202,39 +202,41 @@ def recover(optimizer: Any, stash: Stash, running: bool | None = None) -> None:
     step.depth, step.frame, step.prepared = 0, None, False
 
 
-def _drop_removed(optimizer: Any, stash: Stash) -> None:
-    """Where a script has set some of the model's gradients to None since they were gathered, drop the masters' too.
-
-    The script wants these parameters left alone (frozen for a while), which is what happens to a parameter without a
-    master. If it has set all of them to None, it has done with the model's gradients and wants the step.
-    """
-    left = stash.backward.left
-    if not left:
-        return
-    kept = [pair for pair in stash.masters.pairs(optimizer.param_groups) if id(pair[0]) in left]
-    removed = [master for param, master in kept if param.grad is None]
-    if len(removed) < len(kept):
-        for master in removed:
-            master.grad = None
-
-
 def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
     """Raise if a body of `scale_loss` is running that has yet to unscale, or to bring back, gradients of this step."""
     body = stash.backward
     pairs = stash.masters.pairs(optimizer.param_groups)
     own = any(param is master for param, master in pairs)
-    if body.open and body.scaling:
-        where = "where its gradients are scaled and unchecked"
+    if body.open and body.checking:
+        where = f"where its gradients are {'scaled and ' if stash.scales_loss else ''}unchecked"
     elif any(body.beside.values()) and (own or stash.pending is not None):
-        where = "whose scaled backward may reach its parameters: its own gradients are away until that ends"
-    elif any(p is not m and (body.open or (p.grad is not None and not has_gradient(m))) for p, m in pairs):
+        where = "whose backward may reach its parameters: its own gradients are away until that ends"
+    elif any(p is not m and (body.open or (own_grad(p) is not None and not has_gradient(m))) for p, m in pairs):
         where = "where its gradients are on the low-precision parameters, not on their masters"
     else:
         return
     raise RuntimeError(
         f"{base_class(optimizer).__name__}.step: called in the body of scale_loss, {where}; give scale_loss "
         "all optimizers of the loss, and call their step() after the `with` block. A step in a hook of backward "
-        "(register_post_accumulate_grad_hook) is possible at O0 and O4"
+        "(register_post_accumulate_grad_hook) is possible at O0 and O4, without skip_nonfinite"
+    )
+
+
+def refuse_thawed(optimizer: Any, stash: Stash) -> None:
+    """Raise if a parameter came frozen in low precision, and is trained by now without the FP32 values of its level."""
+    policy = stash.policy
+    if not (policy.master_weights or policy.patch_torch_functions):
+        return
+    bare = stash.masters.of_groups(optimizer.param_groups).bare
+    thawed = next((p for p in bare if p.requires_grad and came.type_of(p) is not None), None)
+    if thawed is None:
+        return
+    recover(optimizer, stash, running=False)
+    way = "call scale_loss for its loss" if policy.master_weights else "call initialize() again, then step"
+    raise RuntimeError(
+        f"{base_class(optimizer).__name__}: parameter {stash.around.names.get(id(thawed), 'of a later group')!r} came "
+        f"frozen in {thawed.dtype} and requires a gradient since; opt_level {policy.opt_level!r} trains FP32 values, "
+        f"of which it has none: {way}"
     )
 
 
@@ -245,7 +247,9 @@ def _warn_of_ungathered(optimizer: Any, stash: Stash, linked: Sequence[Linked]) 
     After the body of another optimizer the warning comes only if no master of this one has a gradient.
     """
     strays = {id(linked[i][1].master): linked[i][0] for i in with_gradient(stash.masters.links().params)}
-    if not strays or (stash.keeps_scaled_gradients and stash.bodies > 0):  # gathered ones stay on the model there
+    dropped = stash.backward.strays
+    strays |= {id(link.master): param for param, link in linked if id(param) in dropped} if dropped else {}
+    if not strays:
         return
     # Whether a body of another optimizer is running, or was since the last one of this optimizer.
     others = bool(stash.backward.beside) or stash.backward.ended != BackwardState.turns

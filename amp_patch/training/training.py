@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from amp_patch.casts import dynamo, install
 from amp_patch.casts import state as casts_state
 from amp_patch.masters import clipping
-from amp_patch.model import averages, fsdp, shielded_copies
+from amp_patch.masters.masters import disconnect, linked, reconcile
+from amp_patch.model import averages, came, fsdp, incoming, shielded_copies, untouched
 from amp_patch.model import forward as model_forward
 from amp_patch.model import tensors as model_tensors
 from amp_patch.model.keep_fp32 import kept_modules
 from amp_patch.policy import OPT_LEVELS, Policy
+from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Attempts
 from amp_patch.training import ddp, observers
@@ -25,6 +30,7 @@ from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.optimizer import AmpOptimizer
 from amp_patch.training.scale_loss import targets_of
 from amp_patch.training.stash import (
+    Siblings,
     Stash,
     Surroundings,
     give_stash,
@@ -35,6 +41,8 @@ from amp_patch.training.stash import (
 )
 from amp_patch.training.unscale import unscale_pending
 
+logger = logging.getLogger("amp_patch")
+
 
 @dataclass(frozen=True)
 class Dialect:
@@ -44,13 +52,15 @@ class Dialect:
         scaler: made once per loss, by its `of`.
         stash: `optimizer._amp_stash`.
         optimizer: what `initialize` adds to an optimizer's class.
-        models_may_be_low_precision: take models whose parameters are float16 or bfloat16 already.
+        models_may_be_low_precision: take models whose parameters are float16 or bfloat16 already, as they are.
+        takes_any_type: take such models as if they were FP32 (`incoming.py`).
     """
 
     scaler: type[LossScaler] = LossScaler
     stash: type[Stash] = Stash
     optimizer: type[AmpOptimizer] = AmpOptimizer
     models_may_be_low_precision: bool = False
+    takes_any_type: bool = True
 
 
 @dataclass
@@ -61,7 +71,7 @@ class Training:
     scalers: list[LossScaler]
     dialect: Dialect
     models: list[weakref.ref[nn.Module]]
-    optimizers: list[weakref.ref[Any]]
+    optimizers: Siblings
 
     def alive(self) -> bool:
         return any(ref() is not None for ref in (*self.models, *self.optimizers))
@@ -86,7 +96,8 @@ def begin_training(
     """Make a training of checked models and innermost optimizers, none of which is in another one."""
     scalers = [dialect.scaler.of(policy, loss_id=loss_id, verbosity=verbosity) for loss_id in range(num_losses)]
     trainings[:] = [training for training in trainings if training.alive()]
-    training = Training(policy, scalers, dialect, [weakref.ref(m) for m in models], [weakref.ref(t) for t in targets])
+    optimizers = Siblings(map(weakref.ref, targets))
+    training = Training(policy, scalers, dialect, [weakref.ref(m) for m in models], optimizers)
     trainings.append(training)
     try:
         enter(training, models, targets, kept or [], methods, process_group)
@@ -127,13 +138,19 @@ def check_arguments(
     if len({id(target) for target in targets}) < len(targets):
         raise ValueError("initialize: an optimizer is in optimizers twice; give each once")
     model_tensors.check_methods(models, methods)
-    kept = kept_modules(models, policy, keep_fp32)
+    if dialect.takes_any_type:
+        earlier = [known for training in trainings for ref in training.models if (known := ref()) is not None]
+        incoming.arrive(models, {id(p) for known in earlier for p in known.parameters()})
+    kept = kept_modules(models, policy, keep_fp32, low_tables=any(map(incoming.came_low, models)))
+    stays = {id(p) for module in kept for p in module.parameters()}
     for model in models:
         if model_forward.policy_of(model) is None and not dialect.models_may_be_low_precision:
-            model_tensors.check_fp32(model, policy, kept)
+            model_tensors.check_types(model, policy, kept, takes_any=dialect.takes_any_type)
+        if dialect.takes_any_type:
+            incoming.check(model, policy, stays)
         model_tensors.check_steps(model, policy)
     fsdp.check_shards(models, policy, kept)
-    retyped = {id(p) for model in models for p in model_tensors.not_cast_to(model, kept, policy.cast_model_type)}
+    retyped = {id(p) for model in models for p in model_tensors.not_cast_to(model, kept, policy)}
     ddp.check_ddp(models, retyped, policy, process_group)
     return kept
 
@@ -141,16 +158,23 @@ def check_arguments(
 def leave_earlier(models: list[nn.Module], targets: list[Any], kept: list[nn.Module], policy: Policy) -> None:
     """Undo what earlier calls of `initialize` did to these objects, as far as `policy` wants it otherwise."""
     again = [model for model in models if model_forward.policy_of(model) is not None]
-    recast = [model for model in again if model_tensors.not_cast_to(model, kept, policy.cast_model_type)]
+    recast = [
+        model for model in again if model_forward.is_copy(model) or model_tensors.not_cast_to(model, kept, policy)
+    ]
     if recast:
         params = {id(p) for model in recast for p in model.parameters()}
         earlier = [o for t in trainings for ref in t.optimizers if (o := ref()) is not None]
         initialized = [(o, stash) for o in earlier if (stash := stash_of(o)) is not None]
         holders = [o for o, stash in initialized if any(id(p) in params for p, _ in stash.masters.linked())]
-        leave(recast, list({id(o): o for o in holders}.values()))
+        leave(recast, list({id(o): o for o in holders}.values()), give_back=False)
     for target in targets:
         if stash_of(target) is not None:
             optimizer_side.restore(target, recast_state=False)
+    if not policy.master_weights:  # what stays cast would else keep masters that nobody steps
+        left = linked(dict.fromkeys(param for model in again for param in model.parameters()))
+        reconcile(left)
+        for param, _ in left:
+            disconnect(param)
 
 
 def enter(
@@ -163,7 +187,9 @@ def enter(
 ) -> None:
     """Give models and optimizers what `training` wants of them: classes, stashes, masters, casts; then patch torch."""
     policy = training.policy
-    params, buffers = model_tensors.to_cast(models, kept) if policy.cast_model_type is not None else ([], [])
+    retyped = _widen(models, kept, policy)
+    low = policy.cast_model_type
+    params, buffers = model_tensors.to_cast(models, kept, low) if low is not None else ([], [])
     about_to_be_cast = {id(p) for p in params}
     owned = {id(p) for target in targets for group in target.param_groups for p in group["params"]}
     everything = {id(p): p for model in models for p in model.parameters()}
@@ -187,12 +213,16 @@ def enter(
         optimizer_side.enter_training(target, stash, about_to_be_cast, training.dialect.optimizer)
     if len(targets) > 1:
         note_sharing(targets)
-    model_forward.enter_training(models, kept, policy, methods, on_demand=not targets)
+    if policy.changes_nothing:
+        untouched.enter_training(models, policy, methods)
+    else:
+        model_forward.enter_training(models, kept, policy, methods, on_demand=not targets)
     if policy.cast_model_type is not None:
         model_tensors.cast(params, policy.cast_model_type)
         for target in targets:
             known_stash(target).masters.keep(split=policy.splits_masters)
         model_forward.cast_buffers(models, buffers, policy.cast_model_type)
+    ddp.reduce_anew(about_to_be_cast | retyped)
     for model in models:
         model_tensors.reflatten(model)
     for target in targets:
@@ -200,7 +230,7 @@ def enter(
         optimizer_side.warn_of_small_eps(target)
     if policy.master_weights and targets:
         clipping.install()
-    if targets and (policy.master_weights or policy.scales_loss):
+    if targets and (policy.master_weights or policy.checks_gradients):
         ddp.follow(models, training.scalers)
     if policy.cast_model_type is not None:
         averages.install()
@@ -210,6 +240,27 @@ def enter(
     if policy.patch_torch_functions:
         casts_state.set_default(policy)
         shielded_copies.shield()
+        untouched.shield()
+
+
+def _widen(models: list[nn.Module], kept: list[nn.Module], policy: Policy) -> set[int]:
+    """Make FP32 what came in low precision and is FP32 under `policy`; returns the ids of the parameters."""
+    stays = {id(p) for module in kept for p in module.parameters()}
+    widened = incoming.params_to_widen(models, stays, policy)
+    model_tensors.cast(widened, torch.float32)
+    incoming.widen_buffers(incoming.buffers_to_widen(models, kept, policy))
+    for model in models if policy.changes_nothing else ():
+        if not incoming.has_widened(model):
+            came.give_buffers_back(model)  # an earlier training has made them FP32
+    if widened and policy.patch_torch_functions and is_first_rank():
+        logger.info(
+            "initialize: %d trained weights that came in low precision are FP32 at %s, which takes %d bytes more; O5 "
+            "leaves weights in BF16, and with master_weights='split' takes 2 bytes more for each",
+            len(widened),
+            policy.opt_level,
+            2 * sum(param.numel() for param in widened),
+        )
+    return {id(param) for param in widened}
 
 
 def leave_alone(dialect: Dialect, targets: list[Any]) -> None:
@@ -220,17 +271,27 @@ def leave_alone(dialect: Dialect, targets: list[Any]) -> None:
     observers.tell("training_begun", None)
 
 
-def leave(models: list[nn.Module], targets: list[Any]) -> None:
+def leave(models: list[nn.Module], targets: list[Any], *, give_back: bool = True) -> None:
     """Undo `initialize` for these models and innermost optimizers; what went through none is passed over.
+
+    Without `give_back` weights with FP32 values stay FP32, whatever they came in: another training goes on with them.
 
     Raises:
         RuntimeError: one that cannot be restored, by name, when all others are.
     """
     attempt = Attempts()
-    steps = ((unscale_pending, targets), (model_forward.restore, models), (optimizer_side.restore, targets))
+    params = {id(p): p for model in models for p in model.parameters()}
+    types = {key: p.dtype for key, p in params.items()}
+    steps: list[tuple[Callable[[Any], None], list[Any]]] = [
+        (unscale_pending, targets),
+        (functools.partial(model_forward.restore, give_back=give_back), models),
+        (model_forward.give_back, models if give_back else []),
+        (optimizer_side.restore, targets),
+    ]
     for undo, subjects in steps:
         for subject in subjects:
             attempt(_by_name, undo, subject)
+    attempt(ddp.reduce_anew, {key for key, p in params.items() if p.dtype is not types[key]})
     attempt.finish()
 
 

@@ -53,6 +53,8 @@ def enter_wrappers(optimizer: Any) -> None:
     stash = stash_of(target)
     if stash is None or not stash.enabled:
         return
+    if stash.policy.changes_nothing:
+        return
     stash.wrapped = stash.wrapped or bool(wrappers)
     for wrapper in filter(makes_two_passes, wrappers):
         stash.two_passes = True
@@ -66,13 +68,14 @@ def enter_wrappers(optimizer: Any) -> None:
 
 
 def refuse_closure(wrapper: Any, args: Any, kwargs: Any) -> None:
-    """Pre-hook of a wrapper's `step`: its closure would run backward without the scale."""
+    """Pre-hook of a wrapper's `step`: its closure would run backward without the scale, and unchecked."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     stash = stash_of(innermost(wrapper))
-    if closure is not None and stash is not None and stash.scales_loss:
+    if closure is not None and stash is not None and stash.checks_gradients:
         name = base_class(wrapper).__name__
         raise RuntimeError(
-            f"{name}.step: a closure computes the gradients of the second pass inside step(); under loss scaling make "
-            f"the two passes yourself, each with its own scale_loss: backward, {name}.first_step(zero_grad=True), "
-            f"backward again, {name}.second_step(zero_grad=True) (examples/recipes/sam.py)"
+            f"{name}.step: a closure computes the gradients of the second pass inside step(); under loss scaling, and "
+            "with skip_nonfinite=True, make the two passes yourself, each with its own scale_loss: backward, "
+            f"{name}.first_step(zero_grad=True), backward again, {name}.second_step(zero_grad=True) "
+            "(examples/recipes/sam.py)"
         )

@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from amp_patch.masters.gradients import Earlier, FoundInf, gather, held
+from amp_patch.masters.master import own_grad
 from amp_patch.masters.masters import has_gradient
-from amp_patch.multi_tensor import inverse_of
+from amp_patch.multi_tensor.checks import Number
 from amp_patch.support import distributed
 from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.loss_scaler import LossScaler
-from amp_patch.training.stash import Stash, distinct_pairs, drop_spent, known_stash, sharing, siblings, stash_of
+from amp_patch.training.stash import Stash, distinct_pairs, known_stash, sharing, siblings, stash_of
 
 
 def first_gradient(optimizer: Any) -> Tensor | None:
@@ -30,12 +31,12 @@ def first_gradient(optimizer: Any) -> Tensor | None:
     for param, master in stash.masters.pairs(groups):
         if has_gradient(master):
             return master.grad
-        if param.grad is not None:
-            return param.grad
+        if (own := own_grad(param)) is not None:
+            return own
     return None
 
 
-def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | None) -> None:
+def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Number | None) -> None:
     """Turn scaled gradients of the model into unscaled ones of the masters; record overflow on the device; no sync.
 
     An exception in here drops all these gradients: some may be unscaled by then, and an overflow not noted.
@@ -43,7 +44,7 @@ def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Tensor | Non
     Args:
         optimizers: whose gradients; a parameter that several of them hold is unscaled once.
         scaler: of the loss.
-        inverse: 1 / scale, FP32, shape []; None where the loss was not multiplied: then nothing is checked.
+        inverse: 1 / scale, FP32, shape []; 1.0 where the loss was not multiplied; None: nor is anything checked.
     """
     pairs = distinct_pairs(optimizers)
     try:
@@ -63,30 +64,25 @@ def drop(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _unscale(
-    optimizers: Sequence[Any], pairs: Sequence[tuple[Tensor, Tensor]], scaler: LossScaler, inverse: Tensor | None
+    optimizers: Sequence[Any], pairs: Sequence[tuple[Tensor, Tensor]], scaler: LossScaler, inverse: Number | None
 ) -> None:
     stashes = [known_stash(optimizer) for optimizer in optimizers]
-    for stash in stashes:
-        drop_spent(stash)
     earlier: dict[int, Earlier] = {}
     for stash in stashes:
         if stash.pending is not None:
             stash.forget_cleared(pairs)
         earlier.update(stash.backward.earlier)
     found, rest = _leave_in_low_precision(optimizers, pairs, inverse)
-    keep = any(stash.keeps_scaled_gradients for stash in stashes)
-    gathered = gather(rest, inverse, keep=keep, earlier=earlier)
+    gathered = gather(rest, inverse, earlier=earlier)
     _add(found, gathered)
     for optimizer, stash in zip(optimizers, stashes, strict=True):
         stash.pending = None
         stash.backward.earlier.clear()
         stash.gathered = True
+        stash.route_grads()
         waiting = stash.masters.waiting
         first = None if waiting else first_gradient(optimizer)
         stash.backward.brought = waiting.first if waiting else None if first is None else TensorWeakRef(first)
-        if stash.keeps_scaled_gradients:
-            own = stash.masters.pairs(optimizer.param_groups)
-            stash.backward.left = {id(param) for param, master in own if param is not master and param.grad is not None}
     if inverse is None:
         return
     found = distributed.agree(found, [param for param, _ in pairs])
@@ -116,7 +112,7 @@ def _add(found: FoundInf, more: FoundInf) -> None:
 
 
 def _leave_in_low_precision(
-    optimizers: Sequence[Any], pairs: Sequence[tuple[Tensor, Tensor]], inverse: Tensor | None
+    optimizers: Sequence[Any], pairs: Sequence[tuple[Tensor, Tensor]], inverse: Number | None
 ) -> tuple[FoundInf, Sequence[tuple[Tensor, Tensor]]]:
     """Let the gradients of parameters with masters wait as they are, where their optimizers can.
 
@@ -168,6 +164,6 @@ def unscale_pending(optimizer: Any) -> None:
         if (pending := known.pending) is None:
             continue
         left = [other for other, its in siblings(known) if its.pending is pending and other is not holder]
-        unscale([holder, *left], pending.scaler, inverse_of(pending.scale) if pending.scaling else None)
+        unscale([holder, *left], pending.scaler, pending.inverse())
         if pending.updates == pending.scaler.updates:  # else a later exit has moved the scale for this one too
             pending.scaler.update()

@@ -28,11 +28,11 @@ def check_zero(optimizer: Any, policy: Policy) -> None:
             "initialize: master_weights='split' is not for a ZeroRedundancyOptimizer, which sends whole FP32 masters "
             "from process to process after each step; leave master_weights at None, or use torch's own optimizer"
         )
-    if optimizer._overlap_with_ddp and (policy.scales_loss or policy.cast_model_type is not None):
+    if optimizer._overlap_with_ddp and (policy.checks_gradients or policy.cast_model_type is not None):
         raise ValueError(
             "initialize: this ZeroRedundancyOptimizer has overlap_with_ddp=True: it steps during backward, with scaled "
             f"gradients, and opt_level {policy.opt_level!r} could neither unscale them nor skip an overflow; make it "
-            "with overlap_with_ddp=False, or use O0 or O4"
+            "with overlap_with_ddp=False, or use O0 or O4 (without skip_nonfinite)"
         )
     if optimizer.parameters_as_bucket_view and policy.cast_model_type is not None and not policy.master_weights:
         raise ValueError(

@@ -162,8 +162,8 @@ struct CudaLoop {
         strided.push_back(row);
       }
     }
-    if (!linear.empty()) launch_job<T, N>(std::move(linear), job, f, where);
-    if (!strided.empty()) launch_job<T, N>(std::move(strided), job, f, where);
+    launch_job<T, N>(std::move(linear), job, f, where);
+    launch_job<T, N>(std::move(strided), job, f, where);
     for (const auto& [out, copy] : write_back) out.copy_(copy, /*non_blocking=*/true);
   }
 

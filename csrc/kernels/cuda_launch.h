@@ -59,8 +59,8 @@ struct Extent {
 };
 
 // Calls launch(arguments, buffer, extent) as often as it takes: once, but where a capture has very many rows, or rows
-// have more blocks than a grid. The rows are buffer's, or where that is null the arguments'. Arguments take at most
-// kMostBytes.
+// have more blocks than a grid; never where no row has an element. The rows are buffer's, or where that is null the
+// arguments'. Arguments take at most kMostBytes.
 template <int kMostBytes, class R, class Launch>
 void launch_rows(std::vector<R> rows, c10::Device device, cudaStream_t stream, const Launch& launch) {
   constexpr int64_t few = Arguments<R, kFewBytes>::capacity, many = Arguments<R, kMostBytes>::capacity;
@@ -96,17 +96,7 @@ void launch_rows(std::vector<R> rows, c10::Device device, cudaStream_t stream, c
     from_arguments(Arguments<R, kMostBytes>(), part, write);
   };
 
-  const int64_t blocks = number_blocks(rows, chunk);
-  if ((buffered || count <= most) && blocks <= kMaxBlocks) {
-    send(count, [&](R* out) {
-      std::copy(rows.begin(), rows.end(), out);
-      return blocks;
-    });
-    return;
-  }
-  for (const auto& spans : plan_rows(rows, chunk, buffered ? count : most, kMaxBlocks)) {
-    send(static_cast<int64_t>(spans.size()), [&](R* out) { return fill(out, rows, spans, chunk); });
-  }
+  for_each_launch(std::move(rows), chunk, buffered ? count : most, kMaxBlocks, send);
 }
 
 }  // namespace amp_patch

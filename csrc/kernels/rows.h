@@ -196,4 +196,24 @@ int64_t fill(R* out, const std::vector<R>& rows, const std::vector<Span>& spans,
   return blocks;
 }
 
+// launch(count, write) for each launch that it takes to cover all rows, in order: one, but where there are more than
+// max_rows or their blocks more than max_blocks. write(out) puts the launch's `count` rows at `out` and returns the
+// number of its blocks, which is never 0: a GPU refuses a grid without blocks, so rows without elements are no launch.
+template <class R, class Launch>
+void for_each_launch(std::vector<R> rows, int64_t chunk, int64_t max_rows, int64_t max_blocks, const Launch& launch) {
+  const int64_t blocks = number_blocks(rows, chunk);
+  if (blocks == 0) return;
+  const auto count = static_cast<int64_t>(rows.size());
+  if (count <= max_rows && blocks <= max_blocks) {
+    launch(count, [&](R* out) {
+      std::copy(rows.begin(), rows.end(), out);
+      return blocks;
+    });
+    return;
+  }
+  for (const auto& spans : plan_rows(rows, chunk, max_rows, max_blocks)) {
+    launch(static_cast<int64_t>(spans.size()), [&](R* out) { return fill(out, rows, spans, chunk); });
+  }
+}
+
 }  // namespace amp_patch

@@ -35,6 +35,19 @@ inline StepBlocks step_blocks(const StepRow& row, int64_t index) {
   return blocks;
 }
 
+// Of a job's rows those that have elements, which a launch goes over; or those that have none, whose steps are counted
+// by a launch over one element of each.
+inline std::vector<StepBlocks> blocks_of(const std::vector<StepRow>& rows, bool empty = false) {
+  std::vector<StepBlocks> blocks;
+  blocks.reserve(empty ? 0 : rows.size());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if ((rows[i].size == 0) != empty) continue;
+    blocks.push_back(step_blocks(rows[i], static_cast<int64_t>(i)));
+    if (empty) blocks.back().size = 1;
+  }
+  return blocks;
+}
+
 // Pack `at` of the tensor at `place`, as it lies there.
 template <int V>
 C10_HOST_DEVICE inline Bits<float, V> read_bits(const StepRow& row, int place, int64_t at) {

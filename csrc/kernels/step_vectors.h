@@ -10,6 +10,10 @@ inline Lanes root(Lanes a) { return {_mm512_sqrt_ps(a.v)}; }
 inline Lanes fused(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline bool differ(Integers a, Integers b) { return _mm512_cmpneq_epi32_mask(a, b) != 0; }
 inline Integers sum(Integers a, Integers b) { return _mm512_add_epi32(a, b); }
+// `half`, or 0 where `high` has the bits of 0 or -0.
+inline Integers unless_zero(Integers high, Integers half) {
+  return _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(high, _mm512_set1_epi32(0x7FFFFFFF)), half);
+}
 // One half of `v`, each element of 16 bits as one of 32 with its sign; and the low 16 bits of two registers, in order.
 inline Integers signed_from(Integers v, int which) { return _mm512_cvtepi16_epi32(half_of(v, which)); }
 inline Integers low_halves(Integers a, Integers b) { return join(_mm512_cvtepi32_epi16(a), _mm512_cvtepi32_epi16(b)); }
@@ -18,6 +22,9 @@ inline Lanes root(Lanes a) { return {_mm256_sqrt_ps(a.v)}; }
 inline Lanes fused(Lanes a, Lanes b, Lanes c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline bool differ(Integers a, Integers b) { return _mm256_movemask_epi8(_mm256_cmpeq_epi32(a, b)) != -1; }
 inline Integers sum(Integers a, Integers b) { return _mm256_add_epi32(a, b); }
+inline Integers unless_zero(Integers high, Integers half) {
+  return _mm256_andnot_si256(_mm256_cmpeq_epi32(_mm256_slli_epi32(high, 1), _mm256_setzero_si256()), half);
+}
 inline Integers signed_from(Integers v, int which) { return _mm256_cvtepi16_epi32(half_of(v, which)); }
 inline Integers low_halves(Integers a, Integers b) {
   const Integers low = _mm256_set1_epi32(0xFFFF);
@@ -102,7 +109,7 @@ struct Loops {
 
    private:
     static Lanes joined(Integers high, Integers half) {
-      const Lanes master{same_bits<Register>(sum(high, half))};
+      const Lanes master{same_bits<Register>(sum(high, unless_zero(high, half)))};
       return where(is_nan(master), Lanes{same_bits<Register>(high)}, master);
     }
     static Integers numbers(Lanes p) {

@@ -46,7 +46,8 @@ AMP_PATCH_ELEMENT bool is_nan(float a) { return !(a == a); }
 // ---------------------------------------------------------------------------------------------------------------------
 // Split masters: an FP32 number as a BF16 weight and the low 16 bits, signed. The weight is the high 16 bits, one more
 // where the low half is negative, so that `weight << 16` and the half add up to the number's bits again. A NaN, whose
-// carry might run into an infinity or past the sign, becomes the one NaN whose low half is 0.
+// carry might run into an infinity or past the sign, becomes the one NaN whose low half is 0. A number below 2^-134,
+// half of the smallest BF16 number, has a weight of 0 and is joined as 0.
 
 AMP_PATCH_ELEMENT uint32_t bits_of(float x) {
   uint32_t bits = 0;
@@ -65,12 +66,13 @@ AMP_PATCH_ELEMENT void split(float master, c10::BFloat16& weight, int16_t& half)
   half = static_cast<int16_t>(bits & 0xFFFFu);
 }
 
-// No number is split into a zero and a negative half, nor into an infinity and a positive one: such a weight was
-// written by a user, and counts alone. Added up, these pairs, and weights that are NaN, are the ones that give a NaN.
+// A weight of 0 counts alone, for nothing tells one that a user wrote (pruning) from a tiny master. So does a NaN, and
+// an infinity with a positive half, which no number is split into: added up, those pairs give a NaN. The test for 0 is
+// one of bits: that of floats takes subnormal numbers for 0 where a thread has set_flush_denormal.
 AMP_PATCH_ELEMENT float join(c10::BFloat16 weight, int16_t half) {
   const uint32_t high = static_cast<uint32_t>(weight.x) << 16;
   const float master = from_bits(high + static_cast<uint32_t>(static_cast<int32_t>(half)));
-  return is_nan(master) ? from_bits(high) : master;
+  return high << 1 == 0 || is_nan(master) ? from_bits(high) : master;
 }
 
 // The gradient, FP32, times the inverse loss scale, times the clipping coefficient; or its negative, to maximize.

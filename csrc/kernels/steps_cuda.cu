@@ -49,29 +49,14 @@ __global__ void __launch_bounds__(kThreads, 4)
   run_step_chunk(Work(), rows[row_of(rows, count, blockIdx.x)], chunk, blockIdx.x, static_cast<int>(threadIdx.x));
 }
 
-// The rows that have elements, or those that have none; a launch goes over one element of the latter.
-std::vector<StepBlocks> blocks_of(const StepJob& job, bool empty = false) {
-  std::vector<StepBlocks> blocks;
-  blocks.reserve(empty ? 0 : job.rows.size());
-  for (size_t i = 0; i < job.rows.size(); ++i) {
-    if ((job.rows[i].size == 0) != empty) continue;
-    blocks.push_back(step_blocks(job.rows[i], static_cast<int64_t>(i)));
-    if (empty) blocks.back().size = 1;
-  }
-  return blocks;
-}
-
-// Steps that lie on the CPU are counted there; the kernel counts a copy.
+// Of steps that lie on the CPU the kernel counts a copy.
 at::Tensor copy_steps(const StepJob& job, std::vector<StepBlocks>& blocks) {
   const auto count = static_cast<int64_t>(job.rows.size());
   const auto options = at::TensorOptions().dtype(at::kFloat);
   const at::Tensor host = at::empty({count}, options.device(at::kCPU).pinned_memory(true));
   const at::Tensor copy = at::empty({count}, options.device(job.device));
   float* const values = host.mutable_data_ptr<float>();
-  for (int64_t i = 0; i < count; ++i) {
-    values[i] = *job.rows[i].step;
-    *job.rows[i].step += 1;
-  }
+  for (int64_t i = 0; i < count; ++i) values[i] = *job.rows[i].step;
   copy.copy_(host, /*non_blocking=*/true);
   for (StepBlocks& row : blocks) row.step = copy.mutable_data_ptr<float>() + row.index;
   return copy;
@@ -91,7 +76,8 @@ struct CudaSteps {
     const c10::NoGradGuard no_grad;
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(job.device.index());
     require(!job.host_steps || !is_capturing(stream), "steps on the host in a capture");
-    std::vector<StepBlocks> rows = blocks_of(job);
+    std::vector<StepBlocks> rows = blocks_of(job.rows);
+    const bool all = rows.size() == job.rows.size();
     at::Tensor steps, rates;
     if (job.host_steps) steps = copy_steps(job, rows);
     if constexpr (Rule::kCounts) {
@@ -107,7 +93,10 @@ struct CudaSteps {
         C10_CUDA_KERNEL_LAUNCH_CHECK();
       }
     };
-    const bool all = rows.size() == job.rows.size();
+    // First: where memory is short, its launch fails before a weight is written.
+    if (Rule::kCounts && !job.host_steps && !all) {
+      launch_rows<kManyBytes>(blocks_of(job.rows, true), job.device, stream, count);
+    }
     launch_rows<kManyBytes>(std::move(rows), job.device, stream,
                             [&](const auto& arguments, const StepBlocks* buffer, const Extent& extent) {
                               constexpr int kBytes = std::decay_t<decltype(arguments)>::bytes;
@@ -117,8 +106,9 @@ struct CudaSteps {
                                   job.found_inf, own);
                               C10_CUDA_KERNEL_LAUNCH_CHECK();
                             });
-    if (Rule::kCounts && !job.host_steps && !all) {
-      launch_rows<kManyBytes>(blocks_of(job, true), job.device, stream, count);
+    // Last: nothing can fail any more, so steps are counted if and only if they are made.
+    for (const StepRow& row : job.rows) {
+      if (job.host_steps) *row.step += 1;
     }
     return true;
   }
@@ -132,13 +122,14 @@ struct CudaSteps {
     const c10::cuda::CUDAGuard guard(job.device);
     const c10::NoGradGuard no_grad;
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(job.device.index());
-    launch_rows<kManyBytes>(
-        blocks_of(job), job.device, stream, [&](const auto& arguments, const StepBlocks* buffer, const Extent& extent) {
-          constexpr int kBytes = std::decay_t<decltype(arguments)>::bytes;
-          run_conversion<Work, kBytes><<<static_cast<unsigned>(extent.blocks), kThreads, 0, stream>>>(
-              arguments, buffer, extent.rows, extent.chunk);
-          C10_CUDA_KERNEL_LAUNCH_CHECK();
-        });
+    launch_rows<kManyBytes>(blocks_of(job.rows), job.device, stream,
+                            [&](const auto& arguments, const StepBlocks* buffer, const Extent& extent) {
+                              constexpr int kBytes = std::decay_t<decltype(arguments)>::bytes;
+                              run_conversion<Work, kBytes>
+                                  <<<static_cast<unsigned>(extent.blocks), kThreads, 0, stream>>>(
+                                      arguments, buffer, extent.rows, extent.chunk);
+                              C10_CUDA_KERNEL_LAUNCH_CHECK();
+                            });
   }
 };
 

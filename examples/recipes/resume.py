@@ -40,7 +40,9 @@ def native(amp: Any, run: Run, stop: bool = True) -> list[float]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "checkpoint.pt")
             states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
-            torch.save(states, path)
+            new = path.with_suffix(".new")
+            torch.save(states, new)
+            new.replace(path)  # a run that is killed meanwhile leaves the old one whole
             model, optimizer, scaler = build()
             states = torch.load(path)
         model.load_state_dict(states["model"])
@@ -76,7 +78,9 @@ def opt_level(level: str, run: Run, stop: bool = True) -> list[float]:
             path = Path(folder, "checkpoint.pt")
             # At O2 and O5 the model's state is that of the masters: it loads at every level, and without amp.
             states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
-            torch.save(states, path)
+            new = path.with_suffix(".new")
+            torch.save(states, new)
+            new.replace(path)  # a run that is killed meanwhile leaves the old one whole
             model, optimizer = build()
             states = torch.load(path)
         model.load_state_dict(states["model"])

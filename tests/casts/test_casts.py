@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import importlib
 import inspect
 import itertools
 import os
@@ -257,6 +258,21 @@ def test_compiled_models_give_the_same_numbers(first: str, wrappers: str) -> Non
     """In a process of its own: the compiler keeps what it finds in torch's namespace when it is imported."""
     code = f"{first}\nBACKEND = {wrappers!r}\n{COMPILED}"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
+
+
+def test_torch_jit_forgets_a_wrapper_that_is_gone() -> None:
+    """It knows builtins by their id, which another function may have next: that one was compiled as `torch.eye`."""
+    table = importlib.import_module("torch.jit._builtins")._get_builtin_table()
+
+    def wrapper(*args: Any) -> Any:
+        return torch.eye(*args)
+
+    known = len(table)
+    cast_wrappers.register_with_jit(wrapper, torch.eye)
+    assert table[id(wrapper)] == "aten::eye" and len(table) == known + 1
+    del wrapper
+    gc.collect()
+    assert len(table) == known
 
 
 @needs_install

@@ -25,6 +25,7 @@ from training import SGD
 from amp_patch import amp
 from amp_patch.casts import cpu_fp16, install, regions
 from amp_patch.policy import OPT_LEVELS, Policy, resolve
+from amp_patch.training.training import trainings
 
 FP16 = torch.float16
 ONLY_EMULATES = Policy("O2", cast_model_type=FP16, cpu_fp16="emulate")
@@ -428,8 +429,8 @@ def test_auto_emulates_where_the_processor_has_no_fp16_arithmetic(level, arithme
     ids=str,
 )
 def test_nothing_is_emulated_without_fp16(options):
-    model = amp.initialize(training.convnet(), **{"cpu_fp16": "emulate", **options})
-    policy = model._amp.policy
+    amp.initialize(training.convnet(), **{"cpu_fp16": "emulate", **options})
+    policy = trainings[-1].policy
     assert not policy.emulates
     assert install.installed() is policy.patch_torch_functions
     assert ("cpu_fp16" in str(policy)) is policy.uses_fp16

@@ -62,12 +62,15 @@ def test_optional_names_and_samples_are_about_the_lists() -> None:
     tested = {
         "lower",
         "einsum",
+        "fused",
+        "fused_input",
         "rnn",
         "fp32",
         "widest",
         "emulated",
         "match_self",
         "banned",
+        "scripted",
         "rnn_input",
         "disabled",
     }
@@ -84,6 +87,19 @@ def test_lower(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
             assert result_types(call(owner, name, given, device)) == {dtype}
         assert result_types(call(owner, name, [torch.float64], device)) == {torch.float64}
     assert result_types(call(owner, name, [torch.float32], device)) == {torch.float32}  # casts off
+
+
+# (tests/casts/test_newer_functions.py calls the other functions of these rules.)
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="no kernel for a CPU")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", LOW)
+def test_fused(dtype: torch.dtype, device: str) -> None:
+    other = next(low for low in (torch.float16, torch.bfloat16) if low is not dtype)
+    for cpu_fp16 in ("native", "emulate"):
+        with region(dtype, cpu_fp16=cpu_fp16):
+            for given in ([torch.float32], [other], [dtype, torch.float32]):
+                assert result_types(call("torch", "_grouped_mm", given, device)) == {dtype}
+    assert result_types(call("torch", "_grouped_mm", [torch.float32], device)) == {torch.float32}  # casts off
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -155,7 +171,7 @@ def test_emulated(owner: str, name: str, policy: Policy) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize(("owner", "name"), walk("match_self"))
+@pytest.mark.parametrize(("owner", "name"), [case for case in walk("match_self") if case.values[0] == "torch.Tensor"])
 def test_match_self(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
     with region(dtype):
         assert result_types(call(owner, name, [dtype, torch.float32], device)) == {dtype}

@@ -160,11 +160,13 @@ class Made:
 
     steps: ClassVar[dict[str, list]] = {}  # level -> what its turns give
     order: ClassVar[list[str]] = []
+    begun: ClassVar[list[Made]] = []
 
     def __init__(self, plan, args, run, in_turns, load):
         self.run, self.in_turns, self.pid = run, in_turns, 0
         self.left = list(self.steps.get(run.level, [None]))
-        self.killed = False
+        self.killed = self.told = False
+        self.begun.append(self)
 
     def train(self, look, turn=TURN):
         while True:
@@ -179,7 +181,11 @@ class Made:
             if self.in_turns and turn == TURN:
                 return {"native": False, "cuda": False, **given}
 
+    def tell(self):
+        self.told = True
+
     def interrupt(self, until):
+        assert self.told and all(child.told for child in self.begun)
         self.run.error = f"interrupted after {self.run.steps} steps"
 
     def kill(self):
@@ -191,6 +197,7 @@ def order(monkeypatch):
     monkeypatch.setattr(compare_turns, "Child", Made)
     monkeypatch.setattr(Made, "steps", {"O0": [{}, {}, None], "O2": [{}, None], "O4": [{}, {}, {}, None]})
     monkeypatch.setattr(Made, "order", order := [])
+    monkeypatch.setattr(Made, "begun", [])
     return order
 
 

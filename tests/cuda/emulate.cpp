@@ -3,6 +3,7 @@
 // emulate() and emulate_step() through ctypes.
 #include <array>
 #include <cstring>
+#include <stdexcept>
 #include <vector>
 
 #include "../../csrc/kernels/chunk.h"
@@ -86,28 +87,35 @@ void launch(const F& f, const std::vector<R>& rows, int64_t chunk, int64_t block
   }
 }
 
-// cuda_launch.h's launch_rows: visit(rows, chunk, blocks) for each launch.
+// cuda_launch.h's launch_rows, with a grid that is refused as a GPU refuses it: visit(rows, chunk, blocks) for each
+// launch.
 template <class R, class Visit>
-void for_each_launch(std::vector<R> rows, const Options& options, Seen& seen, const Visit& visit) {
-  const int64_t chunk = chunk_size(rows), all = number_blocks(rows, chunk);
-  const auto once = [&](const std::vector<R>& part, int64_t blocks) {
+void launch_rows(std::vector<R> rows, const Options& options, Seen& seen, const Visit& visit) {
+  const int64_t chunk = chunk_size(rows);
+  for_each_launch(std::move(rows), chunk, options.max_rows, options.max_blocks, [&](int64_t count, const auto& write) {
+    std::vector<R> part(count);
+    const int64_t blocks = write(part.data());
+    if (blocks < 1 || blocks > INT32_MAX) throw std::invalid_argument("a grid that no GPU takes");
     visit(part, chunk, blocks);
     ++seen.launches;
     seen.blocks += blocks;
-  };
-  if (rows.empty()) return;
-  if (static_cast<int64_t>(rows.size()) <= options.max_rows && all <= options.max_blocks) return once(rows, all);
-  for (const auto& spans : plan_rows(rows, chunk, options.max_rows, options.max_blocks)) {
-    std::vector<R> part(spans.size());
-    const int64_t blocks = fill(part.data(), rows, spans, chunk);
-    once(part, blocks);
+  });
+}
+
+// The status of a call: what `call` returns, or that a launch was refused.
+template <class Call>
+int status_of(const Call& call) {
+  try {
+    return call();
+  } catch (const std::invalid_argument&) {
+    return 2;
   }
 }
 
 template <class T, int N, class F, class R>
 void launch_all(const F& f, const std::vector<R>& rows, const Options& options, float* found_inf, double* squares,
                 Seen& seen) {
-  for_each_launch(rows, options, seen, [&](const std::vector<R>& part, int64_t chunk, int64_t blocks) {
+  launch_rows(rows, options, seen, [&](const std::vector<R>& part, int64_t chunk, int64_t blocks) {
     launch<T, N>(f, part, chunk, blocks, options, found_inf, squares);
   });
 }
@@ -163,7 +171,7 @@ extern "C" int emulate(const char* op, int64_t count, const Given* x, const Give
     if (!std::strcmp(op, "adopt")) return two(Adopt<T>{c10::ScalarType::Float}), 0;
     return 1;
   };
-  return with(float()) + with(double());
+  return status_of([&] { return with(float()) + with(double()); });
 }
 
 // The blocks of tensors of these sizes.
@@ -183,7 +191,7 @@ struct Places {  // where an optimizer's lists are, as Python hands them over; n
 // steps_cuda.cu's launches. `begin(row)` is asked for a row's work, once for every block.
 template <class Begin>
 void run_places(const std::vector<StepBlocks>& rows, const Options& options, Seen& seen, const Begin& begin) {
-  for_each_launch(rows, options, seen, [&](const std::vector<StepBlocks>& part, int64_t chunk, int64_t blocks) {
+  launch_rows(rows, options, seen, [&](const std::vector<StepBlocks>& part, int64_t chunk, int64_t blocks) {
     const auto work_of = begin(part);
     for (int64_t b = 0; b < blocks; ++b) {
       const auto block = static_cast<uint32_t>(options.backwards ? blocks - 1 - b : b);
@@ -210,9 +218,9 @@ StepWork<F> with_numbers(const double* numbers, bool flag) {
 // numbers: factor, weight decay, lr, then beta1, beta2, eps of adam or momentum of sgd. flag: maximize.
 extern "C" int emulate_step(const char* op, int64_t count, const Places* places, const double* numbers, int64_t flag,
                             const Options* options, Seen* seen) {
-  std::vector<StepBlocks> rows;
+  std::vector<StepRow> given(count);
   for (int64_t i = 0; i < count; ++i) {
-    StepRow row{};
+    StepRow& row = given[i];
     for (int k = 0; k < kPlaces; ++k) {
       if (places->lists[k] == nullptr) continue;
       const Given& t = places->lists[k][i];
@@ -222,10 +230,9 @@ extern "C" int emulate_step(const char* op, int64_t count, const Places* places,
       for (int64_t d = 0; d < t.dims; ++d) row.size *= t.sizes[d];
     }
     row.step = places->steps != nullptr ? places->steps[i] : nullptr;
-    if (row.size == 0) continue;
-    rows.push_back(step_blocks(row, i));
-    seen->widest = std::max<int64_t>(seen->widest, rows.back().width);
   }
+  const std::vector<StepBlocks> rows = blocks_of(given);
+  for (const StepBlocks& row : rows) seen->widest = std::max<int64_t>(seen->widest, row.width);
   const Scalar<double> lr{numbers[2], nullptr, nullptr};
   const auto adam = [&](auto functor) {
     auto work = with_numbers<decltype(functor)>(numbers, flag != 0);
@@ -235,10 +242,15 @@ extern "C" int emulate_step(const char* op, int64_t count, const Places* places,
     work.f.eps = static_cast<float>(numbers[5]);
     const AdamRule rule{{numbers[3], numbers[4], 0, false, true}, lr, {}};
     std::vector<AdamRates> rates(count);
-    run_places(rows, *options, *seen, [&](const std::vector<StepBlocks>& part) {
+    const auto count_steps = [&](const std::vector<StepBlocks>& part) {
       for (const StepBlocks& row : part) {
         if (row.begins) rates[row.index] = rule.count(row.step);
       }
+    };
+    launch_rows(blocks_of(given, true), *options, *seen,
+                [&](const std::vector<StepBlocks>& part, int64_t, int64_t) { count_steps(part); });
+    run_places(rows, *options, *seen, [&](const std::vector<StepBlocks>& part) {
+      count_steps(part);
       return [&](const StepBlocks& row) {
         work.rates = rates[row.index];
         return work;
@@ -249,17 +261,19 @@ extern "C" int emulate_step(const char* op, int64_t count, const Places* places,
     run_places(rows, *options, *seen,
                [&](const std::vector<StepBlocks>&) { return [&](const StepBlocks&) { return work; }; });
   };
-  if (!std::strcmp(op, "adam")) return adam(Adam<false>()), 0;
-  if (!std::strcmp(op, "amsgrad")) return adam(Adam<true>()), 0;
-  if (!std::strcmp(op, "sgd")) {
-    auto work = with_numbers<Sgd<true>>(numbers, flag != 0);
-    work.f.momentum = static_cast<float>(numbers[3]);
-    work.f.weight = 1;
-    work.f.nesterov = work.f.first_run = false;
-    work.rates = SgdRule{lr}.rates();
-    return plainly(work), 0;
-  }
-  if (!std::strcmp(op, "split")) return plainly(SplitWork()), 0;
-  if (!std::strcmp(op, "join")) return plainly(JoinWork()), 0;
-  return 1;
+  return status_of([&] {
+    if (!std::strcmp(op, "adam")) return adam(Adam<false>()), 0;
+    if (!std::strcmp(op, "amsgrad")) return adam(Adam<true>()), 0;
+    if (!std::strcmp(op, "sgd")) {
+      auto work = with_numbers<Sgd<true>>(numbers, flag != 0);
+      work.f.momentum = static_cast<float>(numbers[3]);
+      work.f.weight = 1;
+      work.f.nesterov = work.f.first_run = false;
+      work.rates = SgdRule{lr}.rates();
+      return plainly(work), 0;
+    }
+    if (!std::strcmp(op, "split")) return plainly(SplitWork()), 0;
+    if (!std::strcmp(op, "join")) return plainly(JoinWork()), 0;
+    return 1;
+  });
 }

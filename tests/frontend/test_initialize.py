@@ -99,8 +99,11 @@ class OwnForward(nn.Linear):
 
 
 BAD_MODELS = {
-    "half": (lambda: nn.Linear(2, 2).half(), ValueError, "parameter 'weight' of Linear is torch.float16"),
-    "bfloat16": (lambda: nn.Linear(2, 2).bfloat16(), ValueError, "is torch.bfloat16"),
+    "bfloat16 beyond FP16": (
+        lambda: linear([[1e5]]).bfloat16(),
+        ValueError,
+        "'weight' of Linear is torch.bfloat16 and holds 99840",
+    ),
     "double": (lambda: nn.Linear(2, 2).double(), ValueError, "is torch.float64"),
     "DataParallel": (lambda: nn.DataParallel(nn.Linear(2, 2)), ValueError, "wrapped in DataParallel"),
     "script": (lambda: torch.jit.script(nn.Linear(2, 2)), TypeError, "ScriptModule"),

@@ -13,7 +13,7 @@ import training
 from conftest import DEVICES
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import ADAM, ADAMW, LEVELS, SGD, convnet, same, train, weights
+from training import ADAM, ADAMW, DUPLICATES, LEVELS, SGD, convnet, same, train, weights
 
 from amp_patch import amp
 from amp_patch.casts import oplists
@@ -448,21 +448,7 @@ def test_restore_works_on_a_model_whose_optimizer_is_gone():
     assert all(master_of(p) is None for p in model.parameters())
 
 
-def through_pickle(value):
-    return pickle.loads(pickle.dumps(value))
-
-
-def through_torch(value):
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-COPIES = [copy.deepcopy, through_pickle, through_torch]
-
-
-@pytest.mark.parametrize("duplicate", COPIES)
+@pytest.mark.parametrize("duplicate", DUPLICATES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_copied_model_runs_its_own_weights(level, duplicate):
     model = convnet()
@@ -483,7 +469,7 @@ def test_a_copied_model_runs_its_own_weights(level, duplicate):
     assert torch.equal(model(inputs), expected)
 
 
-@pytest.mark.parametrize("duplicate", COPIES)
+@pytest.mark.parametrize("duplicate", DUPLICATES)
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_model_and_optimizer_copied_together_train_on_alike(level, make_optimizer, duplicate):

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from amp_patch import amp, optimizers
 
-LEVELS = ["O1", "O2", "O5"]
+LEVELS = ["O1", "O2", "O5", "O5, split"]
+SCALED = ["O1", "O2"]
 MAKERS = {
     "torch's fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True, capturable=True),
     "torch's fused SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=True),
@@ -26,8 +27,10 @@ def start(maker: Any, level: str, device: str = "cpu") -> Any:
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
-    scale = {} if level == "O5" else {"loss_scale": "dynamic"}
-    return amp.initialize(model, maker(model.parameters()), opt_level=level, verbosity=0, **scale)
+    options = {"loss_scale": "dynamic"} if level in SCALED else {}
+    if level == "O5, split":
+        level, options = "O5", {"master_weights": "split"}
+    return amp.initialize(model, maker(model.parameters()), opt_level=level, verbosity=0, **options)
 
 
 def iteration(model: Any, optimizer: Any, images: Tensor, classes: Tensor, factor: float | Tensor = 1.0) -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from amp_patch.casts.oplists import LATE
 
 Make = Callable[..., Tensor]  # shape -> the next floating tensor of the call
 Sample = Callable[[Make], tuple[Any, ...]]
 
 
 def resolve(address: str) -> Any:
+    with suppress(ImportError):  # varlen is younger than torch 2.6
+        importlib.import_module(LATE.get(address, "torch"))
     owner: Any = importlib.import_module("torch")
     for part in address.split(".")[1:]:
         owner = getattr(owner, part)
@@ -79,6 +84,7 @@ SAMPLES: dict[str, Sample] = {
     "linear": lambda t: (t(2, 3), t(4, 3), t(4)),
     "prelu": lambda t: (t(3, 3), t(1)),
     "scaled_dot_product_attention": lambda t: (t(1, 2, 3, 4), t(1, 2, 3, 4), t(1, 2, 3, 4), t(3, 3)),
+    "_grouped_mm": lambda t: (t(4, 8), t(2, 8, 16), {"offs": torch.tensor([2, 4], dtype=torch.int32)}),
     # convolutions
     **{f"conv{'_transpose' * back}{dims}d": convolution(dims) for dims in (1, 2, 3) for back in (0, 1)},
     "conv_tbc": lambda t: (t(5, 1, 2), t(3, 2, 2), t(2)),
@@ -122,6 +128,7 @@ SAMPLES: dict[str, Sample] = {
     "triplet_margin_loss": lambda t: (t(3, 3), t(3, 3), t(3, 3)),
     "triplet_margin_with_distance_loss": lambda t: (t(3, 3), t(3, 3), t(3, 3)),
     "ctc_loss": lambda t: (t(4, 1, 3).log(), index(1, 2).view(1, 2), index(4), index(2)),
+    "linear_cross_entropy": lambda t: (t(3, 4), t(5, 4), index(0, 1, 2)),
     "binary_cross_entropy": lambda t: (t(3) / 2, t(3) / 2),
     # linear algebra, FFT
     **dict.fromkeys(("cholesky_solve", "solve", "solve_ex", "lstsq"), two),

@@ -1,162 +1,20 @@
 """Mixed-precision training by hand: the contract, written out once more in plain torch.
 
-Nothing of amp_patch is used here. Weights, casts, scales and skips are those that its documents promise; the
-storms (test_storms.py) hold amp_patch to them, to the bit.
+Nothing of amp_patch is used here, save its norms. Weights, casts, scales and skips are those that its documents
+promise; the storms (test_storms.py) and the stories (test_stories.py) hold amp_patch to them, to the bit.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from reference_model import Level, Net, Weight
 from torch import Tensor, nn
 
 from amp_patch import multi_tensor
-
-WIDTH = 4  # of every activation: (rows, WIDTH)
-HALF, BRAIN = torch.float16, torch.bfloat16
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The model: a row of layers, as a module that anybody can train
-
-
-class Times(nn.Module):
-    """A product with a parameter: no function that any list names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
-class Conv(nn.Conv1d):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.reshape(-1, 2, WIDTH // 2)).reshape(-1, WIDTH)
-
-
-LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "embedding": lambda: nn.Embedding(5, WIDTH),
-    "linear": lambda: nn.Linear(WIDTH, WIDTH),
-    "conv": lambda: Conv(2, 2, 3, padding=1),
-    "batch": lambda: nn.BatchNorm1d(WIDTH),
-    "layer": lambda: nn.LayerNorm(WIDTH),
-    "group": lambda: nn.GroupNorm(2, WIDTH),
-    "times": Times,
-    "relu": nn.ReLU,
-    "tanh": nn.Tanh,
-}
-PLAIN = ("relu", "tanh")  # without parameters
-
-
-@dataclass(frozen=True)
-class Plant:
-    """A number put into the gradient of a layer's output, or of its first parameter, on the way back."""
-
-    model: int
-    layer: int
-    at_weight: bool
-    element: int
-    value: float
-
-    def hook(self, grad: Tensor) -> Tensor:
-        grad = grad.clone()
-        planted = torch.tensor(self.value).to(grad.dtype)  # torch 2.6 refuses a number that FP16 lacks
-        grad.view(-1)[self.element % grad.numel()] = planted
-        return grad
-
-
-class Stack(nn.Module):
-    """The layers `kinds`; "tied" is the last linear layer before it, once more."""
-
-    def __init__(self, kinds: tuple[str, ...]) -> None:
-        super().__init__()
-        self.kinds = kinds
-        self.places = places(kinds)
-        self.layers = nn.ModuleList()
-        for index, kind in enumerate(kinds):
-            self.layers.append(LAYERS[kind]() if self.places[index] == index else self.layers[self.places[index]])
-        self.plant: Plant | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index, layer in enumerate(self.layers):
-            x = layer(x)
-            sow(self.plant, index, x)
-        return x
-
-    def first_weight_of(self, index: int) -> Tensor | None:
-        return next(self.layers[index].parameters(), None)
-
-
-def places(kinds: tuple[str, ...]) -> list[int]:
-    """Per layer the index of the one that has its weights."""
-    found: list[int] = []
-    for index, kind in enumerate(kinds):
-        linears = [i for i in range(index) if kinds[i] == "linear"]
-        found.append(linears[-1] if kind == "tied" else index)
-    return found
-
-
-def sow(plant: Plant | None, index: int, x: Tensor) -> None:
-    if plant is not None and plant.layer == index and not plant.at_weight and x.requires_grad:
-        x.register_hook(plant.hook)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What the levels are
-
-
-@dataclass(frozen=True)
-class Level:
-    """One training's types and scale.
-
-    `casts_model`: weights and activations are `low`. `patches`: they are FP32, and products are made of `low` ones.
-    """
-
-    low: torch.dtype = HALF
-    casts_model: bool = False
-    patches: bool = False
-    batch_norms_fp32: bool = True
-    masters: bool = False
-    scale: float | str = 1.0
-    lowest: float = 2.0**-24
-    highest: float = 2.0**24
-    emulates: bool = False  # products of FP16 numbers are computed in FP32 and rounded once
-
-    @property
-    def scales(self) -> bool:
-        return self.scale != 1.0
-
-
-def level_of(options: dict[str, Any]) -> Level:
-    """What `initialize(**options)` is to do."""
-    name = options["opt_level"]
-    level = {
-        "O0": Level(),
-        "O1": Level(patches=True, scale="dynamic"),
-        "O2": Level(casts_model=True, masters=True, scale="dynamic"),
-        "O3": Level(casts_model=True, batch_norms_fp32=False),
-        "O4": Level(BRAIN, patches=True),
-        "O5": Level(BRAIN, casts_model=True, masters=True),
-    }[name]
-    if options.get("dtype") is BRAIN:
-        level = replace(level, low=BRAIN, scale=1.0)
-    ours = {
-        "keep_batchnorm_fp32": "batch_norms_fp32",
-        "master_weights": "masters",
-        "loss_scale": "scale",
-        "patch_torch_functions": "patches",
-        "min_loss_scale": "lowest",
-        "max_loss_scale": "highest",
-    }
-    level = replace(level, **{ours[key]: value for key, value in options.items() if key in ours and value is not None})
-    if "min_loss_scale" not in options:
-        level = replace(level, lowest=min(level.lowest, level.highest))
-    return replace(level, emulates=level.low is HALF and options.get("cpu_fp16") == "emulate")
 
 
 class Scale:
@@ -182,7 +40,7 @@ class Scale:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Forward
+# Backward and step
 
 
 def clip_grad_norm(masters: list[Tensor], of_low_precision: list[bool], max_norm: float) -> None:
@@ -198,133 +56,6 @@ def clip_grad_norm(masters: list[Tensor], of_low_precision: list[bool], max_norm
     nn.utils.clip_grads_with_norm_(masters, max_norm, torch.linalg.vector_norm(torch.cat(norms)))
 
 
-class Weight:
-    """A parameter: what the model computes with, what the optimizer updates, and the gradients of the two.
-
-    Attributes:
-        value: the model's, a leaf. master: the optimizer's, FP32; `value` itself without masters.
-        grad: unscaled, of the master.
-        waiting: the sum of the scaled gradients of a delayed iteration, in the model's type. Of a weight that is its
-            own master `grad` is in it, scaled again, save what that would make infinite.
-    """
-
-    def __init__(self, initial: Tensor, dtype: torch.dtype, has_master: bool, trains: bool) -> None:
-        self.value = initial.detach().to(dtype).clone().requires_grad_(trains)
-        self.has_master = has_master and dtype is not torch.float32
-        self.master = initial.detach().float().clone().requires_grad_(trains) if self.has_master else self.value
-        self.waiting: Tensor | None = None
-        self.grad: Tensor | None = None
-
-    def publish(self) -> None:
-        if self.has_master:
-            with torch.no_grad():
-                self.value.copy_(self.master)
-
-
-class Net:
-    """A `Stack` at a level: its weights by name, and its forward with each cast written out."""
-
-    def __init__(self, stack: Stack, level: Level, kept: frozenset[int], has_master: Callable[[str], bool]) -> None:
-        self.kinds, self.places, self.level, self.kept = stack.kinds, stack.places, level, kept
-        types = {i: self._type_of(i) for i in range(len(self.kinds))}
-        self.weights = {
-            name: Weight(p, types[int(name.split(".")[1])], level.masters and has_master(name), p.requires_grad)
-            for name, p in stack.named_parameters()
-        }
-        self.buffers = {
-            name: b.clone().to(types[int(name.split(".")[1])]) if b.is_floating_point() else b.clone()
-            for name, b in stack.named_buffers()
-        }
-
-    def _type_of(self, index: int) -> torch.dtype:
-        stays = self.places[index] in self.kept or (self.kinds[index] == "batch" and self.level.batch_norms_fp32)
-        return self.level.low if self.level.casts_model and not stays else torch.float32
-
-    def __call__(self, x: Tensor, plant: Plant | None) -> Tensor:
-        level = self.level
-        casts: dict[str, Tensor] = {}  # a weight is cast once in a forward, and its gradients meet in the cast
-        if level.casts_model and x.is_floating_point():
-            x = x.to(level.low)
-        for index in range(len(self.kinds)):
-            x = self._kept(index, x) if self.places[index] in self.kept else self._layer(index, x, casts)
-            sow(plant, index, x)
-        return x.float() if level.casts_model else x
-
-    def first_weight_of(self, index: int) -> Tensor | None:
-        weight = self.weights.get(f"layers.{self.places[index]}.weight")
-        return None if weight is None else weight.value
-
-    def _kept(self, index: int, x: Tensor) -> Tensor:
-        if x.is_floating_point() and (self.level.casts_model or self.level.patches):
-            x = x.float()
-        y = self._plain(index, x)
-        return y.to(self.level.low) if self.level.casts_model else y
-
-    def _weight(self, index: int, name: str = "weight") -> Tensor:
-        return self.weights[f"layers.{self.places[index]}.{name}"].value
-
-    def _layer(self, index: int, x: Tensor, casts: dict[str, Tensor]) -> Tensor:
-        kind, level = self.kinds[index], self.level
-        if kind in ("linear", "tied", "conv"):
-            names = [f"layers.{self.places[index]}.{name}" for name in ("weight", "bias")]
-            operands = [x, *(self.weights[name].value for name in names)]
-            if level.patches:
-                for name in names:
-                    if name not in casts:
-                        casts[name] = self.weights[name].value.to(level.low)
-                operands = [x.to(level.low), *(casts[name] for name in names)]
-            product = F.linear if kind != "conv" else convolve
-            return self._emulated(product, *operands)
-        if kind in ("layer", "group"):
-            operands = [x, self._weight(index), self._weight(index, "bias")]
-            norm = layer_norm if kind == "layer" else group_norm
-            if level.patches:
-                return norm(x.float(), *operands[1:])
-            return self._emulated(norm, *operands) if kind == "group" else norm(*operands)
-        return self._plain(index, x)
-
-    def _emulated(self, function: Callable[..., Tensor], *operands: Tensor) -> Tensor:
-        if self.level.emulates and all(operand.dtype is HALF for operand in operands):
-            return function(*(operand.float() for operand in operands)).half()
-        return function(*operands)
-
-    def _plain(self, index: int, x: Tensor) -> Tensor:
-        kind = self.kinds[index]
-        if kind == "relu":
-            return torch.relu(x)
-        if kind == "tanh":
-            return torch.tanh(x)
-        weight = self._weight(index)
-        if kind == "times":
-            return x * weight
-        if kind == "embedding":
-            return F.embedding(x, weight)
-        bias = self._weight(index, "bias")
-        if kind == "batch":
-            prefix = f"layers.{self.places[index]}."
-            self.buffers[prefix + "num_batches_tracked"] += 1
-            mean, variance = self.buffers[prefix + "running_mean"], self.buffers[prefix + "running_var"]
-            return F.batch_norm(x, mean, variance, weight, bias, True, 0.1, 1e-5)
-        functions = {"linear": F.linear, "tied": F.linear, "conv": convolve, "layer": layer_norm, "group": group_norm}
-        return functions[kind](x, weight, bias)
-
-
-def convolve(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.conv1d(x.reshape(-1, 2, WIDTH // 2), weight, bias, padding=1).reshape(-1, WIDTH)
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, (WIDTH,), weight, bias)
-
-
-def group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.group_norm(x, 2, weight, bias)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Backward and step
-
-
 class Owner:
     """An optimizer of the training: torch's own on the masters, and the losses that overflowed since its last step."""
 
@@ -333,7 +64,23 @@ class Owner:
         self.optimizer = make([{"params": [w.master for w in group], "lr": lr} for lr, group in groups])
         self.overflowed: set[int] = set()
         self.waits_for: int | None = None  # the loss whose gradients a delayed exit left scaled
+        self.waits_at = 1.0  # the scale of these
         self.skipped = False
+
+    def add_group(self, weights: list[Weight], lr: float, level: Level) -> None:
+        """`add_param_group` with weights that were nobody's."""
+        for weight in weights:
+            grad, weight.grad = weight.grad, None
+            if level.masters and weight.value.dtype is not torch.float32:
+                weight.take_master(weight.value, split=level.masters == "split")
+            if grad is None or level.scales:  # it may be scaled
+                continue
+            if self.waits_for is not None and not weight.has_master:
+                weight.waiting = grad
+            else:
+                weight.grad = grad.to(weight.master.dtype)
+        self.optimizer.add_param_group({"params": [weight.master for weight in weights], "lr": lr})
+        self.weights += weights
 
     def zero_grad(self, set_to_none: bool) -> None:
         for weight in self.weights:
@@ -353,12 +100,13 @@ class Trainer:
     def __init__(self, level: Level, nets: list[Net], owners: list[Owner], scales: list[Scale]) -> None:
         self.level, self.nets, self.owners, self.scales = level, nets, owners, scales
         self.weights = [weight for net in nets for weight in net.weights.values()]
+        self.lost = False  # whether a gradient of a weight that no optimizer holds has overflowed
 
     def backward(self, loss: Tensor, loss_id: int, targets: list[Owner], *, delay: bool, later: bool) -> None:
         """`scale_loss(loss, targets, loss_id, delay_unscale=delay, delay_overflow_check=later)`."""
         scale = self.scales[loss_id]
         ours = [weight for owner in targets for weight in owner.weights]
-        self._begin(targets)
+        self._begin(targets, loss_id)
         for weight, grad in self._gradients(loss, loss_id):
             if not any(weight is other for other in ours):
                 self._pass_by(weight, grad, loss_id)
@@ -367,16 +115,17 @@ class Trainer:
                 weight.waiting, weight.grad = self._scaled_again(weight.grad, scale.value)
             if grad is not None:
                 weight.waiting = grad if weight.waiting is None else weight.waiting + grad
+        self._clear_lost()
         for owner in targets:
-            owner.waits_for = loss_id
+            owner.waits_for, owner.waits_at = loss_id, scale.value
         if not delay:
-            self._take(targets, loss_id)
+            self._take(targets, loss_id, scale.value)
         if not (delay or later):
             scale.move()
 
     def fail(self, loss: Tensor, loss_id: int, targets: list[Owner], *, after: bool) -> None:
         """An exception leaves the body, before or `after` its backward: only what waits has that backward's share."""
-        self._begin(targets)
+        self._begin(targets, loss_id)
         for weight, grad in self._gradients(loss, loss_id) if after else ():
             if not any(weight is other for owner in targets for other in owner.weights):
                 self._pass_by(weight, grad, loss_id)
@@ -384,9 +133,17 @@ class Trainer:
                 weight.waiting = weight.waiting + grad
             elif grad is not None and not self.level.scales and not weight.has_master and weight.grad is not None:
                 weight.grad = weight.grad + grad  # nothing is taken away where nothing is scaled
+        self._clear_lost()
 
-    def _begin(self, targets: list[Owner]) -> None:
+    def _begin(self, targets: list[Owner], loss_id: int) -> None:
+        scale = self.scales[loss_id].value
         for owner in targets:
+            if owner.waits_for is not None:  # what waits is scaled as this backward's will be
+                factor = torch.tensor(scale, dtype=torch.float64) / owner.waits_at
+                for weight in owner.weights:
+                    if weight.waiting is not None and factor != 1 and self.level.scales:
+                        weight.waiting = (weight.waiting.float() * factor.float()).to(weight.waiting.dtype)
+                owner.waits_for, owner.waits_at = loss_id, scale
             if owner.waits_for is None and all(weight.grad is None for weight in owner.weights):
                 owner.overflowed.clear()  # of gradients that were thrown away
 
@@ -408,25 +165,35 @@ class Trainer:
         """A gradient for a parameter whose optimizer has no part in this loss."""
         if grad is None or weight.has_master:
             return  # the next `scale_loss` of its own optimizer begins without it
-        bad = self._add(weight, grad, loss_id)
-        for owner in self.owners:
-            if bad and any(weight is other for other in owner.weights):
-                owner.overflowed.add(loss_id)
+        bad = self._add(weight, grad, self.scales[loss_id].value)
+        holders = [owner for owner in self.owners if any(weight is other for other in owner.weights)]
+        for owner in holders if bad else ():
+            owner.overflowed.add(loss_id)
+        if bad and not holders:
+            self.lost = True
 
-    def _add(self, weight: Weight, grad: Tensor, loss_id: int) -> bool:
+    def _clear_lost(self) -> None:
+        """No step drops the gradients of weights that no optimizer holds: an overflow ends all of them."""
+        held = {id(weight) for owner in self.owners for weight in owner.weights}
+        for weight in self.weights if self.lost else ():
+            if id(weight) not in held and weight.grad is not None:
+                weight.grad = torch.zeros_like(weight.grad)
+        self.lost = False
+
+    def _add(self, weight: Weight, grad: Tensor, scale: float) -> bool:
         """Unscale a gradient and add it to the weight's, in FP32, rounded once; whether it overflowed."""
-        new = grad.float() * (1 / self.scales[loss_id].value if self.level.scales else 1.0)
+        new = grad.float() * (1 / scale if self.level.scales else 1.0)
         total = (new if weight.grad is None else new + weight.grad.float()).to(weight.master.dtype)
         fault = ~new.isfinite() | (~total.isfinite() & (weight.grad is None or weight.grad.isfinite()))
         weight.grad = total
         return self.level.scales and bool(fault.any())
 
-    def _take(self, targets: list[Owner], loss_id: int) -> None:
+    def _take(self, targets: list[Owner], loss_id: int, scale: float) -> None:
         """What waits, scaled, becomes the gradients of the next step."""
         found = False
         for weight in (weight for owner in targets for weight in owner.weights):
             if weight.waiting is not None:
-                found = self._add(weight, weight.waiting, loss_id) or found
+                found = self._add(weight, weight.waiting, scale) or found
                 weight.waiting = None
         if found and not any(loss_id in owner.overflowed for owner in targets):
             self.scales[loss_id].overflowed = True
@@ -438,8 +205,10 @@ class Trainer:
     def step(self, owner: Owner) -> None:
         if owner.waits_for is not None:
             loss_id = owner.waits_for
-            self._take([owner], loss_id)
+            self._take([owner], loss_id, owner.waits_at)
             self.scales[loss_id].move()
+        for weight in owner.weights:
+            weight.settle()
         owner.skipped = bool(owner.overflowed)
         if not owner.skipped:
             for weight in owner.weights:
@@ -453,6 +222,13 @@ class Trainer:
             if weight.has_master:
                 weight.grad = None
         owner.overflowed.clear()
+
+    def copied(self) -> Trainer:
+        """What a deepcopy, or a pickle, of models and optimizers is: without gradients, as torch's are."""
+        twin = copy.deepcopy(self)
+        for weight in twin.weights:
+            weight.grad = weight.value.grad = weight.waiting = None
+        return twin
 
     def clip(self, weights: list[Weight], clip: Callable[[list[Tensor]], Any]) -> None:
         """Call a function of torch's that writes into the gradients of parameters."""
@@ -475,4 +251,4 @@ def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
             if any(state.get("momentum_buffer") is not None for _, state in states):
                 for param, state in states:
                     if state.get("momentum_buffer") is None:
-                        state["momentum_buffer"] = torch.zeros_like(param)
+                        state["momentum_buffer"] = torch.full_like(param, -0.0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -128,3 +130,17 @@ def assert_unchanged(before: Any, after: Any) -> None:
         assert_unchanged(vars(before), vars(after))
     else:
         assert before == after
+
+
+def through_pickle(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def through_torch(value: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+DUPLICATES = [copy.deepcopy, through_pickle, through_torch]

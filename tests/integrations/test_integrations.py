@@ -537,3 +537,33 @@ def test_two_processes_train_as_one_does(tmp_path, accelerate_state):
             torch.testing.assert_close(
                 value, expected, rtol=0, atol=2e-3, msg=lambda text, name=name: f"{name}: {text}"
             )
+
+
+def gradients_left(level: str) -> tuple[nn.Module, Any]:
+    model = network()
+    model, optimizer = amp.initialize(model, adam(model), opt_level=level, verbosity=0)
+    with amp.scale_loss(model(INPUTS).float().square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_lightnings_norms_of_gradients_are_of_all_parameters(level):
+    model, _ = gradients_left(level)
+    norms = pl.utilities.grad_norm(model, 2)
+    assert len(norms) == 1 + len(list(model.parameters()))
+    expected = pl.utilities.grad_norm(gradients_left("O0")[0], 2)["grad_2.0_norm_total"]
+    if level != "O3":  # where gradients are FP16's own, unscaled
+        assert float(norms["grad_2.0_norm_total"]) == pytest.approx(float(expected), rel=0.02)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_accelerates_clipping_of_model_parameters_reaches_the_step(level):
+    model, optimizer = gradients_left(level)
+    before = [param.detach().clone() for param in model.parameters()]
+    PartialState(cpu=True)
+    transformers.trainer.Accelerator(cpu=True).clip_grad_norm_(model.parameters(), 0.0)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))

@@ -95,8 +95,8 @@ def test_whoever_looks_finds_an_fp32_parameter(training):
     model, optimizer = training
     for param, master in zip(model.parameters(), amp.master_params(optimizer), strict=True):
         assert is_split(master) and isinstance(master, nn.Parameter) and master.requires_grad and master.is_leaf
-        assert master.dtype is torch.float32 and master.shape == param.shape and master.grad is None
-        assert not master.is_open, "facts take no memory"
+        assert master.dtype is torch.float32 and master.shape == param.shape
+        assert master.grad is not None and not master.is_open, "facts take no memory"
         assert torch.equal(high_half(master), param) and master.is_open
         value = master.detach().clone()
         for looked in (master.data, master * 1, torch.clone(master), torch.stack([master])[0], master.view_as(master)):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from split_masters import MAKERS, OPTIM, high_half, iterate, masters, opened, same, start
+from split_masters import MAKERS, OPTIM, high_half, iterate, loss_of, masters, opened, same, start
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -65,6 +66,97 @@ def test_a_master_is_opened_outside_of_dispatch_modes(training):
         assert isinstance(master * 2, FakeTensor)
     assert torch.equal(high_half(master), model[0].weight)
     iterate(model, optimizer, range(3, 4))
+
+
+@pytest.fixture(params=[True, "split"])
+def either(request):
+    """A training with whole masters, and one with split ones."""
+    model, optimizer = start(MAKERS["AdamW"], master_weights=request.param)
+    iterate(model, optimizer, range(3))
+    return model, optimizer
+
+
+class Named(nn.Parameter):
+    pass
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, Named])
+@pytest.mark.parametrize("options", [{}, {"requires_grad": False}])
+def test_a_parameter_that_is_made_of_a_master_is_an_ordinary_one(either, kind, options):
+    model, optimizer = either
+    wanted = masters(optimizer)
+    made = [kind(data=master, **options) for master in amp.master_params(optimizer)]
+    assert all(type(p) is kind and p.dtype is torch.float32 and p.is_leaf and p.grad is None for p in made)
+    assert all(p.requires_grad is options.get("requires_grad", True) for p in made) and same(made, wanted)
+    assert type(copy.deepcopy(made[0])) is kind
+    iterate(model, optimizer, range(3, 4))
+    assert same(made, amp.master_params(optimizer)) and not torch.equal(made[0], wanted[0])  # as of any tensor
+    with torch.no_grad():
+        made[0].fill_(0.5)
+    loss_of(model, 4)
+    assert bool((model[0].weight == 0.5).all())
+    amp.restore()
+    assert "amp_patch" not in nn.Parameter.__new__.__code__.co_filename
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+def test_a_tensor_that_is_made_of_a_master_is_a_copy(either):
+    model, optimizer = either
+    wanted = masters(optimizer)[0]
+    make = {
+        torch.tensor: [{}, {"dtype": torch.float64}, {"requires_grad": True}],
+        torch.as_tensor: [{"dtype": torch.float64}],
+        torch.asarray: [{"dtype": torch.float64, "requires_grad": False}, {"copy": True, "requires_grad": False}],
+    }
+    for function, several in make.items():
+        for options in several:
+            loss_of(model, 3)
+            made = function(next(amp.master_params(optimizer)), **options)
+            assert made.dtype is options.get("dtype", torch.float32) and torch.equal(made, wanted.to(made.dtype))
+            assert made.requires_grad is options.get("requires_grad", function is torch.as_tensor)
+            with torch.no_grad():
+                made.zero_()
+            assert torch.equal(next(amp.master_params(optimizer)), wanted)
+            model.state_dict()
+    assert torch.as_tensor(master := next(amp.master_params(optimizer))) is master
+    assert torch.tensor(data=[1, 2]).tolist() == [1, 2] and opened(optimizer) <= len(masters(optimizer))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+def test_torchscript_knows_the_constructors_beside_split_masters(training):
+    script = torch.jit.script(made_of_a_number)
+    assert script(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert torch.compile(made_of_a_number, backend="eager", fullgraph=True)(torch.ones(2)).tolist() == [3.0, 3.0]
+
+
+def made_of_a_number(x: Tensor) -> Tensor:
+    return x + torch.tensor(2.0)
+
+
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+@pytest.mark.parametrize("make", ["SGD", "RMSprop", "FusedAdam"])
+def test_weights_that_are_set_to_zero_have_masters_of_zero_and_stay(make, zero, backend):
+    if backend == "cpp" and multi_tensor.backend() != "cpp":
+        pytest.skip("the extension is not there")
+    with multi_tensor.use_backend(backend):
+        model, optimizer = start(MAKERS[make])
+        iterate(model, optimizer, range(1))
+        optimizer.state.clear()  # the moments of weights that are set to zero would move them
+        next(amp.master_params(optimizer)).sum()  # one is open
+        with torch.no_grad():
+            model[0].weight[::2] = zero
+            model[3].weight.mul_(0.0)
+        first, *_, last, _ = amp.master_params(optimizer)
+        assert (last == 0).all()
+        model.state_dict()
+        assert (first[::2] == 0).all() and (first[::2].signbit() == torch.tensor(zero).signbit()).all()
+        assert (model.state_dict()["0.weight"][::2] == 0).all() and (first[1::2] != 0).any()
+        mask = torch.arange(33) % 2 == 1
+        model[0].weight.register_hook(lambda grad: grad * mask[:, None])
+        model[3].weight.register_hook(torch.zeros_like)
+        iterate(model, optimizer, range(1, 4))
+        assert (first[::2] == 0).all() and (last == 0).all() and (first[1::2] != 0).any()
 
 
 def test_arrays_storages_and_shared_memory(training):

@@ -194,93 +194,41 @@ def test_torch_ema_s(level):
     assert training.same(training.weights(model), trained)
 
 
-# --- averages of low-precision weights, which hardly move: a warning that names the recipe ----------------------------
-
-BLENDS = {
-    "lerp_": lambda a, p: a.lerp_(p.detach(), 0.1),
-    "mul_ and add_": lambda a, p: a.mul_(0.9).add_(p, alpha=0.1),
-    "data": lambda a, p: a.data.lerp_(p.data, 0.1),
-    "copy_": lambda a, p: a.data.copy_(0.9 * a.data + 0.1 * p.data),
-    "so little that nothing moves": lambda a, p: a.lerp_(p, 1e-6),
-}
-
-
-def each_step(model, optimizer, average, update, steps=4):
-    for number in range(steps):
-        step(model, optimizer, number)
-        with torch.no_grad():
-            for a, p in zip(average.parameters(), model.parameters(), strict=True):
-                update(a, p)
-
-
-@pytest.mark.parametrize("blend", BLENDS)
-@pytest.mark.parametrize("level", CAST)
-def test_a_copy_that_is_an_average_in_low_precision_is_told_of_once(level, blend):
-    model, optimizer = start(level)
-    average = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match=r"averaged with its torch\..*float16 weights.*recipes/average.py") as told:
-        each_step(model, optimizer, average, BLENDS[blend], steps=6)
-    assert len(told) == 1
-
-
-QUIET = {
-    "copied": lambda a, p: a.copy_(p),
-    "copied by data": lambda a, p: a.data.copy_(p.data),
-    "noise": lambda a, p: a.add_(torch.randn_like(a)),
-    "halved": lambda a, p: a.mul_(0.5).neg_(),
-    "alone": lambda a, p: None,
-}
-
-
-@pytest.mark.parametrize("edit", QUIET)
-@pytest.mark.parametrize("level", LEVELS)
-def test_other_copies_are_nobody_s_business(level, edit):
-    torch.manual_seed(0)
-    model, optimizer = start(level)
-    each_step(model, optimizer, copy.deepcopy(model), QUIET[edit])
-
-
-@pytest.mark.parametrize("level", CAST)
-def test_copies_that_are_loaded_averaged_in_fp32_or_trained_neither(level):
-    model, optimizer = start(level)
-    loaded, averaged, student = (copy.deepcopy(model) for _ in range(3))
-    plain = amp.fp32_copy(model)
-    student, second = start(level, student)
-    kept = {name: value.clone() for name, value in model.state_dict().items()}
-    for number in range(4):
-        step(model, optimizer, number)
-        loaded.load_state_dict(kept)
-        step(student, second, number)
-        with torch.no_grad():
-            if level != "O3":  # where a state dict shares no memory
-                for mine, theirs in zip(averaged.state_dict().values(), model.state_dict().values(), strict=True):
-                    mine.lerp_(theirs, 0.1) if mine.is_floating_point() else mine.copy_(theirs)
-            for mine, theirs in zip(plain.parameters(), model.parameters(), strict=True):
-                mine.lerp_(theirs.float(), 0.1)
-
-
-def test_a_watched_copy_holds_nothing():
-    import gc
-    import weakref
-
-    model, optimizer = start("O2")
-    average = copy.deepcopy(model)
-    step(model, optimizer, 0)
-    dead = weakref.ref(average)
-    del average
-    gc.collect()
-    assert dead() is None
-    step(model, optimizer, 1)
-    assert vars(model)["_amp"].copies == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("level", MASTERED)
-def test_ema_pytorch_around_the_model_is_told_of(level):
+def test_ema_pytorch_around_the_model(level):
+    """It keeps a deepcopy of the model, into which it blends the weights."""
     library = pytest.importorskip("ema_pytorch", reason="EMA of ema-pytorch is tried where it is installed")
     model, optimizer = start(level)
     average = library.EMA(model, beta=0.9, update_after_step=0, update_every=1, min_value=0.9)
-    with pytest.warns(UserWarning, match=r"recipes/average.py"):
-        for number in range(6):
-            step(model, optimizer, number)
-            average.update()
+    begin, by_hand = [p.detach().clone() for p in amp.master_params(optimizer)], None
+    for number in range(40):
+        step(model, optimizer, number)
+        average.update()
+        masters = [p.detach().clone() for p in amp.master_params(optimizer)]
+        by_hand = masters if by_hand is None else [a.lerp(m, 1 - 0.9) for a, m in zip(by_hand, masters, strict=True)]
+    moved = torch.cat([(a - b).flatten() for a, b in zip(begin, by_hand, strict=True)]).norm()
+    off = torch.cat([(a - b).flatten() for a, b in zip(average.ema_model.parameters(), by_hand, strict=True)]).norm()
+    assert off < 0.01 * moved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ModelEmaV2", "ModelEmaV3"])
+@pytest.mark.parametrize("level", MASTERED)
+def test_timm_s(level, kind):
+    library = pytest.importorskip("timm.utils", reason="timm's averages are tried where it is installed")
+    model, optimizer = start(level)
+    average = getattr(library, kind)(model, decay=0.9)
+    by_hand = [p.detach().clone() for p in amp.master_params(optimizer)]
+    for number in range(4):
+        step(model, optimizer, number)
+        average.update(model)
+        masters = [p.detach() for p in amp.master_params(optimizer)]
+        by_hand = [a.lerp(m, 1 - 0.9) for a, m in zip(by_hand, masters, strict=True)]
+    for a, b in zip(average.module.parameters(), by_hand, strict=True):
+        torch.testing.assert_close(a.detach(), b, rtol=1e-6, atol=1e-7)
+    inputs, _ = images(0)
+    with torch.no_grad():
+        assert (
+            average(inputs).dtype is torch.float32 if kind == "ModelEmaV3" else average.module(inputs).isfinite().all()
+        )

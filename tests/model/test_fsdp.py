@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import subprocess
@@ -15,12 +16,16 @@ import torch
 import torch.distributed as dist
 from ranks import RankError, Ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from amp_patch import amp, optimizers
 
 pytestmark = pytest.mark.skipif(
     torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 does not run on CPUs: no Stream.record_event"
 )
+# From torch 2.15 a policy can tell parameters apart.
+KNOWS_PARAMETERS = "param_dtype_override_fn" in inspect.signature(MixedPrecisionPolicy).parameters
+
 averaged = pytest.mark.skipif(
     torch.__version__.startswith("2.8."), reason="fully_shard of torch 2.8 sums gradients over gloo, and averages none"
 )
@@ -648,12 +653,15 @@ def test_what_cannot_be_is_refused_by_name(ranks, what, words):
 # What stays FP32 inside a cast model.
 
 
-def kept(level: str) -> tuple[Any, Any, float]:
+def kept(level: str, by_policy: bool) -> tuple[Any, Any, float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 1))
-    for index in (1, 3):
-        fully_shard(model[index], mp_policy=amp.fsdp_policy("O0"))
-    fully_shard(model, mp_policy=amp.fsdp_policy(level))
+    if by_policy:
+        fully_shard(model, mp_policy=amp.fsdp_policy(level, models=model, keep_fp32="3"))
+    else:
+        for index in (1, 3):
+            fully_shard(model[index], mp_policy=amp.fsdp_policy("O0"))
+        fully_shard(model, mp_policy=amp.fsdp_policy(level))
     types = {}
     for name, module in model.named_children():
         module.register_forward_hook(
@@ -675,14 +683,36 @@ def kept(level: str) -> tuple[Any, Any, float]:
 
 
 @averaged
+@pytest.mark.parametrize("by_policy", [False, True][: 1 + KNOWS_PARAMETERS])
 @pytest.mark.parametrize(("level", "low"), [("O2", torch.float16), ("O5", torch.bfloat16)])
-def test_modules_sharded_for_themselves_stay_fp32(ranks, level, low):
-    for types, state, progress in ranks(kept, level):
+def test_modules_stay_fp32_by_a_shard_of_their_own_or_by_the_policy(ranks, level, low, by_policy):
+    for types, state, progress in ranks(kept, level, by_policy):
         assert types["0"] == (low, [low, low], low)
         assert types["1"] == (low, [torch.float32] * 2, low)
         assert types["3"] == (low, [torch.float32] * 2, low)
         assert {dtype for dtype in state.values() if dtype.is_floating_point} == {torch.float32}
         assert progress < 0.5
+
+
+@pytest.mark.parametrize("by_policy", [False, True][: 1 + KNOWS_PARAMETERS])
+def test_both_ways_to_keep_modules_fp32_train_alike(ranks, by_policy):
+    for (*_, apart), (*_, together) in zip(ranks(kept, "O5", False), ranks(kept, "O5", by_policy), strict=True):
+        assert apart == together
+
+
+def test_a_policy_of_models_keeps_their_batch_norms_and_keep_fp32():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.LayerNorm(2))
+    policy = amp.fsdp_policy("O5", models=model, keep_fp32=nn.LayerNorm)
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+    if KNOWS_PARAMETERS:
+        assert [policy.param_dtype_override_fn(p) for p in model.parameters()] == [None] * 2 + [torch.float32] * 4
+        some = amp.fsdp_policy("O5", models=[model], keep_batchnorm_fp32=False, keep_fp32="2")
+        assert [some.param_dtype_override_fn(p) for p in model.parameters()] == [None] * 4 + [torch.float32] * 2
+    assert amp.fsdp_policy("O1", models=model) == amp.fsdp_policy("O1")
+    with pytest.raises(ValueError, match=r"^fsdp_policy: keep_fp32 is '2' and models is None; .*models=model"):
+        amp.fsdp_policy("O5", keep_fp32="2")
+    with pytest.raises(ValueError, match=r"^fsdp_policy: keep_fp32 names 'norm', which matches no module"):
+        amp.fsdp_policy("O5", models=model, keep_fp32="norm")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ def emulate(library):
             *(ctypes.c_double(b), ctypes.c_int64(watch), ctypes.byref(found), squares, ctypes.byref(options)),
             ctypes.byref(seen),
         )
+        assert status != 2, f"{op}: a grid that no GPU takes"
         assert status == 0, f"emulate() knows no {op}"
         assert found.value in (0.0, 1.0)
         return bool(found.value), list(squares), seen
@@ -316,6 +317,15 @@ def test_more_dimensions_than_index_arithmetic_has(emulate):
     plain = torch.randn((1,) * 40 + (2,) * 12 + (1,) * 12)  # 64 dimensions that merge into one
     seen = emulate("scale", [plain], [torch.empty_like(plain)])[2]
     assert (seen.linear, seen.scattered) == (1, 0)
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [(3, 0), (0,)]])
+@pytest.mark.parametrize("op", ["copy", "scale", "check_finite", "l2norm", "unscale_l2norm", "axpby", "adopt"])
+def test_nothing_to_do(emulate, op, sizes):
+    """A GPU refuses a launch of no blocks."""
+    lists = [draw(sizes, torch.float32) for _ in range(3)]
+    found, squares, seen = emulate(op, *lists)
+    assert not found and squares == [0.0] * len(sizes) and seen.launches == 0
 
 
 def test_writing_a_view_leaves_its_neighbours(emulate):

@@ -13,6 +13,7 @@ from amp_patch.multi_tensor import backends
 
 BACKENDS = [b for b in backends.BACKENDS if b == "torch" or mt.backend() == "cpp"]
 SETS = backends._C.instruction_sets() if "cpp" in BACKENDS else []
+TINY = 0x8000  # the bits of 2**-134, half of BF16's smallest number
 TIES = 32_640  # exact ties that torch's cast rounds down, to even
 ADAM = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
 SGD = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
@@ -46,13 +47,18 @@ def join(weights, halves):
 
 
 def check_patterns(bits):
-    """That the numbers with these bits come back. The number of those that torch's cast rounds to something else."""
+    """That the numbers with these bits come back, and 0 for those whose BF16 weight is 0.
+
+    Returns the number of those that torch's cast rounds to something else.
+    """
     x = bits.to(torch.int32).view(torch.float32)
     (weight,), (half,) = split([x])
     (back,) = join([weight], [half])
     nan = x.isnan()
     assert torch.equal(weight.isnan(), nan) and torch.equal(back.isnan(), nan)
-    assert ((back.view(torch.int32) == x.view(torch.int32)) | nan).all()
+    tiny = x.view(torch.int32) & 0x7FFFFFFF < TINY
+    wanted = torch.where(tiny, x.view(torch.int32) & -(2**31), x.view(torch.int32))
+    assert ((back.view(torch.int32) == wanted) | nan).all()
     assert (half[nan] == 0).all()
     other = (weight != x.bfloat16()) & ~nan
     assert ((x.view(torch.int32)[other] & 0xFFFF) == 0x8000).all()
@@ -84,9 +90,38 @@ def test_what_a_user_writes_into_a_weight(backend, device):
         (master,) = join([wrote], [torch.full_like(wrote, half, dtype=torch.int16)])
         assert not master[:6].isnan().any() and master[6].isnan()
         # Within a unit in the last place: of an infinity that is the largest numbers of FP32.
-        assert (master[:2].abs() < 1e-38).all() and (master[4:6].abs() > 3.38e38).all()
+        assert master[:2].view(torch.int32).tolist() == [0, -(2**31)] and (master[4:6].abs() > 3.38e38).all()
         torch.testing.assert_close(master[2:4], wrote[2:4].float(), rtol=2**-8, atol=0)
         assert torch.equal(master.signbit()[2:6], wrote.signbit()[2:6])
+
+
+@device
+@pytest.mark.parametrize("flushes", [False, True])
+def test_a_weight_of_zero_is_zero_whatever_half_lies_beside_it(backend, device, flushes):
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=device)
+    smallest = torch.tensor([0, -(2**15), 1, 1 - 2**15], dtype=torch.int16, device=device).view(torch.bfloat16)
+    if not torch.set_flush_denormal(flushes) and flushes:
+        pytest.skip("this processor does not flush subnormal numbers")
+    try:
+        for weight, high in zip(smallest, (0, 2**31, 2**16, 2**31 + 2**16), strict=True):
+            (master,) = join([weight.expand(2**16).contiguous()], [halves])
+            wanted = high + (halves.long() if high & 2**16 else torch.zeros_like(halves, dtype=torch.int64))
+            assert torch.equal(master.view(torch.int32), wanted.to(torch.int32))
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@device
+def test_a_step_of_a_pruned_weight_leaves_zero(backend, device):
+    master = torch.randn(100, generator=torch.Generator().manual_seed(3)).to(device)
+    for zero in (0.0, -0.0):
+        (weight,), (half,) = split([master])
+        weight[::2] = zero
+        grad = torch.where(torch.arange(100, device=device) % 2 == 0, 0.0, 1.0)
+        mt.multi_tensor_sgd([grad], [half], None, [weight], **SGD | {"momentum": 0.0, "lr": 1.0})
+        (after,) = join([weight], [half])
+        assert (weight[::2] == 0).all() and (after[::2] == 0).all()
+        assert torch.equal(after[1::2], master[1::2] - 1)
 
 
 @device
@@ -154,6 +189,9 @@ def test_what_is_refused_before_the_first_write(backend):
     assert torch.equal(half, before)
 
 
-def test_nothing_to_do(backend):
-    mt.multi_tensor_split([], [], [])
-    mt.multi_tensor_join([], [], [])
+@device
+@pytest.mark.parametrize("shapes", [[], [(0,)], [(3, 0), (0,)]])
+def test_nothing_to_do(backend, device, shapes):
+    weights, halves = split([torch.empty(shape, device=device) for shape in shapes])
+    masters = join(weights, halves)
+    assert [tuple(t.shape) for t in masters] == shapes

@@ -317,9 +317,15 @@ def test_versions_of_what_is_written_go_up(backend, device):
     assert [g._version for g in state.grads] == grads
 
 
-def test_nothing_to_do(backend):
-    mt.multi_tensor_adam([], [], [], [], None, [], **ADAM)
-    mt.multi_tensor_sgd([], [], [], None, **SGD, found_inf=torch.zeros(()))
+@device
+@pytest.mark.parametrize("shapes", [[], [0], [(3, 0), 0]])
+def test_nothing_to_do(backend, device, shapes):
+    """Nothing but to count the steps of parameters without elements."""
+    state = State(shapes, BF16, device)
+    state.gradients(1)
+    state.adam(**ADAM)
+    state.sgd(**SGD, found_inf=torch.zeros((), device=device))
+    assert [float(step) for step in state.steps] == [1.0] * len(shapes)
 
 
 BREAKS = {

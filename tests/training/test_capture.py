@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import logging
 
+import captured_steps
 import pytest
 import torch
 import training
-from captured_steps import LEVELS, MAKERS, iteration, start
+from captured_steps import LEVELS, MAKERS, SCALED, iteration, start
 from syncs import CopiesToOrFrom, count
 
-from amp_patch import amp, optimizers
+from amp_patch import amp, multi_tensor, optimizers
+from amp_patch.masters.split_master import SplitMaster, low_half
 from amp_patch.support import capture
 from amp_patch.training import overflow, stash
 
@@ -42,7 +44,8 @@ def persistent(model, optimizer):
     """What a graph reads and writes at each replay: where it lies."""
     state = [value for entry in optimizer.state.values() for value in entry.values()]
     scaler = vars(optimizer._amp_stash.scalers[0]).values()
-    tensors = [*model.parameters(), *amp.master_params(optimizer), *state, *scaler]
+    masters = [m if (half := low_half(m)) is None else half for m in amp.master_params(optimizer)]
+    tensors = [*model.parameters(), *masters, *state, *scaler]
     return [t.data_ptr() for t in tensors if isinstance(t, torch.Tensor)]
 
 
@@ -56,15 +59,15 @@ def test_a_captured_step_asks_nothing_and_does_what_another_does(maker, level, s
         capturing["on"] = False
         for index in range(3):
             bad = skipped_before and index == 2
-            iteration(model, optimizer, *training.images(index), float("inf") if bad and level != "O5" else 1.0)
-        assert optimizer._amp_stash.step_skipped is (skipped_before and level != "O5")
+            iteration(model, optimizer, *training.images(index), float("inf") if bad and level in SCALED else 1.0)
+        assert optimizer._amp_stash.step_skipped is (skipped_before and level in SCALED)
         capturing["on"] = captured
         before = persistent(model, optimizer)
         batch = training.images(7)
         asked = count("cpu", lambda m=model, o=optimizer, b=batch: iteration(m, o, *b))
         assert asked == 0 or not captured
         assert persistent(model, optimizer) == before
-        if level != "O5":
+        if level in SCALED:
             iteration(model, optimizer, *batch, factor=float("inf"))
         assert "found_inf" not in vars(optimizer)
         capturing["on"] = False
@@ -116,12 +119,97 @@ def test_steps_that_the_host_counts_are_refused_by_name(name, level, capturing):
     assert not training.same(before, training.weights(model))
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_first_step_is_refused(level, capturing):
-    model, optimizer = start(MAKERS["FusedSGD"], level)
+FIRST = MAKERS | {
+    "torch's SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "torch's NAdam": lambda params: torch.optim.NAdam(params, lr=0.05),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("maker", FIRST.values(), ids=FIRST)
+def test_a_first_step_is_refused(maker, level, capturing):
+    """Each replay would begin its state anew: SGD's momentum with the gradient of its own batch."""
+    model, optimizer = start(maker, level)
+    before = training.weights(model)
     capturing["on"] = True
-    with pytest.raises(RuntimeError, match=r"^FusedSGD\.step: .* let it take a step that is not skipped"):
+    first = r"\.step: .* the first step of body\.0\.weight, .* let it take a step that is not skipped"
+    with pytest.raises(RuntimeError, match=first):
         iteration(model, optimizer, *training.images(0))
+    assert training.same(before, training.weights(model)) and not optimizer.state
+    capturing["on"] = False
+    optimizer.zero_grad()
+    twin, its = start(maker, level)
+    for _ in range(2):  # the second with the state of the first
+        iteration(model, optimizer, *training.images(1))
+        iteration(twin, its, *training.images(1))
+    assert training.same(training.weights(model), training.weights(twin))
+
+
+def test_a_first_step_that_was_skipped_is_none(capturing):
+    model, optimizer = start(MAKERS["FusedSGD"], "O2")
+    iteration(model, optimizer, *training.images(0), float("inf"))
+    capturing["on"] = True
+    with pytest.raises(RuntimeError, match="the first step of"):
+        iteration(model, optimizer, *training.images(1))
+
+
+def test_the_first_step_of_a_parameter_that_joins_is_refused(capturing):
+    model, optimizer = start(FIRST["torch's SGD"], "O5")
+    late = training.linear([[1.0, 2.0]])
+    iteration(model, optimizer, *training.images(0))
+    optimizer.add_param_group({"params": list(late.parameters())})
+    capturing["on"] = True
+    iteration(model, optimizer, *training.images(1))  # it has no gradient
+    late.weight.grad = torch.ones(1, 2)
+    with pytest.raises(RuntimeError, match="the first step of group 1, parameter 0,"):
+        optimizer.step()
+
+
+def test_what_keeps_no_state_has_no_first_step(capturing):
+    model, optimizer = start(lambda params: torch.optim.SGD(params, lr=0.1), "O5")
+    twin, its = start(lambda params: torch.optim.SGD(params, lr=0.1), "O5")
+    iteration(twin, its, *training.images(0))
+    capturing["on"] = True
+    iteration(model, optimizer, *training.images(0))
+    assert training.same(training.weights(model), training.weights(twin))
+
+
+class Sign(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad.sign(), alpha=group["lr"])
+
+
+def test_whoever_has_made_no_state_in_a_step_keeps_none(capturing):
+    model, optimizer = start(Sign, "O5")
+    iteration(model, optimizer, *training.images(0))
+    capturing["on"] = True
+    iteration(model, optimizer, *training.images(1))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_learning_rate_of_the_host_that_a_scheduler_moves_is_named(level, capturing):
+    def captured(lr):
+        model, optimizer = start(lambda params: torch.optim.AdamW(params, lr=lr, fused=True, capturable=True), level)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        iteration(model, optimizer, *training.images(0))
+        scheduler.step()
+        capturing["on"] = True
+        try:
+            iteration(model, optimizer, *training.images(1))
+        finally:
+            capturing["on"] = False
+
+    named = r"^AdamW\.step: .* the learning rate of group 0, .* every replay takes that of now, 0\.005; "
+    with pytest.warns(UserWarning, match=named) as warned:
+        captured(0.01)
+    assert [warning.filename for warning in warned] == [captured_steps.__file__]
+    captured(torch.tensor(0.01))  # of the device, which `capturing` says the CPU is
 
 
 def test_verdicts_from_before_the_capture_are_heard_after_it(capturing, caplog):
@@ -153,3 +241,121 @@ def test_nothing_is_copied_between_host_and_device(name, level, capturing, monke
     with CopiesToOrFrom("meta") as copies:
         iteration(model, optimizer, *batch)
     assert not copies.counts
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Split masters
+
+
+def start_split(maker="FusedSGD"):
+    model, optimizer = start(MAKERS[maker], "O5, split")
+    iteration(model, optimizer, *training.images(0))
+    return model, optimizer
+
+
+def replay(model, optimizer):
+    """1 off the masters by a kernel on the halves, of which Python hears nothing. The masters, and what they are."""
+    params, masters = list(model.parameters()), list(amp.master_params(optimizer))
+    split = [(p, m, half) for p, m in zip(params, masters, strict=True) if (half := low_half(m)) is not None]
+    weights, halves = [p for p, _, _ in split], [half for _, _, half in split]
+    before = [torch.empty_like(p, dtype=torch.float32) for p in weights]
+    multi_tensor.multi_tensor_join(weights, halves, before)
+    ones = [torch.ones_like(value) for value in before]
+    with torch.no_grad():
+        multi_tensor.multi_tensor_sgd(
+            ones, halves, None, weights, lr=1.0, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False
+        )
+    return [m for _, m, _ in split], [value - 1 for value in before]
+
+
+def test_masters_that_are_read_between_replays_have_the_values_of_the_last_one():
+    model, optimizer = start_split()
+    held = None
+    for _ in range(3):
+        sum(master.sum() for master in amp.master_params(optimizer))
+        masters, wanted = replay(model, optimizer)
+        assert training.same(masters, wanted)
+        held = held or [master.detach() for master in masters]
+        assert training.same(held, wanted)
+        assert training.same([m.clone() for m in masters], wanted)
+    del held
+    masters, wanted = replay(model, optimizer)
+    model.state_dict()
+    assert training.same(masters, wanted)
+    masters, wanted = replay(model, optimizer)
+    amp.restore()
+    assert all(any(torch.equal(p, value) for p in model.parameters()) for value in wanted)
+
+
+def test_what_was_written_into_masters_counts_until_it_is_split():
+    model, optimizer = start_split()
+    with torch.no_grad():
+        for master in amp.master_params(optimizer):
+            master.fill_(0.5)
+    masters, _ = replay(model, optimizer)
+    assert all(bool((master == 0.5).all()) for master in masters)
+    model(training.images(0)[0])
+    masters, wanted = replay(model, optimizer)
+    assert training.same(masters, wanted) and bool((wanted[0] == -0.5).all())
+
+
+def test_a_capture_neither_keeps_nor_writes_memory_that_was_there_before(capturing):
+    model, optimizer = start_split()
+    masters, wanted = replay(model, optimizer)
+    held = [master.detach() for master in masters]
+    outside = [master.data_ptr() for master in held]
+    capturing["on"] = True
+    iteration(model, optimizer, *training.images(1))
+    assert training.same(held, wanted)
+    inside = [master.detach().data_ptr() for master in masters]
+    assert not set(outside) & set(inside)
+    capturing["on"] = False
+    iteration(model, optimizer, *training.images(2))
+    masters, wanted = replay(model, optimizer)
+    assert training.same(masters, wanted)
+
+
+@pytest.mark.parametrize("maker", ["FusedAdam", "torch's fused AdamW"])
+def test_masters_that_wait_to_be_split_are_not_captured(maker, capturing):
+    model, optimizer = start_split(maker)
+    with torch.no_grad():
+        next(amp.master_params(optimizer)).mul_(2)
+    capturing["on"] = True
+    with pytest.raises(RuntimeError, match=r"a split master .* was written before the capture of a CUDA graph began"):
+        model(training.images(1)[0])
+    capturing["on"] = False
+    model(training.images(1)[0])
+    capturing["on"] = True
+    iteration(model, optimizer, *training.images(1))
+
+
+def test_a_step_that_leaves_no_trace_is_not_joined_over():
+    def train(level, reads):
+        model, optimizer = start(MAKERS["torch's fused AdamW"], level)  # capturable: torch's own fused kernel
+        if reads:
+            optimizer.register_step_post_hook(lambda o, *_: [master.sum() for master in amp.master_params(o)])
+        for index in range(3):
+            iteration(model, optimizer, *training.images(index))
+        return [master.detach().clone() for master in amp.master_params(optimizer)]
+
+    assert training.same(train("O5, split", reads=True), train("O5, split", reads=False))
+
+
+def test_memory_waits_for_the_stream_that_uses_it(monkeypatch):
+    model, optimizer = start_split()
+    first = next(amp.master_params(optimizer))
+    said = []
+
+    def record(self, stream):
+        with torch._C.DisableTorchFunctionSubclass():
+            said.append((stream, self.untyped_storage().nbytes() > 0))
+
+    current = {"stream": "side"}
+    monkeypatch.setattr(SplitMaster, "is_cuda", True, raising=False)
+    monkeypatch.setattr(SplitMaster, "record_stream", record, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current["stream"])
+    first.sum()
+    assert said == [("side", True)]
+    current["stream"] = "main"
+    iteration(model, optimizer, *training.images(1))
+    assert said[-1] == ("main", True) and not first.is_open

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import training
-from captured_steps import LEVELS, MAKERS, iteration, loss_and_gradients, start
+from captured_steps import LEVELS, MAKERS, SCALED, iteration, loss_and_gradients, start
 
 from amp_patch import amp
 
@@ -31,7 +31,7 @@ def run(maker, level, captured, replays=1000):
     for index in range(replays):
         for target, value in zip((images, classes), training.images(index % 20, "cuda"), strict=True):
             target.copy_(value)
-        factor.fill_(float("inf") if index in OVERFLOWS and level != "O5" else 1.0)
+        factor.fill_(float("inf") if index in OVERFLOWS and level in SCALED else 1.0)
         if captured:
             graph.replay()
         else:
@@ -85,3 +85,34 @@ def test_what_cannot_skip_by_itself_is_refused_by_name(level):
     refused = pytest.raises(RuntimeError, match=r"^SGD\.step: a CUDA graph is being captured")
     with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
         iteration(model, optimizer, *batch)
+
+
+def test_a_first_step_is_refused():
+    model, optimizer = start(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), "O5", "cuda")
+    batch = training.images(0, "cuda")
+    loss_and_gradients(model, *batch)  # cuBLAS and cuDNN begin outside of the capture
+    refused = pytest.raises(RuntimeError, match=r"^SGD\.step: a CUDA graph is being captured, .* the first step of")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        iteration(model, optimizer, *batch)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_learning_rate_on_the_device_is_read_at_each_replay(level):
+    lr = torch.tensor(0.01, device="cuda")
+    model, optimizer = start(
+        lambda params: torch.optim.AdamW(params, lr=lr, fused=True, capturable=True), level, "cuda"
+    )
+    batch, side = training.images(0, "cuda"), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            iteration(model, optimizer, *batch)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        iteration(model, optimizer, *batch)
+    for rate in (0.0, 0.01):
+        before = training.weights(model)
+        lr.fill_(rate)
+        graph.replay()
+        assert training.same(before, training.weights(model)) is (rate == 0)

@@ -266,27 +266,101 @@ def test_a_ddp_inside_of_the_model_trains_at_o2_where_it_is_kept_in_fp32(ranks):
     both_alike(ranks(kept_inside))
 
 
-def ddp_refused(kind: str, level: str) -> str:
-    model = mlp() if kind == "around" else Wrapping()
-    kept = DistributedDataParallel(model) if kind == "around" else None
+def wrapped(level: str, kind: str) -> Any:
+    """The weights of every step with a DDP made before `initialize` ("around", "inside") or "after" it.
+
+    One rank overflows in the second step. What was wrapped before is restored then, and trains on in FP32.
+    """
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(convnet(), nn.Identity())
+    if kind == "inside":
+        model[0] = DistributedDataParallel(model[0])
+    called = DistributedDataParallel(model) if kind == "around" else model
+    optimizer = ADAM(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if kind == "after":
+        called = DistributedDataParallel(model)
+    scaled, weights = level in ("O1", "O2"), []
+    for step in range(5):
+        inputs, targets = mine(step)
+        if scaled and (step, dist.get_rank()) == (1, 1):
+            inputs[0, 0, 0, 0] = float("inf")
+        optimizer.zero_grad()
+        backward(nn.functional.cross_entropy(called(inputs), targets), optimizer)
+        optimizer.step()
+        assert optimizer._amp_stash.step_skipped is (scaled and step == 1)
+        weights.append([p.detach().clone() for p in model.parameters()])
+    amp.restore()
+    for step in range(5, 7 if kind != "after" else 5):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(called(mine(step)[0]), mine(step)[1]).backward()
+        optimizer.step()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    return weights
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", ["inside", "around"])
+def test_a_ddp_that_is_there_first_reduces_what_is_cast(ranks, kind, level):
+    expected, *_ = ranks(wrapped, level, "after")
+    found, other = ranks(wrapped, level, kind)
+    assert all(same(*step) for step in zip(found, other, strict=True)), "the ranks differ"
+    assert all(same(*step) for step in zip(found, expected, strict=False)) and len(found) == len(expected) + 2
+    assert not same(found[-1], found[-2])
+
+
+def options_kept(builtin: bool) -> list[str]:
+    """What DDP says of itself once its weights were cast, and its communication hook was called."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    model, called = mlp(), []
+    ddp = DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
+
+    def hook(state, bucket):  # DDP reads annotations
+        called.append(state)
+        return fp16_compress_hook(None, bucket)
+
+    if builtin:
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    else:
+        ddp.register_comm_hook("its state", hook)
+    before = ddp._get_ddp_logging_data()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2", verbosity=0)
+    assert ddp._get_ddp_logging_data()["comm_hook"] == before["comm_hook"]
+    backward(loss_of(ddp, mine(0)), optimizer)
+    optimizer.step()
+    after = ddp._get_ddp_logging_data()
+    assert [after[key] for key in ("static_graph", "gradient_as_bucket_view")] == [1, 1]
+    assert builtin or set(called) == {"its state"}
+    return learned(model)
+
+
+@pytest.mark.parametrize("builtin", [False, True])
+def test_a_ddp_that_is_there_first_keeps_its_options_and_hooks(ranks, builtin):
+    both_alike(ranks(options_kept, builtin))
+
+
+def ddp_refused(level: str) -> str:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    model = mlp()
+    ddp = DistributedDataParallel(model)
+    ddp.mixed_precision = _MixedPrecision(param_dtype=torch.float16)
     optimizer = SGD(model.parameters())
     before = [param.detach().clone() for param in model.parameters()]
     with pytest.raises(ValueError, match="DistributedDataParallel") as refused:
         amp.initialize(model, optimizer, opt_level=level)
     assert same([param.detach() for param in model.parameters()], before) and not hasattr(optimizer, "_amp_stash")
-    del kept
     return str(refused.value)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-@pytest.mark.parametrize("kind", ["inside", "around"])
-def test_a_ddp_whose_weights_would_be_cast_is_refused_with_the_way_out(ranks, kind, level):
-    name = "'body.module.1.weight' of Wrapping" if kind == "inside" else "'1.weight' of Sequential"
-    for told in ranks(ddp_refused, kind, level):
+def test_a_ddp_with_casts_of_its_own_is_refused_with_the_way_out(ranks, level):
+    for told in ranks(ddp_refused, level):
         assert told == (
-            f"initialize: parameter {name} is in a DistributedDataParallel already, and opt_level {level!r} changes "
-            "its type: autograd would forget DDP's hooks, and the processes drift apart; call initialize() first, then "
-            "wrap the model or its part, or keep that part in FP32 (keep_fp32)"
+            "initialize: a Sequential is in a DistributedDataParallel with mixed_precision=, and "
+            f"opt_level {level!r} changes the type of its parameters, which that option keeps copies of: "
+            "call initialize() first, then wrap the model, or leave the option out"
         )
 
 

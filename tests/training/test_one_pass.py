@@ -164,7 +164,7 @@ OWN_WAYS = {
         2,
     ),
     "a state in another order": (Recipe(ADAM, {"lr": 1e-2}), put_in_the_state("exp_avg", in_another_order), 2),
-    "a count of another type": (Recipe(ADAM, {"lr": 1e-2}), put_in_the_state("step", Tensor.double), 2),
+    "a count of another type": (Recipe(ADAM, {"lr": 1e-2}), put_in_the_state("step", Tensor.long), 2),
     "FusedAdam's decay": (Recipe(FusedAdam, {"lr": 1e-2, "weight_decay": 0.1}), leave_it, 0),
     "FusedSGD's decay": (Recipe(FusedSGD, {"lr": 0.1, "weight_decay": 0.1, "wd_after_momentum": True}), leave_it, 0),
     "a count on the device": (Recipe(FusedAdam, {"lr": 1e-2, "capturable": True}), leave_it, 0),

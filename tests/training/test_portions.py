@@ -15,6 +15,7 @@ from conftest import DEVICES
 from torch import Tensor, nn
 
 from amp_patch import amp
+from amp_patch.masters.masters import has_gradient
 from amp_patch.support import generated_class
 from amp_patch.training import portions
 
@@ -323,7 +324,7 @@ def test_an_edit_of_a_weight_that_is_not_stepped_is_adopted(frozen, how_many):
     assert (next(iter(amp.master_params(optimizer))) == 0.5).all() and (model.first.weight == 0.5).all()
 
 
-@pytest.mark.parametrize("who", ["wrapped", "two_passes", "keeps_scaled_gradients"])
+@pytest.mark.parametrize("who", ["wrapped", "two_passes"])
 def test_where_somebody_else_needs_the_gradients(who, how_many):
     model, optimizer = training(torch.optim.NAdam, "O5")
     setattr(optimizer._amp_stash, who, True)
@@ -363,17 +364,47 @@ def test_only_on_the_cpu(device):
     assert (optimizer._amp_stash.masters.waiting is not None) == (device == "cpu")
 
 
-def test_a_trial_is_made_once(monkeypatch):
-    trials = []
+@pytest.fixture
+def trials(monkeypatch) -> list[Any]:
+    made: list[Any] = []
     real = portions._trial
-    monkeypatch.setattr(portions, "_trial", lambda *args: trials.append(args) or real(*args))
+    monkeypatch.setattr(portions, "_trial", lambda *args: made.append(args) or real(*args))
+    return made
+
+
+def test_a_trial_is_made_once(trials):
     model, optimizer = training(torch.optim.NAdam, "O5")
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     for step in range(4):
         backward(model, optimizer, step)
         optimizer.step()
         schedule.step()
-    assert len(trials) == 2  # the scheduler adds `initial_lr`
+    assert len(trials) == 1
+
+
+def test_what_a_script_keeps_in_its_groups_makes_no_trial_more(trials, how_many):
+    """A name of each group's own, a list, a tensor: no optimizer of torch's reads them."""
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(200)))
+    own: list[Any] = ["name", ["a", "list"], torch.ones(2), None, 0.0]
+    groups = [
+        {"params": [layer.weight], "name": f"layer {index}", "own": own[index % 5], f"only {index}": index}
+        for index, layer in enumerate(model)
+    ]
+    _, optimizer = amp.initialize(model, torch.optim.NAdam(groups), opt_level="O5", verbosity=0)
+    with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert len(trials) == 1 and how_many == [200]
+    assert [group["name"] for group in optimizer.param_groups] == [f"layer {index}" for index in range(200)]
+
+
+@pytest.mark.skipif("Muon" not in OPTIMIZERS, reason="this torch has no Muon")
+def test_a_string_that_the_optimizer_reads_makes_a_trial_of_its_own(trials):
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
+    ways = ["original", "match_rms_adamw"] * 2
+    groups = [{"params": [layer.weight], "adjust_lr_fn": way} for layer, way in zip(model, ways, strict=True)]
+    amp.initialize(model, torch.optim.Muon(groups), opt_level="O5", verbosity=0)
+    assert [settings["adjust_lr_fn"] for _, settings, _ in trials] == ways[:2]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -478,7 +509,7 @@ def test_an_exception_in_a_portion(next_step, how_many):
         optimizer.step()
         assert not any(torch.equal(master, value) for master, value in zip(masters, left, strict=True))
     assert torch.equal(model.first.weight, masters[0].bfloat16())
-    assert all(master.grad is None for master in masters)
+    assert not any(map(has_gradient, masters))
 
 
 def test_an_interrupt_before_the_first_portion_keeps_the_gradients(monkeypatch):

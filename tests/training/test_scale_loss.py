@@ -54,7 +54,7 @@ def test_gradients_in_the_body_are_scaled_and_after_it_are_not(level, loss_scale
     assert master_grads(optimizer) == [[[0.25, 0.5]]]
     assert all(p.grad.dtype is torch.float32 for p in amp.master_params(optimizer))
     if level == "O2":
-        assert model.weight.grad is None  # freed as it was gathered
+        assert model.weight.grad is next(amp.master_params(optimizer)).grad
     optimizer.step()
     assert model.weight.tolist() == [[0.75, 1.5]]
 
@@ -228,7 +228,7 @@ def test_gradients_that_another_loss_left_are_no_part_of_the_next_backward():
     netd, netg = linear([[1.0]]), linear([[2.0]])
     (netd, netg), (optd, optg) = amp.initialize([netd, netg], [sgd(netd), sgd(netg)], opt_level="O2", loss_scale=64.0)
     backward(netd(netg(x(1.0))).sum(), optg)
-    assert netd.weight.grad.item() == 128.0  # scaled, and nobody's
+    assert netd.weight.grad is None  # it was scaled, and nobody's
     backward(netd(x(3.0)).sum(), optd)
     assert master_grads(optd) == [[[3.0]]]
 
@@ -240,6 +240,9 @@ def test_a_stale_scaled_gradient_planted_as_known_is_caught_by_the_gan_test():
         scaler = optimizer._amp_stash.scalers[0]  # as if the optimizer's own delayed exit had left the gradients
         optimizer.zero_grad = lambda: None
         optimizer._amp_stash.pending = Pending(scaler)
+        optimizer._amp_stash.route_grads()
+        for param, _ in optimizer._amp_stash.masters.linked():
+            param.grad = torch.full_like(param, 30000.0)
 
     losses = gan_losses("O2", "after step", plant=plant)
     assert not torch.allclose(losses, gan_losses("O0", "before backward"), atol=0.02)
@@ -723,7 +726,10 @@ def test_optimizers_that_share_a_parameter_both_step(level):
     for optimizer in optimizers:
         optimizer.step()
     assert model.weight.item() == 0.5
-    assert level not in ("O2", "O5") or master_grads(optimizers[0]) == [None]
+    before = model.weight.item()
+    for optimizer in optimizers if level in ("O2", "O5") else ():  # no later step takes what these were for
+        optimizer.step()
+    assert model.weight.item() == before
 
 
 # A step in the body

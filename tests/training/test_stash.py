@@ -53,8 +53,10 @@ def test_an_optimizer_between_backward_and_step_is_copied_with_what_outlives_it(
     with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
     stash = optimizer._amp_stash
-    twin = duplicate(optimizer, way)._amp_stash
+    copied = duplicate(optimizer, way)
+    twin = copied._amp_stash
     assert stash.backward.brought is not None and twin.backward.brought is None
     assert twin.gathered and twin.bodies == 1 and len(twin.found) == 1
-    assert twin.around.owner() is not optimizer and len(twin.around.handles) == 2
-    assert not twin.around.siblings and not twin.around.names and len(stash.around.names) == 1
+    assert twin.around.owner() is copied and len(twin.around.handles) == 2
+    assert [ref() for ref in twin.around.siblings] == [copied]
+    assert not twin.around.names and len(stash.around.names) == 1

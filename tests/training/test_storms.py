@@ -11,7 +11,6 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,10 +20,13 @@ import reference_training as by_hand
 import torch
 from hunts import hunt
 from hypothesis import strategies as st
-from reference_training import PLAIN, WIDTH, Net, Owner, Plant, Scale, Stack, Trainer, Weight, places
+from reference_model import PLAIN, WIDTH, Net, Plant, Stack, Weight, level_of, places, sown
+from reference_training import Owner, Scale, Trainer
+from same_bits import check, check_state
 from torch import Tensor, nn
 
 from amp_patch import amp
+from amp_patch.masters.masters import has_gradient
 from amp_patch.multi_tensor import backend
 
 ROWS = 3
@@ -127,15 +129,21 @@ owners = st.sampled_from([0, 0, 0, 1, 1, "nobody", "frozen"])
 @st.composite
 def models(draw: Any, first: bool) -> Model:
     kinds = draw(
-        st.lists(st.sampled_from(["linear", "conv", "tied", "batch", "layer", "group", "times", *PLAIN]), max_size=4)
+        st.lists(
+            st.sampled_from(["linear", "conv", "tied", "alias", "batch", "layer", "group", "times", "block", *PLAIN]),
+            max_size=4,
+        )
     )
     if first and draw(st.integers(0, 3)) == 3:
         kinds.insert(0, "embedding")
-    row = tuple("linear" if kind == "tied" and "linear" not in kinds[:i] else kind for i, kind in enumerate(kinds))
+    row = tuple(
+        "linear" if kind in ("tied", "alias") and "linear" not in kinds[:i] else kind for i, kind in enumerate(kinds)
+    )
     row = (*row, "linear")
     own = [i for i, kind in enumerate(row) if places(row)[i] == i and kind not in PLAIN]
     whose = {i: draw(owners) for i in own[:-1]} | {own[-1]: draw(st.sampled_from([0, 1]))}
-    kept = [i for i in own if row[i] != "batch"] if draw(st.integers(0, 3)) == 3 else []
+    # A weight of two modules is kept by both or by none.
+    kept = [i for i in own if row[i] != "batch"] if draw(st.integers(0, 3)) == 3 and "alias" not in row else []
     return Model(row, tuple(whose.get(i) for i in range(len(row))), frozenset(i for i in kept if draw(st.booleans())))
 
 
@@ -203,7 +211,7 @@ class Both:
     """The models and optimizers of a case, once in the hands of amp_patch and once by hand."""
 
     def __init__(self, case: Case) -> None:
-        self.case, level = case, by_hand.level_of(case.options)
+        self.case, level = case, level_of(case.options)
         torch.manual_seed(case.seed)
         self.models = [Stack(model.kinds) for model in case.models]
         nets: list[Net] = []
@@ -360,7 +368,8 @@ class Both:
                 if waits:
                     check(self.params[weight].grad, weight.waiting)
                 if weight.has_master or not waits:
-                    check(master.grad, weight.grad)
+                    # By `has_gradient`: what a step is done with can still be read, and is in no later one.
+                    check(master.grad if has_gradient(master) else None, weight.grad)
                 if everything:
                     check_state(optimizer.state[master], owner.optimizer.state[weight.master])
         scales = [{"loss_scale": scale.value, "unskipped": scale.unskipped} for scale in self.trainer.scales]
@@ -373,34 +382,6 @@ class Both:
             for model, net in zip(self.models, self.trainer.nets, strict=True):
                 for name, buffer in model.named_buffers():
                     check(buffer, net.buffers[name])
-
-
-@contextmanager
-def sown(plant: Plant | None, models: list[Any]) -> Iterator[None]:
-    """With the plant's hook on the weight of its layer, if that is where it goes."""
-    weight = None if plant is None or not plant.at_weight else models[plant.model].first_weight_of(plant.layer)
-    handle = weight.register_hook(plant.hook) if weight is not None and weight.requires_grad else None
-    try:
-        yield
-    finally:
-        if handle is not None:
-            handle.remove()
-
-
-def check(actual: Any, expected: Any) -> None:
-    """The same type and bits; NaN equals NaN."""
-    if isinstance(actual, Tensor) and isinstance(expected, Tensor):
-        assert actual.dtype is expected.dtype
-        if not torch.equal(actual, expected):
-            assert ((actual == expected) | (actual.isnan() & expected.isnan())).all(), (actual, expected)
-    else:
-        assert type(actual) is type(expected) and actual == expected, (actual, expected)
-
-
-def check_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in actual.items():
-        check(value, expected[name])
 
 
 SEEN: Counter[str] = Counter()  # steps of all cases

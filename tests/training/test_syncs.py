@@ -80,6 +80,22 @@ def test_one_sync_a_step_and_that_in_step(level, clipped, backend, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", [b for b in backends.BACKENDS if b == "torch" or multi_tensor.backend() == "cpp"])
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize(
+    ("level", "masters"), [("O0", None), ("O3", None), ("O4", None), ("O5", None), ("O5", "split")]
+)
+def test_gradients_that_are_only_checked_cost_the_same_sync(level, masters, clipped, backend, device):
+    def clip(params):
+        if clipped:
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+
+    options = {"skip_nonfinite": True, "master_weights": masters}
+    with multi_tensor.use_backend(backend):
+        assert a_step(level, device, clip, **options) == {"enter": 0, "exit": 0, "clip": 0, "step": 1, "zero_grad": 0}
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", ["O0", "O4", "O5"])
 def test_no_sync_where_nothing_is_scaled(level, device):
     assert set(a_step(level, device, lambda params: None).values()) == {0}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +32,6 @@ class AmpOptimizerState(Stash):
         properties: the `frontend.Properties` of the training.
     """
 
-    keeps_scaled_gradients: ClassVar[bool] = True  # scripts read `param.grad` after scale_loss, and after the step
-
     lazy_init_called: bool = True
     properties: Any = None
 
@@ -59,6 +57,7 @@ class AmpOptimizerState(Stash):
             self.pending = None
         elif self.pending is None:
             self.pending = Pending(self.scalers[0])
+        self.route_grads()
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
@@ -137,6 +136,7 @@ class AmpOptimizer(optimizer_side.AmpOptimizer):
         stash = self._amp_stash
         optimizer_step.recover(self, stash)
         stash.backward.earlier.clear()
+        stash.masters.route_grads(to_masters=False, scaled=True)
         for param, master in stash.masters.pairs(self.param_groups):
             if param is master and (earlier := take(param)) is not None:
                 stash.backward.earlier[id(param)] = earlier

@@ -32,7 +32,7 @@ __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
 
 def dialect() -> Dialect:
     """What makes a training answer to Apex's private names."""
-    return Dialect(LossScaler, AmpOptimizerState, AmpOptimizer, _amp_state.allow_incoming_model_not_fp32)
+    return Dialect(LossScaler, AmpOptimizerState, AmpOptimizer, _amp_state.allow_incoming_model_not_fp32, False)
 
 
 def scale_loss(

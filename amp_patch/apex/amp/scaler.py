@@ -57,7 +57,7 @@ class LossScaler(core.LossScaler):
             growth_interval=scale_window,
             verbosity=verbosity,
         )
-        self._overflow_buf = torch.zeros(1, dtype=torch.int32)
+        self._overflow_buf = torch.zeros(1, dtype=torch.int32, device="cpu")
         self._overflow: bool | Tensor = False  # of the latest update; a tensor until somebody reads it
         self._moved = False  # whether the scale has moved since the overflow was recorded
 
@@ -182,7 +182,7 @@ class LossScaler(core.LossScaler):
             return
         sources, results = map(list, zip(*pairs, strict=True))
         scale = self._scale_on(sources[0].device, scale_override)
-        found_inf = torch.zeros((), device=sources[0].device)
+        found_inf = torch.zeros((), dtype=torch.float32, device=sources[0].device)
         multi_tensor.multi_tensor_scale(sources, results, multi_tensor.inverse_of(scale), found_inf)
         self._note(found_inf)
 
@@ -207,7 +207,7 @@ class LossScaler(core.LossScaler):
         new, stashed, results = map(list, zip(*triples, strict=True))
         device = new[0].device
         have, stashed_have, wanted = scale_override or (None, 1.0, 1.0)
-        found_inf = torch.zeros((), device=device)
+        found_inf = torch.zeros((), dtype=torch.float32, device=device)
         multi_tensor.multi_tensor_axpby(
             multi_tensor.inverse_of(self._scale_on(device, have)) * wanted,
             new,
@@ -221,7 +221,9 @@ class LossScaler(core.LossScaler):
 
     def _scale_on(self, device: torch.device, override: float | None) -> Tensor:
         """The scale, or `override`, as a tensor on `device`."""
-        return self.to(device).scale_tensor if override is None else torch.tensor(override, device=device)
+        if override is None:
+            return self.to(device).scale_tensor
+        return torch.tensor(override, dtype=torch.float32, device=device)
 
     def _note(self, found_inf: Tensor) -> None:
         """Let `_overflow_buf` say that something is not finite, if `found_inf` is not 0; no sync."""

@@ -36,7 +36,7 @@ def flag_of(name: str, noop_flag: Any) -> Tensor:
 def raising(name: str, noop_flag: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """A `found_inf` for the kernels, on the tensors' device; when the block ends, what it holds is set in the flag."""
     flag = flag_of(name, noop_flag)
-    found_inf = torch.zeros((), device=tensors[0].device if tensors else flag.device)
+    found_inf = torch.zeros((), dtype=torch.float32, device=tensors[0].device if tensors else flag.device)
     yield found_inf
     flag.masked_fill_(found_inf.to(flag.device) != 0, 1)
 

@@ -44,7 +44,8 @@ def _norms(name: str, noop_flag: Tensor, x: list[Tensor], per_tensor: bool | Non
     """`multi_tensor_l2norm` for the function of that `name`."""
     flag = flag_of(name, noop_flag)
     if not x:
-        return torch.zeros(1, device=flag.device), torch.zeros(0, device=flag.device)
+        total = torch.zeros(1, dtype=torch.float32, device=flag.device)
+        return total, total[:0]
     total, each = multi_tensor.multi_tensor_l2norm(x, per_tensor=True)
     flag.masked_fill_(~total.isfinite().to(flag.device), 1)
     return total.reshape(1), each if per_tensor else each[:0]
@@ -87,7 +88,8 @@ def multi_tensor_unscale_l2norm(
     (x,) = lists_of("multi_tensor_unscale_l2norm", tensor_lists, "x")
     unscaled = [torch.empty_like(t, dtype=wide(t.dtype)) for t in x]
     if x:
-        multi_tensor.multi_tensor_scale(x, unscaled, torch.as_tensor(inv_scale, device=x[0].device).float().reshape(()))
+        factor = torch.as_tensor(inv_scale, dtype=torch.float32, device=x[0].device)
+        multi_tensor.multi_tensor_scale(x, unscaled, factor.reshape(()))
     return _norms("multi_tensor_unscale_l2norm", noop_flag, unscaled, per_tensor)
 
 

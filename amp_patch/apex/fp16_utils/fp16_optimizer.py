@@ -172,7 +172,7 @@ class FP16_Optimizer:
             sources.append(param.grad)
             targets.append(master.grad)
         for device, (sources, targets) in lists.items():
-            found[device] = torch.zeros((), device=device)
+            found[device] = torch.zeros((), dtype=torch.float32, device=device)
             multi_tensor.multi_tensor_scale(sources, targets, inverse, found[device])
         if not self._own_unscaled:
             _multiply(self.all_fp32_from_fp32_params, inverse, found)
@@ -281,5 +281,6 @@ def _multiply(params: list[Tensor], factor: float, found: dict[torch.device, Ten
         if param.grad is not None:
             grads.setdefault(param.device, []).append(param.grad.detach())
     for device, tensors in grads.items():
-        found_inf = None if found is None else found.setdefault(device, torch.zeros((), device=device))
+        fresh = torch.zeros((), dtype=torch.float32, device=device)
+        found_inf = None if found is None else found.setdefault(device, fresh)
         multi_tensor.multi_tensor_unscale(tensors, factor, found_inf)

@@ -79,7 +79,7 @@ class DynamicLossScaler(LossScaler):
             if param.grad is not None:
                 grad = param.grad.detach()
                 grads.setdefault(grad.device, []).append(grad.coalesce().values() if grad.is_sparse else grad)
-        found = [torch.zeros((), device=device) for device in grads]
+        found = [torch.zeros((), dtype=torch.float32, device=device) for device in grads]
         for tensors, found_inf in zip(grads.values(), found, strict=True):
             multi_tensor.multi_tensor_check_finite(tensors, found_inf)
         return any(found_inf.item() for found_inf in found)

@@ -251,8 +251,8 @@ class _Norm(nn.Module):
         self.elementwise_affine = elementwise_affine
         self.memory_efficient = memory_efficient
         for name in ("weight", "bias") if self.has_bias else ("weight",):
-            empty = nn.Parameter(torch.empty(self.normalized_shape)) if elementwise_affine else None
-            self.register_parameter(name, empty)
+            empty = torch.empty(self.normalized_shape, dtype=torch.get_default_dtype())
+            self.register_parameter(name, nn.Parameter(empty) if elementwise_affine else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -7,27 +7,45 @@ As Apex's launcher of 2018, each gets `--world-size` and `--rank`; the output of
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
+import time
 
 import torch
 
+from amp_patch.support.guard import Guard
+
 __all__ = ["main"]
+
+_PATIENCE = 5.0  # seconds that interrupted workers have to end by themselves
 
 
 def main(arguments: list[str] | None = None, world_size: int | None = None) -> int:
     """Run the script that `arguments` (by default the command line's) begin with; the first failure's exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     world_size = world_size or max(1, torch.cuda.device_count())
+    guard, workers = Guard(), []  # they end with this process, whatever ends it
+    environment = {**os.environ, **guard.environment}
     with contextlib.ExitStack() as files:
-        workers = []
+        files.callback(guard.join)
         for rank in range(world_size):
             command = [sys.executable, "-m", "amp_patch", "run", *arguments]
             for option, value in (("--world-size", world_size), ("--rank", rank)):
                 command = _with_option(command, option, str(value))
             output = None if rank == 0 else files.enter_context(open(f"GPU_{rank}.log", "w"))
-            workers.append(subprocess.Popen(command, stdout=output))
-        return next((code for code in [worker.wait() for worker in workers] if code), 0)
+            workers.append(subprocess.Popen(command, stdout=output, env=environment))
+            guard.watch(workers[-1].pid)
+        try:
+            codes = [worker.wait() for worker in workers]
+        except KeyboardInterrupt:  # the terminal has told them too
+            until = time.monotonic() + _PATIENCE
+            for worker in workers:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    worker.wait(max(0.0, until - time.monotonic()))
+            raise
+        guard.release()
+        return next((code for code in codes if code), 0)
 
 
 def _with_option(command: list[str], option: str, value: str) -> list[str]:

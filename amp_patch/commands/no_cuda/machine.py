@@ -109,6 +109,11 @@ def _free_memory() -> int:
     return _memory()
 
 
+def _rng_state() -> torch.Tensor:
+    """As many bytes as CUDA's has."""
+    return torch.zeros(16, dtype=torch.uint8, device="cpu")
+
+
 def _held(*_: Any, **__: Any) -> int:
     """Bytes by which this process has grown since `install`."""
     return _or_say_why(None if peak is None else peak.held())
@@ -189,8 +194,8 @@ _ANSWERS: tuple[tuple[Any, str], ...] = (
     (_memory_stats, "memory_stats"),
     (_memory_summary, "memory_summary"),
     (lambda *_: [], "get_arch_list memory_snapshot"),
-    (lambda *_: torch.zeros(16, dtype=torch.uint8), "get_rng_state"),  # as many bytes as CUDA's
-    (lambda *_: [torch.zeros(16, dtype=torch.uint8)], "get_rng_state_all"),
+    (lambda *_: _rng_state(), "get_rng_state"),
+    (lambda *_: [_rng_state()], "get_rng_state_all"),
     (lambda *_: Stream(), "current_stream default_stream"),
     (lambda *_: Nothing(), "cudart"),
     (_block, "nvtx.range profiler.profile"),

@@ -1,9 +1,7 @@
-"""What the text of a script tells: whether it knows amp_patch, and whether it reads gradients by itself."""
+"""What a script's names tell: whether it knows amp_patch."""
 
 from __future__ import annotations
 
-import ast
-import inspect
 import types
 from typing import Any
 
@@ -20,21 +18,3 @@ def names_us(main: Any) -> bool:
         if code is not None and any(name in _OURS for name in code.co_names):
             return True
     return False
-
-
-def line_that_reads_gradients(main: Any) -> int | None:
-    """The first line of the script that reads an attribute `grad`; None if none does, or its text is not at hand."""
-    try:
-        tree = ast.parse(inspect.getsource(main))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    functions = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}  # torch.autograd.grad(...)
-    reads = [
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and node.attr == "grad"
-        and isinstance(node.ctx, ast.Load)
-        and id(node) not in functions
-    ]
-    return min(reads, default=None)

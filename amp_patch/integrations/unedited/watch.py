@@ -3,11 +3,12 @@
 The level begins in the call of a model, before its forward, not at the first backward: by then the first forward has
 run in FP32, on weights that a cast would change under the graph, and the first step would be another level's. A model
 is a module that is called with gradients enabled while no other module's call is running, and that has parameters
-which an optimizer holds. Optimizers are seen as they are made. Models with optimizers of their own (a GAN's two) are
-trainings of their own. Where one optimizer holds several models (an encoder's and a decoder's), these come one after
-another in the first forward; each time they are initialized again, together, which keeps the masters' values.
-O1's casts are installed with the first optimizer, where `initialize` would do it, and do nothing yet: in
-`F.mse_loss(model(x), y)` Python looks the loss function up before it calls the model.
+which an optimizer holds; of DistributedDataParallel and its kin it is the module inside. Optimizers are seen as they
+are made. Models with optimizers of their own (a GAN's two) are trainings of their own. Where one optimizer holds
+several models (an encoder's and a decoder's), these come one after another in the first forward; each time they are
+initialized again, together, which keeps the masters' values. O1's casts are installed with the first optimizer, where
+`initialize` would do it, and do nothing yet: in `F.mse_loss(model(x), y)` Python looks the loss function up before it
+calls the model.
 
 `torch.autograd.backward`, to which `Tensor.backward` leads, runs in a `scale_loss` of all optimizers that hold what the
 loss reaches: as in torch, a GAN's loss leaves gradients of both networks. What is no parameter (the image of an
@@ -35,12 +36,13 @@ from amp_patch.frontend import initialize, load_state_dict, loss_scale, state_di
 from amp_patch.integrations.unedited.native import NativePrecision, before_scaling
 from amp_patch.integrations.unedited.reach import Reach, reach_of
 from amp_patch.integrations.unedited.refusal import Refused
-from amp_patch.integrations.unedited.source import line_that_reads_gradients, names_us
+from amp_patch.integrations.unedited.source import names_us
+from amp_patch.model import fsdp
 from amp_patch.policy import OPT_LEVELS, resolve
 from amp_patch.support.compiled import not_traced, uncompiled
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Patches
-from amp_patch.training import observers
+from amp_patch.training import ddp, observers
 from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.observers import Observer
 from amp_patch.training.scale_loss import scale_loss
@@ -103,6 +105,9 @@ class Watch(Observer):
         patches.set(nn.Module, "__call__", self._telling_of_forwards(nn.Module.__call__))
         patches.set(torch.autograd, "backward", self._scaling(torch.autograd.backward))
         self.native.install(patches)
+        if not ddp.installed():  # else a `no_sync()` that is entered before the first forward would not be known
+            ddp.install()
+            patches.on_remove(lambda: None if self._taken else ddp.uninstall())
         hook = register_optimizer_step_pre_hook(self._step_begins)
         patches.on_remove(hook.remove)
         observers.add(self)
@@ -121,18 +126,6 @@ class Watch(Observer):
         if not self._taken:
             return Refused("it called no module whose parameters an optimizer holds", line=False)
         return Refused("it never called backward() of a loss of its model", line=False)
-
-    def note(self) -> str | None:
-        """What the reader of the figures should know of the script, once it was trained; None if nothing."""
-        if not self._taken or not self._policy.master_weights:
-            return None
-        line = line_that_reads_gradients(sys.modules.get("__main__"))
-        if line is None:
-            return None
-        return (
-            f"the script reads .grad by itself (line {line}), which is None for the model's parameters where masters "
-            "have the gradients: take those of amp.master_params(optimizer)"
-        )
 
     def training_begun(self, training: Any) -> None:
         self._aside = self._aside or not self._entering
@@ -219,7 +212,7 @@ class Watch(Observer):
         if torch._C._get_tracing_state() is not None or torch._C._current_graph_task_id() != -1:
             return
         self._looked[module] = self._groups
-        model = uncompiled(module)
+        model = _inside(module)
         own = self._holders(map(id, model.parameters()))
         if not own:
             return
@@ -281,7 +274,7 @@ class Watch(Observer):
             losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             if plain or not all(isinstance(loss, Tensor) for loss in losses):
                 return original(losses, grad_tensors, *args, **kwargs)
-            reach = _merged(reach_of(loss, kwargs.get("inputs")) for loss in losses)
+            reach = self._with_shards(_merged(reach_of(loss, kwargs.get("inputs")) for loss in losses))
             optimizers = self._reached(reach)
             if not optimizers:
                 return original(losses, grad_tensors, *args, **kwargs)
@@ -298,6 +291,12 @@ class Watch(Observer):
             self.backwards += 1
 
         return backward
+
+    def _with_shards(self, reach: Reach) -> Reach:
+        """`reach` with the parameters that FSDP2 has sharded in the place of those that it has gathered."""
+        whole = fsdp.shards(fsdp.fsdp_modules(self._models()))
+        found = [whole.get(key, leaf) for key, leaf in reach.leaves.items()] if whole else reach.leaves.values()
+        return Reach({id(leaf): leaf for leaf in found}, reach.whole)
 
     def _reached(self, reach: Reach) -> list[Any]:
         """The optimizers that hold what the backward pass reaches.
@@ -363,6 +362,14 @@ class Watch(Observer):
             self._refuse_unknown(optimizer)
             raise Refused(f"the gradients of {name} were made without backward()")
         return result
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    """The module that trains inside of those that torch wraps around one."""
+    inner = uncompiled(module)
+    if isinstance(inner, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        inner = inner.module
+    return module if inner is module else _inside(inner)
 
 
 def _refuse_lbfgs(optimizer: Any) -> None:

@@ -1,0 +1,167 @@
+"""Copies of cast models: their weights are FP32, and are cast for the time of each call.
+
+What a script keeps in a deepcopy is mostly an average of the weights (MoCo, BYOL, diffusion), which moves by steps that
+low precision cannot hold. So the low-precision weights of a model are FP32 in its copies and pickles, with the values
+of their masters. While a method of the copy runs, casts stand in their places: it computes what the model would
+compute with these weights. An optimizer that was copied with the model has its parameters narrow again.
+
+Casts are made anew for each call. What was made before could not be known to be right: scripts write into `.data`,
+which no version counter tells of.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+from torch.utils.weak import WeakIdKeyDictionary
+
+from amp_patch.masters.masters import link_of, linked, reconcile
+from amp_patch.model import came
+from amp_patch.model.tensors import was_changed
+from amp_patch.policy import LOW_PRECISION
+from amp_patch.support import blocks, swaps
+from amp_patch.support.accumulation import set_data
+
+Exact = tuple[Tensor, torch.dtype, Tensor | None]  # a parameter, its type, and its master if it has one
+
+# Both by identity, parameters held weakly.
+_trained = WeakIdKeyDictionary()  # parameters of copied optimizers
+_wide = WeakIdKeyDictionary()  # a wide parameter -> all of its model, and their types by name
+
+_Place = tuple[dict[str, Any], str, Any]  # a dictionary, a name in it, and what stood there
+
+
+@swaps.let_go_in_swaps
+def _forget(param: Tensor) -> None:
+    # They are for the time of one deepcopy or load.
+    _trained.pop(param, None)
+    model, _ = _wide.pop(param, ([], None))
+    model.clear()
+
+
+def low_weights(model: nn.Module, on_demand: bool) -> tuple[dict[str, torch.dtype], list[Exact]]:
+    """The weights of `model` that are FP32 in a copy: types by name, and the parameters, brought in step with masters.
+
+    `on_demand`: no optimizer trains the model. Its weights stay narrow, save those of which somebody has FP32 values.
+    So do others that came in low precision and have no master.
+    """
+    types, exact = {}, {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        link = link_of(param)
+        if param.dtype in LOW_PRECISION and (link is not None or not (on_demand or came.type_of(param) is not None)):
+            types[name] = param.dtype
+            known = link is not None and not was_changed(param, link.master)
+            exact[id(param)] = (param, param.dtype, link.master if link is not None and known else None)
+    reconcile(linked(param for param, _, master in exact.values() if master is not None))
+    return types, list(exact.values())
+
+
+def widen(weights: Collection[Exact], types: dict[str, torch.dtype]) -> None:
+    """Make copies of a model's weights FP32, in place: the value and the memory of the master's copy, now theirs.
+
+    Not where an optimizer was copied too, and before the model: `types`, by name, is empty then.
+    """
+    swaps.install()
+    if any(param in _trained for param, _, _ in weights):
+        types.clear()
+        return
+    model = [(weakref.ref(param), dtype) for param, dtype, _ in weights]
+    for param, _, master in weights:
+        if isinstance(param, nn.Parameter) and param.dtype in LOW_PRECISION:
+            set_data(param, param.detach().float() if master is None else master.detach())
+        _wide[param] = model, types
+
+
+def narrow(params: Iterable[Tensor]) -> list[Tensor]:
+    """Undo `widen`, in place, for the models of these parameters, which a copied optimizer holds; returns theirs."""
+    narrowed = []
+    swaps.install()
+    for param in params:
+        _trained[param] = True
+        model, types = _wide.get(param, ((), {}))
+        types.clear()
+        for reference, dtype in model:
+            known = reference()
+            if known is not None and _wide.pop(known, None) is not None:
+                set_data(known, known.detach().to(dtype))
+                narrowed.append(known)
+    return narrowed
+
+
+class Calls:
+    """The running calls of one copy. Threads take turns: the casts stand where all of them look."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.replaced: list[_Place] = []
+
+
+def on_casts(method: Callable[..., Any], types: Mapping[str, torch.dtype], calls: Calls) -> Callable[..., Any]:
+    """`method`, a function of a copy, run with casts to `types` in the places of the weights."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():  # what it traces, it runs to the end
+            replaced: list[_Place] = []
+            _replace(self, types, replaced)
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                _put_back(replaced)
+        if getattr(self, "_is_replica", False):  # DataParallel's: nobody else looks into it, and it serves one call
+            _replace(self, types, [])
+            return method(self, *args, **kwargs)
+        with _cast(self, types, calls):
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+@blocks.block
+def _cast(model: nn.Module, types: Mapping[str, torch.dtype], calls: Calls) -> Generator[None, None, None]:
+    with calls.lock:
+        outermost = not calls.replaced
+        try:
+            _replace(model, types, calls.replaced)
+            yield
+        finally:
+            if outermost:
+                try:
+                    _put_back(calls.replaced)
+                finally:
+                    _put_back(calls.replaced)  # what an interrupt of the first has left
+
+
+def _replace(model: nn.Module, types: Mapping[str, torch.dtype], replaced: list[_Place]) -> None:
+    casts: dict[int, Tensor] = {}  # by id(parameter): shared weights stay shared
+    for path, module in model.named_modules():
+        replica = getattr(module, "_is_replica", False)
+        params = vars(module)["_former_parameters"] if replica else module._parameters
+        for name, param in params.items():
+            dtype = types.get(f"{path}.{name}" if path else name)
+            if dtype is None or param is None or param.dtype is not torch.float32:
+                continue
+            if id(param) not in casts:
+                casts[id(param)] = param.to(dtype)
+            places = vars(module) if replica else module._parameters
+            replaced.append((places, name, param))
+            places[name] = casts[id(param)]
+        if isinstance(module, nn.RNNBase) and any(id(weight) in casts for weight in module._flat_weights):
+            replaced.append((vars(module), "_flat_weights", module._flat_weights))
+            vars(module)["_flat_weights"] = [casts.get(id(weight), weight) for weight in module._flat_weights]
+            if not torch.is_grad_enabled():
+                module.flatten_parameters()
+
+
+def _put_back(replaced: list[_Place]) -> None:
+    while replaced:
+        places, name, found = replaced[-1]
+        places[name] = found
+        replaced.pop()

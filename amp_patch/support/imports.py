@@ -1,0 +1,57 @@
+"""Modules that somebody else imports, if anybody: what is to happen once one is there."""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+Then = Callable[[types.ModuleType], object]
+
+_waiting: dict[str, list[Then]] = {}  # name of a module that is not imported -> what is to be called once it is
+
+
+def when_imported(name: str, then: Then) -> None:
+    """Call `then(module)` once the module `name` is imported: now if it is, else as soon as its code has run.
+
+    In the second case the call comes before the `import` returns, so what it changes is there for a `from ... import`;
+    what it raises, the import raises. Waiting imports nothing. The same `then` waits once.
+    """
+    if name in sys.modules:
+        then(sys.modules[name])
+        return
+    waiting = _waiting.setdefault(name, [])
+    if then not in waiting:
+        waiting.append(then)
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Has the loaders of awaited modules tell when their code has run. Whoever only asks for a spec ends no wait."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name not in _waiting:
+            return None
+        others = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)
+        found = (spec for find in others if find is not None and (spec := find(name, path, target)) is not None)
+        spec = next(found, None)
+        loader: Any = getattr(spec, "loader", None)
+        if loader is None:
+            return spec
+        execute = loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            execute(module)
+            for then in _waiting.pop(module.__name__, ()):
+                then(module)
+            if not _waiting and self in sys.meta_path:
+                sys.meta_path.remove(self)
+
+        loader.exec_module = exec_module
+        return spec
+
+
+_finder = _Finder()

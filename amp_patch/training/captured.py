@@ -1,0 +1,57 @@
+"""What a CUDA graph would keep of a step that belongs to now alone: state at its beginning, numbers of the host."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import Tensor
+
+from amp_patch.masters.masters import has_gradient
+from amp_patch.support.generated_class import base_class
+from amp_patch.support.scripts_line import stacklevel
+from amp_patch.training import overflow
+from amp_patch.training.stash import Stash
+
+
+def check(optimizer: Any, stash: Stash) -> None:
+    """Look at a step that is about to be captured; changes nothing.
+
+    Warns of a learning rate that a scheduler moves and the graph does not read: a number, or a tensor of the host.
+
+    Raises:
+        RuntimeError: a parameter has yet to take its first step. Its state would be made and begun in the graph, so
+        that each replay would begin it anew: SGD's momentum would be the gradient of the last batch.
+    """
+    for index, group in enumerate(optimizer.param_groups):
+        if _keeps_state(group):
+            _refuse_first_step(optimizer, stash, index)
+        lr = group.get("lr")
+        on_device = isinstance(lr, Tensor) and overflow.waits(lr.device)
+        if "initial_lr" in group and not on_device:  # torch's schedulers leave it there
+            warnings.warn(
+                f"{base_class(optimizer).__name__}.step: a CUDA graph is being captured, and the learning rate of "
+                f"group {index}, which has a scheduler, is a number of the host: every replay takes that of now, "
+                f"{float(lr)}; make it a tensor on the device (lr=torch.tensor(...)) if the optimizer takes one, or "
+                "capture anew",
+                stacklevel=stacklevel(),
+            )
+
+
+def _keeps_state(group: dict[str, Any]) -> bool:
+    """Whether a step of the group may make state: that of an SGD without momentum makes none."""
+    return "dampening" not in group or group.get("momentum", 0) != 0
+
+
+def _refuse_first_step(optimizer: Any, stash: Stash, index: int) -> None:
+    if stash.around.has_stepped and not any(optimizer.state.values()):
+        return  # it keeps none
+    for position, master in enumerate(optimizer.param_groups[index]["params"]):
+        if has_gradient(master) and not optimizer.state.get(master):
+            param = next(p for p, _ in stash.masters.pairs([{"params": [master]}]))
+            name = stash.around.names.get(id(param), f"group {index}, parameter {position}")
+            raise RuntimeError(
+                f"{base_class(optimizer).__name__}.step: a CUDA graph is being captured, and this would be the first "
+                f"step of {name}, whose state each replay would begin anew; let it take a step that is not skipped, of "
+                "all its parameters, before the capture"
+            )

@@ -1,0 +1,228 @@
+"""What torch.jit has compiled, in the casts: to the bit what eager code gives under torch.autocast, the oracle."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import DEVICES
+from torch import Tensor, nn
+from torch.nn import functional as F
+from training import ADAM, backward, same
+
+from amp_patch import amp
+from amp_patch.casts import install
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit")
+# (level, its type). "native": torch.autocast multiplies FP16 on a CPU so.
+CASTING = [("O1", torch.float16), ("O4", torch.bfloat16)]
+STEPS = 4  # torch.jit compiles the first two calls for their shapes and types, and their backward
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight)
+
+
+def matmul(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.relu(torch.matmul(x @ weight, weight))
+
+
+def convolution(x: Tensor, weight: Tensor) -> Tensor:
+    return F.conv1d(x.unsqueeze(0), weight.unsqueeze(-1).expand(4, 4, 4)[:, :, :1]).squeeze(0)
+
+
+def mixed(x: Tensor, weight: Tensor) -> Tensor:
+    y = torch.mm(x, weight) + x
+    return (y.float() + 1).mm(weight) * y
+
+
+class Part(nn.Module):
+    """Its weights are attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.inner, self.conv = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4), nn.Conv1d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv((self.inner(x) @ self.weight).relu().unsqueeze(-1)).squeeze(-1)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Part(), Part()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.one(x)).relu()
+
+
+class Net(nn.Module):
+    """A part that may be compiled, given low-precision activations, beside a weight for functions."""
+
+    def __init__(self, part: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.weight, self.part, self.dtype = nn.Parameter(torch.randn(4, 4)), part, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.dtype)
+        return self.part(x) if isinstance(self.part, nn.Module) else self.part(x, self.weight)
+
+
+def fresh(function: Any) -> Any:
+    """Another function of the same code: torch.jit compiles each once, for both types."""
+    return types.FunctionType(function.__code__, function.__globals__, function.__name__)
+
+
+def traced(part: Any) -> Any:
+    example = torch.ones(4, 4)
+    given = (example,) if isinstance(part, nn.Module) else (example, example)
+    return torch.jit.trace(part, given, check_trace=False)
+
+
+def result(net: nn.Module, x: Tensor, around: Any) -> list[Tensor]:
+    """What a forward gives, and the gradients of input and weights."""
+    x = x.clone().requires_grad_()
+    net.zero_grad()
+    with around:
+        out = net(x)
+    out.float().square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad for p in net.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level, dtype", CASTING)
+@pytest.mark.parametrize("compiled", [torch.jit.script, traced])
+@pytest.mark.parametrize("part", [linear, matmul, convolution, Part, Nested])
+def test_compiled_code_casts_as_under_torch_autocast(wrappers, part, compiled, level, dtype, device):
+    torch.manual_seed(0)
+    eager = Net(part() if isinstance(part, type) else part, dtype).to(device)
+    net = Net(compiled(copy.deepcopy(eager.part)), dtype).to(device)
+    check(net, eager, level, dtype, device)
+    assert net(torch.ones(4, 4, device=device)).dtype is dtype
+
+
+@pytest.mark.parametrize("level, dtype", CASTING)
+@pytest.mark.parametrize("compiled", [torch.jit.script, traced])
+def test_sums_are_torch_jits_own(wrappers, compiled, level, dtype):
+    """Its autocast takes both terms to FP32 where they differ."""
+    net, native = Net(compiled(fresh(mixed)), dtype), Net(compiled(fresh(mixed)), dtype)
+    check(net, native, level, dtype, "cpu")
+
+
+def check(net: Net, reference: Net, level: str, dtype: torch.dtype, device: str) -> None:
+    """`net` at a level gives what `reference` gives under torch.autocast."""
+    net, _ = amp.initialize(net, ADAM(net.parameters()), opt_level=level, cpu_fp16="native", verbosity=0)
+    for step in range(STEPS):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).to(device)
+        expected = result(reference, x, torch.autocast(device, dtype))
+        found = result(net, x, torch.enable_grad())
+        assert [t.dtype for t in found] == [t.dtype for t in expected]
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("level, dtype", CASTING)
+@pytest.mark.parametrize("compiled", [torch.jit.script, traced])
+def test_a_model_with_a_compiled_part_trains_as_with_the_part_itself(wrappers, compiled, level, dtype):
+    def trained(compiled: Callable[[Any], Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), compiled(Nested()), nn.Linear(4, 4))
+        net, optimizer = amp.initialize(net, ADAM(net.parameters()), opt_level=level, cpu_fp16="native", verbosity=0)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+            backward(net(x).float().square().mean(), optimizer)
+            optimizer.step()
+        return [param.detach().clone() for param in net.parameters()]
+
+    assert same(trained(compiled), trained(lambda part: part))
+
+
+def test_trainings_of_both_types_share_a_compiled_function(wrappers):
+    shared, x = torch.jit.script(matmul), torch.randn(4, 4, generator=torch.Generator().manual_seed(5))
+    nets = {dtype: Net(shared, dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)}
+    for level, dtype in [*CASTING, ("O0", torch.float32)]:
+        amp.initialize(nets[dtype], ADAM(nets[dtype].parameters()), opt_level=level, cpu_fp16="native", verbosity=0)
+    for _ in range(STEPS):
+        for dtype, net in nets.items():
+            around = torch.enable_grad() if dtype is torch.float32 else torch.autocast("cpu", dtype)
+            with amp.disable_casts():
+                expected = result(Net(matmul, dtype), x, around)
+            assert same(result(net, x, torch.enable_grad()), expected)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_outside_of_casts_compiled_code_is_torchs_own(wrappers, level):
+    own = torch._C.ScriptFunction.__dict__["__call__"], torch._C.ScriptMethod.__dict__["__call__"]
+    function, x, weight = torch.jit.script(matmul), torch.randn(4, 4), torch.randn(4, 4)
+    expected = matmul(x, weight)
+    net = Net(function, torch.float32)
+    amp.initialize(net, ADAM(net.parameters()), opt_level=level, verbosity=0)
+    for _ in range(STEPS):
+        with amp.disable_casts():
+            assert torch.equal(function(x, weight), expected)
+        # The newest training's casts hold for the whole process, but not for code that is compiled: it may be exported.
+        assert torch.equal(function(x, weight), expected)
+        with amp.autocast("cpu", torch.bfloat16):
+            assert function(x, weight).dtype is torch.bfloat16
+    out = net(x)
+    with amp.disable_casts():
+        assert torch.equal(out, matmul(x, net.weight)) is (level == "O0")
+    amp.restore()
+    install.uninstall()
+    assert torch.equal(function(x, weight), expected)
+    assert own == (torch._C.ScriptFunction.__dict__["__call__"], torch._C.ScriptMethod.__dict__["__call__"])
+
+
+def test_what_torchs_autocast_was_set_to_is_so_again(wrappers):
+    @torch.jit.script
+    def fails(x: Tensor, weight: Tensor) -> Tensor:
+        assert x.shape[0] == 3, "three"
+        return x @ weight
+
+    def seen() -> tuple[Any, ...]:
+        kinds = ("cpu", "cuda")
+        flags = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        return torch.is_autocast_cache_enabled(), *flags
+
+    before, weight = seen(), torch.ones(4, 4)
+    for dtype in (torch.float16, torch.bfloat16):
+        with amp.autocast("cpu", dtype):
+            assert fails(torch.ones(3, 4), weight).dtype is dtype and seen() == before
+            with pytest.raises(torch.jit.Error, match="three"):
+                fails(torch.ones(2, 4), weight)
+            assert seen() == before and (weight @ weight).dtype is dtype
+
+
+def in_python(x: Any, weight: Any) -> Any:
+    return F.linear(x, weight)
+
+
+in_python.__annotations__ = {"x": Tensor, "weight": Tensor, "return": Tensor}  # as torch.jit wants them
+in_python = torch.jit.ignore(in_python)
+
+
+def test_python_that_compiled_code_calls_sees_weights_as_they_are_now(wrappers):
+    """Inside a torch.autocast around everything: its cache of cast weights lasts until that ends."""
+
+    @torch.jit.script
+    def calls(x: Tensor, weight: Tensor) -> Tensor:
+        return in_python(x, weight) + x
+
+    weight, x = nn.Parameter(torch.ones(4, 4)), torch.zeros(1, 4).fill_(1.0)
+    with torch.autocast("cpu", torch.bfloat16), amp.autocast("cpu", torch.bfloat16):
+        assert calls(x, weight)[0, 0].item() == 5.0
+        with torch.no_grad():
+            weight.mul_(2)
+        assert calls(x, weight)[0, 0].item() == 9.0
+
+
+def test_explain_says_who_casts_in_compiled_code(wrappers):
+    net = Net(torch.jit.script(linear), torch.bfloat16)
+    net, _ = amp.initialize(net, ADAM(net.parameters()), opt_level="O4", verbosity=0)
+    assert "torch.autocast" in str(amp.explain(net, torch.ones(2, 4)))

@@ -1,0 +1,338 @@
+"""torch.set_default_dtype and set_default_device are for tensors that the script makes: those of a training stay.
+
+Each story is told twice, without a default and with one, about a model and batches that are there before it. The
+first telling is the oracle of the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import makers
+import pytest
+import torch
+import torch.distributed as dist
+import training
+from conftest import DEVICES
+from torch import Tensor, nn
+
+from amp_patch import amp, multi_tensor
+from amp_patch.apex import amp as apex_amp
+from amp_patch.apex import amp_C, fp16_utils
+from amp_patch.apex.amp.scaler import LossScaler as ApexScaler
+from amp_patch.apex.parallel import SyncBatchNorm
+from amp_patch.comparison.machine import time_of_products
+
+F = nn.functional
+DEFAULTS = [torch.float64, torch.bfloat16, torch.float16]
+OPTIM = torch.optim
+
+# Torch's own, in one pass, in portions and by itself; Apex's.
+MAKERS = {**makers.MAKERS, "RMSprop": lambda p: OPTIM.RMSprop(p, lr=1e-2, eps=1e-4)}
+every_maker = pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
+
+# Of initialize.
+TRAININGS: dict[str, dict[str, Any]] = {
+    **{level: {"opt_level": level} for level in training.LEVELS},
+    "O2 in BF16": {"opt_level": "O2", "dtype": torch.bfloat16},
+    "O1 in BF16, scaled": {"opt_level": "O1", "dtype": torch.bfloat16, "loss_scale": "dynamic"},
+    "O5, scaled": {"opt_level": "O5", "loss_scale": 128.0},
+    "O2, split": {"opt_level": "O2", "dtype": torch.bfloat16, "master_weights": "split", "loss_scale": "dynamic"},
+    "O5, split": {"opt_level": "O5", "master_weights": "split"},
+}
+
+
+@contextmanager
+def default(dtype: torch.dtype = torch.float32, device: str | None = None) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_default_device(None)
+
+
+class Told:
+    """A model, what else a story needs, and what it comes to."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.model = training.convnet(device=device)
+        self.batches = [training.images(step, device) for step in range(6)]
+
+    def loss(self, step: int) -> Tensor:
+        inputs, targets = self.batches[step]
+        return F.cross_entropy(self.model(inputs), targets)
+
+    def of(self, story: Callable[[Told], Any], **given: Any) -> Any:
+        with default(**given):
+            told = story(self)
+        amp.restore()
+        return told
+
+
+def same_story(story: Callable[[Told], Any], where: str, **given: Any) -> None:
+    wanted = Told(where).of(story)
+    training.assert_unchanged(wanted, Told(where).of(story, **given))
+
+
+def trained(told: Told, maker: Callable[[Any], Any], **options: Any) -> Any:
+    """Two micro-batches a step, of which the third step's overflow, clipping, a checkpoint in between."""
+    optimizer = maker(told.model.parameters())
+    model, optimizer = amp.initialize(told.model, optimizer, verbosity=0, **options)
+    scaled = optimizer._amp_stash.scalers[0].scales if hasattr(optimizer, "_amp_stash") else False
+    losses = []
+    for step in range(6):
+        optimizer.zero_grad()
+        for half in range(2):
+            inputs, targets = (part[4 * half :][:4] for part in told.batches[step])
+            loss = F.cross_entropy(model(inputs), targets) * (torch.inf if scaled and step == 2 else 1)
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            losses.append(loss.item())
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5)
+        optimizer.step()
+        if step == 3:
+            states = model.state_dict(), amp.state_dict()
+            model.load_state_dict(states[0])
+            amp.load_state_dict(states[1])
+    masters = [p.detach().clone() for p in amp.master_params(optimizer)]
+    return losses, training.weights(model), masters, amp.state_dict(), amp.loss_scale(optimizer)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DEFAULTS[:2])
+@pytest.mark.parametrize("options", TRAININGS.values(), ids=TRAININGS)
+def test_a_training_is_that_without_a_default_type(options, dtype, device):
+    same_story(lambda told: trained(told, MAKERS["SGD"], **options), device, dtype=dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [TRAININGS[name] for name in ("O1", "O2", "O5, split")], ids=["O1", "O2", "split"])
+@pytest.mark.parametrize("dtype", DEFAULTS[:2])
+@every_maker
+def test_each_optimizer_is_that_without_a_default_type(maker, dtype, options, device):
+    same_story(lambda told: trained(told, maker, **options), device, dtype=dtype)
+
+
+@pytest.mark.parametrize("options", TRAININGS.values(), ids=TRAININGS)
+@pytest.mark.parametrize("name", ["SGD", "FusedAdam", "FusedLAMB"])
+def test_a_training_is_where_its_model_is(name, options):
+    """Nothing can be read of a tensor on "meta". (torch's Adam counts its steps on the default device.)"""
+    same_story(lambda told: trained(told, MAKERS[name], **options), "cpu", device="meta")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# GradScaler, Apex's interfaces
+
+
+def with_a_grad_scaler(told: Told) -> Any:
+    scaler = amp.GradScaler(told.device, init_scale=1024.0, growth_interval=2)
+    optimizer = MAKERS["SGD, foreach"](told.model.parameters())
+    found = []
+    for step in range(6):
+        optimizer.zero_grad()
+        with amp.autocast(told.device, dtype=torch.float16):
+            loss = told.loss(step) * (torch.inf if step == 2 else 1)
+        scaler.scale(loss).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+            found.append(nn.utils.clip_grad_norm_(told.model.parameters(), 0.5))
+        scaler.step(optimizer)
+        scaler.update()
+        found += [loss.detach(), scaler.get_scale()]
+    return found, training.weights(told.model), scaler.state_dict()
+
+
+def with_a_grad_scaler_and_masters(told: Told) -> Any:
+    model, optimizer = amp.initialize(told.model, MAKERS["SGD"](told.model.parameters()), opt_level="O2", loss_scale=1)
+    scaler = amp.GradScaler(told.device, init_scale=1024.0)
+    for step in range(6):
+        optimizer.zero_grad()
+        scaler.scale(told.loss(step) * (torch.inf if step == 2 else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return training.weights(model), scaler.state_dict()
+
+
+def with_fp16_optimizer(told: Told) -> Any:
+    model = fp16_utils.FP16Model(told.model)
+    optimizer = fp16_utils.FP16_Optimizer(MAKERS["SGD"](model.parameters()), dynamic_loss_scale=True, verbose=False)
+    for step in range(6):
+        optimizer.zero_grad()
+        inputs, targets = told.batches[step]
+        optimizer.backward(F.cross_entropy(model(inputs).float(), targets) * (torch.inf if step == 2 else 1))
+        optimizer.clip_master_grads(0.5)
+        optimizer.step()
+    checker = fp16_utils.DynamicLossScaler()
+    return training.weights(model), optimizer.loss_scale, checker.has_overflow(model.parameters())
+
+
+def with_apexs_scaler(told: Told) -> Any:
+    scaler = ApexScaler("dynamic", init_scale=1024.0)
+    model, stashed, out = (
+        [torch.full((3,), value, dtype=dtype, device=told.device)]
+        for value, dtype in ((3.0, torch.float16), (5.0, torch.float32), (0.0, torch.float32))
+    )
+    scaler.unscale(model, out, 1024.0)
+    results = [out[0].clone()]
+    scaler.unscale(model, out, 1024.0, scale_override=1 / 3)
+    results.append(out[0].clone())
+    scaler.unscale_with_stashed(model, stashed, out, scale_override=(3.0, 7.0, 2.0))
+    return results, out, scaler.update_scale(), scaler.loss_scale()
+
+
+def with_amp_C(told: Told) -> Any:
+    flag = torch.zeros(1, dtype=torch.int32, device=told.device)
+    lists = [[torch.full((5,), 1 / 3, dtype=torch.float32, device=told.device)] for _ in range(3)]
+    amp_C.multi_tensor_scale(2048, flag, lists[:2], 1 / 7)
+    amp_C.multi_tensor_axpby(2048, flag, lists, 1 / 3, 1 / 5, -1)
+    norms = amp_C.multi_tensor_l2norm(2048, flag, lists[2:], True)
+    nothing = amp_C.multi_tensor_l2norm(2048, flag, [[]], True)
+    scaled = amp_C.multi_tensor_unscale_l2norm(2048, flag, lists[2:], 1 / 11, True)
+    scaled_by_tensor = amp_C.multi_tensor_unscale_l2norm(2048, flag, lists[2:], norms[0], True)
+    return lists, norms, nothing, scaled, scaled_by_tensor, flag
+
+
+def with_apexs_names(told: Told) -> Any:
+    optimizer = MAKERS["SGD"](told.model.parameters())
+    model, optimizer = apex_amp.initialize(told.model, optimizer, opt_level="O2", verbosity=0)
+    for step in range(6):
+        loss = told.loss(step) * (torch.inf if step == 2 else 1)
+        with apex_amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return training.weights(model), apex_amp.state_dict()
+
+
+def with_the_kernels(told: Told) -> Any:
+    like = {"dtype": torch.float32, "device": told.device}
+    found, inverse = torch.zeros((), **like), torch.full((), 1 / 3, **like)
+    grads = [torch.full((4,), 7.0, dtype=dtype, device=told.device) for dtype in (torch.float32, torch.float16)]
+    norms = multi_tensor.multi_tensor_unscale_l2norm(grads, inverse, found)
+    nothing = multi_tensor.multi_tensor_l2norm([], True)
+    scale, tracker = torch.full((), 1024.0, **like), torch.zeros((), dtype=torch.int32, device=told.device)
+    multi_tensor.update_scale(scale, tracker, found, growth_factor=2.0, backoff_factor=0.5, growth_interval=1)
+    return grads, norms, nothing, scale, tracker, found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is asked about a training
+
+
+def looked_at(told: Told) -> Any:
+    model, optimizer = amp.initialize(told.model, MAKERS["SGD"](told.model.parameters()), opt_level="O2", verbosity=0)
+    with amp.inspect(model, optimizer) as seen, amp.record(activations=True) as run:
+        for step in range(3):
+            training.backward(told.loss(step) * (torch.inf if step == 1 else 1), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    gradients = {name: histogram.to_dict() for name, histogram in seen.gradients.items()}
+    safe = amp.find_loss_scale(model, F.cross_entropy, told.batches[4])
+    copied = training.weights(amp.fp32_copy(model))
+    return str(seen), gradients, run.loss, run.scale, run.skipped, run.activations, tuple(safe), copied
+
+
+def looked_at_without_amp(told: Told) -> Any:
+    optimizer = MAKERS["SGD"](told.model.parameters())
+    scaler = torch.amp.GradScaler(told.device, init_scale=1024.0)
+    with amp.inspect(told.model, optimizer) as seen:
+        for step in range(2):
+            optimizer.zero_grad()
+            with torch.autocast(told.device, dtype=torch.bfloat16):
+                loss = told.loss(step)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return str(seen), {name: histogram.to_dict() for name, histogram in seen.gradients.items()}
+
+
+def explained(told: Told) -> Any:
+    model, _ = amp.initialize(told.model, MAKERS["SGD"](told.model.parameters()), opt_level="O1", verbosity=0)
+    return str(amp.explain(model, told.batches[0][0]))
+
+
+def compared(told: Told) -> Any:
+    def build() -> Any:
+        model = training.ConvNet().to(device=told.device, dtype=torch.float32)
+        with torch.no_grad():
+            for index, param in enumerate(model.parameters()):
+                wave = torch.arange(param.numel(), dtype=torch.float64, device="cpu").add_(index).sin_()
+                param.copy_(wave.view_as(param))
+        return model, MAKERS["SGD"](model.parameters()), F.cross_entropy, told.batches
+
+    result = amp.compare(build, ["O1", "O2", "O5"], seeds=2, steps=4, verbosity=0)
+    return [(run.level, run.seed, run.error, run.loss, run.scale) for run in result.runs]
+
+
+STORIES = [
+    with_a_grad_scaler,
+    with_a_grad_scaler_and_masters,
+    with_fp16_optimizer,
+    with_apexs_scaler,
+    with_amp_C,
+    with_apexs_names,
+    with_the_kernels,
+    looked_at,
+    looked_at_without_amp,
+    explained,
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DEFAULTS)
+@pytest.mark.parametrize("story", STORIES)
+def test_what_surrounds_a_training_is_that_without_a_default_type(story, dtype, device):
+    same_story(story, device, dtype=dtype)
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_what_surrounds_a_training_is_where_its_model_is(story):
+    same_story(story, "cpu", device="meta")
+
+
+def on_a_rank(dtype: torch.dtype, level: str) -> Any:
+    """One of two processes overflows in the third step; both skip it. A batch norm is synchronised."""
+    rank = dist.get_rank()
+
+    def story(told: Told) -> Any:
+        model = nn.Sequential(SyncBatchNorm(1), told.model).float()
+        optimizer = MAKERS["SGD"](model.parameters())
+        group = {"process_group": dist.group.WORLD}
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **group)
+        for step in range(5):
+            optimizer.zero_grad()
+            inputs, targets = (part[4 * rank :][:4] for part in told.batches[step])
+            loss = F.cross_entropy(model(inputs), targets) * (torch.inf if (step, rank) == (2, 1) else 1)
+            training.backward(loss, optimizer)
+            optimizer.step()
+        return training.weights(model), amp.state_dict()
+
+    return Told("cpu").of(story, dtype=dtype)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_processes_agree_without_a_default_type(ranks, level):
+    training.assert_unchanged(ranks(on_a_rank, torch.float32, level), ranks(on_a_rank, torch.float64, level))
+
+
+def test_a_comparison_is_that_without_a_default_type():
+    same_story(compared, "cpu", dtype=torch.float64)
+
+
+def test_the_machine_is_measured_in_fp32_on_its_cpu():
+    with default(torch.float64, "meta"):
+        assert 0 < time_of_products(torch.bfloat16) < 1e3
+
+
+@pytest.mark.parametrize("dtype", DEFAULTS)
+def test_layer_norms_are_of_the_default_type_as_torchs_are(dtype):
+    from amp_patch.apex.normalization import FusedLayerNorm
+
+    with default(dtype):
+        assert FusedLayerNorm(3).weight.dtype is nn.LayerNorm(3).weight.dtype is dtype

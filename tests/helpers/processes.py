@@ -1,0 +1,40 @@
+"""Processes that a test has started, and whether they are gone."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+_PROC = Path("/proc")
+SECONDS = 240.0  # until a test gives up: the machine may have other work
+
+
+def lives(pid: int) -> bool:
+    """Whether the process runs; one that has ended and waits for its parent does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with suppress(OSError):
+        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return not _PROC.is_dir()
+
+
+def in_folder(folder: Path) -> list[int]:
+    """The processes whose working directory is this one (Linux)."""
+    found = []
+    for entry in _PROC.iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and (entry / "cwd").readlink() == folder and lives(int(entry.name)):
+                found.append(int(entry.name))
+    return found
+
+
+def wait_until(happens: Callable[[], object], seconds: float = SECONDS) -> None:
+    until = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < until, f"it has not happened in {seconds:g} s"
+        time.sleep(0.05)

@@ -1,0 +1,298 @@
+"""`param.grad` of a cast parameter, after `scale_loss`: the gradient of its master, FP32, unscaled and live."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from conftest import DEVICES
+from torch import Tensor, nn
+from training import linear
+
+from amp_patch import amp
+
+SCALE = 128.0
+RAW = [[3.0, -5.0]]  # the gradient of the one weight
+LEVELS = pytest.mark.parametrize(
+    ("level", "options"), [("O2", {}), ("O5", {}), ("O5", {"master_weights": "split"})], ids=["O2", "O5", "split"]
+)
+# One that steps in one pass, one that steps in portions, and one whose class is not torch's.
+OPTIMIZERS = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.1),
+    "another's": lambda params: Descent(params, {"lr": 0.5}),
+}
+
+
+class Descent(torch.optim.Optimizer):
+    """Plain gradient descent, by somebody else."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad * group["lr"])
+
+
+def start(level, options, optimizer=OPTIMIZERS["AdamW"], device="cpu"):
+    model = linear([[1.0, 2.0]], device)
+    options = {**options, **({"loss_scale": SCALE} if level == "O2" else {})}
+    return amp.initialize(model, optimizer(model.parameters()), opt_level=level, verbosity=0, **options)
+
+
+def backward(model, optimizer, factor=1.0, **options):
+    inputs = torch.tensor(RAW, device=model.weight.device)
+    with amp.scale_loss(model(inputs).float().sum() * factor, optimizer, **options) as scaled_loss:
+        scaled_loss.backward()
+
+
+def master_of(optimizer) -> Tensor:
+    return optimizer.param_groups[0]["params"][0]
+
+
+def assign(value):
+    def edit(param: Tensor) -> None:
+        param.grad = None if value is None else value.to(param.device)
+
+    return edit
+
+
+EDITS = {
+    "nothing": (lambda param: param.grad, RAW),
+    "in place": (lambda param: param.grad.mul_(0.5), [[1.5, -2.5]]),
+    "through .data": (lambda param: param.grad.data.div_(2), [[1.5, -2.5]]),
+    "detached": (lambda param: param.grad.detach().copy_(torch.tensor([[0.0, 7.0]])), [[0.0, 7.0]]),
+    "zeroed": (lambda param: param.grad.zero_(), [[0.0, 0.0]]),
+    "another": (assign(torch.tensor([[2.0, 1.0]])), [[2.0, 1.0]]),
+    "another in low precision": (assign(torch.tensor([[2.0, 1.0]], dtype=torch.bfloat16)), [[2.0, 1.0]]),
+    "none": (assign(None), None),
+    "deleted": (lambda param: delattr(param, "grad"), None),
+}
+
+
+@LEVELS
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_done_to_it_is_what_the_step_takes(level, options, optimizer, edit, device):
+    """Against the optimizer itself on FP32 weights, given the gradient that the edit leaves."""
+    model, ours = start(level, options, OPTIMIZERS[optimizer], device)
+    plain = nn.Parameter(torch.tensor([[1.0, 2.0]], device=device))
+    plains = OPTIMIZERS[optimizer]([plain])
+    change, expected = EDITS[edit]
+    for _ in range(3):
+        backward(model, ours)
+        change(model.weight)
+        plain.grad = None if expected is None else torch.tensor(expected, device=device)
+        ours.step()
+        plains.step()
+        torch.testing.assert_close(master_of(ours).detach(), plain.detach(), rtol=2e-7, atol=0)
+        assert torch.equal(model.weight, master_of(ours).to(model.weight.dtype))
+        given = None if expected is None else torch.tensor(expected, device=device)
+        assert (model.weight.grad is None) if given is None else torch.equal(model.weight.grad, given)
+
+
+@LEVELS
+def test_it_is_one_tensor_with_the_gradient_of_the_master(level, options):
+    model, optimizer = start(level, options)
+    backward(model, optimizer)
+    assert model.weight.grad is master_of(optimizer).grad is next(amp.master_params(optimizer)).grad
+    assert model.weight.grad.dtype is torch.float32 and model.weight.grad.tolist() == RAW
+    master_of(optimizer).grad.add_(1)
+    assert model.weight.grad.tolist() == [[4.0, -4.0]]
+    master_of(optimizer).grad = None
+    assert model.weight.grad is None
+
+
+@LEVELS
+def test_in_the_body_it_is_the_scaled_one_of_this_backward(level, options):
+    model, optimizer = start(level, options)
+    scale = SCALE if level == "O2" else 1.0
+    backward(model, optimizer)
+    with amp.scale_loss(model(torch.tensor(RAW)).float().sum(), optimizer) as scaled_loss:
+        assert model.weight.grad is None
+        scaled_loss.backward()
+        assert model.weight.grad.dtype is model.weight.dtype
+        assert model.weight.grad.tolist() == [[3.0 * scale, -5.0 * scale]]
+        model.weight.grad = model.weight.grad * 2  # a hook of a script may do that
+    assert model.weight.grad.tolist() == [[9.0, -15.0]]
+
+
+def test_a_delayed_exit_leaves_it_scaled():
+    model, optimizer = start("O2", {})
+    backward(model, optimizer, delay_unscale=True)
+    assert model.weight.grad.dtype is torch.float16 and model.weight.grad.tolist() == [[3 * SCALE, -5 * SCALE]]
+    model.weight.grad.mul_(0.5)
+    backward(model, optimizer)
+    assert model.weight.grad.dtype is torch.float32 and model.weight.grad.tolist() == [[4.5, -7.5]]
+
+
+@LEVELS
+@pytest.mark.parametrize("clear", ["param", "model", "optimizer"])
+def test_cleared_ones_do_not_come_back(level, options, clear):
+    model, optimizer = start(level, options)
+    for _ in range(2):
+        backward(model, optimizer)
+        assert model.weight.grad.tolist() == RAW
+        if clear == "param":
+            model.weight.grad = None
+        else:
+            {"model": model, "optimizer": optimizer}[clear].zero_grad()
+        assert model.weight.grad is None and master_of(optimizer).grad is None
+
+
+@LEVELS
+def test_after_an_exception_in_the_body_it_is_the_one_before(level, options):
+    model, optimizer = start(level, options)
+    backward(model, optimizer)
+    with pytest.raises(KeyError), amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        raise KeyError
+    assert model.weight.grad.tolist() == RAW
+
+
+@LEVELS
+def test_a_refused_assignment_changes_nothing(level, options):
+    model, optimizer = start(level, options)
+    backward(model, optimizer)
+    for wrong in (torch.ones(3), "gradient"):
+        with pytest.raises((RuntimeError, TypeError), match=r"size|shape|Tensor"):
+            model.weight.grad = wrong
+    assert model.weight.grad.tolist() == RAW and master_of(optimizer).grad.tolist() == RAW
+
+
+@LEVELS
+def test_an_overflow_can_be_seen_in_it(level, options):
+    model, optimizer = start(level, options)
+    backward(model, optimizer, float("inf"))
+    assert not model.weight.grad.isfinite().any()
+
+
+def test_that_of_another_optimizers_parameters_stays_theirs_in_a_body():
+    """A GAN's generator loss fills the discriminator's gradients, which the discriminator's step must not see."""
+    disc, gen = linear([[1.0, 2.0]]), linear([[1.0], [1.0]])
+    (disc, gen), (opt_d, opt_g) = amp.initialize(
+        [disc, gen],
+        [torch.optim.SGD(m.parameters(), lr=1.0) for m in (disc, gen)],
+        opt_level="O2",
+        loss_scale=SCALE,
+        verbosity=0,
+    )
+    backward(disc, opt_d)
+    with amp.scale_loss(disc(gen(torch.ones(1, 1))).sum(), opt_g) as scaled_loss:
+        scaled_loss.backward()
+        assert disc.weight.grad.tolist() == RAW
+    assert disc.weight.grad.tolist() == RAW and gen.weight.grad.tolist() == [[1.0], [2.0]]
+    opt_d.step()
+    assert disc.weight.tolist() == [[-2.0, 7.0]]
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_the_loss_of_another_optimizer_leaves_nothing_that_clipping_or_a_logger_would_find(level):
+    model = nn.Sequential(linear([[1.0, 2.0]]), linear([[3.0]]))
+    model, (first, second) = amp.initialize(
+        model,
+        [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in model],
+        opt_level=level,
+        loss_scale=SCALE,
+        verbosity=0,
+    )
+    with amp.scale_loss(model(torch.tensor([[3.0, -5.0]])).float().sum(), first) as scaled_loss:
+        scaled_loss.backward()
+    assert model[1].weight.grad is None
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1e9).item() == pytest.approx(3 * (3.0**2 + 5.0**2) ** 0.5)
+    with pytest.warns(UserWarning, match=r"1\.weight has a gradient on the model that was never gathered"):
+        second.step()
+    assert model[1].weight.item() == 3.0
+    second.step()  # said once for each backward
+
+
+def test_optimizers_that_share_a_parameter_share_its_gradient():
+    model = linear([[1.0, 2.0]])
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for _ in range(2)]
+    model, optimizers = amp.initialize(model, optimizers, opt_level="O2", loss_scale=SCALE, verbosity=0)
+    for first, second in (optimizers, optimizers[::-1]):
+        with amp.scale_loss(model(torch.tensor(RAW)).sum(), first) as scaled_loss:
+            scaled_loss.backward()
+            assert model.weight.grad.dtype is torch.float16
+        assert model.weight.grad.tolist() == RAW
+        first.zero_grad()
+        second.zero_grad()
+
+
+@LEVELS
+def test_sparse_gradients_are_the_masters_too(level, options):
+    model = nn.Embedding(4, 2, sparse=True)
+    nn.init.ones_(model.weight)
+    scale = {"loss_scale": SCALE} if level == "O2" else {}
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.5), opt_level=level, verbosity=0, **scale, **options
+    )
+    with amp.scale_loss(model(torch.tensor([1])).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert model.weight.grad.is_sparse and model.weight.grad.dtype is torch.float32
+    model.weight.grad.mul_(2)
+    optimizer.step()
+    assert model.weight.tolist() == [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
+
+
+@LEVELS
+def test_nothing_is_made_where_nobody_asks(level, options):
+    if amp.multi_tensor.backend() != "cpp":
+        pytest.skip("in plain torch masters' gradients are made at once")
+    model, optimizer = start(level, options)
+    backward(model, optimizer)
+    assert master_of(optimizer).waits_alone()
+    copy.deepcopy(model), pickle.dumps(model), model.state_dict()
+    assert master_of(optimizer).waits_alone()
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    model.zero_grad()
+    assert not optimizer._amp_stash.masters.waiting
+
+
+@LEVELS
+def test_a_copy_has_gradients_of_its_own(level, options):
+    model, optimizer = start(level, options)
+    other, others = copy.deepcopy((model, optimizer))
+    backward(other, others)
+    assert other.weight.grad.tolist() == RAW and model.weight.grad is None
+    other, others = pickle.loads(pickle.dumps((model, optimizer)))
+    backward(other, others)
+    other.weight.grad.mul_(2)
+    assert master_of(others).grad.tolist() == [[6.0, -10.0]] and model.weight.grad is None
+
+
+@LEVELS
+@pytest.mark.parametrize("when", ["before the step", "after the step"])
+def test_a_model_that_has_gradients_is_compiled_in_one_graph(level, options, when, fresh_compiler):
+    model, optimizer = start(level, options)
+    backward(model, optimizer)
+    if when == "after the step":
+        optimizer.step()
+    expected = model(torch.ones(1, 2))
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(torch.ones(1, 2)), expected)
+    assert model.weight.grad.tolist() == RAW
+
+
+def test_restore_gives_torchs_attribute_back():
+    model, optimizer = start("O2", {})
+    backward(model, optimizer)
+    amp.restore()
+    assert "grad" not in vars(nn.Parameter)
+    assert model.weight.grad.tolist() == RAW and model.weight.grad.dtype is torch.float32
+
+
+@LEVELS
+def test_other_parameters_answer_as_ever(level, options):
+    start(level, options)
+    other = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    other.sum().backward()
+    assert other.grad.dtype is torch.bfloat16 and other.grad.tolist() == [1.0, 1.0]
+    with pytest.raises(RuntimeError, match="grad"):
+        other.grad = torch.ones(3)
+    other.grad = None
+    assert other.grad is None

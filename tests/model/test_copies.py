@@ -1,0 +1,414 @@
+"""Copies of cast models: FP32 weights with the masters' values, which compute in the level's type."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import threading
+
+import pytest
+import torch
+import training
+from cast_models import CAST, MASTERED, masters_of, start, values
+from torch import nn
+from training import DUPLICATES, LEVELS, SGD, convnet, images, linear
+
+from amp_patch import amp
+
+
+def trained(kind, steps=3):
+    model, optimizer = start(kind)
+    training.train(model, optimizer, steps)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("duplicate", DUPLICATES)
+@pytest.mark.parametrize("kind", MASTERED)
+def test_a_copy_of_the_model_alone_has_the_masters_values(kind, duplicate):
+    model, optimizer = trained(kind)
+    masters = masters_of(optimizer)
+    twin = duplicate(model)
+    state = twin.state_dict()
+    assert training.same([state[name] for name, _ in model.named_parameters()], masters)
+    assert training.same(values(twin), masters) and training.same(values(amp.fp32_copy(twin)), masters)
+    assert training.same(masters_of(optimizer), masters)
+
+
+@pytest.mark.parametrize("duplicate", DUPLICATES)
+@pytest.mark.parametrize("kind", CAST)
+def test_weights_that_were_written_are_in_the_copy(kind, duplicate):
+    model, _ = start(kind, linear([[1.0, 2.0]]))
+    model.weight.data[0, 0] = 3.0
+    assert duplicate(model).weight.tolist() == [[3.0, 2.0]]
+
+
+@pytest.mark.parametrize("duplicate", DUPLICATES)
+@pytest.mark.parametrize("kind", MASTERED)
+def test_masters_that_were_written_and_not_yet_published_are_in_the_copy(kind, duplicate):
+    model, optimizer = start(kind, linear([[1.0, 2.0]]))
+    with torch.no_grad():
+        next(amp.master_params(optimizer)).add_(2.0**-20)
+    assert duplicate(model).weight.tolist() == [[1.0 + 2.0**-20, 2.0 + 2.0**-20]]
+
+
+# --- what a copy computes ---------------------------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 8)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 7, bias=False)
+        self.head.weight = self.table.weight
+        self.scale = nn.Parameter(torch.full((8,), 1.1))
+        self.register_buffer("shift", torch.full((8,), 0.1))
+
+    def forward(self, images):
+        self.kind = self.scale.dtype
+        tokens = (images.flatten(1)[:, :4].abs() * 3).long().clamp(max=6)
+        hidden, _ = self.lstm(self.table(tokens))
+        return self.head(self.norm(hidden[:, -1]) * self.scale + self.shift)[:, :5]
+
+
+def recurrent():
+    torch.manual_seed(0)
+    return Recurrent()
+
+
+MODELS = {"convolutions": convnet, "recurrent, tied": recurrent}
+
+
+@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("kind", CAST)
+def test_a_copy_gives_what_a_model_of_the_level_gives_with_its_weights(kind, make):
+    model, optimizer = start(kind, MODELS[make]())
+    training.train(model, optimizer, 2)
+    average = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in average.parameters():
+            p.mul_(1.001)
+    plain = MODELS[make]()
+    plain.load_state_dict({name: value.clone() for name, value in average.state_dict().items()})
+    other, _ = start(kind, plain)
+    inputs, _ = images(0)
+    for mode in (True, False):
+        average.train(mode)
+        other.train(mode)
+        with torch.no_grad():
+            assert torch.equal(average(inputs), other(inputs))
+    assert {p.dtype for p in average.parameters()} == {torch.float32}
+    if make != "convolutions":
+        assert average.kind is other.scale.dtype and average.head.weight is average.table.weight
+
+
+@pytest.mark.parametrize("kind", CAST)
+def test_a_write_that_leaves_no_trace_is_seen_by_the_next_call(kind):
+    model, _ = start(kind, linear([[1.0]]))
+    average, inputs = copy.deepcopy(model), torch.ones(1, 1)
+    with torch.no_grad():
+        for value in (2.0, 3.0):
+            average.weight.data.numpy().fill(value)
+            assert average(inputs).item() == value
+    average.weight.data = torch.full((1, 1), 4.0)
+    assert average(inputs).item() == 4.0
+
+
+@pytest.mark.parametrize("kind", CAST)
+def test_threads_may_call_one_copy(kind):
+    model, _ = start(kind)
+    average = copy.deepcopy(model).eval()
+    batches = [images(n)[0] for n in range(4)]
+    with torch.no_grad():
+        expected = [average(inputs) for inputs in batches]
+    found = {}
+
+    def evaluate(index):
+        for _ in range(10):
+            with torch.set_grad_enabled(index % 2 == 0):
+                found[index] = average(batches[index])
+
+    threads = [threading.Thread(target=evaluate, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, output in found.items():
+        assert output.requires_grad is (index % 2 == 0) and torch.equal(output, expected[index])
+    assert {(type(p), p.dtype) for p in average.parameters()} == {(nn.Parameter, torch.float32)}
+
+
+class Failing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(1, 1)
+        self.error = None
+
+    def forward(self, x):
+        if self.error is not None:
+            raise self.error
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()], ids=type)
+def test_a_call_that_fails_leaves_the_copy_whole(error):
+    model, _ = start("O2", Failing())
+    average = copy.deepcopy(model)
+    before = list(average.parameters())
+    average.error = error
+    with pytest.raises(type(error)):
+        average(torch.ones(1, 1))
+    assert all(mine is known for mine, known in zip(average.parameters(), before, strict=True))
+    average.error = None
+    average(torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("event", ["call", pytest.param("c_return", marks=pytest.mark.slow)])
+def test_an_interrupt_at_any_call_leaves_the_copy_whole(event):
+    model, _ = start("O5", Failing())
+    average = copy.deepcopy(model)
+    inputs = torch.ones(1, 1)
+    with torch.no_grad():
+        expected, before = average(inputs), list(average.parameters())
+        at = done = 0
+        while not done:
+            at, count = at + 1, 0
+
+            def look(frame, what, _, at=at):
+                nonlocal count
+                if what == event:
+                    count += 1
+                    if count == at:
+                        raise KeyboardInterrupt
+
+            gc.disable()
+            try:
+                sys.setprofile(look)
+                average(inputs)
+                done = 1
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.setprofile(None)
+                gc.enable()
+            assert all(mine is known for mine, known in zip(average.parameters(), before, strict=True)), at
+            assert torch.equal(average(inputs), expected)
+    assert at > 20
+
+
+@pytest.mark.parametrize("kind", CAST)
+def test_copies_call_one_another(kind):
+    """Copied together, they have one policy, and the one that is called last has its own weights."""
+
+    class Student(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = nn.Linear(2, 2)
+            self.teacher = []
+
+        def forward(self, x):
+            return self.own(x) + self.teacher[0](x)
+
+    first, second = Student(), linear([[1.0, 2.0], [3.0, 4.0]])
+    params = [*first.parameters(), *second.parameters()]
+    (first, second), _ = amp.initialize([first, second], SGD(params), **CAST[kind])
+    first.teacher.append(second)
+    twin = copy.deepcopy(first)
+    assert torch.equal(twin(torch.ones(1, 2)), first(torch.ones(1, 2)))
+
+
+@pytest.mark.parametrize("kind", CAST)
+def test_parts_that_are_models_themselves(kind):
+    parent = convnet()
+    (parent, _), optimizer = amp.initialize([parent, parent.head], SGD(parent.parameters()), **CAST[kind])
+    parent.eval()
+    inputs, features = images(0)[0], torch.randn(2, 36)
+    alone, (pair, _) = copy.deepcopy(parent), copy.deepcopy((parent, optimizer))
+    for twin in (alone, pair):
+        assert torch.equal(twin(inputs), parent(inputs))
+        assert torch.equal(twin.head(features), parent.head(features))
+        assert torch.equal(twin(inputs), parent(inputs))
+
+
+@pytest.mark.parametrize("kind", CAST)
+def test_methods_that_were_named_run_in_the_level_s_type(kind):
+    model = convnet()
+    model, _ = amp.initialize(model, SGD(model.parameters()), methods=("encode",), **CAST[kind])
+    twin = copy.deepcopy(model).eval()
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(twin.encode(images(0)[0]), model.encode(images(0)[0]))
+
+
+@pytest.mark.parametrize("kind", CAST)
+def test_functional_call_of_a_copy(kind):
+    model, _ = start(kind, linear([[1.0]]))
+    average = copy.deepcopy(model)
+    state = {name: value * 3 for name, value in average.state_dict().items()}
+    assert torch.func.functional_call(average, state, (torch.ones(1, 1),)).item() == 3.0
+
+
+@pytest.mark.parametrize("kind", CAST)
+def test_replicas_of_a_copy_compute_in_the_level_s_type(kind):
+    model, _ = start(kind)
+    average = copy.deepcopy(model).eval()
+    replicas = []
+    for _ in range(2):  # as torch's `replicate` does, for which it wants GPUs
+        made = {m: m._replicate_for_data_parallel() for m in average.modules()}
+        for module, replica in made.items():
+            replica._former_parameters = {}
+            for name, child in module._modules.items():
+                setattr(replica, name, made[child])
+            for name, param in module._parameters.items():
+                view = param.view_as(param)
+                setattr(replica, name, view)
+                replica._former_parameters[name] = view
+        replicas.append(made[average])
+    inputs, targets = images(0)
+    outputs = torch.cat([replica(half) for replica, half in zip(replicas, inputs.chunk(2), strict=True)])
+    assert torch.equal(outputs, torch.cat([average(half) for half in inputs.chunk(2)]))
+    nn.functional.cross_entropy(outputs, targets).backward()
+    assert all(p.grad.dtype is torch.float32 for p in average.parameters())
+
+
+# --- copies that go on ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("duplicate", DUPLICATES)
+@pytest.mark.parametrize("kind", CAST)
+def test_a_copy_of_a_copy_is_alike(kind, duplicate):
+    model, _ = trained(kind)
+    average = copy.deepcopy(model).eval().requires_grad_(False)
+    with torch.no_grad():
+        for p in average.parameters():
+            p.add_(2.0**-14)
+    twin = duplicate(average)
+    assert training.same(training.weights(twin), training.weights(average))
+    assert not any(p.requires_grad for p in twin.parameters())
+    assert torch.equal(twin(images(0)[0]), average(images(0)[0]))
+    twin.load_state_dict(model.state_dict())
+    assert training.same(training.weights(twin), training.weights(model))
+
+
+@pytest.mark.parametrize("second", LEVELS)
+@pytest.mark.parametrize("kind", CAST)
+def test_a_copy_enters_a_training_of_its_own(kind, second):
+    model, optimizer = trained(kind)
+    expected = masters_of(optimizer)
+    student = copy.deepcopy(model)
+    student, others = amp.initialize(student, SGD(student.parameters()), opt_level=second)
+    if second != "O3":
+        assert training.same([p.detach().float() for p in amp.master_params(others)], [p.float() for p in expected])
+    reference = convnet()
+    reference.load_state_dict({name: value.clone() for name, value in student.state_dict().items()})
+    reference, references = amp.initialize(reference, SGD(reference.parameters()), opt_level=second)
+    assert training.train(student, others, 3) == training.train(reference, references, 3)
+    assert training.same(training.weights(student), training.weights(reference))
+    assert {b.dtype for b in student.buffers()} == {b.dtype for b in reference.buffers()}
+
+
+@pytest.mark.parametrize("kind", ["O5", "split"])
+def test_a_copy_is_trained_by_a_plain_optimizer(kind):
+    model, _ = trained(kind)
+    student = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(student.parameters(), lr=2.0**-6)
+    losses = []
+    for _ in range(20):
+        inputs, targets = images(0)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(student(inputs), targets)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    assert all(p.grad.dtype is torch.float32 for p in student.parameters())
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("kind", CAST)
+def test_inputs_get_gradients_through_a_frozen_copy(kind):
+    model, _ = start(kind, linear([[1.0, 2.0]]))
+    average = copy.deepcopy(model).requires_grad_(False)
+    inputs = torch.ones(1, 2, requires_grad=True)
+    average(inputs).sum().backward()
+    assert inputs.grad.tolist() == [[1.0, 2.0]]
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["model first", "optimizer first"])
+@pytest.mark.parametrize("duplicate", DUPLICATES)
+@pytest.mark.parametrize("kind", CAST)
+def test_a_model_and_its_optimizer_copied_together_train_on(kind, duplicate, turned):
+    model, optimizer = trained(kind)
+    pair = duplicate((optimizer, model) if turned else (model, optimizer))
+    twin, twins = reversed(pair) if turned else pair
+    assert [p.dtype for p in twin.parameters()] == [p.dtype for p in model.parameters()]
+    assert training.train(twin, twins, range(3, 6)) == training.train(model, optimizer, range(3, 6))
+    assert training.same(training.weights(twin), training.weights(model))
+    again = copy.deepcopy(twin)
+    assert training.same(values(again), [p.float() for p in masters_of(twins)])
+
+
+@pytest.mark.parametrize("kind", CAST)
+def test_frozen_weights_and_kept_modules_of_copies(kind):
+    model = convnet()
+    model.head.requires_grad_(False)
+    params = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = amp.initialize(model, SGD(params), keep_fp32="body.3", **CAST[kind])
+    training.train(model, optimizer, 2)
+    model.eval()
+    inputs = images(0)[0]
+    alone, (pair, _) = copy.deepcopy(model), copy.deepcopy((model, optimizer))
+    for twin in (alone, pair):
+        assert torch.equal(twin(inputs), model(inputs))
+    assert alone.head.weight.dtype is torch.float32 and not alone.head.weight.requires_grad
+
+
+@pytest.mark.parametrize("kind", CAST)
+def test_a_copy_of_a_model_without_an_optimizer_stays_small(kind):
+    model = amp.initialize(convnet(), **{k: v for k, v in CAST[kind].items() if k == "opt_level"})
+    assert [p.dtype for p in copy.deepcopy(model).parameters()] == [p.dtype for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", CAST)
+def test_a_copy_outlives_restore(kind):
+    model, _ = trained(kind)
+    average = copy.deepcopy(model).eval()
+    expected = average(images(0)[0])
+    amp.restore()
+    assert torch.equal(average(images(0)[0]), expected)
+    with torch.no_grad():
+        for a, p in zip(average.parameters(), model.parameters(), strict=True):
+            a.lerp_(p, 0.5)
+    assert training.same(values(amp.fp32_copy(average)), values(average))
+
+
+@pytest.mark.parametrize("kind", CAST)
+def test_a_copy_of_what_holds_the_model_is_fp32(kind):
+    model, optimizer = trained(kind)
+    held = copy.deepcopy(nn.ModuleDict({"net": model}))
+    assert training.same(values(held.net), [p.float() for p in masters_of(optimizer)])
+    assert torch.equal(held.net.eval()(images(0)[0]), model.eval()(images(0)[0]))
+
+
+@pytest.mark.parametrize("kind", CAST)
+def test_a_conversion_of_a_copy_is_refused_with_the_ways_out(kind):
+    model, _ = start(kind)
+    average = copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match=r"amp\.fp32_copy"):
+        average.half()
+    assert average.to("cpu") is average
+
+
+@pytest.mark.parametrize("kind", CAST)
+def test_a_copy_is_compiled_in_one_graph(kind, fresh_compiler):
+    model, _ = start(kind)
+    average = copy.deepcopy(model).eval()
+    compiled = torch.compile(average, backend="eager", fullgraph=True)
+    inputs = images(0)[0]
+    with torch.no_grad():
+        for factor in (1.0, 1.5):
+            for p in average.parameters():
+                p.mul_(factor)
+            assert torch.equal(compiled(inputs), average(inputs))
+    assert all(isinstance(p, nn.Parameter) and p.dtype is torch.float32 for p in average.parameters())

@@ -1,0 +1,500 @@
+"""Models that come to `initialize` in low precision: they train as `model.float()` would, and take less."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError
+from split_masters import MAKERS
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from training import LEVELS, SGD, backward, linear
+
+from amp_patch import amp
+from amp_patch.masters.masters import master_of
+from amp_patch.support import tree
+
+HALVES = {"BF16": torch.bfloat16, "FP16": torch.float16}
+CAST = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
+every_half = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
+
+
+class Net(nn.Module):
+    """Layers, a batch norm, a rotary table, a buffer, a frozen layer and a shared weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(6, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.table = Table()
+        self.frozen = nn.Linear(16, 16)
+        self.shared = nn.Linear(16, 16)
+        self.again = nn.Linear(16, 16)
+        self.again.weight = self.shared.weight
+        self.leave = nn.Linear(16, 3)
+        self.register_buffer("offset", torch.full((16,), 0.1))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.table(torch.relu(self.norm(self.enter(x)))) + self.offset
+        return self.leave(self.again(torch.tanh(self.shared(self.frozen(x)))))
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.linspace(0.1, 3.0, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.angles.cos()
+
+
+def net(half: torch.dtype) -> Net:
+    torch.manual_seed(0)
+    return Net().to(half)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+    given = x.to(model.enter.weight.dtype) if type(model) is Net else x  # at O0 as in plain torch
+    return (model(given).float() - x[:, :3].sin()).square().mean()
+
+
+def iterate(model: nn.Module, optimizer: Any, steps: int = 30) -> list[float]:
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        backward(loss, optimizer)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def same(some: Any, others: Any) -> bool:
+    some, others = list(some), list(others)
+    return len(some) == len(others) and all(
+        a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(some, others, strict=True)
+    )
+
+
+def types(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: t.dtype for name, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+def states(optimizer: Any) -> list[torch.Tensor]:
+    return tree.tensors([optimizer.state.get(p, {}) for p in amp.master_params(optimizer)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The numbers
+
+
+@every_half
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5", "O5, split"])
+def test_a_training_has_the_bits_of_one_of_the_model_in_fp32(level, make, half):
+    options: dict[str, Any] = {"opt_level": level[:2], "verbosity": 0}
+    if level == "O5, split":
+        options["master_weights"] = "split"
+    models = [net(half), net(half).float()]
+    if level in ("O1", "O4"):  # where frozen ones are cast is another thing
+        for model in models:
+            model.frozen.float()
+    pairs = [amp.initialize(model, make(trained(model)), **options) for model in models]
+    losses = [iterate(*pair) for pair in pairs]
+    (model, optimizer), (wide, other) = pairs
+    assert losses[0] == losses[1]
+    assert same(amp.master_params(optimizer), amp.master_params(other))
+    assert same(states(optimizer), states(other))
+    assert same(model.parameters(), wide.parameters()) and types(model)["norm.running_var"] is torch.float32
+    assert same(model.norm.buffers(), wide.norm.buffers()) and same(model.table.buffers(), wide.table.buffers())
+    assert torch.equal(model.offset, wide.offset)
+
+
+@every_half
+def test_at_o3_it_is_cast_and_nothing_is_kept(half):
+    models = [net(half), net(half).float()]
+    pairs = [amp.initialize(m, SGD(trained(m)), opt_level="O3", verbosity=0) for m in models]
+    assert iterate(*pairs[0]) == iterate(*pairs[1])
+    assert same(pairs[0][0].parameters(), pairs[1][0].parameters())
+    assert {p.dtype for p in models[0].parameters()} == {torch.float16}
+
+
+@every_half
+def test_at_o0_nothing_is_changed(half):
+    model = net(half)
+    before, was = types(model), [p.detach().clone() for p in model.parameters()]
+    amp.initialize(model, SGD(model.parameters()), opt_level="O0")
+    assert type(model) is Net and types(model) == before and same(model.parameters(), was)
+    amp.restore()
+    assert types(model) == before and same(model.parameters(), was)
+
+
+@every_half
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_trained_weights_are_fp32_under_casts_and_frozen_ones_keep_their_type(level, half, caplog):
+    model = net(half)
+    bias = model.frozen.bias.detach().clone()
+    with caplog.at_level(logging.INFO, "amp_patch"):
+        model, optimizer = amp.initialize(model, SGD(trained(model)), opt_level=level)
+    count = sum(p.numel() for p in trained(model))
+    assert f"takes {2 * count} bytes more" in caplog.text and "O5" in caplog.text
+    assert {p.dtype for p in trained(model)} == {torch.float32}
+    assert model.frozen.weight.dtype is model.frozen.bias.dtype is half
+    assert {b.dtype for b in model.buffers() if b.is_floating_point()} == {torch.float32}
+    losses = iterate(model, optimizer)
+    assert losses[-1] < losses[0] and torch.equal(model.frozen.bias, bias)
+
+
+@every_half
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_frozen_weight_has_no_master_and_keeps_its_memory(level, half):
+    model = net(half)
+    places = {name: p.data_ptr() for name, p in model.named_parameters()}
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
+    assert master_of(model.frozen.weight) is None and model.frozen.weight.dtype is CAST[level]
+    assert model.frozen.weight in set(amp.master_params(optimizer))
+    if half is CAST[level]:
+        kept = [name for name, p in model.named_parameters() if p.data_ptr() == places[name]]
+        assert "frozen.weight" in kept and "enter.weight" in kept and "norm.weight" not in kept
+    state = model.state_dict()
+    assert state["frozen.weight"].dtype is CAST[level] and state["enter.weight"].dtype is torch.float32
+    twin = copy.deepcopy(model)
+    assert twin.frozen.weight.dtype is CAST[level] and twin.enter.weight.dtype is torch.float32
+    iterate(model, optimizer, 3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The way back
+
+
+@every_half
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_restore_gives_back_the_type_that_came(level, split, half):
+    model = net(half)
+    before, frozen = types(model), model.frozen.weight.detach().clone()
+    options = {"master_weights": "split"} if split and level == "O5" else {}
+    optimizer = SGD(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    iterate(model, optimizer, 3)
+    masters = {id(p): (p if (m := master_of(p)) is None else m).detach().clone() for p in model.parameters()}
+    backward(loss_of(model, 9), optimizer)
+    amp.restore()
+    assert type(model) is Net and types(model) == before
+    assert torch.equal(model.frozen.weight, frozen) or (half, CAST.get(level)) == (torch.float16, torch.bfloat16)
+    assert all(torch.equal(p, masters[id(p)].to(half)) for p in model.parameters() if p.requires_grad)
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    assert {p.grad.dtype for p in trained(model)} == {half}
+    amp.restore()
+    assert types(model) == before
+
+
+def test_a_model_that_came_in_fp32_is_fp32_again():
+    model = net(torch.float32)
+    amp.initialize(model, SGD(model.parameters()), opt_level="O5")
+    amp.restore()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    amp.initialize(model.bfloat16(), SGD(model.parameters()), opt_level="O5")
+    amp.restore()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    amp.initialize(model.float(), SGD(model.parameters()), opt_level="O5")
+    amp.restore()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_value_that_the_type_cannot_hold_any_more_leaves_its_weight_fp32():
+    model = linear([[60000.0]]).half()
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1e5), opt_level="O5")
+    backward(-model(torch.ones(1, 1)).sum(), optimizer)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"restore: parameter 'weight' came in torch.float16.* stays FP32"):
+        amp.restore()
+    assert model.weight.dtype is torch.float32 and model.weight.item() == 160000.0
+
+
+def test_frozen_fp16_of_65504_survives_bf16():
+    model = linear([[65504.0]]).half().requires_grad_(False)
+    amp.initialize(model, opt_level="O5")
+    assert model.weight.item() == 65536.0
+    amp.restore()
+    assert model.weight.dtype is torch.float16 and model.weight.item() == 65504.0
+
+
+@every_half
+@pytest.mark.parametrize("first", LEVELS)
+@pytest.mark.parametrize("then", LEVELS)
+def test_a_second_call_keeps_the_values_and_settles(first, then, half):
+    model = net(half)
+    before = types(model)
+    optimizer = SGD(model.parameters())
+    amp.initialize(model, optimizer, opt_level=first, verbosity=0)
+    iterate(model, optimizer, 3)
+    values = {n: (p if (m := master_of(p)) is None else m).detach().float() for n, p in model.named_parameters()}
+    values = {name: value.clone() for name, value in values.items()}
+    amp.initialize(model, optimizer, opt_level=then, verbosity=0)
+    for name, param in model.named_parameters():
+        master = master_of(param)
+        exact = param.detach().float() if master is None else master.detach()
+        low = CAST.get(then) if master is None and (then == "O3" or not param.requires_grad) else None
+        assert torch.equal(exact, values[name] if low is None else values[name].to(param.dtype).float()), name
+    again = types(model), [p.data_ptr() for p in model.parameters()]
+    if then != "O3":
+        amp.initialize(model, optimizer, opt_level=then, verbosity=0)
+        assert again == (types(model), [p.data_ptr() for p in model.parameters()])
+    iterate(model, optimizer, 2)
+    amp.restore()
+    assert types(model) == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Thawed weights
+
+
+@every_half
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_a_thawed_weight_gets_its_master_when_it_is_trained(split, half):
+    model = net(half)
+    options = {"master_weights": "split"} if split else {}
+    optimizer = SGD(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0, **options)
+    iterate(model, optimizer, 2)
+    was = model.frozen.weight.detach().float().clone()
+    model.frozen.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"'frozen.weight' came frozen .*call scale_loss"):
+        optimizer.step()
+    loss = loss_of(model, 5)
+    with amp.scale_loss(loss, optimizer) as scaled:
+        master = master_of(model.frozen.weight)
+        assert master is not None and torch.equal(master, was)
+        scaled.backward()
+    gradient = model.frozen.weight.grad
+    optimizer.step()
+    assert gradient.dtype is torch.float32 and torch.equal(master.detach(), was.add(gradient, alpha=-0.05))
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_thawed_weight_is_refused_where_trained_ones_are_fp32(level):
+    model = net(torch.bfloat16)
+    optimizer = SGD(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model.frozen.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"'frozen.weight' came frozen .*initialize\(\) again"):
+        backward(loss_of(model, 0), optimizer)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert model.frozen.weight.dtype is torch.float32
+    iterate(model, optimizer, 2)
+
+
+def test_a_thawed_weight_of_a_new_group_gets_its_master():
+    model = net(torch.bfloat16)
+    optimizer = SGD(trained(model))
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    model.frozen.requires_grad_(True)
+    optimizer.add_param_group({"params": model.frozen.parameters()})
+    assert master_of(model.frozen.weight) is not None
+    iterate(model, optimizer, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What cannot be taken
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_value_that_fp16_cannot_hold_is_refused_by_name_before_anything_is_written(frozen):
+    model = nn.Sequential(linear([[1.0]]), linear([[1e5]])).bfloat16()
+    model[1].requires_grad_(not frozen)
+    before = [p.detach().clone() for p in model.parameters()]
+    for level in ("O2", "O3"):
+        with pytest.raises(ValueError, match=r"'1.weight' of Sequential .*99840.*opt_level='O5'"):
+            amp.initialize(model, SGD(model.parameters()), opt_level=level)
+    assert same(model.parameters(), before) and type(model) is nn.Sequential
+    model[1].weight.data.fill_(float("inf"))  # no finite value is lost
+    amp.initialize(model, SGD(model.parameters()), opt_level="O2")
+
+
+class Params4bit(nn.Parameter):
+    """As bitsandbytes'."""
+
+
+class AffineQuantizedTensor(torch.Tensor):
+    """As torchao's."""
+
+
+AffineQuantizedTensor.__module__ = "torchao.dtypes"
+
+
+def quantized(kind: str, *, trained: bool = False) -> nn.Linear:
+    model = nn.Linear(4, 4, bias=False)
+    if kind == "torchao":
+        weight = torch.ones(4, 4).as_subclass(AffineQuantizedTensor)
+        model.weight = nn.Parameter(weight, requires_grad=trained)
+    elif kind == "bitsandbytes":
+        model.weight = Params4bit(torch.ones(4, 4, dtype=torch.float16), requires_grad=trained)
+    else:
+        dtype = {"FP8": torch.float8_e4m3fn, "int8": torch.int8}[kind]
+        model.weight = nn.Parameter(torch.ones(4, 4).to(dtype), requires_grad=trained)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["FP8", "int8", "bitsandbytes", "torchao"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_quantized_weights_are_left_alone(level, kind):
+    model = nn.Sequential(nn.Linear(4, 4), quantized(kind))
+    weight, place, dtype = model[1].weight, model[1].weight.data_ptr(), model[1].weight.dtype
+    amp.initialize(model, SGD(model[0].parameters()), opt_level=level)
+    assert model[1].weight is weight and (weight.data_ptr(), weight.dtype) == (place, dtype)
+    assert model.state_dict()["1.weight"].dtype is dtype
+    amp.restore()
+    assert model[1].weight is weight and (weight.data_ptr(), weight.dtype) == (place, dtype)
+
+
+@pytest.mark.parametrize("kind", ["FP8", "bitsandbytes", "torchao"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+def test_quantized_weights_that_are_trained_are_refused_by_name(level, kind):
+    model = nn.Sequential(nn.Linear(4, 4), quantized(kind, trained=True))
+    with pytest.raises(ValueError, match=r"'1.weight' of Sequential is quantized .*requires_grad_\(False\)"):
+        amp.initialize(model, SGD(model[0].parameters()), opt_level=level)
+    assert type(model) is nn.Sequential
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bytes
+
+
+class Peak(torch.utils._python_dispatch.TorchDispatchMode):
+    """The most bytes that outputs of functions held at once, beside what was there before."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.before = {p.untyped_storage()._cdata for p in model.parameters()}
+        self.known: dict[int, Any] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree.tensors([result]):
+            if tensor.untyped_storage()._cdata in self.before:
+                continue
+            self.known[tensor.untyped_storage()._cdata] = torch.multiprocessing.reductions.StorageWeakRef(
+                tensor.untyped_storage()
+            )
+        self.known = {key: ref for key, ref in self.known.items() if not ref.expired()}
+        alive = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self.known.values()]
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive if storage is not None))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("level", "half", "split", "bytes_each"),
+    [("O5", torch.bfloat16, True, 2), ("O5", torch.bfloat16, False, 4), ("O2", torch.float16, False, 4)],
+)
+def test_initialize_peaks_at_what_it_keeps_and_one_tensor(level, half, split, bytes_each):
+    model = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(16)]).to(half)
+    size, one = 16 * 128 * 128, 128 * 128
+    options = {"master_weights": "split"} if split else {}
+    optimizer = SGD(model.parameters())
+    with Peak(model) as peak:
+        amp.initialize(model, optimizer, opt_level=level, **options)
+    kept = bytes_each * size
+    assert kept <= peak.peak <= kept + 8 * one + 4096
+
+
+def test_a_frozen_base_costs_nothing():
+    for level, half in (("O5", torch.bfloat16), ("O2", torch.float16), ("O1", torch.bfloat16), ("O4", torch.bfloat16)):
+        base = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(16)]).to(half).requires_grad_(False)
+        model = nn.Sequential(base, nn.Linear(128, 2))
+        optimizer = SGD(model.parameters())
+        with Peak(model) as peak:
+            amp.initialize(model, optimizer, opt_level=level)
+        assert peak.peak < 16 * 1024, level
+        amp.restore()
+
+
+def test_without_an_optimizer_the_state_dict_has_the_weights_themselves():
+    model = amp.initialize(net(torch.bfloat16), opt_level="O5")
+    state = model.state_dict()
+    assert state["enter.weight"].data_ptr() == model.enter.weight.data_ptr()
+    assert state["norm.weight"].dtype is torch.float32 and state["offset"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
+def test_named_modules_are_fp32_though_they_came_frozen_in_low_precision(level):
+    model = net(torch.bfloat16)
+    model, optimizer = amp.initialize(model, SGD(trained(model)), opt_level=level, keep_fp32="frozen", verbosity=0)
+    assert model.frozen.weight.dtype is torch.float32
+    iterate(model, optimizer, 2)
+    amp.restore()
+    assert model.frozen.weight.dtype is torch.bfloat16
+
+
+def test_a_copied_training_knows_what_came():
+    model = net(torch.bfloat16)
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O5", verbosity=0)
+    twin, other = copy.deepcopy((model, optimizer))
+    assert iterate(twin, other, 3) == iterate(model, optimizer, 3)
+    assert {k: v.dtype for k, v in twin.state_dict().items()} == {k: v.dtype for k, v in model.state_dict().items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several processes
+
+
+def wrapped_first(level: str, half: torch.dtype, widen: bool) -> list[torch.Tensor]:
+    model = net(half)
+    model = model.float() if widen else model
+    ddp = DistributedDataParallel(model)
+    optimizer = SGD(trained(model))
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(loss_of(ddp, 2 * step + dist.get_rank()), optimizer)
+        optimizer.step()
+    found = [master.detach().clone() for master in amp.master_params(optimizer)]
+    amp.restore()
+    dtypes = {p.dtype for p in model.parameters()}
+    assert dtypes == {torch.float32 if widen else half}
+    loss = ddp(torch.ones(4, 6, dtype=dtypes.pop())).float().square().mean()
+    loss.backward()  # whose buckets have the types of now
+    return found
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@every_half
+def test_a_model_in_ddp_is_reduced_in_the_types_that_it_gets(ranks, level, half):
+    mine, others = ranks(wrapped_first, level, half, False)
+    assert same(mine, others)
+    if level in CAST:  # at O1 and O4 a frozen layer computes on what it came in
+        assert same(mine, ranks(wrapped_first, level, half, True)[0])
+
+
+def sharded(level: str, frozen: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16).bfloat16().requires_grad_(not frozen), nn.Tanh(), nn.Linear(16, 3))
+    for module in (model[0], model[2]):
+        fully_shard(module, mp_policy=amp.fsdp_policy(level))
+    fully_shard(model, mp_policy=amp.fsdp_policy(level))
+    optimizer = SGD([p for p in model.parameters() if p.requires_grad])
+    before = model[0].weight.to_local().clone()
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    losses = iterate(model, optimizer, 10)
+    assert losses[-1] < losses[0] and torch.equal(model[0].weight.to_local(), before)
+    return [torch.tensor(losses)]
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_frozen_shards_in_bf16_stay_and_trained_ones_are_refused_by_name(ranks, level):
+    ranks(sharded, level, True)
+    with pytest.raises(RankError, match=r"'0.weight' of .* is sharded and torch.bfloat16"):
+        ranks(sharded, level, False)

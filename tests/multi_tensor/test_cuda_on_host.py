@@ -1,0 +1,171 @@
+"""csrc/kernels/*.cu as they are, launches and all, on the host: numbers, grids, captures, and what fails half way."""
+
+from __future__ import annotations
+
+import math
+
+import cuda_on_host
+import emulated
+import pytest
+import reference
+import torch
+from reference_steps import ADAM, SGD, State, draw
+
+from amp_patch import multi_tensor as mt
+from amp_patch.multi_tensor import backends
+
+if emulated.COMPILER is None:
+    pytest.skip("no C++ compiler here to build tests/cuda/on_host.cpp with", allow_module_level=True)
+
+pytestmark = pytest.mark.slow  # a compiler works for a minute
+
+SIZES = [0, 5, 8, 4097, (3, 0), (6, 20), 0]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return cuda_on_host.build(tmp_path_factory.mktemp("cuda_on_host"))
+
+
+@pytest.fixture(autouse=True)
+def gpu(library, monkeypatch):
+    """The module in the place of the extension: the CPU's tensors act those of a GPU."""
+    monkeypatch.setattr(backends, "_C", library)
+    monkeypatch.setattr(backends, "_forced", "cpp")
+    library.fail_at(-1)
+    with torch.no_grad():
+        yield library
+    library.fail_at(-1)
+    library.cuda_metadata("auto")
+    for switch in (library.capture, library.steps_on_host, library.run_backwards):
+        switch(False)
+
+
+def same(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        rtol = 1e-5 if a.dtype == torch.float32 else 2 * torch.finfo(a.dtype).eps
+        torch.testing.assert_close(a, b, rtol=rtol, atol=1e-6)
+
+
+@pytest.fixture(params=["auto", "arguments", "buffer", "capture", "backwards"])
+def way(request, gpu):
+    """How launches learn of their rows, and in which order blocks and threads run."""
+    if request.param == "capture":
+        gpu.capture(True)
+    elif request.param == "backwards":
+        gpu.run_backwards(True)
+    else:
+        gpu.cuda_metadata(request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("count", [2, 700])  # fewer and more rows than arguments hold
+def test_the_kernels(way, count):
+    src = [*draw([1 + i % 50 for i in range(count)], 1), *(t.t() for t in draw([(9, 7), (0, 3)], 2))]
+    half, found = [t.half() for t in src], torch.zeros(())
+    out = [torch.full(t.shape, math.nan) for t in src]
+    mt.multi_tensor_scale(half, out, 1 / 3, found)
+    for h, o in zip(half, out, strict=True):
+        assert torch.equal(o, reference.scale(h, torch.float32, 1 / 3))
+    mt.multi_tensor_axpby(0.5, half, 2.0, out, out, found)
+    for h, o in zip(half, out, strict=True):
+        assert torch.equal(o, 0.5 * h.float() + 2.0 * reference.scale(h, torch.float32, 1 / 3))
+    total, norms = mt.multi_tensor_l2norm(src, per_tensor=True)
+    same([total, norms], [reference.l2norm(src).float(), torch.stack([reference.l2norm([t]) for t in src]).float()])
+    assert found == 0
+    half[-2][3, 3] = math.inf
+    mt.multi_tensor_unscale_l2norm(half, torch.tensor(0.5), found)
+    assert found == 1
+    scale, tracker = torch.tensor(8.0), torch.tensor(0, dtype=torch.int32)
+    mt.update_scale(scale, tracker, found)
+    assert scale == 4
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 80])
+@pytest.mark.parametrize("host", [False, True])
+def test_the_steps(way, gpu, low, count, host):
+    if host and way == "capture":
+        pytest.skip("refused, as another test shows")
+    gpu.steps_on_host(host)
+    ours, theirs = State(SIZES * count, low), State(SIZES * count, low)
+    for k in range(3):
+        for state in (ours, theirs):
+            state.gradients(k)
+        ours.adam(**ADAM | {"weight_decay": 0.1}, amsgrad=True, factors=(0.3,))
+        theirs.reference_adam(**ADAM | {"weight_decay": 0.1}, amsgrad=True, factors=(0.3,))
+        ours.sgd(**SGD, factors=(0.3,))
+        theirs.reference_sgd(**SGD, factors=(0.3,))
+    same(ours.everything(), theirs.everything())
+    before = [t.clone() for t in ours.everything()]
+    ours.sgd(**SGD, found_inf=torch.ones(()))
+    if not host:
+        ours.adam(**ADAM, found_inf=torch.ones(()))
+    assert all(map(torch.equal, before, ours.everything()))
+
+
+def test_halves(way):
+    masters = draw(SIZES * 70, 3)
+    weights, halves = [m.bfloat16() for m in masters], [torch.empty(m.shape, dtype=torch.int16) for m in masters]
+    back = [torch.empty_like(m) for m in masters]
+    mt.multi_tensor_split(masters, weights, halves)
+    mt.multi_tensor_join(weights, halves, back)
+    assert all(map(torch.equal, masters, back))
+
+
+@pytest.mark.parametrize("shapes", [[], [0], [(3, 0), 0]])
+def test_nothing_to_do(way, gpu, shapes):
+    state, found = State(shapes, torch.bfloat16), torch.zeros(())
+    state.gradients(1)
+    halves = [torch.empty(p.shape, dtype=torch.int16) for p in state.params]
+    mt.multi_tensor_split(state.params, state.low, halves)
+    mt.multi_tensor_join(state.low, halves, state.params)
+    state.sgd(**SGD)
+    mt.multi_tensor_scale(state.grads, state.params, 2.0, found)
+    mt.multi_tensor_adopt(state.low, state.params)
+    assert mt.multi_tensor_unscale_l2norm(state.grads, 0.5, found) == 0
+    assert gpu.seen() == (0, 0)
+    state.adam(**ADAM)  # which counts
+    assert [float(step) for step in state.steps] == [1.0] * len(shapes)
+
+
+def test_a_capture_takes_no_memory_of_the_host_and_refuses_steps_there(gpu):
+    state = State([3] * 1000)
+    state.gradients(1)
+    gpu.capture(True)
+    state.adam(**ADAM)
+    assert gpu.seen() == (1, 2 * 3)  # the rates; 369 rows a launch
+    gpu.steps_on_host(True)
+    before = [t.clone() for t in state.everything()]
+    with pytest.raises(ValueError, match="steps on the host in a capture"):
+        state.adam(**ADAM)
+    assert all(map(torch.equal, before, state.everything()))
+
+
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("sizes", [[3, 70], [3, 0, 70, 0], [0, 0]], ids=str)
+@pytest.mark.parametrize("route", ["arguments", "buffer"])
+def test_what_fails_half_way_has_made_no_step(gpu, host, sizes, route):
+    """No memory for one of the allocations, or a kernel that is not launched."""
+    gpu.steps_on_host(host)
+    gpu.cuda_metadata(route)
+    state = State(sizes, torch.bfloat16)
+    state.gradients(1)
+    gpu.fail_at(-1)
+    other = State(sizes, torch.bfloat16)
+    other.gradients(1)
+    other.adam(**ADAM)
+    events = sum(gpu.seen())
+    before = [t.clone() for t in (*state.params, *state.m, *state.v, *state.low)]
+    for event in range(events):
+        gpu.fail_at(event)
+        steps = [step.clone() for step in state.steps]
+        with pytest.raises(RuntimeError, match="out of memory, says the test"):
+            state.adam(**ADAM)
+        assert all(map(torch.equal, before, (*state.params, *state.m, *state.v, *state.low))), event
+        if host:
+            assert all(map(torch.equal, steps, state.steps)), event
+    gpu.fail_at(-1)
+    state.adam(**ADAM)
+    if host:
+        same(state.everything(), other.everything())

@@ -1,0 +1,111 @@
+"""What no linter's rule asks of the sources: tensors that no default makes, and asserts that may be left out."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "amp_patch"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# torch's functions whose tensors are of torch.set_default_dtype, and of torch.set_default_device, unless told.
+FACTORIES = {
+    *("zeros", "ones", "full", "empty", "tensor", "as_tensor", "asarray", "scalar_tensor", "empty_strided", "eye"),
+    *("empty_permuted", "arange", "linspace", "logspace", "range", "rand", "randn", "randint", "randperm", "normal"),
+    *("Tensor", "complex", "polar", "hann_window", "tril_indices", "triu_indices", "sparse_coo_tensor"),
+}
+_DEFAULT = "torch.get_default_dtype()"  # a module's weights, which have it as those of torch's own modules do
+
+
+def made_by_default(tree: ast.AST) -> Iterator[ast.Call]:
+    """Calls of torch's factories that leave the type, or the device, to the script."""
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+            continue
+        if ast.unparse(call.func.value) != "torch" or call.func.attr not in FACTORIES:
+            continue
+        told = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        if "dtype" not in told or ("device" not in told and told["dtype"] != _DEFAULT):
+            yield call
+
+
+_HARMLESS = {"isinstance", "len", "callable", "hasattr", "all", "any", "type"}
+_OF_NAMES = (
+    *(ast.BoolOp, ast.UnaryOp, ast.Compare, ast.Constant, ast.Name, ast.Tuple, ast.GeneratorExp, ast.comprehension),
+    *(ast.boolop, ast.unaryop, ast.cmpop, ast.expr_context),
+)
+_LIVE = {"grad", "data"}  # properties that make what they give
+
+
+def does_something(statement: ast.Assert) -> bool:
+    """Whether `python -O`, which leaves it out, leaves out more than a question."""
+    for node in ast.walk(statement.test):
+        if isinstance(node, ast.Attribute):
+            if node.attr in _LIVE:
+                return True
+        elif isinstance(node, ast.Call):
+            if not isinstance(node.func, ast.Name) or node.func.id not in _HARMLESS:
+                return True
+        elif not isinstance(node, _OF_NAMES):
+            return True
+    return False
+
+
+def asserts(tree: ast.AST) -> Iterator[ast.Assert]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Assert) and does_something(node))
+
+
+def found(rule: Callable[[ast.AST], Iterator[ast.expr] | Iterator[ast.stmt]]) -> list[str]:
+    return [
+        f"{path.relative_to(PACKAGE.parent)}:{node.lineno}: {ast.unparse(node)}"
+        for path in FILES
+        for node in rule(ast.parse(path.read_text()))
+    ]
+
+
+def test_each_tensor_is_made_of_a_type_and_on_a_device_that_are_written_down():
+    assert not found(made_by_default)
+
+
+@pytest.mark.parametrize(
+    ("source", "is_found"),
+    [
+        ("torch.zeros(())", True),
+        ("torch.zeros((), device=device)", True),
+        ("torch.tensor(1.0, dtype=torch.float32)", True),
+        ("torch.as_tensor(x, device=d).float()", True),
+        ("torch.zeros((), dtype=torch.float32, device=device)", False),
+        ("torch.empty(3, dtype=torch.get_default_dtype())", False),
+        ("torch.empty_like(x)", False),
+        ("x.new_zeros(3)", False),
+        ("numpy.zeros(3)", False),
+    ],
+)
+def test_what_is_made_by_default(source, is_found):
+    assert bool(list(made_by_default(ast.parse(source)))) is is_found
+
+
+def test_no_assert_does_anything():
+    assert not found(asserts)
+
+
+@pytest.mark.parametrize(
+    ("test", "is_found"),
+    [
+        ("master.grad is not None", True),
+        ("masters[0].low is not None", True),  # a subscript calls __getitem__
+        ("self.load()", True),
+        ("(x := 3) > 2", True),
+        ("isinstance(next(items), int)", True),
+        ("all(f(x) for x in y)", True),
+        ("self.low.memory is not None and self.high.memory is not None", False),
+        ("isinstance(master, SplitMaster), 'why'", False),
+        ("all(isinstance(x, int) for x in y)", False),
+        ("len(a) == len(b) and not c", False),
+    ],
+)
+def test_what_an_assert_may_not_do(test, is_found):
+    assert bool(list(asserts(ast.parse(f"assert {test}")))) is is_found

@@ -1,0 +1,104 @@
+"""What a process has started ends with it, however it ends; and goes on where it was released."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+from processes import lives, wait_until
+
+from amp_patch.support import guard
+from amp_patch.support.guard import Guard
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="there are no process groups")
+
+# The lines printed are the numbers of the processes, the guard's first.
+OWNER = """
+import importlib.util, os, subprocess, sys, time
+spec = importlib.util.spec_from_file_location("guard", sys.argv[1])
+guard = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(guard)
+mine = guard.Guard()
+print(mine._process.pid, flush=True)
+code = sys.argv[2]
+environment = {**os.environ, **mine.environment}
+child = subprocess.Popen([sys.executable, "-I", "-S", "-c", code], env=environment, start_new_session=True)
+mine.watch(-child.pid)
+if "released" in sys.argv:
+    mine.release()
+time.sleep(600)
+"""
+
+# One that ignores SIGTERM, a child in its group, and one without a parent in a session of its own.
+CHILD = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() and os.fork() == 0:
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def started(*options: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """The owner, and its guard and what is watched: their numbers."""
+    command = [sys.executable, "-I", "-S", "-c", OWNER, guard.__file__, CHILD, *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as owner:
+        pids = [int(owner.stdout.readline()) for _ in range(4)]
+        try:
+            yield owner, pids
+        finally:
+            for pid in (owner.pid, *pids):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="nothing tells of processes outside of the group")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_what_is_watched_ends_with_its_owner(how):
+    with started() as (owner, pids):
+        owner.send_signal(how)
+        wait_until(lambda: not any(map(lives, pids)))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="nothing tells of processes outside of the group")
+def test_a_scheduler_may_send_its_signal_to_all_of_them():
+    with started() as (owner, pids):
+        for pid in (*pids, owner.pid):
+            os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: not any(map(lives, pids)))
+
+
+def test_what_was_released_goes_on():
+    with started("released") as (owner, pids):
+        wait_until(lambda: sum(map(lives, pids)) == 3)
+        owner.kill()
+        owner.wait()
+        assert sum(map(lives, pids)) == 3
+
+
+def test_who_ends_the_guard_first_ends_nothing_else():
+    with started() as (owner, pids):
+        os.kill(pids[0], signal.SIGKILL)
+        wait_until(lambda: not lives(pids[0]))
+        assert owner.poll() is None and sum(map(lives, pids)) == 3
+
+
+def test_join_waits_until_all_has_ended():
+    mine = Guard()
+    command = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
+    with subprocess.Popen(command, env={**os.environ, **mine.environment}) as child:
+        mine.watch(child.pid)
+        mine.end()
+        assert child.wait(60) == -signal.SIGTERM
+        mine.join()
+        mine.watch(1)  # too late to be heard
+        mine.release()

@@ -1,0 +1,197 @@
+"""Other people's code between backward and the next `zero_grad`, which asks `p.grad is not None` of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+from amp_patch import amp
+
+LEVELS: dict[str, dict[str, Any]] = {
+    "O0": {"opt_level": "O0"},
+    "O1": {"opt_level": "O1", "loss_scale": 4.0},
+    "O2": {"opt_level": "O2", "loss_scale": 4.0},
+    "O3": {"opt_level": "O3"},
+    "O4": {"opt_level": "O4"},
+    "O5": {"opt_level": "O5"},
+    "split": {"opt_level": "O5", "master_weights": "split"},
+}
+every_level = pytest.mark.parametrize("level", LEVELS)
+
+
+def start(level: str, rank: int = 0) -> tuple[nn.Module, Any]:
+    """Two layers whose gradients are small integers, so that all types hold them."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    with torch.no_grad():
+        for index, param in enumerate(model.parameters()):
+            param.copy_((torch.arange(param.numel()).reshape(param.shape) % 3 + index + rank) / 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    return amp.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+
+
+def backward(model: nn.Module, optimizer: Any) -> None:
+    with amp.scale_loss(model(torch.ones(2, 4)).float().sum() / 2, optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [param.detach().float().clone() for param in model.parameters()]
+
+
+def norm_of(model: nn.Module) -> float:
+    """Of the gradients that FP32 has: taken at O0."""
+    plain, optimizer = start("O0")
+    backward(plain, optimizer)
+    return float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in plain.parameters()])))
+
+
+def adaptive_clip(params: Any, clipping: float) -> None:
+    """Brock et al., High-Performance Large-Scale Image Recognition Without Normalization, 2021, as timm does it."""
+    for param in params:
+        if param.grad is None:
+            continue
+        data, grad = param.detach(), param.grad.detach()
+        most = torch.linalg.vector_norm(data).clamp(min=1e-3) * clipping
+        norm = torch.linalg.vector_norm(grad)
+        param.grad.detach().copy_(torch.where(norm < most, grad, grad * (most / norm.clamp(min=1e-6))))
+
+
+@every_level
+def test_adaptive_clipping_to_nothing_moves_no_weight(level):
+    model, optimizer = start(level)
+    before = weights(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model, optimizer)
+        adaptive_clip(model.parameters(), 0.0)
+        optimizer.step()
+    assert all(map(torch.equal, weights(model), before))
+
+
+@every_level
+def test_noise_added_to_the_gradients_is_in_the_step(level):
+    model, optimizer = start(level)
+    before = weights(model)
+    backward(model, optimizer)
+    grads = [param.grad.float().clone() for param in model.parameters()]
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.add_(torch.full_like(param.grad, 0.25))
+    optimizer.step()
+    for old, grad, new in zip(before, grads, weights(model), strict=True):
+        torch.testing.assert_close(new, old - 0.5 * (grad + 0.25), rtol=2**-7, atol=2**-7)
+        assert not torch.equal(new, old)
+
+
+@every_level
+@pytest.mark.parametrize("when", ["before the step", "after the step"])
+def test_statistics_of_the_gradients_are_those_of_fp32(level, when):
+    model, optimizer = start(level)
+    backward(model, optimizer)
+    if when == "after the step":
+        optimizer.step()
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    assert len(grads) == 4
+    assert float(torch.nn.utils.get_total_norm([grad.float() for grad in grads])) == pytest.approx(norm_of(model))
+    optimizer.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+
+
+@every_level
+@pytest.mark.parametrize("foreach", [None, False, True])
+def test_torchs_clipping_in_two_calls(level, foreach):
+    model, optimizer = start(level)
+    backward(model, optimizer)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None], foreach=foreach)
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm, foreach=foreach)
+    clipped = torch.cat([param.grad.float().flatten() for param in amp.master_params(optimizer)])
+    assert float(torch.linalg.vector_norm(clipped)) == pytest.approx(0.5, rel=2**-7)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5", "split"])
+def test_no_step_takes_the_gradients_of_the_last_one(level):
+    """They can be read until they are cleared, and what is written into them is in no step."""
+    model, optimizer = start(level)
+    backward(model, optimizer)
+    optimizer.step()
+    before = weights(model)
+    for param in model.parameters():
+        param.grad.fill_(100.0)
+    optimizer.step()
+    assert all(map(torch.equal, weights(model), before))
+    plain, other = start(level)
+    for _ in range(2):
+        other.zero_grad()
+        backward(plain, other)
+        other.step()
+    backward(model, optimizer)
+    optimizer.step()
+    assert all(map(torch.equal, weights(model), weights(plain)))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_of_a_skipped_step_the_overflow_can_be_read_until_it_is_cleared(level):
+    model, optimizer = start(level)
+    with amp.scale_loss(model(torch.ones(2, 4)).float().sum() * float("inf"), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert optimizer._amp_stash.step_skipped
+    assert not all(bool(param.grad.isfinite().all()) for param in model.parameters())
+    optimizer.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+
+
+def averaged(level: str) -> list[Tensor]:
+    model, optimizer = start(level, dist.get_rank())
+    averager = PeriodicModelAverager(period=2, warmup_steps=0)
+    for _ in range(3):  # averaged after the first and the third
+        optimizer.zero_grad()
+        backward(model, optimizer)
+        optimizer.step()
+        averager.average_parameters(model.parameters())
+    return weights(model)
+
+
+@every_level
+def test_torchs_averager_averages_after_the_step(ranks, level):
+    first, second = ranks(averaged, level)
+    assert all(map(torch.equal, first, second))
+    expected, _ = ranks(averaged, "O0")
+    for found, plain in zip(first, expected, strict=True):
+        torch.testing.assert_close(found, plain, rtol=2**-6, atol=2**-6)
+
+
+def clipped_in_parallel(level: str, foreach: bool | None) -> tuple[float, float]:
+    """The norm that clipping found over sharded and whole gradients, and the norm that it left."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = parallelize_module(
+        nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False)),
+        init_device_mesh("cpu", (2,)),
+        {"0": ColwiseParallel(), "1": RowwiseParallel()},
+    )
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(1.0)
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), verbosity=0, opt_level=level, loss_scale=4.0
+    )
+    backward(model, optimizer)
+    norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach)
+    left: Any = torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])
+    return norm.full_tensor().item(), left.full_tensor().item()
+
+
+@pytest.mark.parametrize("foreach", [None, False, True])
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_clipping_where_tensors_are_parallel(ranks, level, foreach):
+    # Of the first weight every gradient is 2, of the second 4: sums over two rows of ones, halved.
+    expected = (16 * 2.0**2 + 8 * 4.0**2) ** 0.5
+    for norm, left in ranks(clipped_in_parallel, level, foreach):
+        assert norm == pytest.approx(expected, rel=1e-6) and left == pytest.approx(0.5, rel=1e-5)

@@ -1,0 +1,466 @@
+"""`initialize(skip_nonfinite=True)`: gradients that are not finite skip the step where no loss is scaled too."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from typing import Any
+
+import makers
+import pytest
+import torch
+import torch.distributed as dist
+import training
+from conftest import DEVICES
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from training import ADAM, assert_unchanged, backward, linear, same, snapshot
+
+from amp_patch import amp
+from amp_patch.masters.half_gradients import can_wait
+from amp_patch.policy import resolve
+
+OPTIM = torch.optim
+
+# In one pass, in portions, by itself, with our kernels, in a wrapper.
+MAKERS = {
+    **makers.MAKERS,
+    "SGD, fused": lambda p: OPTIM.SGD(p, lr=0.05, momentum=0.9, fused=True),
+    "AdamW": lambda p: OPTIM.AdamW(p, lr=1e-2, eps=1e-4, weight_decay=0.1),
+    "RMSprop": lambda p: OPTIM.RMSprop(p, lr=1e-2, eps=1e-4, momentum=0.9),
+    "NAdam": lambda p: OPTIM.NAdam(p, lr=1e-2, eps=1e-4, foreach=True),
+}
+TRAININGS: dict[str, dict[str, Any]] = {
+    "O0": {"opt_level": "O0"},
+    "O3": {"opt_level": "O3"},
+    "O4": {"opt_level": "O4"},
+    "O5": {"opt_level": "O5"},
+    "O5, split": {"opt_level": "O5", "master_weights": "split"},
+    "O2 in BF16": {"opt_level": "O2", "dtype": torch.bfloat16},
+}
+ON = {"skip_nonfinite": True, "verbosity": 0}
+every_training = pytest.mark.parametrize("options", TRAININGS.values(), ids=TRAININGS)
+every_maker = pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
+OWN_MASTERS = ["O0", "O3", "O4"]
+
+
+def start(maker: Any, device: str = "cpu", **options: Any) -> Any:
+    """Model and optimizer; the batch norm's statistics stay, which a forward of NaN would ruin at any level."""
+    model = training.convnet(device=device)
+    model.body[1].eval()
+    return amp.initialize(model, maker(model.parameters()), **{"verbosity": 0} | options)
+
+
+def loss_of(model: nn.Module, step: int, device: str = "cpu") -> Tensor:
+    inputs, targets = training.images(step, device)
+    return nn.functional.cross_entropy(model(inputs), targets)
+
+
+def iterate(model: nn.Module, optimizer: Any, step: int, factor: float = 1.0, device: str = "cpu") -> None:
+    optimizer.zero_grad()
+    backward(loss_of(model, step, device) * factor, optimizer)
+    optimizer.step()
+
+
+def skipped(optimizer: Any) -> bool:
+    return getattr(optimizer, "optim", optimizer)._amp_stash.step_skipped
+
+
+# What a skip leaves alone
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@every_training
+@every_maker
+def test_a_step_of_gradients_that_are_not_finite_changes_nothing(maker, options, device):
+    if maker is MAKERS["SGD, fused"] and options["opt_level"] == "O3" and device == "cpu":
+        pytest.skip("torch's fused SGD of FP16 on a CPU comes to other numbers each time (2.13)")
+    model, optimizer = start(maker, device, **options, **ON)
+    iterate(model, optimizer, 0, device=device)
+    assert not skipped(optimizer)
+    for value in (math.nan, math.inf):
+        before = snapshot(model, optimizer)
+        iterate(model, optimizer, 7, value, device)
+        assert skipped(optimizer)
+        assert_unchanged(before, snapshot(model, optimizer))
+    for step in (1, 2):
+        iterate(model, optimizer, step, device=device)
+        assert not skipped(optimizer)
+    learned = snapshot(model, optimizer)
+
+    model, optimizer = start(maker, device, **options)  # neither checked nor given the bad batches
+    for step in range(3):
+        iterate(model, optimizer, step, device=device)
+    assert_unchanged(snapshot(model, optimizer), learned)
+
+
+@every_training
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["body.0.weight", "body.1.bias", "head.bias"])
+def test_one_element_is_enough(options, value, where):
+    model, optimizer = start(training.SGD, **options, **ON)
+    bad: list[float] = []
+
+    def spoil(grad: Tensor) -> Tensor:
+        flat = grad.clone().flatten()
+        flat[-1:] = torch.tensor(bad or flat[-1:].tolist())
+        return flat.view_as(grad)
+
+    model.get_parameter(where).register_hook(spoil)
+    iterate(model, optimizer, 0)
+    before = snapshot(model, optimizer)
+    bad.append(value)
+    iterate(model, optimizer, 1)
+    assert skipped(optimizer)
+    assert_unchanged(before, snapshot(model, optimizer))
+
+
+@every_training
+def test_off_nothing_is_checked_and_the_nan_is_in_the_weights(options):
+    model, optimizer = start(training.SGD, **options)
+    iterate(model, optimizer, 0, math.nan)
+    assert not skipped(optimizer) and model.head.weight.isnan().all()
+
+
+# What finite gradients come to
+
+
+def accumulated(model: nn.Module, optimizer: Any, step: int) -> None:
+    for micro_batch in range(3):
+        backward(loss_of(model, 3 * step + micro_batch) / 3, optimizer)
+
+
+def delayed(model: nn.Module, optimizer: Any, step: int) -> None:
+    for micro_batch in range(3):
+        backward(loss_of(model, 3 * step + micro_batch) / 3, optimizer, delay_unscale=micro_batch != 1)
+
+
+def of_two_losses(model: nn.Module, optimizer: Any, step: int) -> None:
+    backward(loss_of(model, step), optimizer, loss_id=1)
+    backward(loss_of(model, step + 50), optimizer)
+
+
+def clipped(model: nn.Module, optimizer: Any, step: int) -> None:
+    backward(loss_of(model, step), optimizer)
+    for limit in (0.5, 0.1):
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), limit)
+
+
+@every_training
+@pytest.mark.parametrize("way", [accumulated, delayed, of_two_losses, clipped])
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "NAdam", "FusedLAMB"])
+def test_finite_gradients_come_to_the_same_bits(way, options, name):
+    def learned(**more: Any) -> Any:
+        model, optimizer = start(MAKERS[name], num_losses=2, **options, **more)
+        for step in range(4):
+            optimizer.zero_grad()
+            way(model, optimizer, step)
+            optimizer.step()
+        return snapshot(model, optimizer)
+
+    assert_unchanged(learned(), learned(skip_nonfinite=True))
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(5, 3, sparse=True)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.table(words).square().sum()
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1.5e38])
+def test_sparse_gradients_are_checked_and_left_as_they_are(level, bad):
+    """A word that comes twice is two rows of the gradient; the sum of two finite ones may be infinite."""
+    words = torch.tensor([1, 3, 1, 0, 1])
+    learned = []
+    for on in (False, True):
+        model = Sparse()
+        optimizer = OPTIM.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, skip_nonfinite=on, verbosity=0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(model(words), optimizer)
+            backward(model(words), optimizer)
+            optimizer.step()
+        learned += training.weights(model)
+    assert same(learned[:1], learned[1:])
+    optimizer.zero_grad()
+    backward((model.table(words) * bad).sum(), optimizer)
+    optimizer.step()
+    assert skipped(optimizer) and same(training.weights(model), learned[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_other_types_are_checked_in_their_own_range(dtype):
+    weight = nn.Parameter(torch.ones(2, dtype=dtype))
+    model = nn.Linear(2, 1, bias=False)
+    model.weight = weight
+    model, optimizer = amp.initialize(model, OPTIM.SGD([weight], lr=1.0), opt_level="O0", **ON)
+    large = 1e300 if dtype is torch.float64 else 1e30
+    for factor, is_bad in ((large, False), (math.nan, True), (math.inf, True)):
+        weight.data.fill_(1)
+        optimizer.zero_grad()
+        backward((weight.real.double() * factor).sum() if dtype.is_complex else (weight * factor).sum(), optimizer)
+        optimizer.step()
+        assert skipped(optimizer) is is_bad
+        assert (weight == 1).all() if is_bad else (weight != 1).all()
+
+
+@pytest.mark.parametrize("level", OWN_MASTERS)
+def test_a_gradient_that_is_only_checked_is_not_written(level):
+    model, optimizer = start(training.SGD, opt_level=level, **ON)
+    loss = loss_of(model, 0)
+    with amp.scale_loss(loss, optimizer) as body:
+        assert body is loss if level != "O3" else body.dtype is torch.float32
+        body.backward()
+        before = [(p.grad, p.grad._version, p.grad.clone()) for p in model.parameters()]
+    for param, (grad, version, value) in zip(model.parameters(), before, strict=True):
+        assert param.grad is grad and grad._version == version and torch.equal(grad, value)
+
+
+@pytest.mark.parametrize("options", [TRAININGS["O5"], TRAININGS["O5, split"]], ids=["whole", "split"])
+def test_gradients_wait_in_low_precision_as_without(options):
+    model, optimizer = start(training.SGD, **options, **ON)
+    backward(loss_of(model, 0), optimizer)
+    waiting = optimizer._amp_stash.masters.waiting
+    assert (waiting is not None and len(waiting.grads) > 0 and waiting.factors == []) or not can_wait()
+
+
+# Whose loss it was, and what is said of it
+
+
+@every_training
+def test_only_the_loss_that_was_not_finite_is_named(options, caplog):
+    model, optimizer = start(training.SGD, num_losses=2, **options, skip_nonfinite=True, verbosity=1)
+    with caplog.at_level(logging.WARNING, "amp_patch"):
+        backward(loss_of(model, 0) * math.nan, optimizer, loss_id=1)
+        backward(loss_of(model, 1), optimizer)
+        optimizer.step()
+    assert skipped(optimizer)
+    assert caplog.messages == ["A gradient is not finite: skipped the step (skip 1 of loss 1)"]
+
+
+@every_training
+def test_messages_come_ever_more_rarely_and_name_the_parameters_in_the_end(options, caplog):
+    model, optimizer = start(training.SGD, **options, skip_nonfinite=True, verbosity=1)
+    with caplog.at_level(logging.WARNING, "amp_patch"):
+        for step in range(10):
+            iterate(model, optimizer, step, math.nan)
+    said = "A gradient is not finite: skipped the step (skip {} of loss 0)"
+    assert caplog.messages[:-1] == [said.format(number) for number in (1, 2, 4, 8)]
+    assert caplog.messages[-1].startswith(said.format(10) + "; 10 in a row; not finite: ")
+    assert "head.weight (NaN)" in caplog.messages[-1]
+
+
+def test_verbosity_0_says_nothing(caplog):
+    model, optimizer = start(training.SGD, opt_level="O5", **ON)
+    with caplog.at_level(logging.WARNING, "amp_patch"):
+        iterate(model, optimizer, 0, math.nan)
+    assert skipped(optimizer) and not caplog.messages
+
+
+@every_training
+def test_a_recording_counts_them(options):
+    with amp.record() as run:
+        model, optimizer = start(training.SGD, **options, **ON)
+        for step in range(4):
+            iterate(model, optimizer, step, math.nan if step in (1, 2) else 1.0)
+    assert run.skipped == [False, True, True, False]
+    assert run.scale == [1.0] * 4
+
+
+@every_training
+def test_the_state_has_the_form_of_any_and_a_loaded_scale_multiplies_nothing(options):
+    model, optimizer = start(training.SGD, **options, **ON)
+    iterate(model, optimizer, 0, math.nan)
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}}
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 3}})
+    other, plain = start(training.SGD, **options)
+    for each in ((model, optimizer), (other, plain)):
+        each[1].zero_grad()
+        backward(loss_of(each[0], 1), each[1], delay_unscale=True)
+        iterate(*each, 2)
+    assert not skipped(optimizer)
+    assert_unchanged(snapshot(other, plain), snapshot(model, optimizer))
+
+
+@every_training
+def test_the_overflow_of_a_delayed_micro_batch_is_found_at_the_step(options):
+    model, optimizer = start(training.SGD, **options, **ON)
+    before = snapshot(model, optimizer)
+    backward(loss_of(model, 0) * math.inf, optimizer, delay_unscale=True)
+    backward(loss_of(model, 1), optimizer, delay_unscale=True)
+    optimizer.step()
+    assert skipped(optimizer)
+    assert_unchanged(before, snapshot(model, optimizer))
+
+
+def test_a_parameter_that_no_optimizer_holds_loses_a_gradient_that_is_not_finite():
+    model = nn.ModuleDict({"own": linear([[1.0]]), "free": linear([[1.0]])})
+    model, optimizer = amp.initialize(model, training.SGD(model["own"].parameters()), opt_level="O0", **ON)
+    for value, wanted in ((math.nan, 0.0), (1.0, 1.0)):
+        backward((model["free"](torch.ones(1, 1)) * value + model["own"](torch.ones(1, 1))).sum(), optimizer)
+        assert model["free"].weight.grad.item() == wanted
+
+
+# What cannot be checked is refused, by name
+
+
+@every_training
+def test_closures_and_steps_in_the_body_are_refused(options):
+    model, optimizer = start(training.SGD, **options, **ON)
+    with pytest.raises(RuntimeError, match=r"a closure .* with skip_nonfinite=True"):
+        optimizer.step(lambda: None)
+    before = snapshot(model, optimizer)
+    with (
+        pytest.raises(RuntimeError, match="called in the body of scale_loss, where its gradients are unchecked"),
+        amp.scale_loss(loss_of(model, 0), optimizer) as loss,
+    ):
+        loss.backward()
+        optimizer.step()
+    assert_unchanged(before, snapshot(model, optimizer))
+    iterate(model, optimizer, 0)
+    assert not skipped(optimizer)
+
+
+@pytest.mark.parametrize("level", ["O0", "O4"])
+def test_what_steps_by_itself_is_refused_before_anything_is_changed(level):
+    model = linear([[1.0]])
+    with pytest.raises(ValueError, match=r"LBFGS .* without skip_nonfinite"):
+        amp.initialize(model, OPTIM.LBFGS(model.parameters()), opt_level=level, skip_nonfinite=True)
+    amp.initialize(model, OPTIM.LBFGS(model.parameters()), opt_level=level)
+    model = linear([[1.0]])
+    model.weight._in_backward_optimizers = [object()]
+    with pytest.raises(ValueError, match=r"steps parameter 'weight' .* \(without skip_nonfinite\)"):
+        amp.initialize(model, training.SGD(model.parameters()), opt_level=level, skip_nonfinite=True)
+    amp.initialize(model, training.SGD(model.parameters()), opt_level=level)
+
+
+# The policy
+
+
+def test_the_field_of_the_policy():
+    assert not resolve("O5").skip_nonfinite and not resolve("O5").checks_gradients and resolve("O0").changes_nothing
+    for word in (True, "True"):
+        checked = resolve("O0", skip_nonfinite=word)
+        assert checked.skip_nonfinite is True and checked.checks_gradients and not checked.changes_nothing
+        assert checked.loss_scale == 1.0 and "skip_nonfinite=True" in str(checked)
+    assert resolve("O2").checks_gradients
+    with pytest.raises(TypeError, match="initialize: skip_nonfinite is 3; wanted True, False"):
+        amp.initialize(linear([[1.0]]), skip_nonfinite=3)
+    with pytest.raises(TypeError, match="positional"):
+        amp.initialize(linear([[1.0]]), None, True, "O5", None, None, None, None, None, None, 1, 1, None, 1.0, True)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_where_the_loss_is_scaled_it_changes_nothing(level):
+    seen = []
+    for on in (False, True):
+        model, optimizer = start(training.SGD, opt_level=level, skip_nonfinite=on)
+        for step in range(4):
+            iterate(model, optimizer, step, math.inf if step == 1 else 1.0)
+        seen.append((snapshot(model, optimizer), amp.state_dict()))
+    assert_unchanged(*seen)
+    assert seen[0][1]["loss_scaler0"]["loss_scale"] < 65536.0
+
+
+def test_the_environment_s_o0_is_the_script_without_it(monkeypatch):
+    monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "O0")
+    _, optimizer = start(training.SGD, opt_level="O5", **ON)
+    assert optimizer._amp_stash.policy == replace(resolve("O0"), cpu_fp16="native")
+    monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "O4")
+    _, optimizer = start(training.SGD, opt_level="O5", **ON)
+    assert optimizer._amp_stash.policy == replace(resolve("O4", skip_nonfinite=True), cpu_fp16="native")
+
+
+# Several processes
+
+
+def mine(step: int) -> tuple[Tensor, Tensor]:
+    """This rank's half of the batch of a step."""
+    return tuple(tensor.chunk(2)[dist.get_rank()] for tensor in training.images(step))  # type: ignore[return-value]
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 5))
+
+
+def train_rank(options: dict[str, Any], way: str, bad: float, on: bool) -> dict[str, Any]:
+    """Three steps; what one rank's data are multiplied by in the second is `bad`."""
+    model = mlp()
+    group = dist.group.WORLD if way == "process group" else None
+    model, optimizer = amp.initialize(
+        model, ADAM(model.parameters()), skip_nonfinite=on, verbosity=0, process_group=group, **options
+    )
+    wrapped = model if way == "process group" else DistributedDataParallel(model)
+    seen: dict[str, Any] = {"skipped": [], "weights": []}
+    for step in range(3):
+        optimizer.zero_grad()
+        factor = bad if step == 1 and dist.get_rank() == 1 else 1.0
+        if way == "no_sync":
+            with wrapped.no_sync():
+                inputs, targets = mine(step + 10)
+                backward(nn.functional.cross_entropy(wrapped(inputs * factor), targets), optimizer)
+            factor = 1.0
+        inputs, targets = mine(step)
+        backward(nn.functional.cross_entropy(wrapped(inputs * factor), targets), optimizer)
+        optimizer.step()
+        seen["skipped"].append(optimizer._amp_stash.step_skipped)
+        seen["weights"].append([p.detach().clone() for p in amp.master_params(optimizer)])
+    return seen
+
+
+@every_training
+@pytest.mark.parametrize("way", ["ddp", "no_sync", "process group"])
+def test_all_ranks_skip_what_is_not_finite_on_one(ranks, options, way):
+    results = ranks(train_rank, options, way, math.nan, True)
+    for seen in results:
+        assert seen["skipped"] == [False, True, False]
+        assert same(seen["weights"][0], seen["weights"][1]) and not same(seen["weights"][1], seen["weights"][2])
+    if way != "process group":
+        assert same(results[0]["weights"][2], results[1]["weights"][2])
+    checked, plain = (ranks(train_rank, options, way, 1.0, on) for on in (True, False))
+    for ours, wanted in zip(checked, plain, strict=True):
+        assert ours["skipped"] == [False] * 3 and same(ours["weights"][2], wanted["weights"][2])
+
+
+def train_shards(level: str, bad: float, on: bool) -> dict[str, Any]:
+    """Three steps of two micro-batches, of which fully_shard holds the first back; `bad` is in one of the second's."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model: Any = fully_shard(mlp(), mesh=mesh, mp_policy=amp.fsdp_policy(level))
+    model, optimizer = amp.initialize(
+        model, ADAM(model.parameters()), opt_level=level, num_losses=2, skip_nonfinite=on, verbosity=0
+    )
+    seen: dict[str, Any] = {"skipped": [], "weights": []}
+    for step in range(3):
+        optimizer.zero_grad()
+        for micro_batch in range(2):
+            model.set_requires_gradient_sync(micro_batch == 1)
+            inputs, targets = mine(2 * step + micro_batch)
+            factor = bad if (step, micro_batch, dist.get_rank()) == (1, 0, 1) else 1.0
+            loss = nn.functional.cross_entropy(model(inputs).float(), targets) * factor
+            backward(loss, optimizer, loss_id=micro_batch)
+        optimizer.step()
+        seen["skipped"].append(optimizer._amp_stash.step_skipped)
+        seen["weights"].append([p.detach().to_local().clone() for p in amp.master_params(optimizer)])
+    return seen
+
+
+@pytest.mark.skipif(torch.__version__.startswith(("2.6.", "2.8.")), reason="fully_shard over gloo: model/test_fsdp.py")
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+def test_shards_are_checked_where_a_micro_batch_was_held_back(ranks, level):
+    for seen in ranks(train_shards, level, math.nan, True):
+        assert seen["skipped"] == [False, True, False]
+        assert same(seen["weights"][0], seen["weights"][1]) and not same(seen["weights"][1], seen["weights"][2])
+    checked, plain = (ranks(train_shards, level, 1.0, on) for on in (True, False))
+    for ours, wanted in zip(checked, plain, strict=True):
+        assert ours["skipped"] == [False] * 3 and same(ours["weights"][2], wanted["weights"][2])

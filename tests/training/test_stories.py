@@ -1,0 +1,61 @@
+"""Stories: random lives of trainings, each event of which leaves amp_patch where training by hand is, to the bit.
+
+tests/helpers/stories.py says what happens in a story, and tests/helpers/life.py what is compared. `make stories` tells
+more of them.
+"""
+
+from __future__ import annotations
+
+import lives
+import pytest
+from lives import tell
+from stories import Story, complaint, drawn, shortest
+
+pytestmark = [
+    # A story draws its events without a thought for what warns of a strange order.
+    pytest.mark.filterwarnings("ignore:.*gathered for this optimizer"),
+    pytest.mark.filterwarnings(r"ignore:Detected call of `lr_scheduler.step\(\)`"),
+]
+FEW, MANY, CHAPTER = range(40), range(40, 200), 40
+
+
+def tell_all(seeds: range) -> None:
+    """Tell all of them; a message for each that fails."""
+    failed = [text for seed in seeds if (text := complaint(drawn(seed), tell))]
+    assert not failed, "\n\n".join(failed)
+
+
+def test_stories() -> None:
+    tell_all(FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", MANY[::CHAPTER])
+def test_many_stories(first: int) -> None:
+    tell_all(range(first, first + CHAPTER))
+
+
+def test_a_story_that_fails_is_told_in_few_events() -> None:
+    story = drawn(3)
+
+    def fails(story: Story) -> bool:
+        return {"backward", "step"} <= {event.what for event in story.events}
+
+    assert fails(story) and len(story.events) > 4
+    assert sorted(event.what for event in shortest(story, fails).events) == ["backward", "step"]
+
+
+def test_a_story_that_fails_is_a_script() -> None:
+    def fails(story: Story) -> None:
+        assert all(event.what != "step" for event in story.events), "told"
+
+    text = complaint(drawn(3), fails)
+    assert text.startswith("seed 3: AssertionError: told") and text.count("Event(") == 1
+    assert not complaint(drawn(3), lambda story: None)
+
+
+def test_a_script_tells_the_story_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Story] = []
+    monkeypatch.setattr(lives, "tell", told.append)
+    exec(drawn(3).script(), {})
+    assert told == [drawn(3)]

@@ -1,0 +1,61 @@
+"""Trainable parameters that no optimizer holds: backward passes reach them, and no step ever clears them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import DEVICES
+from torch import nn
+from training import linear
+
+from amp_patch import amp
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_overflow_is_not_in_the_norm_of_later_steps(level, bad, earlier, sparse, device):
+    """`clip_grad_norm_(model.parameters())` takes their gradients too, and would multiply all others by NaN."""
+    table = nn.Embedding(2, 1, sparse=sparse, device=device)
+    nn.init.ones_(table.weight)
+    model = nn.ModuleDict({"trained": linear([[1.0]], device), "table": table})
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.trained.parameters(), lr=0.25), opt_level=level, loss_scale=4.0, verbosity=0
+    )
+    index = torch.tensor([1], device=device)
+
+    def backward(factor: float) -> None:
+        with amp.scale_loss((model.trained(table(index)) * factor).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    if earlier:
+        backward(1.0)
+        optimizer.step()
+    weight = model.trained.weight.item()
+    backward(bad)
+    optimizer.step()
+    assert optimizer._amp_stash.step_skipped and model.trained.weight.item() == weight
+    optimizer.zero_grad()
+    backward(1.0)
+    assert table.weight.grad.to_dense().tolist() == [[0.0], [weight]]
+    if not sparse:  # torch takes no norm of sparse ones
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+        assert norm.item() == pytest.approx(math.hypot(1.0, weight), rel=1e-3)
+    optimizer.step()
+    assert model.trained.weight.item() == weight - 0.25
+
+
+def test_finite_gradients_add_up_as_ever():
+    model = nn.Sequential(linear([[2.0]]), linear([[3.0]]))
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model[1].parameters(), lr=0.0), opt_level="O2", loss_scale=4.0, verbosity=0
+    )
+    for expected in (3.0, 6.0):
+        with amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        assert model[0].weight.grad.item() == expected
