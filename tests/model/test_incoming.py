@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from typing import Any
 
@@ -14,6 +15,7 @@ from split_masters import MAKERS
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch_optimizers import OPTIMIZERS, VARIANTS, of_sparse_gradients
 from training import LEVELS, SGD, backward, linear
 
 from amp_patch import amp
@@ -120,6 +122,70 @@ def test_a_training_has_the_bits_of_one_of_the_model_in_fp32(level, make, half):
     assert same(model.parameters(), wide.parameters()) and types(model)["norm.running_var"] is torch.float32
     assert same(model.norm.buffers(), wide.norm.buffers()) and same(model.table.buffers(), wide.table.buffers())
     assert torch.equal(model.offset, wide.offset)
+
+
+class Lookup(nn.Module):
+    """Rows of a table, whose gradients are sparse."""
+
+    def __init__(self, half: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = nn.Embedding(8, 3, sparse=True, dtype=half)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows(torch.arange(len(x), device=x.device) % 5)
+
+
+def of_torch(name: str, flags: dict[str, bool], half: torch.dtype, wide: bool) -> tuple[nn.Module, Any]:
+    """A model, or its FP32 twin, and one of torch's optimizers with the parameters that it takes."""
+    model: nn.Module = Lookup(half) if name == "SparseAdam" else net(half)
+    if wide:
+        model.float()
+    params = [p for p in trained(model) if p.dim() == 2 or name != "Muon"]
+    make = getattr(torch.optim, name)
+    arguments: dict[str, Any] = {**OPTIMIZERS[name], **flags}
+    eps = inspect.signature(make).parameters.get("eps")
+    if eps and isinstance(eps.default, float):
+        arguments["eps"] = 1e-4  # FP16 holds it, for O3
+    if (name, flags) == ("SGD", {"fused": True}):
+        arguments["momentum"] = 0  # torch 2.13 begins one in FP16 with what lies in the memory
+    return model, make(params, **arguments)
+
+
+@of_sparse_gradients
+@every_half
+@pytest.mark.parametrize(("name", "flags"), VARIANTS)
+@pytest.mark.parametrize("level", ["O2", "O3", "O5", "O5, split"])
+def test_each_of_torchs_optimizers_comes_to_the_bits_of_fp32(level, name, flags, half):
+    options: dict[str, Any] = {"opt_level": level[:2], "verbosity": 0}
+    if level == "O5, split":
+        options["master_weights"] = "split"
+    pairs = [amp.initialize(*of_torch(name, flags, half, wide), **options) for wide in (False, True)]
+    losses = [iterate(*pair) for pair in pairs]
+    (model, optimizer), (wide, other) = pairs
+    assert losses[0] == losses[1] and losses[0][-1] != losses[0][0]
+    assert same(model.parameters(), wide.parameters())
+    assert same(amp.master_params(optimizer), amp.master_params(other)) and same(states(optimizer), states(other))
+
+
+@every_half
+def test_lbfgs_comes_to_the_bits_of_fp32(half):
+    pairs = []
+    for model in (net(half), net(half).float()):
+        model.frozen.float()
+        optimizer = torch.optim.LBFGS(trained(model), lr=0.1, max_iter=3)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+
+        def closure(model: nn.Module = model, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, 0)
+            backward(loss, optimizer)
+            return loss
+
+        pairs.append(([optimizer.step(closure).item() for _ in range(10)], model, optimizer))
+    (losses, model, optimizer), (others, wide, other) = pairs
+    assert losses == others and losses[-1] < losses[0]
+    assert same(model.parameters(), wide.parameters()) and same(states(optimizer), states(other))
 
 
 @every_half

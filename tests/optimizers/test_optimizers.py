@@ -11,39 +11,11 @@ import torch
 import training
 from paths import ROOT
 from torch import nn
+from torch_optimizers import OPTIMIZERS, VARIANTS, of_sparse_gradients
 from training import assert_unchanged, snapshot
 
 from amp_patch import amp
 from amp_patch.training import one_pass
-
-# Arguments that each one needs to move a 2x2 weight; LBFGS is refused under scaling (test_initialize.py).
-OPTIMIZERS = {
-    "ASGD": {"lr": 0.1},
-    "Adadelta": {"lr": 1.0},
-    "Adafactor": {"lr": 0.1},
-    "Adagrad": {"lr": 0.1},
-    "Adam": {"lr": 0.1},
-    "AdamW": {"lr": 0.1},
-    "Adamax": {"lr": 0.1},
-    "Muon": {"lr": 0.1},
-    "NAdam": {"lr": 0.1},
-    "RAdam": {"lr": 0.1},
-    "RMSprop": {"lr": 0.1, "momentum": 0.9},
-    "Rprop": {"lr": 0.1},
-    "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
-    "SparseAdam": {"lr": 0.1},
-}
-AVAILABLE = [name for name in OPTIMIZERS if hasattr(torch.optim, name)]
-VARIANTS = [pytest.param(name, {}, id=name) for name in AVAILABLE] + [
-    pytest.param(name, {flag: True}, id=f"{name}-{flag}")
-    for flag, names in {
-        "foreach": ("Adam", "SGD", "RMSprop", "NAdam", "RAdam", "Adadelta", "Adamax", "ASGD", "Rprop", "Adagrad"),
-        "fused": ("Adam", "AdamW", "SGD", "Adagrad"),
-        "capturable": ("Adam",),
-    }.items()
-    for name in names
-    if not (flag == "capturable" and not torch.cuda.is_available())
-]
 
 
 def test_no_optimizer_of_torch_is_left_out():
@@ -79,10 +51,6 @@ def one_step(model, optimizer, factor=1.0):
     loss = (model(inputs.to(device)).float() * torch.tensor([[0.5, 0.25], [0.25, -0.5]], device=device)).sum() * factor
     training.backward(loss / 8, optimizer)
     optimizer.step()
-
-
-# Torch 2.11 warns once a process, in SparseAdam's step.
-of_sparse_gradients = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 
 
 def assert_skips(model, optimizer):
