@@ -753,6 +753,23 @@ def test_no_cast_of_a_gathered_weight_outlives_it(ranks):
     assert ranks(casts_after_forward) == [0, 0]
 
 
+def gathered_and_saved() -> tuple[list[Tensor], list[Tensor]]:
+    """The weights that a forward at O2 computes with after a step, and those of the state dict, cast."""
+    model, optimizer = sharded_training("O2", torch.float16, "SGD")
+    backward(loss_of(model, 0, dist.get_rank()), optimizer)
+    optimizer.step()
+    seen: list[Tensor] = []
+    for module in model:
+        module.register_forward_pre_hook(lambda m, args: seen.extend(p.detach().clone() for p in m.parameters()))
+    loss_of(model, 1, dist.get_rank())
+    return seen, [value.half() for value in weights(model)]
+
+
+def test_a_sampler_that_takes_the_state_dict_rounds_as_the_trainer_does(ranks):
+    for gathered, saved in ranks(gathered_and_saved):
+        assert {value.dtype for value in gathered} == {torch.float16} and same(gathered, saved)
+
+
 def test_importing_amp_patch_imports_nothing_of_fsdp():
     code = """
 import sys, amp_patch

@@ -168,6 +168,21 @@ def test_each_of_torchs_optimizers_comes_to_the_bits_of_fp32(level, name, flags,
     assert same(amp.master_params(optimizer), amp.master_params(other)) and same(states(optimizer), states(other))
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("options", [{}, {"master_weights": "split"}], ids=["whole", "split"])
+def test_muon_keeps_the_momentum_of_bf16_weights(options):
+    """Torch 2.13 normalizes it in place where the weights are BF16: 0.25 each time here."""
+    model = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.1, momentum=0.5, nesterov=False)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0, **options)
+    for momentum in (4.0, 6.0, 7.0):
+        optimizer.zero_grad()
+        backward(model(torch.full((4, 4), 2.0)).sum(), optimizer)
+        optimizer.step()
+        (master,) = amp.master_params(optimizer)
+        assert optimizer.state[master]["momentum_buffer"].unique().tolist() == [momentum]
+
+
 @every_half
 def test_lbfgs_comes_to_the_bits_of_fp32(half):
     pairs = []
