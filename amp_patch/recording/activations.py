@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from amp_patch.recording.peak_memory import PeakAboveRest
@@ -25,6 +26,7 @@ from amp_patch.support import distributed, tree
 from amp_patch.support.patches import Patches
 
 _torch: Any = torch._C._autograd
+_checkpoint: Any = torch.utils.checkpoint
 
 
 class SavedBytes:
@@ -115,6 +117,7 @@ class WeighedStep:
             self._patches.set(_torch, "_push_saved_tensors_default_hooks", self._push_others)
             disable = _torch._saved_tensors_hooks_disable
             self._patches.set(_torch, "_saved_tensors_hooks_disable", self._before(disable))
+            self._patches.set(_checkpoint, "_VersionWrapper", self._see_and_wrap(_checkpoint._VersionWrapper))
         self._peak = PeakAboveRest(cuda) if cuda is not None else None
 
     def came(self, args: Any, kwargs: Any) -> None:
@@ -154,6 +157,8 @@ class WeighedStep:
         return _Saved(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
 
     vars()["_pack"]._amp_counts = True  # by which casts/cpu_fp16.py knows that it may put its hooks above
+    # Without these marks torch 2.15 takes `_pack` for the user's, and warns that selective checkpoints go past it.
+    vars(vars()["_pack"]).update(_checkpoint_internal=True, _user_hooks=None)
 
     def _push_others(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         if isinstance(pack, torch.fx.GraphModule):  # which torch.compile looks into
@@ -171,7 +176,17 @@ class WeighedStep:
                     self._see(kept)
             return packed
 
-        self._push(pack_and_see, unpack)
+        self._push(_MarkedAs(pack, pack_and_see), unpack)
+
+    def _see_and_wrap(self, wrap: Callable[..., Any]) -> Callable[..., Any]:
+        """Selective checkpoints put the outputs that they keep into such wrappers, out of the hooks' sight."""
+
+        def see_and_wrap(value: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(value, Tensor):
+                self._see(value)
+            return wrap(value, *args, **kwargs)
+
+        return see_and_wrap
 
     def _before(self, disable: Callable[..., Any]) -> Callable[..., Any]:
         """torch.func's transforms forbid hooks while they run, and fail where there are some."""
@@ -185,6 +200,19 @@ class WeighedStep:
     def _see(self, tensor: Tensor) -> None:
         if self._whole:  # the graph may outlive the step
             self._bytes.count(tensor)
+
+
+class _MarkedAs:
+    """A pack hook with another one's attributes, as they are when they are read: torch 2.15 marks a checkpoint's."""
+
+    def __init__(self, pack: Any, call: Callable[[Tensor], Any]) -> None:
+        self._pack, self._call = pack, call
+
+    def __call__(self, tensor: Tensor) -> Any:
+        return self._call(tensor)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pack, name)
 
 
 def _unpack(saved: _Saved) -> Tensor:

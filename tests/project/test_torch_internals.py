@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import re
 import warnings
 from collections.abc import Iterator
@@ -68,6 +68,9 @@ def owners() -> dict[str, Any]:
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # distributed.optim comes with the deprecated torch.jit in some
+        late = "torch.nn.attention.varlen"  # whose import makes torch.ops.torch_attn
+        if importlib.util.find_spec(late):
+            importlib.import_module(late)
         zero = importlib.import_module("torch.distributed.optim").ZeroRedundancyOptimizer
     return {
         "Autocast": torch.autocast("cpu"),

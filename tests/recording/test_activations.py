@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
 from conftest import DEVICES
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from training import SGD, backward
 
 from amp_patch import amp
@@ -35,18 +39,18 @@ def nothing_left():
 class Stack(nn.Module):
     """Linear layers, each with a function whose output is its own and the next layer's saved tensor."""
 
-    def __init__(self, checkpointed=None):
+    def __init__(self, checkpointed=None, **options):
         super().__init__()
         layers = [[nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.ReLU()] for _ in range(BLOCKS)]
         self.blocks = nn.ModuleList(nn.Sequential(*each) for each in layers)
-        self.checkpointed = checkpointed
+        self.checkpointed, self.options = checkpointed, options
 
     def forward(self, hidden):
         for block in self.blocks:
             if self.checkpointed is None:
                 hidden = block(hidden)
             else:
-                hidden = checkpoint(block, hidden, use_reentrant=self.checkpointed)
+                hidden = checkpoint(block, hidden, use_reentrant=self.checkpointed, **self.options)
         return hidden
 
 
@@ -109,6 +113,24 @@ def test_what_a_checkpoint_computes_again_counts(reentrant):
     # computes its two again.
     assert run.activations == 4 * 4 * NUMBERS
     assert run.loss == whole.loss and all(map(torch.equal, weights, same))
+
+
+@pytest.mark.parametrize("also_hooks", [False, True], ids=["", "below the user's hooks"])
+def test_what_a_selective_checkpoint_keeps_counts(also_hooks, recwarn):
+    """The outputs of the linear layers; and no warning of hooks that the user has not set."""
+    kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+
+    def loss_fn(model, inputs):
+        with save_on_cpu() if also_hooks else nullcontext():
+            return squares(model, inputs)
+
+    run, weights = train(made(checkpointed=False, context_fn=kept), loss_fn=loss_fn)
+    warned = {str(each.message) for each in recwarn}
+    without, same = train(made(checkpointed=False, context_fn=kept), loss_fn=loss_fn, record=False)
+    assert warned == {str(each.message) for each in recwarn} and (also_hooks or not warned)
+    # After the forward: the outputs of six linear layers, the inputs of two blocks, and the squares'.
+    assert also_hooks or run.activations == 4 * (6 + 2 + 1) * NUMBERS
+    assert run.loss == without.loss and all(map(torch.equal, weights, same))
 
 
 def test_a_compiled_model_tells_what_its_graph_saves(fresh_compiler):
