@@ -279,8 +279,8 @@ class GradScaler(torch.amp.GradScaler):
             return
         advice = "call scale(), unscale_(), step() and update() of one scaler for the gradients of one optimizer"
         stash = _stash(optimizer)
-        brought = None if stash is None or stash.backward.brought is None else stash.backward.brought()
-        if stash is not None and (stash.pending is not None or brought is grad):
+        unscaled = None if stash is None else stash.backward.first_unscaled_grad
+        if stash is not None and (stash.pending is not None or (unscaled is not None and unscaled() is grad)):
             raise RuntimeError(
                 f"GradScaler.{method}: the gradients of this {type(optimizer).__name__} came through amp.scale_loss, "
                 "which scales and unscales by itself; call optimizer.step() for them, or scaler.scale(loss).backward() "
@@ -320,7 +320,7 @@ class GradScaler(torch.amp.GradScaler):
         target = innermost(optimizer)
         refuse_sharded_since((ref() for ref in stash.around.models), "GradScaler.unscale_")
         optimizer_step.recover(target, stash)
-        stash.masters.drop_spent()
+        stash.masters.drop_stepped_grads()
         pairs = distinct_pairs([target])
         try:
             found = distributed.agree(gather(pairs, inv_scale), [param for param, _ in pairs])

@@ -42,7 +42,7 @@ class Pairs:
 
     Attributes:
         pairs: as the groups have them.
-        distinct: each once.
+        distinct: each once; distinct_params: of these.
         params, masters: of `pairs`.
         low, linked_masters: of those of `distinct` that are two tensors.
         bare: those of `distinct` that are low precision and have no master.
@@ -54,6 +54,7 @@ class Pairs:
         self.masters = [master for _, master in pairs]
         once = {id(param): (param, master) for param, master in pairs}
         self.distinct = pairs if len(once) == len(pairs) else list(once.values())
+        self.distinct_params = [param for param, _ in self.distinct]
         self.low = [param for param, master in self.distinct if param is not master]
         self.linked_masters = [master for param, master in self.distinct if param is not master]
         self.bare = [param for param, master in self.distinct if param is master and param.dtype in LOW_PRECISION]
@@ -162,7 +163,7 @@ class Masters:
         for spent in self.links().spent:
             spent.hold(held)
 
-    def drop_spent(self) -> None:
+    def drop_stepped_grads(self) -> None:
         """Forget the gradients of earlier steps."""
         for spent in self.links().spent:
             spent.clear()

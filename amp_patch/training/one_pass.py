@@ -159,7 +159,7 @@ def _run(optimizer: Any, part: Part) -> bool:
     if not part.is_made:
         try:
             with torch._C.DisableTorchFunctionSubclass():  # split masters are asked for anything but their value
-                told = known_stash(optimizer).step.told
+                told = known_stash(optimizer).step.flag_on_optimizer
                 kernel(optimizer, part, optimizer.found_inf.to(part.grads[0].device) if told else None)
         except (NotKnown, TypeError, ValueError):  # before the first write
             part.refused = True
@@ -169,7 +169,7 @@ def _run(optimizer: Any, part: Part) -> bool:
 
 def _is_ordinary(optimizer: Any, group: Group) -> bool:
     """Whether the group has no setting that the kernels do not know."""
-    told = known_stash(optimizer).step.told
+    told = known_stash(optimizer).step.flag_on_optimizer
     return not (
         group.get("capturable")
         or group.get("differentiable")

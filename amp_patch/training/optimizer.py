@@ -62,13 +62,13 @@ class AmpOptimizer(Generated):
         if stash is not None:
             recover(self, stash)
             drop_gradients(stash.masters.links().params)
-            stash.pending = stash.backward.brought = None
+            stash.pending = stash.backward.first_unscaled_grad = None
             stash.gathered = False
             stash.backward.strays.clear()
             _note_gathered(stash)  # zeros, where they were not set to None
             stash.backward.cleared += 1
             stash.backward.earlier.clear()
-            stash.masters.drop_spent()
+            stash.masters.drop_stepped_grads()
             stash.clear_found()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ def skip_if_overflowed(optimizer: Any, stash: Stash) -> None:
         if not captured:
             stash.device_skips.append(DeviceSkip([scaler for scaler, _ in stash.found], flags, overflow))
         optimizer.grad_scale, optimizer.found_inf = None, overflow
-        stash.step.told = True
+        stash.step.flag_on_optimizer = True
         return
     if captured:
         _refuse_in_capture(optimizer, stash)

@@ -108,29 +108,30 @@ class BackwardState(OfThisProcess):
     """What the bodies of `scale_loss` need of one optimizer, from the first that begins to the step that follows.
 
     Attributes:
-        turns: how often a body of any optimizer of the process has begun or ended.
+        body_events: how often a body of any optimizer of the process has begun or ended.
         open: whether a body of this optimizer is running.
         scale: that body's, FP32, shape [].
         checking: whether that body's exit checks the gradients.
-        beside: the running bodies of the training's other optimizers, by id: whether their exits check gradients.
-        ended: what `turns` was when the last body of this optimizer had ended.
+        other_open_bodies: the running bodies of the training's other optimizers, by id: whether their exits check
+            gradients.
+        ended: what `body_events` was when the last body of this optimizer had ended.
         cleared: how often the optimizer's `zero_grad` was called.
         earlier: by the parameter's id the unscaled gradients of parameters that are their own master, taken away while
             a body runs; after a delayed exit what of them no scaled gradient can hold.
-        brought: the first gradient that an exit has left unscaled for the next step.
+        first_unscaled_grad: gives the first gradient that an exit has left unscaled for the next step.
         strays: ids of the parameters with masters on which another optimizer's backward has left gradients.
     """
 
-    turns: ClassVar[int] = 0
+    body_events: ClassVar[int] = 0
 
     open: bool = False
     scale: Tensor | None = None
     checking: bool = False
-    beside: dict[int, bool] = field(default_factory=dict)
+    other_open_bodies: dict[int, bool] = field(default_factory=dict)
     ended: int = -1
     cleared: int = 0
     earlier: dict[int, Earlier] = field(default_factory=dict)
-    brought: Callable[[], Tensor | None] | None = None
+    first_unscaled_grad: Callable[[], Tensor | None] | None = None
     strays: set[int] = field(default_factory=set)
 
 
@@ -145,8 +146,8 @@ class StepState(OfThisProcess):
         in_one_pass: whether this step brings weights and masters in step by itself (`one_pass.py`).
         unpublished: the masters that such a step has not rounded into the weights.
         stepped: whether such a step is done, and its masters are noted as published, but its gradients not consumed.
-        told: whether the optimizer was given the overflow flag of this step, on the device.
-        quiet: the region without casts that the step runs in.
+        flag_on_optimizer: whether the optimizer was given the overflow flag of this step, on the device.
+        no_casts_region: the region without casts that the step runs in.
         set_aside: what a skipped step must find again afterwards.
         memory: that FP32 gradients of a portion of the masters are made in (`portions.py`).
     """
@@ -157,8 +158,8 @@ class StepState(OfThisProcess):
     in_one_pass: bool = False
     unpublished: list[Linked] = field(default_factory=list)
     stepped: bool = False
-    told: bool = False
-    quiet: regions.region | None = None
+    flag_on_optimizer: bool = False
+    no_casts_region: regions.region | None = None
     set_aside: SkippedStep | None = None
     memory: Recycled = field(default_factory=Recycled, compare=False)
 

@@ -45,7 +45,7 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     if stash is None or not stash.enabled:
         return None
     recover(optimizer, stash)
-    if stash.backward.open or stash.backward.beside:
+    if stash.backward.open or stash.backward.other_open_bodies:
         _refuse_in_body(optimizer, stash)
     step = stash.step
     step.depth += 1
@@ -61,7 +61,7 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
             "then step() without it"
         )
     refuse_thawed(optimizer, stash)
-    stash.masters.drop_spent()
+    stash.masters.drop_stepped_grads()
     if capture.is_capturing():
         captured.check(optimizer, stash)
     unscale_pending(optimizer)
@@ -77,9 +77,9 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
         split_master.open_all(link.master for _, link in linked if has_gradient(link.master))
     watched = None if closure is None else regions.as_now(closure)
     if casts_state.current() is not None:  # the casts that act here are not for the optimizer's own arithmetic
-        step.quiet = regions.region(None)
-        step.quiet.call = step.frame
-        step.quiet.__enter__()
+        step.no_casts_region = regions.region(None)
+        step.no_casts_region.call = step.frame
+        step.no_casts_region.__enter__()
     step.prepared = True
     if watched is None:
         return None
@@ -102,7 +102,7 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             master.grad = grad
         if step.set_aside.half is not None and stash.masters.waiting is not None:
             stash.masters.waiting.take_back(step.set_aside.half)
-    elif not step.told and may_skip_on_device(optimizer, stash):
+    elif not step.flag_on_optimizer and may_skip_on_device(optimizer, stash):
         note_stepped(optimizer, stash)
     casts_state.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
     linked = stash.masters.linked()
@@ -149,7 +149,7 @@ def consume(optimizer: Any, stash: Stash) -> None:
 
     Another optimizer of the training awaits a gradient of a master that it holds too and has yet to step with.
     """
-    stash.gathered, stash.backward.brought = False, None
+    stash.gathered, stash.backward.first_unscaled_grad = False, None
     stash.backward.strays.clear()
     stash.route_grads()
     stash.found.clear()
@@ -186,13 +186,13 @@ def recover(optimizer: Any, stash: Stash, running: bool | None = None) -> None:
     left = running is None
     if thread_state.is_running(step.frame) if running is None else running:
         return
-    if step.told:
+    if step.flag_on_optimizer:
         optimizer.grad_scale = optimizer.found_inf = None
         del optimizer.grad_scale, optimizer.found_inf
-        step.told = False
-    if step.quiet is not None:
-        step.quiet.__exit__(None, None, None)
-        step.quiet = None
+        step.flag_on_optimizer = False
+    if step.no_casts_region is not None:
+        step.no_casts_region.__exit__(None, None, None)
+        step.no_casts_region = None
     put_back(optimizer, stash)
     if left and (stash.masters.links().publish_written() or step.stepped) and step.prepared:
         consume(optimizer, stash)
@@ -209,7 +209,7 @@ def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
     own = any(param is master for param, master in pairs)
     if body.open and body.checking:
         where = f"where its gradients are {'scaled and ' if stash.scales_loss else ''}unchecked"
-    elif any(body.beside.values()) and (own or stash.pending is not None):
+    elif any(body.other_open_bodies.values()) and (own or stash.pending is not None):
         where = "whose backward may reach its parameters: its own gradients are away until that ends"
     elif any(p is not m and (body.open or (own_grad(p) is not None and not has_gradient(m))) for p, m in pairs):
         where = "where its gradients are on the low-precision parameters, not on their masters"
@@ -252,7 +252,7 @@ def _warn_of_ungathered(optimizer: Any, stash: Stash, linked: Sequence[Linked]) 
     if not strays:
         return
     # Whether a body of another optimizer is running, or was since the last one of this optimizer.
-    others = bool(stash.backward.beside) or stash.backward.ended != BackwardState.turns
+    others = bool(stash.backward.other_open_bodies) or stash.backward.ended != BackwardState.body_events
     if others and any(has_gradient(link.master) for _, link in linked):
         return
     named = [

@@ -82,7 +82,9 @@ def _unscale(
         stash.route_grads()
         waiting = stash.masters.waiting
         first = None if waiting else first_gradient(optimizer)
-        stash.backward.brought = waiting.first if waiting else None if first is None else TensorWeakRef(first)
+        stash.backward.first_unscaled_grad = (
+            waiting.first if waiting else None if first is None else TensorWeakRef(first)
+        )
     if inverse is None:
         return
     found = distributed.agree(found, [param for param, _ in pairs])

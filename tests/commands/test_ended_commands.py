@@ -49,11 +49,18 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 @pytest.fixture(autouse=True)
-def sighup_ends() -> Iterator[None]:
-    """Under nohup it is ignored, by what this process starts too."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def signals_end() -> Iterator[None]:
+    """What this process ignores (SIGHUP under nohup) or blocks, what it starts would ignore and block too."""
+    numbers = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    ignored = [number for number in numbers if before[number] is signal.SIG_IGN]
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number in ignored:
+        signal.signal(number, before[number])
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 @contextmanager

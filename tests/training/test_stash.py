@@ -36,7 +36,7 @@ def test_all_that_is_declared_to_be_of_this_process_begins_afresh(way):
     scaler = LossScaler(128.0, min_loss_scale=1.0, max_loss_scale=2.0**24)
     stash = _Extended(OPT_LEVELS["O2"], [scaler], bodies=3, wrapped=True, outlives="yes", note=_Note("here"))
     stash.backward.open, stash.backward.ended, stash.backward.earlier = True, 5, {1: None}
-    stash.step.depth, stash.step.told = 2, True
+    stash.step.depth, stash.step.flag_on_optimizer = 2, True
     stash.around.names, stash.around.handles = {1: "weight"}, [lambda: None]  # which nothing can pickle
     twin = duplicate(stash, way)
     assert (twin.backward, twin.step, twin.around, twin.note) == (BackwardState(), StepState(), Surroundings(), _Note())
@@ -55,7 +55,7 @@ def test_an_optimizer_between_backward_and_step_is_copied_with_what_outlives_it(
     stash = optimizer._amp_stash
     copied = duplicate(optimizer, way)
     twin = copied._amp_stash
-    assert stash.backward.brought is not None and twin.backward.brought is None
+    assert stash.backward.first_unscaled_grad is not None and twin.backward.first_unscaled_grad is None
     assert twin.gathered and twin.bodies == 1 and len(twin.found) == 1
     assert twin.around.owner() is copied and len(twin.around.handles) == 2
     assert [ref() for ref in twin.around.siblings] == [copied]

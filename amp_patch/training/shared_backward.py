@@ -1,0 +1,194 @@
+"""`scale_loss` where a training has several optimizers, or parameters in none: what a backward must leave alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from amp_patch.masters import gradients
+from amp_patch.masters.master import own_grad
+from amp_patch.masters.of_optimizer import Pair
+from amp_patch.masters.walks import drop_gradients, with_gradient
+from amp_patch.support import distributed
+from amp_patch.training.loss_scaler import LossScaler
+from amp_patch.training.scaled_backward import ScaledBackward
+from amp_patch.training.stash import Stash, distinct_pairs, known_stash, sharing, siblings, stash_of
+from amp_patch.training.unscale import unscale_pending
+
+
+def is_shared(optimizers: Sequence[Any]) -> bool:
+    """Whether a backward pass for these optimizers may reach gradients that are not theirs alone."""
+    around = known_stash(optimizers[0]).around
+    return len(optimizers) > 1 or len(around.siblings) > 1 or bool(around.unowned)
+
+
+class _Bystander(NamedTuple):
+    """A parameter of the training that belongs to no optimizer of this call, while its gradient is taken away.
+
+    Attributes:
+        earlier: the gradient that was taken off it, if it had one.
+        stash: of the optimizer that it belongs to, if any.
+        bodies: how many bodies that optimizer had begun then.
+        cleared: how often its `zero_grad` had been called then.
+    """
+
+    param: Tensor
+    earlier: gradients.Earlier | None
+    stash: Stash | None
+    bodies: int
+    cleared: int
+
+
+class SharedBackward(ScaledBackward):
+    """A backward pass beside which the training has other optimizers, or parameters that no optimizer holds.
+
+    Attributes:
+        bystanders: the training's other parameters, whose gradients are away.
+        siblings: the training's other optimizers.
+    """
+
+    def __init__(self, optimizers: list[Any], scaler: LossScaler) -> None:
+        super().__init__(optimizers, scaler)
+        self.bystanders: list[_Bystander] = []
+        self.siblings: list[Any] = []
+
+    def prepare(self) -> None:
+        """Raise, too, where another optimizer's running backward has reached these parameters.
+
+        What a delayed exit left for other optimizers, where they share parameters with this call's, is unscaled.
+        """
+        super().prepare()
+        both = zip(self.optimizers, self.stashes, strict=True)
+        if any(any(stash.backward.other_open_bodies.values()) and _is_reached(o) for o, stash in both):
+            raise RuntimeError(
+                "scale_loss: called in the body of another scale_loss whose scaled backward has already reached "
+                "parameters of this call's optimizers; end that body first, or call zero_grad() on them"
+            )
+        own = set(map(id, self.stashes))
+        for optimizer, stash in zip(self.optimizers, self.stashes, strict=True):
+            left = [known.pending for _, known in sharing(stash) if known.pending is not None and id(known) not in own]
+            if any(pending.local or pending.held_back for pending in left):
+                raise RuntimeError(
+                    "scale_loss: optimizers that share parameters with this call's wait for gradients of theirs, which "
+                    "no_sync() or fully_shard holds back, to be reduced with later ones; give those optimizers too"
+                )
+            if left:
+                unscale_pending(optimizer)
+
+    def claim_other_gradients(self) -> None:
+        """Let the training's other optimizers know of the body, in which they cannot step; take gradients away.
+
+        Those of all parameters that are none of this call's, until `close`. Gradients of a parameter with a master are
+        on that. Those that wait, scaled, for the rest of a delayed iteration are taken too.
+        """
+        if not self.checking and not any(stash.policy.master_weights for stash in self.stashes):
+            return
+        own = set(map(id, self.optimizers))
+        others = {id(other): (other, known) for stash in self.stashes for other, known in siblings(stash)}
+        for key, (other, known) in others.items():
+            if key not in own:
+                self.siblings.append(other)
+                known.backward.other_open_bodies[id(self)] = self.checking
+        if self.checking:
+            for stash in self.stashes:
+                self.note_models(stash)
+            self._set_bystanders_aside()
+
+    def _set_bystanders_aside(self) -> None:
+        known = {id(param) for param in self.params()}
+        for other in self.siblings:
+            stash = known_stash(other)
+            self.note_models(stash)
+            for param, master in stash.masters.pairs(other.param_groups):
+                if id(param) not in known:
+                    known.add(id(param))
+                    if not stash.backward.open and (param is master or stash.pending is not None):
+                        self._set_aside(param, stash)
+        for stash in self.stashes:
+            for param in stash.around.unowned:
+                if id(param) not in known:
+                    known.add(id(param))
+                    self._set_aside(param, None)
+
+    def _set_aside(self, param: Tensor, stash: Stash | None) -> None:
+        before = (0, 0) if stash is None else (stash.bodies, stash.backward.cleared)
+        self.bystanders.append(_Bystander(param, gradients.take(param), stash, *before))
+
+    def release_other_gradients(self) -> None:
+        """Give the bystanders their gradients again, with what this backward adds to them, unscaled."""
+        for other in self.siblings:
+            if (known := stash_of(other)) is not None:
+                known.backward.other_open_bodies.pop(id(self), None)
+                self._drop_strays(other, known)
+        while self.bystanders:
+            owner = self.bystanders[-1].stash
+            self._bring_back([bystander for bystander in self.bystanders if bystander.stash is owner])
+            self.bystanders = [bystander for bystander in self.bystanders if bystander.stash is not owner]
+
+    def _drop_strays(self, other: Any, stash: Stash) -> None:
+        """Drop what this backward has left on cast parameters of a sibling: scaled, and for no step of that one.
+
+        Clipping and loggers that pass over all parameters of the models would take them for gradients.
+        """
+        if stash.backward.open or stash.pending is not None:
+            return
+        own = set(map(id, self.params()))
+        low = [param for param in stash.masters.of_groups(other.param_groups).low if id(param) not in own]
+        stray = [low[index] for index in with_gradient(low)]
+        stash.backward.strays.update(map(id, stray))
+        drop_gradients(stray)
+
+    def _bring_back(self, group: list[_Bystander]) -> None:
+        """Give bystanders of one optimizer, or of none, their gradients again, with what this backward adds."""
+        params, (owner, bodies, cleared) = [bystander.param for bystander in group], group[0][2:]
+        if owner is not None and owner.pending is not None:
+            for param in params:
+                param.grad = None
+        added = [param for param in params if param.grad is not None]
+        uncleared = owner is None or owner.backward.cleared == cleared
+        kept = {id(b.param): b.earlier for b in group if b.earlier and uncleared}
+        # Whether a body of the owner's, inside this one, has unscaled what this backward had added.
+        own = owner is not None and owner.bodies != bodies
+        inverse = None if own else self.now.inverse()
+        try:
+            found = gradients.gather([(param, param) for param in params], inverse, earlier=kept)
+            if owner is None:
+                gradients.clear_overflowed(params, found)  # no step would drop them
+            elif added and not own:
+                for found_inf in distributed.agree(found, added).values():
+                    owner.note_found(self.scaler, found_inf.to(self.scale.device))
+        except BaseException:  # no gradient is better than one that may be scaled, or have overflowed unnoticed
+            for param in params:
+                param.grad = None
+            raise
+
+    def forget_taken(self, params: set[int]) -> None:
+        super().forget_taken(params)
+        self.bystanders = [b._replace(earlier=None) if id(b.param) in params else b for b in self.bystanders]
+
+    def parts(self) -> list[tuple[Stash, Sequence[Pair], Sequence[Pair]]]:
+        """Optimizers whose gradients wait, scaled, come first, so that what they share with others is theirs."""
+        parts: list[tuple[Stash, Sequence[Pair], Sequence[Pair]]] = []
+        seen: set[int] = set()
+        both = zip(self.optimizers, self.stashes, strict=True)
+        for optimizer, stash in sorted(both, key=lambda both: both[1].pending is None):
+            pairs = stash.masters.pairs(optimizer.param_groups)
+            parts.append((stash, pairs, [pair for pair in pairs if id(pair[0]) not in seen]))
+            seen.update(id(param) for param, _ in pairs)
+        return parts
+
+    def params(self) -> list[Tensor]:
+        return [param for param, _ in distinct_pairs(self.optimizers)]
+
+
+def _is_reached(optimizer: Any) -> bool:
+    """Whether an outer body's backward has left scaled gradients on parameters of this optimizer.
+
+    What was there before the outer body began is away, so that any gradient that this backward would be added to is
+    of that body.
+    """
+    stash = known_stash(optimizer)
+    pairs = stash.masters.pairs(optimizer.param_groups)
+    return any(own_grad(p) is not None and (p is master or stash.pending is not None) for p, master in pairs)
