@@ -12,6 +12,8 @@ PYTEST := $(BIN)/python -m pytest
 PYTEST_FILES := $(PYTEST) -n $(WORKERS) --dist loadfile
 # C++ and CUDA, in all folders: what clang-format reads, and what the extension is older than when one has changed.
 SOURCES := $(sort $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu'))
+# Folders whose tests come to other code without the extension. (Those of the casts try both kinds of wrapper anyway.)
+OF_KERNELS := $(addprefix tests/,apex_surface frontend masters model multi_tensor optimizers training)
 NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/null))
 
 .DEFAULT_GOAL := help
@@ -33,8 +35,8 @@ accuracy: $(VENV)/installed ## docs/accuracy.md anew: three families of models, 
 test: $(VENV)/installed ## every test that is not marked slow
 	$(PYTEST_FILES) -m "not slow"
 
-test-all: $(VENV)/ecosystem ## what `test` leaves out: the tests marked slow, and all others without the extension
-	AMP_PATCH_BACKEND=torch $(PYTEST_FILES) -m "not slow" --ignore tests/project/test_examples.py
+test-all: $(VENV)/ecosystem ## what `test` leaves out: the tests marked slow, and without the extension those of what it does
+	AMP_PATCH_BACKEND=torch $(PYTEST_FILES) -m "not slow" $(OF_KERNELS)
 	$(PYTEST) -m "not slow" tests/integrations
 	$(PYTEST_FILES) -m slow
 

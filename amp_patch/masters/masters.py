@@ -214,7 +214,8 @@ def publish(pairs: Sequence[Linked]) -> None:
 def round_into_weights(pairs: Sequence[Linked]) -> None:
     """`publish`, after which the masters still count as written; under no_grad."""
     split, pairs = _parted(pairs)
-    split_master.fold(split)
+    if split:
+        split_master.fold(split)
     for params, masters in _by_device(pairs):
         multi_tensor.multi_tensor_scale(masters, params, 1.0)
 
@@ -242,7 +243,8 @@ def reconcile(pairs: Sequence[Linked]) -> None:
         published = {id(link) for _, link in written}
         pairs = [pair for pair in pairs if id(pair[1]) not in published]
     split, whole = _parted(pairs)
-    split_master.close(master for _, master in split)
+    if split:
+        split_master.close(master for _, master in split)
     for params, masters in _by_device(whole):
         multi_tensor.multi_tensor_adopt(params, masters)
     note_published(pairs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from operator import is_
 from typing import Any
 
@@ -102,11 +103,10 @@ class Masters:
         self._route = GradRoute()
         self._spent = SpentGradients()
         self._params: dict[int, Linked] = {}  # id(master) -> the parameter and its link to this master
-        self._links: Links | None = None  # of these
         self._pairs: Pairs | None = None
 
     def __getstate__(self) -> list[tuple[Tensor, Tensor, bool]]:
-        return [(param, link.master, link.noted.written()) for param, link in self.linked()]
+        return [(param, link.master, link.noted.written()) for param, link in self.links.linked]
 
     def __setstate__(self, pairs: Iterable[Sequence[Any]]) -> None:
         self.__init__()  # type: ignore[misc]
@@ -138,20 +138,10 @@ class Masters:
             known = self._pairs = Pairs([(params[id(m)][0] if id(m) in params else m, m) for m in masters])
         return known
 
+    @cached_property
     def links(self) -> Links:
         """The parameters that have a master, and what is asked of all of them at once."""
-        if self._links is None:
-            self._links = Links(list(self._params.values()))
-        return self._links
-
-    def linked(self) -> Sequence[Linked]:
-        """The parameters that have a master, with their links."""
-        return self.links().linked
-
-    def route_grads(self, *, to_masters: bool, scaled: bool = False) -> None:
-        """Say whose the attribute `grad` of the parameters is: see GradRoute."""
-        for route in self.links().routes:
-            route.to_masters, route.scaled = to_masters, scaled
+        return Links(list(self._params.values()))
 
     def spend(self, masters: list[Tensor]) -> None:
         """Take the gradients off these `masters`, in whichever type: a step was for them; `grad` still gives them."""
@@ -160,16 +150,17 @@ class Masters:
             if (grad := own_grad(masters[index])) is not None:
                 held.fp32[id(masters[index])] = grad
         drop_gradients(masters)
-        for spent in self.links().spent:
+        for spent in self.links.spent:
             spent.hold(held)
 
     def drop_stepped_grads(self) -> None:
         """Forget the gradients of earlier steps."""
-        for spent in self.links().spent:
+        for spent in self.links.spent:
             spent.clear()
 
     def _changed(self) -> None:
-        self._links = self._pairs = None
+        vars(self).pop("links", None)
+        self._pairs = None
 
     @property
     def by_master(self) -> Mapping[int, Linked]:
@@ -179,12 +170,12 @@ class Masters:
     def keep(self, *, split: bool) -> None:
         """Keep the masters of bfloat16 parameters as halves, or all of them whole, in place; no sync."""
         if split:
-            whole = [pair for pair in self.linked() if not split_master.is_split(pair[1].master)]
+            whole = [pair for pair in self.links.linked if not split_master.is_split(pair[1].master)]
             split_master.split([(param, link.master) for param, link in whole])
             take_split_masters()
             note_published(whole)  # one that was split before may have edits that nobody has published
             return
-        for _, link in self.linked():
+        for _, link in self.links.linked:
             if split_master.is_split(link.master):
                 split_master.join_for_good(link.master)
 
@@ -193,7 +184,7 @@ class Masters:
 
         For copies of the masters: what is made of one lacks the weight's edits.
         """
-        reconcile([pair for pair in self.linked() if not pair[1].noted.written()])
+        reconcile([pair for pair in self.links.linked if not pair[1].noted.written()])
 
     def let_gradients_wait(self) -> None:
         """Leave gradients in low precision from now on (`take_half`): the optimizer knows what to do with them."""
@@ -270,7 +261,8 @@ class Masters:
         A parameter that is FP32 again gets its master's gradient too.
         """
         attempt = Attempts()
-        self.route_grads(to_masters=False)
+        for route in self.links.routes:
+            route.to_masters = route.scaled = False
         for group in optimizer.param_groups:
             attempt(self._detach_group, optimizer, group)
         for _, link in self._params.values():

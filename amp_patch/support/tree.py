@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterable
+from operator import is_
 from typing import Any
 
 import torch
@@ -102,14 +103,12 @@ def _map(value: Any, fn: TensorFn, other: ObjectFn) -> Any:
 
 
 def _same(items: Iterable[Any], originals: Iterable[Any]) -> bool:
-    return all(map(_is_same, items, originals))
+    return all(map(_is_same if is_dynamo_compiling() else is_, items, originals))
 
 
 def _is_same(item: Any, original: Any) -> bool:
     # torch.compile has no identity of tuples; that of torch 2.6 compares the items of lists, tensors, by `!=`.
-    if is_dynamo_compiling() and isinstance(original, (tuple, list)):
-        return _same(item, original)
-    return item is original
+    return _same(item, original) if isinstance(original, (tuple, list)) else item is original
 
 
 def _tuple(value: Any, fn: TensorFn, other: ObjectFn) -> Any:

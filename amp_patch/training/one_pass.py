@@ -68,7 +68,7 @@ def step_between_hooks(
         stash = known_stash(self)
         if not args and not kwargs:
             return inner(self, stash, plain)
-        stash.step.unpublished = list(stash.masters.linked())  # a pre-hook has brought a closure
+        stash.step.unpublished = list(stash.masters.links.linked)  # a pre-hook has brought a closure
         reconcile(stash.step.unpublished)
         return plain(self, *args, **kwargs)
 
@@ -95,13 +95,13 @@ def step_between_hooks(
 @without_grad
 def _step(optimizer: Any, stash: Stash, plain: Callable[[Any], Any]) -> None:
     """One step, between the hooks; no sync. `stash.step.unpublished` gets the masters that it did not round itself."""
-    stash.masters.links().publish_written()  # what a pre-hook behind ours has written
+    stash.masters.links.publish_written()  # what a pre-hook behind ours has written
     try:
         parts = None if stash.step.set_aside is not None else list(_parts(optimizer, stash))
     except NotKnown:
         parts = None
     if parts is None:
-        linked = stash.masters.linked()
+        linked = stash.masters.links.linked
         reconcile(linked)
         stash.step.unpublished = list(linked)
         split_master.open_all(link.master for _, link in linked)
@@ -127,7 +127,7 @@ def _step_all(optimizer: Any, stash: Stash, parts: list[Part], counted: list[int
             torch.autograd.graph.increment_version(master)
         split_master.follow(held)
     stepped = {id(link.master) for part in parts if part.is_made for _, link in part.links}
-    linked = stash.masters.linked()
+    linked = stash.masters.links.linked
     if len(stepped) < len(linked):
         reconcile([pair for pair in linked if id(pair[1].master) not in stepped])
     if not left:
@@ -145,9 +145,9 @@ def done(stash: Stash, left: Sequence[Linked] = ()) -> None:
     stash.step.stepped = True  # first: a master that is written and not published is the other sign of it (`recover`)
     if left:
         others = {id(link) for _, link in left}
-        note_published([pair for pair in stash.masters.linked() if id(pair[1]) not in others])
+        note_published([pair for pair in stash.masters.links.linked if id(pair[1]) not in others])
     else:
-        stash.masters.links().watch.note()
+        stash.masters.links.watch.note()
 
 
 def _run(optimizer: Any, part: Part) -> bool:
@@ -169,15 +169,12 @@ def _run(optimizer: Any, part: Part) -> bool:
 
 def _is_ordinary(optimizer: Any, group: Group) -> bool:
     """Whether the group has no setting that the kernels do not know."""
-    told = known_stash(optimizer).step.flag_on_optimizer
-    return not (
-        group.get("capturable")
-        or group.get("differentiable")
-        or any(isinstance(group.get(name), Tensor) for name in _NUMBERS)
-        or any(isinstance(beta, Tensor) for beta in group.get("betas", ()))
-        or (not told and getattr(optimizer, "found_inf", None) is not None)
-        or getattr(optimizer, "grad_scale", None) is not None
-    )
+    if group.get("capturable") or group.get("differentiable") or getattr(optimizer, "grad_scale", None) is not None:
+        return False
+    if getattr(optimizer, "found_inf", None) is not None and not known_stash(optimizer).step.flag_on_optimizer:
+        return False
+    settings = (*map(group.get, _NUMBERS), *group.get("betas", ()))
+    return not [setting for setting in settings if isinstance(setting, Tensor)]
 
 
 def _parts(optimizer: Any, stash: Stash) -> Iterator[Part]:
@@ -188,7 +185,7 @@ def _parts(optimizer: Any, stash: Stash) -> Iterator[Part]:
     """
     waiting = stash.masters.waiting
     if waiting:
-        add_gradients(stash.masters.links().masters)
+        add_gradients(stash.masters.links.masters)
     half = {} if waiting is None else waiting.grads
     factors = [] if waiting is None else waiting.factors
     link_of = stash.masters.by_master

@@ -55,13 +55,13 @@ class AmpOptimizer(Generated):
         to_none = getattr(self, "set_grad_none", True)  # FusedAdam's, FusedSGD's
         if stash is not None and stash.masters.waiting is not None and to_none and not args and not kwargs:
             # As torch's does for each parameter: it would ask each for its gradient, which waits for somebody to ask.
-            stash.masters.waiting.clear(stash.masters.links().masters)
+            stash.masters.waiting.clear(stash.masters.links.masters)
             drop_gradients(stash.masters.of_groups(self.param_groups).masters)  # type: ignore[attr-defined]
         else:
             super().zero_grad(*args, **kwargs)  # type: ignore[misc]
         if stash is not None:
             recover(self, stash)
-            drop_gradients(stash.masters.links().params)
+            drop_gradients(stash.masters.links.params)
             stash.pending = stash.backward.first_unscaled_grad = None
             stash.gathered = False
             stash.backward.strays.clear()
@@ -196,7 +196,7 @@ def _carry_stash(patches: Patches) -> None:
 
 def _note_gathered(stash: Stash) -> None:
     """Let `grad` of the parameters be their masters' where these have gradients by now."""
-    stash.gathered = stash.gathered or bool(with_gradient(stash.masters.links().masters))
+    stash.gathered = stash.gathered or bool(with_gradient(stash.masters.links.masters))
     stash.route_grads()
 
 
@@ -237,7 +237,7 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     for wrapper in wrappers:
         attempt(generated_class.take, wrapper)
         attempt(stash.masters.unfollow, wrapper)
-    linked = stash.masters.linked()
+    linked = stash.masters.links.linked
     attempt(stash.masters.detach, optimizer)
     attempt(zero_redundancy.repartition, optimizer)
     if isinstance(optimizer, Generated):

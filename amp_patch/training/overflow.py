@@ -49,7 +49,7 @@ def skip_if_overflowed(optimizer: Any, stash: Stash) -> None:
         scaler.skipped(lambda: culprits(optimizer))
     if scalers:
         waiting = stash.masters.waiting
-        half = waiting.hand_over(stash.masters.links().masters) if waiting else None
+        half = waiting.hand_over(stash.masters.links.masters) if waiting else None
         grads = [(m, m.grad) for group in optimizer.param_groups for m in group["params"] if m.grad is not None]
         # What some optimizers count per group is put back afterwards.
         values = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]

@@ -63,7 +63,7 @@ def step_of(base: Any) -> Callable[..., Any] | None:
 
 def suits(optimizer: Any, stash: Stash) -> bool:
     """Whether steps of `optimizer`, with its settings of now, go in portions; the log says why not."""
-    linked = stash.masters.linked()
+    linked = stash.masters.links.linked
     if not linked or not can_wait() or any(param.device.type != "cpu" for param, _ in linked):
         return False
     return _is_sound(optimizer)
@@ -72,7 +72,7 @@ def suits(optimizer: Any, stash: Stash) -> bool:
 def _may(optimizer: Any, given: bool) -> bool:
     """Whether a step goes in portions; the log says why not."""
     stash = known_stash(optimizer)
-    if not stash.masters.linked() or not stash.unobserved:
+    if not stash.masters.links.linked or not stash.unobserved:
         return False
     if given:
         _say(optimizer, "step() was given a closure")
@@ -82,7 +82,7 @@ def _may(optimizer: Any, given: bool) -> bool:
 
 def _step(optimizer: Any, stash: Stash, plain: Plain) -> None:
     """One step, between the hooks; no sync."""
-    linked = stash.masters.linked()
+    linked = stash.masters.links.linked
     portions = [] if stash.step.set_aside is not None else list(_portions(optimizer))
     if not all(_is_dense(master) for _, masters in portions for master in masters):
         portions = []
@@ -99,7 +99,7 @@ def _step(optimizer: Any, stash: Stash, plain: Plain) -> None:
 @without_grad
 def _reconcile_others(stash: Stash, portions: list[tuple[Group, list[Tensor]]]) -> None:
     stepped = {id(master) for _, masters in portions for master in masters}
-    reconcile([pair for pair in stash.masters.linked() if id(pair[1].master) not in stepped])
+    reconcile([pair for pair in stash.masters.links.linked if id(pair[1].master) not in stepped])
 
 
 @without_grad

@@ -325,7 +325,8 @@ class Stash:
     def route_grads(self) -> None:
         """Let `grad` of the parameters be their masters' where those have been gathered, and none are scaled now."""
         scaled = self.pending is not None or self.backward.open
-        self.masters.route_grads(to_masters=self.gathered and not scaled, scaled=scaled)
+        for route in self.masters.links.routes:
+            route.to_masters, route.scaled = self.gathered and not scaled, scaled
 
     def forget_cleared(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Forget what was taken off parameters whose scaled gradients somebody has cleared since the delayed exit."""
@@ -380,7 +381,7 @@ def siblings(stash: Stash) -> list[tuple[Any, Stash]]:
 
 def sharing(stash: Stash) -> list[tuple[Any, Stash]]:
     """The other optimizers of the training that hold parameters of this one, which are still in it."""
-    return _still_in_training(stash.around.sharing)
+    return _still_in_training(stash.around.sharing) if stash.around.sharing else []
 
 
 def _still_in_training(refs: list[weakref.ref[Any]]) -> list[tuple[Any, Stash]]:

@@ -20,7 +20,7 @@ from amp_patch.support.generated_class import base_class
 from amp_patch.support.scripts_line import stacklevel
 from amp_patch.training import captured, observers
 from amp_patch.training.overflow import may_skip_on_device, note_stepped, put_back, skip_if_overflowed
-from amp_patch.training.stash import BackwardState, Stash, siblings, stash_of
+from amp_patch.training.stash import BackwardState, Stash, sharing, stash_of
 from amp_patch.training.unscale import unscale_pending
 
 
@@ -65,9 +65,9 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     if capture.is_capturing():
         captured.check(optimizer, stash)
     unscale_pending(optimizer)
-    linked = stash.masters.linked()
+    linked = stash.masters.links.linked
     if step.in_one_pass:  # edits of weights are adopted on the way
-        stash.masters.links().publish_written()
+        stash.masters.links.publish_written()
     else:
         reconcile(linked)
     _warn_of_ungathered(optimizer, stash, linked)
@@ -105,12 +105,13 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     elif not step.flag_on_optimizer and may_skip_on_device(optimizer, stash):
         note_stepped(optimizer, stash)
     casts_state.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
-    linked = stash.masters.linked()
+    linked = stash.masters.links.linked
     consume(optimizer, stash)
     if not skipped:  # a step that the device skipped publishes the values that are there already
-        publish(step.unpublished if step.in_one_pass else linked)
+        if unpublished := step.unpublished if step.in_one_pass else linked:
+            publish(unpublished)
         if step.in_one_pass:
-            stash.masters.links().publish_written()  # what a post-hook before this one has written
+            stash.masters.links.publish_written()  # what a post-hook before this one has written
     if not capture.is_capturing():
         stash.around.has_stepped = stash.around.has_stepped or not skipped
     # The order is for an exception in here. To `recover` masters that are written and not published are the sign that
@@ -153,20 +154,20 @@ def consume(optimizer: Any, stash: Stash) -> None:
     stash.backward.strays.clear()
     stash.route_grads()
     stash.found.clear()
-    awaited = _awaited_by_others(optimizer, stash)
-    masters = stash.masters.links().masters
+    awaited = _awaited_by_others(stash)
+    masters = stash.masters.links.masters
     if awaited:
         masters = [master for master in masters if id(master) not in awaited]
     stash.masters.spend(masters)
     stash.step.stepped = False
 
 
-def _awaited_by_others(optimizer: Any, stash: Stash) -> set[int]:
+def _awaited_by_others(stash: Stash) -> set[int]:
     """The masters (ids) that another optimizer of the training holds too and has yet to step with."""
     awaited: set[int] = set()
-    for other, known in siblings(stash):
-        if other is not optimizer and known.gathered:
-            awaited.update(id(link.master) for _, link in known.masters.linked())
+    for _, known in sharing(stash):
+        if known.gathered:
+            awaited.update(id(link.master) for _, link in known.masters.links.linked)
     return awaited
 
 
@@ -194,7 +195,7 @@ def recover(optimizer: Any, stash: Stash, running: bool | None = None) -> None:
         step.no_casts_region.__exit__(None, None, None)
         step.no_casts_region = None
     put_back(optimizer, stash)
-    if left and (stash.masters.links().publish_written() or step.stepped) and step.prepared:
+    if left and (stash.masters.links.publish_written() or step.stepped) and step.prepared:
         consume(optimizer, stash)
     if (waiting := stash.masters.waiting) is not None:
         waiting.lent = {}
@@ -246,7 +247,7 @@ def _warn_of_ungathered(optimizer: Any, stash: Stash, linked: Sequence[Linked]) 
     The loss of another optimizer may rightly leave such gradients (a GAN's generator loss fills the discriminator's).
     After the body of another optimizer the warning comes only if no master of this one has a gradient.
     """
-    strays = {id(linked[i][1].master): linked[i][0] for i in with_gradient(stash.masters.links().params)}
+    strays = {id(linked[i][1].master): linked[i][0] for i in with_gradient(stash.masters.links.params)}
     dropped = stash.backward.strays
     strays |= {id(link.master): param for param, link in linked if id(param) in dropped} if dropped else {}
     if not strays:

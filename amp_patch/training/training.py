@@ -165,7 +165,7 @@ def leave_earlier(models: list[nn.Module], targets: list[Any], kept: list[nn.Mod
         params = {id(p) for model in recast for p in model.parameters()}
         earlier = [o for t in trainings for ref in t.optimizers if (o := ref()) is not None]
         initialized = [(o, stash) for o in earlier if (stash := stash_of(o)) is not None]
-        holders = [o for o, stash in initialized if any(id(p) in params for p, _ in stash.masters.linked())]
+        holders = [o for o, stash in initialized if any(id(p) in params for p, _ in stash.masters.links.linked)]
         leave(recast, list({id(o): o for o in holders}.values()), give_back=False)
     for target in targets:
         if stash_of(target) is not None:

@@ -31,7 +31,7 @@ class AmpWrapper(Generated):
             unscale_pending(innermost(self))
             result = base.first_step(self, *args, **kwargs)  # type: ignore[attr-defined]
             # The model's next forward would publish them, but not a compiled one, nor that of a part of the model.
-            known_stash(innermost(self)).masters.links().publish_written()
+            known_stash(innermost(self)).masters.links.publish_written()
             return result
 
         def second_step(self: Any, *args: Any, **kwargs: Any) -> Any:

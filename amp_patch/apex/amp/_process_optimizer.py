@@ -128,7 +128,7 @@ class AmpOptimizer(optimizer_side.AmpOptimizer):
 
     def _master_params_to_model_params(self) -> None:
         """Round every master into its parameter."""
-        publish(self._amp_stash.masters.linked())
+        publish(self._amp_stash.masters.links.linked)
 
     def _prepare_amp_backward(self) -> None:
         """Leave no gradient on the model that a backward pass could add to; `_post_amp_backward` adds them."""
@@ -136,7 +136,8 @@ class AmpOptimizer(optimizer_side.AmpOptimizer):
         stash = self._amp_stash
         optimizer_step.recover(self, stash)
         stash.backward.earlier.clear()
-        stash.masters.route_grads(to_masters=False, scaled=True)
+        for route in stash.masters.links.routes:
+            route.to_masters, route.scaled = False, True
         for param, master in stash.masters.pairs(self.param_groups):
             if param is master and (earlier := take(param)) is not None:
                 stash.backward.earlier[id(param)] = earlier

@@ -205,7 +205,7 @@ class FP16_Optimizer:
             if self.verbose:
                 logger.warning("Gradient overflow: skipped the step; loss scale is now %g", self.loss_scale)
             return None
-        linked = self._masters.linked()
+        linked = self._masters.links.linked
         reconcile(linked)  # the user may have written into the model, or loaded a checkpoint
         if closure is None:
             result = self.optimizer.step()
@@ -252,11 +252,11 @@ class FP16_Optimizer:
         for group, saved_group in zip(self.fp32_from_fp16_groups, saved_groups, strict=True):
             for master, saved in zip(group, saved_group, strict=True):
                 master.copy_(saved)
-        publish(self._masters.linked())
+        publish(self._masters.links.linked)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         if not self.first_closure_call_this_step:
-            publish(self._masters.linked())  # the optimizer has moved the masters since its first call
+            publish(self._masters.links.linked)  # the optimizer has moved the masters since its first call
         self.first_closure_call_this_step = False
         while True:
             before = self.loss_scale
