@@ -20,7 +20,7 @@ NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/nu
 # The examples' models are tiny: a second thread would only wait for the first.
 demo accuracy: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo accuracy test test-all stories test-versions lint format bench sanitize cuda-compile gpu-check clean
+.PHONY: help demo accuracy test test-all stories test-versions test-install lint format bench sanitize cuda-compile gpu-check clean
 
 help: ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,10 @@ stories: $(VENV)/installed ## more random lives of trainings, against training b
 # PyPI's torch brings CUDA's libraries, some 5 GB for each: by hand, before a release.
 test-versions: ## `test` on each torch and Python that we declare, or on ONLY="2.15.0@3.11 ..."; hours and gigabytes
 	$(PYTHON) tests/versions.py --workers $(WORKERS) $(ONLY)
+
+# Builds the extension anew in an environment of its own, as `test` does in .venv: by hand, before a release.
+test-install: $(VENV)/installed ## README's lines of installation in a bare environment, with torch and the extension
+	AMP_PATCH_INSTALL_TORCH=$(or $(INSTALL),here) $(PYTEST) tests/project/test_install.py
 
 lint: $(VENV)/installed ## ruff, mypy, the order of the imports and clang-format; changes nothing
 	$(BIN)/ruff check .
