@@ -43,6 +43,25 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 torch.set_num_threads(1)
 
 
+class FailuresAtOnce:
+    """Prints a failure when it happens: a run that is ended before its end has no summary."""
+
+    def __init__(self, terminal: Any) -> None:
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            reason = str(report.longrepr).strip().splitlines()[-1:]
+            self.terminal.write_line(f"\nFAILED {report.nodeid} ({report.when}): {' '.join(reason)}")
+
+
+@pytest.hookimpl(trylast=True)  # the terminal reporter is registered by then
+def pytest_configure(config: pytest.Config) -> None:
+    terminal = config.pluginmanager.getplugin("terminalreporter")  # of a worker of xdist there is none
+    if terminal is not None:
+        config.pluginmanager.register(FailuresAtOnce(terminal))
+
+
 @pytest.fixture(autouse=True)
 def restored():
     """Torch's namespace is process-wide: whatever a test installed goes when it ends."""
