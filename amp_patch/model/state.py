@@ -70,11 +70,12 @@ class ModelState:
         state = {**vars(self), **fresh}
         del state["edits"], state["calls"]
         model = None if self.owner is None else self.owner()
+        if model is not None:
+            known = [(param, came.type_of(param)) for param in model.parameters()]
+            state["came"] = [(param, dtype) for param, dtype in known if dtype is not None]
         if model is not None and self.policy.cast_model_type is not None:
             types, state["weights"] = copies.low_weights(model, self.on_demand)
             state["wide"] = {**self.wide, **types}
-            known = [(param, came.type_of(param)) for param in model.parameters()]
-            state["came"] = [(param, dtype) for param, dtype in known if dtype is not None]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

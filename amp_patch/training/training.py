@@ -20,6 +20,7 @@ from amp_patch.model import averages, came, fsdp, incoming, shielded_copies, unt
 from amp_patch.model import forward as model_forward
 from amp_patch.model import tensors as model_tensors
 from amp_patch.model.keep_fp32 import kept_modules
+from amp_patch.model.state import followed_policy
 from amp_patch.policy import OPT_LEVELS, Policy
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.generated_class import base_class
@@ -140,6 +141,8 @@ def check_arguments(
     model_tensors.check_methods(models, methods)
     if dialect.takes_any_type:
         earlier = [known for training in trainings for ref in training.models if (known := ref()) is not None]
+        # A copy of a model of a training is in none, and knows by itself what came in low precision.
+        earlier += [m for model in models for m in model.modules() if followed_policy(m) is not None]
         incoming.arrive(models, {id(p) for known in earlier for p in known.parameters()})
     kept = kept_modules(models, policy, keep_fp32, low_tables=any(map(incoming.came_low, models)))
     stays = {id(p) for module in kept for p in module.parameters()}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
-from processes import SECONDS, in_folder, wait_until
+from processes import SECONDS, in_folder, wait_until, wait_until_left
 
 from amp_patch.commands import interrupts
 from amp_patch.recording.run import Run, loads
@@ -75,7 +75,7 @@ def running(folder: Path, command: list[str], **given: object) -> Iterator[subpr
             assert process.poll() is None
             yield process
             process.wait(SECONDS)
-            wait_until(lambda: not in_folder(folder))
+            wait_until_left(folder)
         finally:
             for pid in (process.pid, *in_folder(folder)):
                 with suppress(ProcessLookupError):

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _PROC = Path("/proc")
-SECONDS = 120.0  # until a test gives up: the machine may have other work
+SECONDS = 90.0  # until a test gives up: the machine may have other work
 
 
 def lives(pid: int) -> bool:
@@ -31,6 +31,23 @@ def in_folder(folder: Path) -> list[int]:
             if entry.name.isdigit() and (entry / "cwd").readlink() == folder and lives(int(entry.name)):
                 found.append(int(entry.name))
     return found
+
+
+def described(pid: int) -> str:
+    """The command line, state and parent of a process, for messages."""
+    with suppress(OSError):
+        line = (_PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        state = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        return f"{pid} ({state[0]}, of {state[1]}): {line[:200]}"
+    return f"{pid}: gone"
+
+
+def wait_until_left(folder: Path, seconds: float = SECONDS) -> None:
+    """Wait until no process has this working directory."""
+    until = time.monotonic() + seconds
+    while left := in_folder(folder):
+        assert time.monotonic() < until, f"left after {seconds:g} s: {'; '.join(map(described, left))}"
+        time.sleep(0.05)
 
 
 def wait_until(happens: Callable[[], object], seconds: float = SECONDS) -> None:

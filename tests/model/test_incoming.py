@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import pickle
 from typing import Any
 
 import pytest
@@ -258,6 +259,24 @@ def test_a_frozen_weight_has_no_master_and_keeps_its_memory(level, half):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The way back
+
+
+@pytest.mark.parametrize("by", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_copy_that_is_initialized_again_knows_what_came_low(level, by):
+    """The frozen layer came in BF16, and another one, frozen too, in FP32."""
+    model = net(torch.bfloat16)
+    model.shared.float().requires_grad_(False)
+    pair = amp.initialize(model, SGD(trained(model)), opt_level=level, verbosity=0)
+    iterate(*pair, 2)
+    model, optimizer = by(pair)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    iterate(model, optimizer, 2)
+    state = model.state_dict()
+    assert state["shared.weight"].dtype is state["enter.weight"].dtype is torch.float32
+    assert state["frozen.weight"].dtype is CAST.get(level, torch.bfloat16)
+    amp.restore()
+    assert model.frozen.weight.dtype is torch.bfloat16 and model.shared.weight.dtype is torch.float32
 
 
 @every_half
