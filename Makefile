@@ -20,7 +20,7 @@ NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/nu
 # The examples' models are tiny: a second thread would only wait for the first.
 demo accuracy: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo accuracy test test-all stories test-versions test-install lint format bench sanitize cuda-compile gpu-check clean
+.PHONY: help demo accuracy test test-all stories test-versions test-release lint format bench sanitize cuda-compile gpu-check clean
 
 help: ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,7 +38,7 @@ test: $(VENV)/installed ## every test that is not marked slow
 test-all: $(VENV)/ecosystem ## what `test` leaves out: the tests marked slow, and without the extension those of what it does
 	AMP_PATCH_BACKEND=torch $(PYTEST_FILES) -m "not slow" $(OF_KERNELS)
 	$(PYTEST) -m "not slow" tests/integrations
-	$(PYTEST_FILES) -m slow
+	$(PYTEST_FILES) -m "slow and not release"
 
 stories: $(VENV)/installed ## more random lives of trainings, against training by hand; COUNT=2000 SEED=7
 	$(BIN)/python tests/tell_stories.py --workers $(WORKERS) $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED))
@@ -47,9 +47,9 @@ stories: $(VENV)/installed ## more random lives of trainings, against training b
 test-versions: ## `test` on each torch and Python that we declare, or on ONLY="2.15.0@3.11 ..."; hours and gigabytes
 	$(PYTHON) tests/versions.py --workers $(WORKERS) $(ONLY)
 
-# Builds the extension anew in an environment of its own, as `test` does in .venv: by hand, before a release.
-test-install: $(VENV)/installed ## README's lines of installation in a bare environment, with torch and the extension
-	AMP_PATCH_INSTALL_TORCH=$(or $(INSTALL),here) $(PYTEST) tests/project/test_install.py
+# Minutes each, for what rarely changes: by hand, before a release.
+test-release: $(VENV)/installed ## README's lines in a bare environment, with the extension; kernels on all 2**32 patterns
+	$(PYTEST_FILES) -m release
 
 lint: $(VENV)/installed ## ruff, mypy, the order of the imports and clang-format; changes nothing
 	$(BIN)/ruff check .

@@ -318,8 +318,8 @@ class GradScaler(torch.amp.GradScaler):
             found = distributed.agree(gather([(p, p) for p in params], inv_scale), params)
             return self._everywhere(found, inv_scale.device)
         target = innermost(optimizer)
-        refuse_sharded_since((ref() for ref in stash.around.models), "GradScaler.unscale_")
-        optimizer_step.recover(target, stash)
+        refuse_sharded_since((ref() for ref in stash.neighbours.models), "GradScaler.unscale_")
+        optimizer_step.clean_up_interrupted_step(target, stash)
         stash.masters.drop_stepped_grads()
         pairs = distinct_pairs([target])
         try:

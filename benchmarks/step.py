@@ -180,7 +180,7 @@ def training_of(task: Task) -> Training:
     model, optimizer = amp.initialize(model, optimizer, opt_level=rival.split()[0], dtype=dtype)
 
     def skips() -> int:
-        optimizer._amp_stash.hear(wait=True)
+        optimizer._amp_stash.collect_device_skips(wait=True)
         return sum(scaler._skips for scaler in optimizer._amp_stash.scalers)
 
     return Training(level, skips)

@@ -70,7 +70,7 @@ def _attribute(link_of: Callable[[Tensor], HasRoute | None]) -> property:
         if (own := own_grad(param)) is not None:
             return own
         master = link.master
-        return master.spent.read(master) if isinstance(master, Master) and master.spent else None
+        return master.stepped_grads.read(master) if isinstance(master, Master) and master.stepped_grads else None
 
     def write(param: Tensor, value: Any) -> None:
         link = link_of(param)
@@ -84,7 +84,7 @@ def _attribute(link_of: Callable[[Tensor], HasRoute | None]) -> property:
             master.grad = value
             set_own_grad(param, None)
             return
-        spent = master.spent if isinstance(master, Master) else None
+        spent = master.stepped_grads if isinstance(master, Master) else None
         if spent is not None and isinstance(value, Tensor) and value.dtype is master.dtype:
             spent.replace(master, value)  # as `Module.to` gives back what it has read
             return

@@ -12,7 +12,7 @@ from torch.utils.weak import TensorWeakRef
 
 from amp_patch import multi_tensor
 from amp_patch.masters.recycled_memory import Recycled
-from amp_patch.masters.spent_gradients import Gradients, multiply
+from amp_patch.masters.stepped_gradients import Gradients, multiply
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.support.blocks import without_grad
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.masters.half_gradients import HalfGradients
-from amp_patch.masters.spent_gradients import SpentGradients
+from amp_patch.masters.stepped_gradients import SteppedGradients
 
 GRAD: Any = Tensor.grad  # torch's own attribute, a descriptor
 
@@ -32,13 +32,13 @@ class Master(nn.Parameter):
     `.data` counts.
 
     A gradient may wait in low precision (`HalfGradients`). Who reads `.grad` finds the FP32 one; after a step that of
-    the step (`SpentGradients`).
+    the step (`SteppedGradients`).
 
     `connect` gives a parameter this class and `disconnect` takes it away. Copies keep it; pickles are plain parameters.
     """
 
     waiting: HalfGradients | None = None  # where gradients of this master may wait
-    spent: SpentGradients | None = None  # where those of the last step are
+    stepped_grads: SteppedGradients | None = None  # where those of the last step are
 
     @property
     def grad(self) -> Tensor | None:
@@ -47,7 +47,7 @@ class Master(nn.Parameter):
             return lent
         self.materialize_grad()
         grad = own_grad(self)
-        return self.spent.read(self) if grad is None and self.spent else grad
+        return self.stepped_grads.read(self) if grad is None and self.stepped_grads else grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -55,8 +55,8 @@ class Master(nn.Parameter):
             self.waiting.replace(self, GRAD, value)
         else:
             set_own_grad(self, value)
-        if self.spent:
-            self.spent.drop(self)
+        if self.stepped_grads:
+            self.stepped_grads.drop(self)
 
     @grad.deleter
     def grad(self) -> None:
@@ -76,7 +76,7 @@ class Master(nn.Parameter):
         return waiting is not None and id(self) in waiting.grads and GRAD.__get__(self) is None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("waiting", "spent")}
+        return {name: value for name, value in vars(self).items() if name not in ("waiting", "stepped_grads")}
 
     @property
     def data(self) -> Tensor:

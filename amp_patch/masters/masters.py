@@ -22,7 +22,7 @@ from amp_patch.masters.grad_route import GradRoute, route_through
 from amp_patch.masters.master import GRAD, Master
 from amp_patch.masters.recycled_memory import Recycled
 from amp_patch.masters.split_master import SplitMaster, is_split
-from amp_patch.masters.walks import with_gradient
+from amp_patch.multi_tensor.bulk import with_gradient
 from amp_patch.support import swaps
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.patches import Installation
@@ -173,10 +173,10 @@ def disconnect(param: Tensor) -> None:
         _changes += 1
         master = entry[1].master
         if isinstance(master, SplitMaster):
-            split_master.join_for_good(master)
+            split_master.unsplit(master)
         if type(master) is Master:
             stop_waiting(master)
-            vars(master).pop("spent", None)
+            vars(master).pop("stepped_grads", None)
             master.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
@@ -215,7 +215,7 @@ def round_into_weights(pairs: Sequence[Linked]) -> None:
     """`publish`, after which the masters still count as written; under no_grad."""
     split, pairs = _parted(pairs)
     if split:
-        split_master.fold(split)
+        split_master.split_back(split)
     for params, masters in _by_device(pairs):
         multi_tensor.multi_tensor_scale(masters, params, 1.0)
 
@@ -244,7 +244,7 @@ def reconcile(pairs: Sequence[Linked]) -> None:
         pairs = [pair for pair in pairs if id(pair[1]) not in published]
     split, whole = _parted(pairs)
     if split:
-        split_master.close(master for _, master in split)
+        split_master.drop_joined(master for _, master in split)
     for params, masters in _by_device(whole):
         multi_tensor.multi_tensor_adopt(params, masters)
     note_published(pairs)

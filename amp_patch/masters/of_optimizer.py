@@ -28,8 +28,8 @@ from amp_patch.masters.masters import (
     reconcile,
     stop_waiting,
 )
-from amp_patch.masters.spent_gradients import Gradients, SpentGradients
-from amp_patch.masters.walks import drop_gradients, with_gradient
+from amp_patch.masters.stepped_gradients import Gradients, SteppedGradients
+from amp_patch.multi_tensor.bulk import drop_gradients, with_gradient
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.patches import Attempts
@@ -68,7 +68,7 @@ class Links:
         linked: with their links.
         params, masters: of these.
         watch: tells which masters were written since they were published.
-        routes, spent: of the gradients; several where another optimizer had some of the masters first.
+        routes, stepped_grads: of the gradients; several where another optimizer had some of the masters first.
     """
 
     def __init__(self, linked: list[Linked]) -> None:
@@ -77,8 +77,8 @@ class Links:
         self.masters = [link.master for _, link in linked]
         self.watch = Watch([link.noted for _, link in linked])
         self.routes = list({id(link.route): link.route for _, link in linked}.values())
-        tables = (master.spent for master in self.masters if isinstance(master, Master))
-        self.spent = list({id(spent): spent for spent in tables if spent is not None}.values())
+        tables = (master.stepped_grads for master in self.masters if isinstance(master, Master))
+        self.stepped_grads = list({id(table): table for table in tables if table is not None}.values())
 
     def publish_written(self) -> list[Linked]:
         """As `masters.publish_written`."""
@@ -101,7 +101,7 @@ class Masters:
     def __init__(self) -> None:
         self.waiting: HalfGradients | None = None
         self._route = GradRoute()
-        self._spent = SpentGradients()
+        self._stepped_grads = SteppedGradients()
         self._params: dict[int, Linked] = {}  # id(master) -> the parameter and its link to this master
         self._pairs: Pairs | None = None
 
@@ -119,8 +119,8 @@ class Masters:
         link = connect(param, master)
         if not link.is_routed:
             link.route, link.is_routed = self._route, True
-        if isinstance(master, Master) and master.spent is None:
-            master.spent = self._spent
+        if isinstance(master, Master) and master.stepped_grads is None:
+            master.stepped_grads = self._stepped_grads
         self._params[id(master)] = (param, link)
         self._changed()
         return link
@@ -150,13 +150,13 @@ class Masters:
             if (grad := own_grad(masters[index])) is not None:
                 held.fp32[id(masters[index])] = grad
         drop_gradients(masters)
-        for spent in self.links.spent:
-            spent.hold(held)
+        for table in self.links.stepped_grads:
+            table.hold(held)
 
     def drop_stepped_grads(self) -> None:
         """Forget the gradients of earlier steps."""
-        for spent in self.links.spent:
-            spent.clear()
+        for table in self.links.stepped_grads:
+            table.clear()
 
     def _changed(self) -> None:
         vars(self).pop("links", None)
@@ -177,7 +177,7 @@ class Masters:
             return
         for _, link in self.links.linked:
             if split_master.is_split(link.master):
-                split_master.join_for_good(link.master)
+                split_master.unsplit(link.master)
 
     def adopt(self) -> None:
         """Bring into the masters what somebody has written into their weights, in place; no sync.

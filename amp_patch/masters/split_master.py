@@ -33,8 +33,8 @@ _raw = torch._C.DisableTorchFunctionSubclass  # in here a master is what it is, 
 _opening = RLock()
 _ATTRIBUTES = ("low_half", "weight", "joined", "captured")
 
-# C++ code does not ask a class. What is handed a closed master there shall throw, not read address 0. Without the
-# extension torch lets at least those throw that want a pointer to write to.
+# C++ code bypasses `__torch_function__`: make it raise instead of reading freed memory. Without the extension torch can
+# make only those functions raise that want a pointer to write to.
 _NO_MEMORY = (
     "a split master (master_weights='split') was handed to compiled code that does not ask for its value: torch.func, "
     "TorchScript, to_dlpack or an extension; give it master.detach()"
@@ -50,7 +50,7 @@ _used = False  # whether any master of this process was ever split: nearly alway
 class SplitMaster(Master):
     """A master that is kept as halves.
 
-    `split` gives a master this class, `join_for_good` takes it away. A copy is whole, and so is what is pickled.
+    `split` gives a master this class, `unsplit` takes it away. A copy is whole, and so is what is pickled.
 
     Attributes:
         low_half: int16, laid out as the weight; None: this one is whole, as copies are.
@@ -111,7 +111,7 @@ def used() -> bool:
 
 @functools.cache
 def _of_no_value() -> frozenset[Any]:
-    """Torch's functions that ask a tensor for anything but its value, or set what is none."""
+    """Torch's functions that read or set metadata (shape, grad, hooks), never the values."""
     names = "shape dtype device layout ndim is_leaf retains_grad grad_fn requires_grad output_nr names itemsize nbytes"
     names += " is_cpu is_cuda is_xpu is_mps is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn _version"
     names += " _backward_hooks _post_accumulate_grad_hooks _grad_fn _base"
@@ -156,7 +156,7 @@ def split(pairs: Iterable[tuple[Tensor, Tensor]], *, exact: bool = False) -> Non
 
 
 @without_grad
-def join_for_good(master: Tensor) -> None:
+def unsplit(master: Tensor) -> None:
     """Make `master` an ordinary one, in place."""
     if isinstance(master, SplitMaster) and is_split(master):
         _bring_up_to_date([master])
@@ -181,7 +181,7 @@ def _forget(key: int, reference: Any) -> None:
 # Masters are opened and closed
 
 
-def open_all(masters: Iterable[Tensor]) -> None:
+def materialize(masters: Iterable[Tensor]) -> None:
     """Join the halves of `masters` for a step, in place, on the device; no sync.
 
     From now on the memory counts, whatever their versions say: torch's fused kernels leave these as they are.
@@ -197,7 +197,7 @@ def open_all(masters: Iterable[Tensor]) -> None:
 
 
 def follow(held: Iterable[SplitMaster]) -> None:
-    """Join the masters that `let_go` returned anew, for those who hold their memory, in place; no sync.
+    """Join the masters that `release` returned anew, for those who hold their memory, in place; no sync.
 
     Not while a CUDA graph is captured: each replay would write into that memory, which is not the graph's.
     """
@@ -298,7 +298,7 @@ def _give_memory(master: Tensor, param: Tensor) -> None:
 
 
 @without_grad
-def fold(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+def split_back(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Split those of the masters (param, master) that were written, in place, on the device; close the open ones.
 
     Raises:
@@ -343,18 +343,18 @@ class _Lists:
 
 
 @without_grad
-def close(masters: Iterable[Tensor]) -> None:
+def drop_joined(masters: Iterable[Tensor]) -> None:
     """Give back the memory of those `masters` that are open; what was written there and not split is lost.
 
     One whose memory somebody else holds is joined anew: after the halves have changed, or to see what was written into
     the weight.
     """
-    follow(let_go(masters))
+    follow(release(masters))
 
 
 @without_grad
-def let_go(masters: Iterable[Tensor]) -> list[SplitMaster]:
-    """`close`, save that those whose memory somebody else holds are returned, to be opened when the halves changed."""
+def release(masters: Iterable[Tensor]) -> list[SplitMaster]:
+    """`drop_joined`, save that masters whose memory somebody else holds are returned, to be joined anew by `follow`."""
     opened = [m for m in masters if id(m) in _open and isinstance(m, SplitMaster)] if _open else []
     held = [master for master in opened if not _close(master)]
     for master in held:

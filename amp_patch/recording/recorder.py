@@ -383,7 +383,7 @@ class Recorder(ScalerSteps):
 
     @eager_only
     def _inspect_next(self, optimizer: Any, stash: Stash) -> None:
-        models = alive(stash.around.models) or [m for training in self._adopted for m in alive(training.models)]
+        models = alive(stash.neighbours.models) or [m for training in self._adopted for m in alive(training.models)]
         if not models:
             return
         self._peak.pause()

@@ -156,7 +156,7 @@ def recorded(optimizer: Any) -> Stash | None:
     stash = stash_of(optimizer)
     if stash is None or not stash.enabled:
         return None
-    owner = stash.around.owner
+    owner = stash.neighbours.owner
     return stash if owner is not None and owner() is optimizer else None
 
 

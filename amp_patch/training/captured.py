@@ -44,12 +44,12 @@ def _keeps_state(group: dict[str, Any]) -> bool:
 
 
 def _refuse_first_step(optimizer: Any, stash: Stash, index: int) -> None:
-    if stash.around.has_stepped and not any(optimizer.state.values()):
+    if stash.neighbours.has_stepped and not any(optimizer.state.values()):
         return  # it keeps none
     for position, master in enumerate(optimizer.param_groups[index]["params"]):
         if has_gradient(master) and not optimizer.state.get(master):
             param = next(p for p, _ in stash.masters.pairs([{"params": [master]}]))
-            name = stash.around.names.get(id(param), f"group {index}, parameter {position}")
+            name = stash.neighbours.names.get(id(param), f"group {index}, parameter {position}")
             raise RuntimeError(
                 f"{base_class(optimizer).__name__}.step: a CUDA graph is being captured, and this would be the first "
                 f"step of {name}, whose state each replay would begin anew; let it take a step that is not skipped, of "

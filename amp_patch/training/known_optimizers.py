@@ -211,7 +211,7 @@ def _states(optimizer: Any, part: Part) -> list[dict[str, Any]]:
     state = optimizer.state
     fresh = [master for master in part.masters if not state.get(master)]
     if fresh:
-        # That code keeps states by parameter and asks it for its gradient: one in the master's place has any.
+        # `_init_group` wants a gradient; a stand-in keeps the master's unmaterialized.
         stand_ins = {nn.Parameter(master.detach(), requires_grad=False): master for master in fresh}
         try:
             for stand_in in stand_ins:

@@ -34,7 +34,7 @@ class Observer:
         """`optimizer.step()` was called, of any optimizer. A step that calls its parent tells twice."""
 
     def step_ends(self, optimizer: Any) -> None:
-        """Such a step is over."""
+        """`optimizer.step()` has returned."""
 
     # What a GradScaler of torch's, or of a class made of it, is asked to do. Not told where it is disabled.
 
@@ -45,13 +45,16 @@ class Observer:
         """`scaler.unscale_(optimizer)` was called by the script."""
 
     def scaler_unscaled(self, scaler: Any, optimizer: Any) -> None:
-        """That is over."""
+        """`scaler.unscale_(optimizer)` has returned, or raised."""
 
     def scaler_steps(self, scaler: Any, optimizer: Any) -> None:
         """`scaler.step(optimizer)` was called. If the optimizer steps, `step_begins` and `step_ends` come inside."""
 
     def scaler_stepped(self, scaler: Any, optimizer: Any, skipped: Any) -> None:
-        """That is over. `skipped`: not 0 if an overflow was found, a tensor of one element; None after an exception."""
+        """`scaler.step(optimizer)` has returned, or raised.
+
+        `skipped`: not 0 if an overflow was found, a tensor of one element; None after an exception.
+        """
 
 
 _lock = threading.Lock()

@@ -104,7 +104,7 @@ def _step(optimizer: Any, stash: Stash, plain: Callable[[Any], Any]) -> None:
         linked = stash.masters.links.linked
         reconcile(linked)
         stash.step.unpublished = list(linked)
-        split_master.open_all(link.master for _, link in linked)
+        split_master.materialize(link.master for _, link in linked)
         plain(optimizer)
         return
     stash.step.unpublished = []
@@ -119,7 +119,7 @@ def _step(optimizer: Any, stash: Stash, plain: Callable[[Any], Any]) -> None:
 
 def _step_all(optimizer: Any, stash: Stash, parts: list[Part], counted: list[int], plain: Callable[[Any], Any]) -> None:
     """Step those parts that have not been: in one pass, or the optimizer's own way, which counts by itself."""
-    held = split_master.let_go(master for part in parts for master in part.masters)
+    held = split_master.release(master for part in parts for master in part.masters)
     try:
         left = [part for part in parts if not _run(optimizer, part)]
     finally:
@@ -136,13 +136,14 @@ def _step_all(optimizer: Any, stash: Stash, parts: list[Part], counted: list[int
         done(stash)
         return
     stash.step.unpublished = [pair for part in left for pair in part.links]
-    _go_its_own_way(optimizer, left, plain)
+    _step_with_torch(optimizer, left, plain)
     done(stash, [pair for pair in linked if id(pair[1].master) not in stepped])
 
 
 def done(stash: Stash, left: Sequence[Linked] = ()) -> None:
     """Note that a step in one pass is over, which has brought all masters and weights in step but those of `left`."""
-    stash.step.stepped = True  # first: a master that is written and not published is the other sign of it (`recover`)
+    # Set `stepped` first: after an interrupt in here `note_published` has erased the other sign of a finished step.
+    stash.step.stepped = True
     if left:
         others = {id(link) for _, link in left}
         note_published([pair for pair in stash.masters.links.linked if id(pair[1]) not in others])
@@ -228,7 +229,7 @@ def _by_age(optimizer: Any, part: Part) -> Iterator[Part]:
         yield Part(part.group, part.factors, masters, grads, links, first_run=first_run, version=version_of(masters[0]))
 
 
-def _go_its_own_way(optimizer: Any, parts: list[Part], plain: Callable[[Any], Any]) -> None:
+def _step_with_torch(optimizer: Any, parts: list[Part], plain: Callable[[Any], Any]) -> None:
     """Step the parameters of `parts` as the optimizer does it by itself."""
     before = [group["params"] for group in optimizer.param_groups]
     try:
@@ -236,7 +237,7 @@ def _go_its_own_way(optimizer: Any, parts: list[Part], plain: Callable[[Any], An
             group["params"] = [m for part in parts if part.group is group for m in part.masters]
         for part in parts:
             part.is_left = True
-            split_master.open_all(part.masters)
+            split_master.materialize(part.masters)
         plain(optimizer)
         for part in parts:
             for master in part.masters:  # torch's fused kernels leave versions as they are

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from amp_patch.masters.masters import disconnect
-from amp_patch.masters.walks import drop_gradients, with_gradient
+from amp_patch.multi_tensor.bulk import drop_gradients, with_gradient
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import generated_class
 from amp_patch.support.compiled import wraps
@@ -24,7 +24,7 @@ from amp_patch.support.patches import Attempts, Installation, Patches
 from amp_patch.training import one_pass, portions, zero_redundancy
 from amp_patch.training.overflow import drop_overflowed
 from amp_patch.training.stash import Stash, give_stash, note_sharing, siblings, stash_of, take_stash
-from amp_patch.training.step import after_step, before_step, guarded_step, recover, refuse_thawed
+from amp_patch.training.step import after_step, before_step, clean_up_interrupted_step, guarded_step, refuse_thawed
 from amp_patch.training.unscale import unscale_pending
 
 _copies = Installation()
@@ -54,13 +54,13 @@ class AmpOptimizer(Generated):
         stash = stash_of(self)
         to_none = getattr(self, "set_grad_none", True)  # FusedAdam's, FusedSGD's
         if stash is not None and stash.masters.waiting is not None and to_none and not args and not kwargs:
-            # As torch's does for each parameter: it would ask each for its gradient, which waits for somebody to ask.
+            # `super().zero_grad()` reads `.grad` of every master, which would materialize it.
             stash.masters.waiting.clear(stash.masters.links.masters)
             drop_gradients(stash.masters.of_groups(self.param_groups).masters)  # type: ignore[attr-defined]
         else:
             super().zero_grad(*args, **kwargs)  # type: ignore[misc]
         if stash is not None:
-            recover(self, stash)
+            clean_up_interrupted_step(self, stash)
             drop_gradients(stash.masters.links.params)
             stash.pending = stash.backward.first_unscaled_grad = None
             stash.gathered = False
@@ -107,10 +107,10 @@ class AmpOptimizer(Generated):
             parent(state)
         stash = stash_of(self)
         if stash is not None:
-            stash.around.stepped.clear()  # which speaks of the state that was there before
-            if not stash.around.handles:
+            stash.neighbours.stepped.clear()  # which speaks of the state that was there before
+            if not stash.neighbours.handles:
                 register_hooks(self, stash)
-                stash.around.siblings.enter(self)
+                stash.neighbours.siblings.enter(self)
                 note_sharing([other for other, _ in siblings(stash)])
 
 
@@ -187,7 +187,7 @@ def _carry_stash(patches: Patches) -> None:
     def with_hooks(self: Any, state: dict[str, Any]) -> None:
         put(self, state)
         stash = stash_of(self)
-        if stash is not None and stash.enabled and not stash.around.handles and not isinstance(self, Generated):
+        if stash is not None and stash.enabled and not stash.neighbours.handles and not isinstance(self, Generated):
             register_hooks(self, stash)
 
     patches.set(cls, "__getstate__", with_stash)
@@ -212,11 +212,11 @@ def _lead_scheduler(optimizer: Any) -> None:
 
 def register_hooks(optimizer: Any, stash: Stash) -> None:
     """Register what runs before and after every `step` of `optimizer`."""
-    stash.around.owner = weakref.ref(optimizer)
+    stash.neighbours.owner = weakref.ref(optimizer)
     if stash.policy.master_weights and (one_pass.knows(optimizer) or portions.suits(optimizer, stash)):
         stash.masters.let_gradients_wait()
     if isinstance(optimizer, torch.optim.Optimizer):
-        stash.around.handles = [
+        stash.neighbours.handles = [
             optimizer.register_step_pre_hook(before_step),
             optimizer.register_step_post_hook(after_step),
         ]
@@ -228,12 +228,12 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     if stash is None:
         return
     attempt = Attempts()
-    attempt(recover, optimizer, stash)
+    attempt(clean_up_interrupted_step, optimizer, stash)
     attempt(unscale_pending, optimizer)
     attempt(drop_overflowed, optimizer, stash)
-    for handle in stash.around.handles:
+    for handle in stash.neighbours.handles:
         attempt(handle.remove)
-    wrappers = [wrapper for ref in stash.around.wrappers if isinstance(wrapper := ref(), Generated)]
+    wrappers = [wrapper for ref in stash.neighbours.wrappers if isinstance(wrapper := ref(), Generated)]
     for wrapper in wrappers:
         attempt(generated_class.take, wrapper)
         attempt(stash.masters.unfollow, wrapper)

@@ -98,7 +98,7 @@ def culprits(optimizer: Any) -> str:
             if bool(torch.isfinite(grad).all()):
                 continue
             param = next(p for p, m in stash.masters.pairs([{"params": [master]}]))
-            name = stash.around.names.get(id(param), f"group {index}, parameter {position}")
+            name = stash.neighbours.names.get(id(param), f"group {index}, parameter {position}")
             lines.append(f"{name} ({'NaN' if bool(torch.isnan(grad).any()) else 'Inf'})")
     shown = ", ".join(lines[:8]) or f"no gradient {'in the shards of this process' if sharded else 'any more'}"
     return shown + (f" and {len(lines) - 8} more" if len(lines) > 8 else "")
@@ -127,7 +127,7 @@ def skips_on_device(optimizer: Any, stash: Stash, captured: bool = False) -> boo
     """
     if not may_skip_on_device(optimizer, stash) or (stash.last_skipped and not captured):
         return False
-    state, stepped = optimizer.state, stash.around.stepped
+    state, stepped = optimizer.state, stash.neighbours.stepped
     plain = (Tensor, nn.Parameter, Master, SplitMaster)
     return all(
         type(master) in plain and stepped.get(id(master)) == len(state.get(master, ()))
@@ -146,7 +146,7 @@ def may_skip_on_device(optimizer: Any, stash: Stash) -> bool:
 
 def note_stepped(optimizer: Any, stash: Stash) -> None:
     """Note how much state the optimizer has of each master that it has just updated, which `skips_on_device` asks."""
-    stepped = stash.around.stepped
+    stepped = stash.neighbours.stepped
     for group in optimizer.param_groups:
         for master in group["params"]:
             if has_gradient(master):

@@ -5,7 +5,7 @@ the masters of a few parameters, it makes all its passes, and we unscale before 
 
 The optimizer's own code is run on a copy of the optimizer's shell: the state is the optimizer's, and the one group of
 the copy has the same settings and fewer parameters. Groups and gradients stay where they are, so that there is nothing
-to put back after an exception. What was stepped when one comes is published and consumed by `recover`.
+to put back after an exception. What was stepped when one comes `clean_up_interrupted_step` publishes and consumes.
 
 This is sound where parameters are stepped each by itself. So it is done for classes of torch.optim itself alone, and
 for these after a trial: a toy is stepped in portions and as a whole, and all must agree to the bit. A trial shows what
@@ -89,7 +89,7 @@ def _step(optimizer: Any, stash: Stash, plain: Plain) -> None:
     _reconcile_others(stash, portions)
     if not portions:  # no gradient at all, or one that only a whole step is known to be right with
         stash.step.unpublished = list(linked)
-        split_master.open_all(link.master for _, link in linked)
+        split_master.materialize(link.master for _, link in linked)
         plain(optimizer)
         return
     _step_each(optimizer, stash, portions, plain)
@@ -105,7 +105,7 @@ def _reconcile_others(stash: Stash, portions: list[tuple[Group, list[Tensor]]]) 
 @without_grad
 def _step_each(optimizer: Any, stash: Stash, portions: list[tuple[Group, list[Tensor]]], plain: Plain) -> None:
     waiting, link_of = stash.masters.waiting, stash.masters.by_master
-    stash.step.prepared = False  # edits of the first portion's weights are no step yet
+    stash.step.prepared = False  # Until the first portion runs, written masters are user edits.
     room = max(sum(map(room_for, masters)) for _, masters in portions)
     for group, masters in portions:
         pairs = [pair for master in masters if (pair := link_of.get(id(master))) is not None]
@@ -115,7 +115,7 @@ def _step_each(optimizer: Any, stash: Stash, portions: list[tuple[Group, list[Te
             if waiting is not None:
                 waiting.lend(masters, stash.step.memory, room)
             stash.step.prepared = True
-            split_master.open_all(masters)
+            split_master.materialize(masters)
             plain(shell)
         finally:
             if waiting is not None:

@@ -91,7 +91,7 @@ def _checked_scaler(loss: Any, targets: list[Any], loss_id: int) -> LossScaler:
         came = f"a tensor of {loss.dtype}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise TypeError(f"scale_loss: loss is {came}; wanted a floating-point tensor")
     stashes = [known_stash(target) for target in targets]
-    model_state.refuse_sharded_since((ref() for stash in stashes for ref in stash.around.models), "scale_loss")
+    model_state.refuse_sharded_since((ref() for stash in stashes for ref in stash.neighbours.models), "scale_loss")
     return scaler_of(stashes[0], loss_id).to(loss.device)
 
 

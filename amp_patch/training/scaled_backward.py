@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from amp_patch.masters import gradients
 from amp_patch.masters.of_optimizer import Pair
-from amp_patch.masters.walks import drop_gradients, with_gradient
 from amp_patch.model import forward as model_forward
 from amp_patch.model import fsdp
+from amp_patch.multi_tensor.bulk import drop_gradients, with_gradient
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.blocks import Block, when_left
 from amp_patch.training import observers
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.stash import BackwardState, Pending, Stash, known_stash
-from amp_patch.training.step import recover
+from amp_patch.training.step import clean_up_interrupted_step
 from amp_patch.training.unscale import unscale
 
 
@@ -86,7 +86,7 @@ class ScaledBackward(Block):
             stash.masters.drop_stepped_grads()
             own.strays.clear()
             stash.bodies += 1
-            recover(optimizer, stash)
+            clean_up_interrupted_step(optimizer, stash)
         accumulating = []
         for stash, pairs, new in self.parts():
             if stash.pending is None:
@@ -145,7 +145,7 @@ class ScaledBackward(Block):
 
         DDP does not under its `no_sync()`.
         """
-        around = [stash.around for stash in self.stashes]
+        around = [stash.neighbours for stash in self.stashes]
         models = [model for each in around for ref in each.models if (model := ref()) is not None]
         self.now.local = any(map(model_forward.gradients_stay_local, models))
         sharded = [module for each in around for ref in each.sharded if (module := ref()) is not None]
@@ -211,7 +211,7 @@ class ScaledBackward(Block):
 
     def note_models(self, stash: Stash) -> None:
         """Note how often the models of this optimizer were cleared, for `forget_cleared`."""
-        for ref in stash.around.models:
+        for ref in stash.neighbours.models:
             if (model := ref()) is not None:
                 self.models[id(model)] = model, model_forward.times_cleared(model)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from amp_patch.masters import gradients
 from amp_patch.masters.master import own_grad
 from amp_patch.masters.of_optimizer import Pair
-from amp_patch.masters.walks import drop_gradients, with_gradient
+from amp_patch.multi_tensor.bulk import drop_gradients, with_gradient
 from amp_patch.support import distributed
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.scaled_backward import ScaledBackward
@@ -20,8 +20,8 @@ from amp_patch.training.unscale import unscale_pending
 
 def is_shared(optimizers: Sequence[Any]) -> bool:
     """Whether a backward pass for these optimizers may reach gradients that are not theirs alone."""
-    around = known_stash(optimizers[0]).around
-    return len(optimizers) > 1 or len(around.siblings) > 1 or bool(around.unowned)
+    neighbours = known_stash(optimizers[0]).neighbours
+    return len(optimizers) > 1 or len(neighbours.siblings) > 1 or bool(neighbours.unowned)
 
 
 class _Bystander(NamedTuple):
@@ -107,7 +107,7 @@ class SharedBackward(ScaledBackward):
                     if not stash.backward.open and (param is master or stash.pending is not None):
                         self._set_aside(param, stash)
         for stash in self.stashes:
-            for param in stash.around.unowned:
+            for param in stash.neighbours.unowned:
                 if id(param) not in known:
                     known.add(id(param))
                     self._set_aside(param, None)

@@ -18,7 +18,7 @@ from amp_patch.masters.master import own_grad
 from amp_patch.masters.masters import Linked
 from amp_patch.masters.of_optimizer import Masters
 from amp_patch.masters.recycled_memory import Recycled
-from amp_patch.masters.spent_gradients import Gradients
+from amp_patch.masters.stepped_gradients import Gradients
 from amp_patch.model import copies
 from amp_patch.multi_tensor import inverse_of
 from amp_patch.multi_tensor.checks import Number
@@ -180,7 +180,7 @@ class Siblings(list[weakref.ref[Any]]):
 
 
 @dataclass
-class Surroundings(OfThisProcess):
+class Neighbours(OfThisProcess):
     """The objects around an optimizer, and what is known of its parameters by their id.
 
     Optimizers, models, modules and wrappers are held weakly: a stash keeps none of them alive. A copy of the stash
@@ -251,7 +251,7 @@ class Stash:
     two_passes: bool = False
     backward: BackwardState = field(default_factory=BackwardState)
     step: StepState = field(default_factory=StepState)
-    around: Surroundings = field(default_factory=Surroundings)
+    neighbours: Neighbours = field(default_factory=Neighbours)
 
     @property
     def step_skipped(self) -> bool:
@@ -259,20 +259,20 @@ class Stash:
 
         Syncs with the device where the optimizer skips there (`skips_on_device`), else not.
         """
-        self.hear(wait=True)
+        self.collect_device_skips(wait=True)
         return self.last_skipped
 
     @step_skipped.setter
     def step_skipped(self, skipped: bool) -> None:
-        self.hear(wait=True)
+        self.collect_device_skips(wait=True)
         self.last_skipped = skipped
 
-    def hear(self, *, wait: bool = False) -> None:
+    def collect_device_skips(self, *, wait: bool = False) -> None:
         """Take note of the device's skips that have arrived; of all of them if `wait`, which syncs.
 
         Nothing can be asked for while a CUDA graph is captured: they wait for a later call.
         """
-        if capture.is_capturing():
+        if not self.device_skips or capture.is_capturing():
             return
         while self.device_skips and (wait or self.device_skips[0].here()):
             skipping = self.device_skips.pop(0).read()
@@ -293,18 +293,18 @@ class Stash:
     @property
     def unobserved(self) -> bool:
         """Whether nobody but the optimizer needs the masters' gradients: no wrapper, scaler or other optimizer."""
-        return not (self.wrapped or self.two_passes or self.around.sharing)
+        return not (self.wrapped or self.two_passes or self.neighbours.sharing)
 
     def __getstate__(self) -> dict[str, Any]:
-        self.hear(wait=True)
+        self.collect_device_skips(wait=True)
         state = {name: value for name, value in vars(self).items() if not isinstance(value, OfThisProcess)}
-        owner = None if self.around.owner is None else self.around.owner()
+        owner = None if self.neighbours.owner is None else self.neighbours.owner()
         params = [] if owner is None else [param for param, _ in self.masters.pairs(owner.param_groups)]
         narrow = [param for param in params if param.dtype in LOW_PRECISION]
-        for model in [model for ref in self.around.models if (model := ref()) is not None]:
+        for model in [model for ref in self.neighbours.models if (model := ref()) is not None]:
             # The optimizer may hold none of those that were cast; one is enough, and brings no other into its pickle.
             narrow += [param for param in model.parameters() if param.dtype in LOW_PRECISION][:1]
-        return {**state, "narrow": narrow, "copied_with": (self.around.siblings, self.around.unowned)}
+        return {**state, "narrow": narrow, "copied_with": (self.neighbours.siblings, self.neighbours.unowned)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
@@ -315,7 +315,7 @@ class Stash:
         for part in fields(self):
             if isinstance(part.default_factory, type) and issubclass(part.default_factory, OfThisProcess):
                 setattr(self, part.name, part.default_factory())
-        self.around.siblings, self.around.unowned = siblings, unowned
+        self.neighbours.siblings, self.neighbours.unowned = siblings, unowned
         if self.policy.splits_masters:
             self.masters.keep(split=True)
         if self.policy.master_weights:
@@ -371,17 +371,17 @@ def note_sharing(optimizers: Sequence[Any]) -> None:
     ]
     for optimizer, stash, own in held:
         others = [other for other, _, params in held if other is not optimizer and not own.isdisjoint(params)]
-        stash.around.sharing = [weakref.ref(other) for other in others]
+        stash.neighbours.sharing = [weakref.ref(other) for other in others]
 
 
 def siblings(stash: Stash) -> list[tuple[Any, Stash]]:
     """The optimizers of the training, this one among them, which are still in it."""
-    return _still_in_training(stash.around.siblings)
+    return _still_in_training(stash.neighbours.siblings)
 
 
 def sharing(stash: Stash) -> list[tuple[Any, Stash]]:
     """The other optimizers of the training that hold parameters of this one, which are still in it."""
-    return _still_in_training(stash.around.sharing) if stash.around.sharing else []
+    return _still_in_training(stash.neighbours.sharing) if stash.neighbours.sharing else []
 
 
 def _still_in_training(refs: list[weakref.ref[Any]]) -> list[tuple[Any, Stash]]:
@@ -423,4 +423,4 @@ def name_parameters(stash: Stash, models: list[nn.Module]) -> None:
     for index, model in enumerate(models):
         prefix = f"models[{index}]." if len(models) > 1 else ""
         for name, param in model.named_parameters():
-            stash.around.names.setdefault(id(param), prefix + name)
+            stash.neighbours.names.setdefault(id(param), prefix + name)

@@ -12,8 +12,8 @@ from amp_patch.casts import state as casts_state
 from amp_patch.masters import split_master
 from amp_patch.masters.master import own_grad
 from amp_patch.masters.masters import Linked, has_gradient, publish, reconcile
-from amp_patch.masters.walks import with_gradient
 from amp_patch.model import came
+from amp_patch.multi_tensor.bulk import with_gradient
 from amp_patch.support import capture
 from amp_patch.support.compiled import not_traced
 from amp_patch.support.generated_class import base_class
@@ -24,7 +24,7 @@ from amp_patch.training.stash import BackwardState, Stash, sharing, stash_of
 from amp_patch.training.unscale import unscale_pending
 
 
-class Done:
+class ClosureAlreadyRun:
     """A closure whose work was done before the step that it is given to: gives what that returned."""
 
     def __init__(self, result: Any) -> None:
@@ -44,7 +44,7 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     stash = stash_of(optimizer)
     if stash is None or not stash.enabled:
         return None
-    recover(optimizer, stash)
+    clean_up_interrupted_step(optimizer, stash)
     if stash.backward.open or stash.backward.other_open_bodies:
         _refuse_in_body(optimizer, stash)
     step = stash.step
@@ -53,8 +53,8 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
         return None
     step.frame = sys._getframe(1)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is not None and stash.checks_gradients and not isinstance(closure, Done):
-        recover(optimizer, stash, running=False)
+    if closure is not None and stash.checks_gradients and not isinstance(closure, ClosureAlreadyRun):
+        clean_up_interrupted_step(optimizer, stash, running=False)
         raise RuntimeError(
             f"{base_class(optimizer).__name__}.step: a closure computes new gradients inside step(), after "
             "the check for overflow; under loss scaling, and with skip_nonfinite=True, call the closure's body first, "
@@ -71,10 +71,10 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     else:
         reconcile(linked)
     _warn_of_ungathered(optimizer, stash, linked)
-    stash.hear()
+    stash.collect_device_skips()
     skip_if_overflowed(optimizer, stash)
     if not step.in_one_pass and step.set_aside is None:
-        split_master.open_all(link.master for _, link in linked if has_gradient(link.master))
+        split_master.materialize(link.master for _, link in linked if has_gradient(link.master))
     watched = None if closure is None else regions.as_now(closure)
     if casts_state.current() is not None:  # the casts that act here are not for the optimizer's own arithmetic
         step.no_casts_region = regions.region(None)
@@ -106,6 +106,7 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         note_stepped(optimizer, stash)
     casts_state.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
     linked = stash.masters.links.linked
+    # Keep this order: the clean-up reads "master newer than its weight" as "gradients not cleared yet".
     consume(optimizer, stash)
     if not skipped:  # a step that the device skipped publishes the values that are there already
         if unpublished := step.unpublished if step.in_one_pass else linked:
@@ -113,10 +114,8 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if step.in_one_pass:
             stash.masters.links.publish_written()  # what a post-hook before this one has written
     if not capture.is_capturing():
-        stash.around.has_stepped = stash.around.has_stepped or not skipped
-    # The order is for an exception in here. To `recover` masters that are written and not published are the sign that
-    # the step is yet to be consumed: so `publish` comes behind `consume`. `recover` ends the step: so it comes last.
-    recover(optimizer, stash, running=False)
+        stash.neighbours.has_stepped = stash.neighbours.has_stepped or not skipped
+    clean_up_interrupted_step(optimizer, stash, running=False)
 
 
 def guarded_step(base: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -135,7 +134,7 @@ def guarded_step(base: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
 def _guarded_step(base: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
     stash = stash_of(optimizer)
     if stash is not None:
-        recover(optimizer, stash)
+        clean_up_interrupted_step(optimizer, stash)
     if stash is None or not stash.enabled or stash.step.depth > 0:
         return base.step(optimizer, *args, **kwargs)
     called, kwargs = before_step(optimizer, (optimizer, *args), kwargs) or ((optimizer, *args), kwargs)
@@ -171,7 +170,7 @@ def _awaited_by_others(stash: Stash) -> set[int]:
     return awaited
 
 
-def recover(optimizer: Any, stash: Stash, running: bool | None = None) -> None:
+def clean_up_interrupted_step(optimizer: Any, stash: Stash, running: bool | None = None) -> None:
     """Put back what the pre-hook changed for a step that is over; an exception in it kept the post-hook from running.
 
     Does nothing while the step is running: this may be called in its closure, or in the step of its parent class.
@@ -232,10 +231,11 @@ def refuse_thawed(optimizer: Any, stash: Stash) -> None:
     thawed = next((p for p in bare if p.requires_grad and came.type_of(p) is not None), None)
     if thawed is None:
         return
-    recover(optimizer, stash, running=False)
+    clean_up_interrupted_step(optimizer, stash, running=False)
     way = "call scale_loss for its loss" if policy.master_weights else "call initialize() again, then step"
+    name = stash.neighbours.names.get(id(thawed), "of a later group")
     raise RuntimeError(
-        f"{base_class(optimizer).__name__}: parameter {stash.around.names.get(id(thawed), 'of a later group')!r} came "
+        f"{base_class(optimizer).__name__}: parameter {name!r} came "
         f"frozen in {thawed.dtype} and requires a gradient since; opt_level {policy.opt_level!r} trains FP32 values, "
         f"of which it has none: {way}"
     )
@@ -257,7 +257,7 @@ def _warn_of_ungathered(optimizer: Any, stash: Stash, linked: Sequence[Linked]) 
     if others and any(has_gradient(link.master) for _, link in linked):
         return
     named = [
-        stash.around.names.get(id(strays[id(master)]), f"group {index}, parameter {position}")
+        stash.neighbours.names.get(id(strays[id(master)]), f"group {index}, parameter {position}")
         for index, group in enumerate(optimizer.param_groups)
         for position, master in enumerate(group["params"])
         if id(master) in strays

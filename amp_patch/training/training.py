@@ -31,9 +31,9 @@ from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.optimizer import AmpOptimizer
 from amp_patch.training.scale_loss import targets_of
 from amp_patch.training.stash import (
+    Neighbours,
     Siblings,
     Stash,
-    Surroundings,
     give_stash,
     known_stash,
     name_parameters,
@@ -203,7 +203,7 @@ def enter(
         stash = training.dialect.stash(
             policy,
             training.scalers,
-            around=Surroundings(
+            neighbours=Neighbours(
                 siblings=training.optimizers,
                 models=[weakref.ref(m) for m in models if any(id(p) in held for p in m.parameters())],
                 # Modules whose parameters no optimizer holds yet count too: they may be added to this one.

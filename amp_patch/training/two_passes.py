@@ -62,9 +62,9 @@ def enter_wrappers(optimizer: Any) -> None:
             continue
         stash.masters.follow(wrapper)
         generated_class.give(wrapper, AmpWrapper)
-        stash.around.wrappers.append(weakref.ref(wrapper))
+        stash.neighbours.wrappers.append(weakref.ref(wrapper))
         if isinstance(wrapper, torch.optim.Optimizer):
-            stash.around.handles.append(wrapper.register_step_pre_hook(refuse_closure))
+            stash.neighbours.handles.append(wrapper.register_step_pre_hook(refuse_closure))
 
 
 def refuse_closure(wrapper: Any, args: Any, kwargs: Any) -> None:

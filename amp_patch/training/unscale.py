@@ -91,7 +91,7 @@ def _unscale(
     overall = torch.zeros_like(scaler.scale_tensor)
     for found_inf in found.values():
         overall = torch.maximum(overall, found_inf.to(overall.device))
-    groups = {id(group): group for stash in stashes if (group := stash.around.process_group) is not None}
+    groups = {id(group): group for stash in stashes if (group := stash.neighbours.process_group) is not None}
     for group in groups.values():
         torch.distributed.all_reduce(overall, torch.distributed.ReduceOp.MAX, group=group)
     # A loss that overflows twice before one step skips that step once, so only its first overflow moves the scale.

@@ -76,6 +76,7 @@ def test_a_sample_of_all_patterns(backend, device):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_all_patterns(backend):
     if backend == "torch":
         pytest.skip("plain torch takes minutes; the sample has every high half")

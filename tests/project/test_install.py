@@ -1,8 +1,8 @@
 """README's lines in bare environments, one for each Python that is here; wheel and source archive.
 
-With torch, of the release that runs the tests, and with the extension only where AMP_PATCH_INSTALL_TORCH asks for it,
-as `make test-install` does: for the Python that runs the tests ("here"), or for all ("everywhere": PyPI's torch brings
-CUDA's libraries, some 3 GB for each). Otherwise amp_patch alone is installed, and every file is compiled.
+The Python that runs the tests gets the release of torch that it has, and builds the extension, by `make test-release`.
+For the others PyPI's torch would bring CUDA's libraries, some 3 GB: AMP_PATCH_INSTALL_TORCH=1 asks for them. Without,
+these install amp_patch alone, and every file is compiled.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def interpreters() -> dict[str, str]:
 
 
 PYTHONS = interpreters()
-ASKED = os.environ.get("AMP_PATCH_INSTALL_TORCH")
-WITH_TORCH = list(PYTHONS) if ASKED == "everywhere" else [RUNNING] if ASKED == "here" else []
+WITH_TORCH = [name for name in PYTHONS if name == RUNNING or os.environ.get("AMP_PATCH_INSTALL_TORCH")]
 
 
 class Environment:
@@ -94,7 +93,7 @@ print(multi_tensor.backend())
 """
 
 
-@pytest.mark.skipif(not WITH_TORCH, reason="AMP_PATCH_INSTALL_TORCH does not ask for it: `make test-install`")
+@pytest.mark.release
 @pytest.mark.parametrize("name", WITH_TORCH)
 def test_readme_s_lines_install_it_with_its_extension(name, archive, tmp_path):
     """Where the archive was unpacked, which holds what a clone does."""

@@ -82,8 +82,8 @@ def test_an_optimizer_that_is_copied_by_itself_has_no_other() -> None:
     model = ones(nn.Linear(2, 2), nn.Linear(2, 1))
     model, optimizers = start(model, [sgd(layer.parameters()) for layer in model], opt_level="O1")
     alone = copy.deepcopy(optimizers[0])
-    assert [ref() for ref in alone._amp_stash.around.siblings] == [alone]
-    assert [ref() for ref in optimizers[0]._amp_stash.around.siblings] == optimizers
+    assert [ref() for ref in alone._amp_stash.neighbours.siblings] == [alone]
+    assert [ref() for ref in optimizers[0]._amp_stash.neighbours.siblings] == optimizers
 
 
 def test_a_copy_of_two_optimizers_with_one_parameter_knows_that_they_share_it() -> None:

@@ -389,7 +389,7 @@ def test_an_interrupt_leaves_all_of_a_step_or_nothing(level, recipe, own_way, fi
                 interrupting = Interrupting(at, after)
                 for name in ("multi_tensor_adam", "multi_tensor_sgd"):
                     patch.setattr(multi_tensor, name, interrupting(getattr(multi_tensor, name)))
-                patch.setattr(one_pass, "_go_its_own_way", interrupting(one_pass._go_its_own_way))
+                patch.setattr(one_pass, "_step_with_torch", interrupting(one_pass._step_with_torch))
                 optimizer.step()
             done = at > 1 or after
             training.assert_unchanged(ends(model, optimizer)[1], wanted[done][1])

@@ -40,7 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     def own_way(*_: Any) -> None:
         raise AssertionError("the optimizer went its own way")
 
-    monkeypatch.setattr(one_pass, "_go_its_own_way", own_way)
+    monkeypatch.setattr(one_pass, "_step_with_torch", own_way)
     return seen
 
 

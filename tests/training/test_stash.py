@@ -13,7 +13,7 @@ from torch import nn
 from amp_patch import amp
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.training.loss_scaler import LossScaler
-from amp_patch.training.stash import BackwardState, OfThisProcess, Stash, StepState, Surroundings
+from amp_patch.training.stash import BackwardState, Neighbours, OfThisProcess, Stash, StepState
 
 
 @dataclass
@@ -37,12 +37,17 @@ def test_all_that_is_declared_to_be_of_this_process_begins_afresh(way):
     stash = _Extended(OPT_LEVELS["O2"], [scaler], bodies=3, wrapped=True, outlives="yes", note=_Note("here"))
     stash.backward.open, stash.backward.ended, stash.backward.earlier = True, 5, {1: None}
     stash.step.depth, stash.step.flag_on_optimizer = 2, True
-    stash.around.names, stash.around.handles = {1: "weight"}, [lambda: None]  # which nothing can pickle
+    stash.neighbours.names, stash.neighbours.handles = {1: "weight"}, [lambda: None]  # which nothing can pickle
     twin = duplicate(stash, way)
-    assert (twin.backward, twin.step, twin.around, twin.note) == (BackwardState(), StepState(), Surroundings(), _Note())
+    assert (twin.backward, twin.step, twin.neighbours, twin.note) == (
+        BackwardState(),
+        StepState(),
+        Neighbours(),
+        _Note(),
+    )
     assert (twin.bodies, twin.wrapped, twin.outlives, twin.scalers[0].loss_scale()) == (3, True, "yes", 128.0)
     assert vars(twin).keys() == {part.name for part in fields(_Extended)}
-    assert stash.note.text == "here" and stash.backward.open and stash.around.names == {1: "weight"}
+    assert stash.note.text == "here" and stash.backward.open and stash.neighbours.names == {1: "weight"}
 
 
 @pytest.mark.parametrize("way", ["copy", "pickle"])
@@ -57,6 +62,6 @@ def test_an_optimizer_between_backward_and_step_is_copied_with_what_outlives_it(
     twin = copied._amp_stash
     assert stash.backward.first_unscaled_grad is not None and twin.backward.first_unscaled_grad is None
     assert twin.gathered and twin.bodies == 1 and len(twin.found) == 1
-    assert twin.around.owner() is copied and len(twin.around.handles) == 2
-    assert [ref() for ref in twin.around.siblings] == [copied]
-    assert not twin.around.names and len(stash.around.names) == 1
+    assert twin.neighbours.owner() is copied and len(twin.neighbours.handles) == 2
+    assert [ref() for ref in twin.neighbours.siblings] == [copied]
+    assert not twin.neighbours.names and len(stash.neighbours.names) == 1

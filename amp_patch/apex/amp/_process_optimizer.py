@@ -99,7 +99,7 @@ class AmpOptimizerState(Stash):
 
     def _groups(self) -> list[Pairs]:
         """Per group of the optimizer the (parameter, master) pairs that train; a tensor may be its own master."""
-        optimizer = None if self.around.owner is None else self.around.owner()
+        optimizer = None if self.neighbours.owner is None else self.neighbours.owner()
         groups = [] if optimizer is None else optimizer.param_groups
         return [[pair for pair in self.masters.pairs([group]) if pair[0].requires_grad] for group in groups]
 
@@ -134,7 +134,7 @@ class AmpOptimizer(optimizer_side.AmpOptimizer):
         """Leave no gradient on the model that a backward pass could add to; `_post_amp_backward` adds them."""
         self._amp_lazy_init()
         stash = self._amp_stash
-        optimizer_step.recover(self, stash)
+        optimizer_step.clean_up_interrupted_step(self, stash)
         stash.backward.earlier.clear()
         for route in stash.masters.links.routes:
             route.to_masters, route.scaled = False, True

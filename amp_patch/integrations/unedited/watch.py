@@ -47,7 +47,7 @@ from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.observers import Observer
 from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.stash import stash_of
-from amp_patch.training.step import Done
+from amp_patch.training.step import ClosureAlreadyRun
 
 
 class _Taken(NamedTuple):
@@ -352,10 +352,10 @@ class Watch(Observer):
             return None
         name, result = base_class(optimizer).__name__, None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is not None and not isinstance(closure, Done):
+        if closure is not None and not isinstance(closure, ClosureAlreadyRun):
             _refuse_unknown_use(optimizer)
             with torch.enable_grad():
-                done = Done(closure())
+                done = ClosureAlreadyRun(closure())
             result = ((args[0], done, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": done})
         stash = stash_of(optimizer)
         if (stash is None or not stash.bodies) and any(p.grad is not None for p in _params(innermost(optimizer))):

@@ -31,7 +31,7 @@ class Gradients(NamedTuple):
     fp32: dict[int, Tensor]
 
 
-class SpentGradients:
+class SteppedGradients:
     """The gradients of one optimizer's masters that its last step, taken or skipped, was for."""
 
     def __init__(self) -> None:
