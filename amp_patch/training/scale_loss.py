@@ -14,7 +14,7 @@ from amp_patch.training.innermost_optimizer import as_list, innermost
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.optimizer import take_thawed
 from amp_patch.training.scaled_backward import ScaledBackward
-from amp_patch.training.shared_backward import SharedBackward, is_shared
+from amp_patch.training.shared_backward import SharedBackward
 from amp_patch.training.stash import Stash, known_stash, stash_of
 from amp_patch.training.two_passes import enter_wrappers
 
@@ -73,7 +73,8 @@ def scale_loss(
     scaler = _checked_scaler(loss, targets, loss_id)
     for target in targets:
         take_thawed(target, known_stash(target))
-    with (SharedBackward if is_shared(targets) else ScaledBackward)(targets, scaler) as backward:
+    alone = len(targets) == 1 and known_stash(targets[0]).neighbours.owns_all
+    with (ScaledBackward if alone else SharedBackward)(targets, scaler) as backward:
         with regions.everywhere(known_stash(targets[0]).policy):
             yield backward.scaled(loss)
         delay_unscale = backward.must_delay() or delay_unscale

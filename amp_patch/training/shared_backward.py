@@ -18,12 +18,6 @@ from amp_patch.training.stash import Stash, distinct_pairs, known_stash, sharing
 from amp_patch.training.unscale import unscale_pending
 
 
-def is_shared(optimizers: Sequence[Any]) -> bool:
-    """Whether a backward pass for these optimizers may reach gradients that are not theirs alone."""
-    neighbours = known_stash(optimizers[0]).neighbours
-    return len(optimizers) > 1 or len(neighbours.siblings) > 1 or bool(neighbours.unowned)
-
-
 class _Bystander(NamedTuple):
     """A parameter of the training that belongs to no optimizer of this call, while its gradient is taken away.
 

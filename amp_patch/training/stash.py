@@ -214,6 +214,11 @@ class Neighbours(OfThisProcess):
     stepped: dict[int, int] = field(default_factory=dict)
     has_stepped: bool = False
 
+    @property
+    def owns_all(self) -> bool:
+        """Whether the optimizer is the training's only one, and holds all of its trainable parameters."""
+        return len(self.siblings) == 1 and not self.unowned
+
 
 @dataclass
 class Stash:
