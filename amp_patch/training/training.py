@@ -139,7 +139,8 @@ def check_arguments(
         raise ValueError("initialize: an optimizer is in optimizers twice; give each once")
     model_tensors.check_methods(models, methods)
     if dialect.takes_any_type:
-        earlier = [known for training in trainings for ref in training.models if (known := ref()) is not None]
+        known = [known for training in trainings for ref in training.models if (known := ref()) is not None]
+        earlier = [model for model in known if model_forward.policy_of(model) is not None]  # and was not left since
         incoming.arrive(models, {id(p) for known in earlier for p in known.parameters()})
     kept = kept_modules(models, policy, keep_fp32, low_tables=any(map(incoming.came_low, models)))
     stays = {id(p) for module in kept for p in module.parameters()}
