@@ -307,6 +307,23 @@ def test_a_thawed_weight_of_a_new_group_gets_its_master():
     iterate(model, optimizer, 2)
 
 
+@every_half
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_low_precision_weights_of_a_new_group_are_fp32_under_casts(level, half):
+    model = net(half)
+    optimizer = SGD(trained(model))
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model.leave = nn.Sequential(model.leave, nn.Linear(3, 3).to(half))
+    model.frozen.requires_grad_(True)
+    alien = nn.Parameter(torch.ones(3, dtype=half))
+    new = [*model.leave[1].parameters(), *model.frozen.parameters()]
+    values = [p.detach().float() for p in new]
+    optimizer.add_param_group({"params": [*new, alien]})
+    assert same(new, values) and alien.dtype is half
+    iterate(model, optimizer, 2)
+    assert not any(map(torch.equal, new, values))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What cannot be taken
 
