@@ -146,6 +146,19 @@ def test_adapters_train_over_a_frozen_base(training, base, adapters):
 
 @pytest.mark.parametrize("base", ["BF16", "FP16"])
 @every_training
+def test_a_base_that_the_optimizer_has_too_has_no_masters(training, base):
+    losses, found = run(training, lora(base))
+    model = lora(base)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-4)
+    model, optimizer = amp.initialize(model, optimizer, **TRAININGS[training], verbosity=0)
+    assert iterate(model, optimizer, steps=4) == losses
+    held = list(amp.master_params(optimizer))
+    assert all(master_of(p) is None and p in set(held) for p in frozen(model))
+    assert same([m for m in held if m.requires_grad], found)
+
+
+@pytest.mark.parametrize("base", ["BF16", "FP16"])
+@every_training
 def test_with_embeddings_and_norms_in_fp32_they_have_the_bits_at_each_level(training, base):
     kept = [nn.Embedding, lambda path, module: type(module).__name__.endswith("RMSNorm")]
     wide = run(training, lora(base).float(), keep_fp32=kept)
