@@ -118,6 +118,14 @@ def iterate(
     return losses
 
 
+def count_calls(model: nn.Module) -> list[str]:
+    """Has one entry for each call, from now on, of the first layer that makes queries."""
+    calls: list[str] = []
+    name, layer = next((name, module) for name, module in model.named_modules() if name.endswith(".q_proj"))
+    layer.register_forward_pre_hook(lambda *_: calls.append(name))
+    return calls
+
+
 def masters(optimizer: Any) -> list[Tensor]:
     return [master.detach().clone() for master in amp.master_params(optimizer)]
 

@@ -30,6 +30,7 @@ from checkpoints import (  # noqa: E402
     adamw,
     batch,
     by_name,
+    count_calls,
     iterate,
     loader,
     masters,
@@ -181,9 +182,11 @@ def test_gradient_checkpointing_changes_nothing(training, reentrant):
     model = lora()
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    calls = count_calls(model)
     losses, found = run(training, model)
     expected = run(training, lora())
     assert losses == expected[0] and same(found, expected[1])
+    assert len(calls) == 2 * len(losses), "each forward comes again in backward"
 
 
 @every_training
