@@ -120,7 +120,7 @@ def _trains_low_precision(model: Any) -> bool:
 
 @contextmanager
 def _adapters_keep_their_type(model: Any) -> Iterator[None]:
-    """Let `load_adapter` of a PeftModel leave adapters in the type that they have.
+    """Let `load_adapter` of a PeftModel that is cast leave the adapters that it has in their type.
 
     By itself it makes FP32 of what it has loaded, also where the masters have the exact values: these would take the
     rounded ones for an edit. The Trainer calls it to resume, and for `load_best_model_at_end`.
@@ -129,11 +129,18 @@ def _adapters_keep_their_type(model: Any) -> Iterator[None]:
     if load is None or "autocast_adapter_dtype" not in inspect.signature(load).parameters:
         yield
         return
-    model.load_adapter = functools.partial(load, autocast_adapter_dtype=False)
+    model.load_adapter = functools.partial(_load_adapter, model)  # of a copy of the model it is the copy's
     try:
         yield
     finally:
         del model.load_adapter
+
+
+def _load_adapter(model: Any, path: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+    policy = policy_of(model)
+    if policy is not None and policy.cast_model_type is not None and adapter_name in model.peft_config:
+        kwargs.setdefault("autocast_adapter_dtype", False)
+    return type(model).load_adapter(model, path, adapter_name, *args, **kwargs)
 
 
 _DTYPES = ("dtype", "torch_dtype")  # what a config calls it, today's name first
