@@ -1,5 +1,5 @@
-"""Models that `from_pretrained` gives in BF16 train as `model.float()` would, to the bit: in a plain loop, in Lightning
-and in the Trainer of transformers."""
+"""Models that `from_pretrained` gives in BF16 train as `model.float()` would, to the bit: in a plain loop, in the Trainer
+of transformers, in Lightning, Accelerate and Fabric."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import pytest
 import torch
 
 EXTRAS = "pip install amp_patch[lightning,transformers]; `make test-all` does"
+lightning = pytest.importorskip("lightning", reason=EXTRAS)
 pl = pytest.importorskip("lightning.pytorch", reason=EXTRAS)
-pytest.importorskip("accelerate", reason=EXTRAS)
+accelerate = pytest.importorskip("accelerate", reason=EXTRAS)
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: nothing here comes from the network
 pytest.importorskip("transformers", reason=EXTRAS)
 
@@ -26,6 +27,7 @@ from checkpoints import (  # noqa: E402
     TRAININGS,
     Lit,
     adamw,
+    batch,
     by_name,
     count_calls,
     iterate,
@@ -284,3 +286,33 @@ def test_lightning_gives_back_what_came_to_each_fit(training, folder):
         module.to(dtype)
         trainer(OptLevelPrecision(**TRAININGS[training], verbosity=0), max_steps=1).fit(module, loader())
         assert {p.dtype for p in module.parameters()} == {dtype}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Accelerate and Fabric
+
+
+def with_accelerate(model: Any, optimizer: Any) -> tuple[Any, Any, Any]:
+    accelerator = accelerate.Accelerator(cpu=True)
+    return (*accelerator.prepare(model, optimizer), accelerator.backward)
+
+
+def with_fabric(model: Any, optimizer: Any) -> tuple[Any, Any, Any]:
+    fabric = lightning.fabric.Fabric(accelerator="cpu", devices=1)
+    return (*fabric.setup(model, optimizer), fabric.backward)
+
+
+@pytest.mark.parametrize("prepare", [with_accelerate, with_fabric])
+@every_training
+def test_accelerate_and_fabric_have_the_bits_of_the_model_in_fp32(training, prepare, folder):
+    losses, wide = expected(folder, "Llama", training)
+    model, optimizer = begun(folder, "Llama", training)
+    prepared, stepped, backward = prepare(model, optimizer)
+    for step, known in enumerate(losses):
+        stepped.zero_grad()
+        loss = prepared(**batch("Llama", step)).loss
+        with amp.scale_loss(loss, stepped) as scaled_loss:
+            backward(scaled_loss)
+        stepped.step()
+        assert loss.item() == known
+    assert same(masters(optimizer), wide)
