@@ -1,5 +1,5 @@
-"""Models that `from_pretrained` gives in BF16 train as `model.float()` would, to the bit: in a plain loop, in the Trainer
-of transformers, in Lightning, Accelerate and Fabric."""
+"""Models that `from_pretrained` gives in BF16 train as `model.float()` would, to the bit: in a plain loop, in Lightning,
+Accelerate, Fabric and the Trainer of transformers."""
 
 from __future__ import annotations
 
