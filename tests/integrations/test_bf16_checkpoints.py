@@ -1,4 +1,4 @@
-"""Models that `from_pretrained` gives in BF16 train as `model.float()` would, to the bit: in a plain loop, in Lightning,
+"""Models that `from_pretrained` gives in BF16 train as `model.float()` would, to the bit: in a plain loop, Lightning,
 Accelerate, Fabric and the Trainer of transformers."""
 
 from __future__ import annotations
