@@ -14,6 +14,7 @@ from amp_patch.frontend import initialize, master_params
 from amp_patch.masters.masters import linked
 from amp_patch.model import keep_fp32
 from amp_patch.model.forward import policy_of
+from amp_patch.model.incoming import came_low
 from amp_patch.policy import resolve
 from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.scale_loss import scale_loss
@@ -25,8 +26,9 @@ class OptLevel:
     """Lightning's `Precision` hooks at an opt level, for automatic and manual optimization, on one device or under DDP.
 
     From the set-up of `fit`, `validate`, `test` or `predict` to its end the LightningModule is a model of
-    `amp.initialize`, and so are the children that `training_step` may call directly; then it is plain FP32 again, with
-    the masters' values. The casts of O1 hold in the steps, not in the rest of the process.
+    `amp.initialize`, and so are the children that `training_step` may call directly; then it is plain again, in FP32
+    with the masters' values, or in the FP16 or BF16 in which it came, to which they are rounded. The casts of O1 hold
+    in the steps, not in the rest of the process.
 
     A backward gives all optimizers unscaled gradients, except those that `toggle_optimizer` has switched off. Clipping
     acts on the masters; `on_after_backward` and later hooks see unscaled gradients, at O2 and O5 those of the
@@ -94,8 +96,17 @@ class OptLevel:
         for index, scaler in enumerate(self.scalers):
             scaler.load_state_dict(state_dict[f"loss_scaler{index}"])
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Load the weights of a checkpoint into the masters of a module that came in low precision.
+
+        Lightning has loaded them before `convert_module`, when such weights could but round them.
+        """
+        module: Any = self.models[0] if self.models else None
+        if module is not None and came_low(module):
+            module.trainer.strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
+
     def teardown(self) -> None:
-        """The module is FP32 again. Lightning has moved it to the CPU by now, and the masters follow."""
+        """The module is as it came. Lightning has moved it to the CPU by now, and the masters follow."""
         for param, link in linked({p for module in self.models for p in module.parameters()}):
             link.master.data = link.master.data.to(param.device)
         leave(self.models, self.optimizers)

@@ -11,7 +11,11 @@ Other Trainers: `class MyTrainer(OptLevelTrainer, Seq2SeqTrainer)`. Written for 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from transformers.trainer_callback import ExportableState
 
 from amp_patch.frontend import initialize
 from amp_patch.model.forward import policy_of
+from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.files import write_whole
 from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.scale_loss import scale_loss
@@ -66,6 +71,17 @@ class OptLevelTrainer(Trainer):
             initialize(self.model, self.optimizer, **self._amp_options)
         return self.optimizer
 
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's training; a checkpoint is loaded into the masters of a model that came in low precision.
+
+        The Trainer loads it before it makes the optimizer, when such weights could but round it.
+        """
+        stays = isinstance(self.model, nn.Module) and self.model_init is None  # which makes another one
+        if resume_from_checkpoint and stays and _trains_low_precision(self.model):
+            self.create_optimizer()
+        with _adapters_keep_their_type(self.model):
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save FP32 weights, and a config that says float32, though the model's parameters are low precision."""
         policy, config = policy_of(self.model), getattr(self.model, "config", None)
@@ -96,6 +112,35 @@ class OptLevelTrainer(Trainer):
             return super().training_step(model, *args, **kwargs)
         finally:
             del self.accelerator.backward
+
+
+def _trains_low_precision(model: Any) -> bool:
+    return any(p.requires_grad and p.dtype in LOW_PRECISION for p in model.parameters())
+
+
+@contextmanager
+def _adapters_keep_their_type(model: Any) -> Iterator[None]:
+    """Let `load_adapter` of a PeftModel that is cast leave the adapters that it has in their type.
+
+    By itself it makes FP32 of what it has loaded, also where the masters have the exact values: these would take the
+    rounded ones for an edit. The Trainer calls it to resume, and for `load_best_model_at_end`.
+    """
+    load = getattr(model, "load_adapter", None)
+    if load is None or "autocast_adapter_dtype" not in inspect.signature(load).parameters:
+        yield
+        return
+    model.load_adapter = functools.partial(_load_adapter, model)  # of a copy of the model it is the copy's
+    try:
+        yield
+    finally:
+        del model.load_adapter
+
+
+def _load_adapter(model: Any, path: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+    policy = policy_of(model)
+    if policy is not None and policy.cast_model_type is not None and adapter_name in model.peft_config:
+        kwargs.setdefault("autocast_adapter_dtype", False)
+    return type(model).load_adapter(model, path, adapter_name, *args, **kwargs)
 
 
 _DTYPES = ("dtype", "torch_dtype")  # what a config calls it, today's name first

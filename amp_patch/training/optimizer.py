@@ -15,13 +15,16 @@ import torch
 from torch import Tensor
 
 from amp_patch.masters.masters import disconnect
+from amp_patch.model.tensors import cast
 from amp_patch.multi_tensor.bulk import drop_gradients, with_gradient
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import generated_class
 from amp_patch.support.compiled import wraps
+from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Attempts, Installation, Patches
-from amp_patch.training import one_pass, portions, zero_redundancy
+from amp_patch.support.quantized import is_quantized
+from amp_patch.training import ddp, one_pass, portions, zero_redundancy
 from amp_patch.training.overflow import drop_overflowed
 from amp_patch.training.stash import Stash, give_stash, note_sharing, siblings, stash_of, take_stash
 from amp_patch.training.step import after_step, before_step, clean_up_interrupted_step, guarded_step, refuse_thawed
@@ -72,7 +75,10 @@ class AmpOptimizer(Generated):
             stash.clear_found()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """torch's; float16 and bfloat16 parameters of the group get masters where the policy has them."""
+        """torch's; float16 and bfloat16 parameters of the group get masters where the policy has them.
+
+        At O1 and O4 those of the training's models become FP32, as `initialize` makes them.
+        """
         stash = stash_of(self)
         if stash is not None and stash.enabled:
             _refuse_known(self, stash, param_group)
@@ -82,6 +88,8 @@ class AmpOptimizer(Generated):
         if stash is None or not stash.enabled:
             return
         group = self.param_groups[-1]  # type: ignore[attr-defined]
+        if stash.policy.patch_torch_functions and stash.policy.cast_model_type is None:
+            _widen(stash, group)
         if stash.scales_loss:
             drop_gradients(group["params"])  # of backward passes before it had an optimizer: they are scaled
         if stash.policy.master_weights:
@@ -285,6 +293,18 @@ def lost_eps(optimizer: Any) -> Iterator[tuple[int, float, torch.dtype]]:
         for dtype in {p.dtype for p in group["params"] if p.dtype in LOW_PRECISION and p.requires_grad}:
             if isinstance(eps, float) and eps > 0 and torch.tensor(eps, dtype=dtype, device="cpu").item() == 0:
                 yield index, eps, dtype
+
+
+def _widen(stash: Stash, group: dict[str, Any]) -> None:
+    """Make FP32 what `group` trains in low precision of the training's models: a layer or an adapter added later."""
+    inside = {id(p) for ref in stash.neighbours.models if (model := ref()) is not None for p in model.parameters()}
+    low = [
+        p
+        for p in group["params"]
+        if id(p) in inside and p.requires_grad and p.dtype in LOW_PRECISION and not (is_quantized(p) or is_dtensor(p))
+    ]
+    cast(low, torch.float32)
+    ddp.reduce_anew({id(p) for p in low})
 
 
 def _refuse_known(optimizer: Any, stash: Stash, param_group: Any) -> None:

@@ -140,7 +140,8 @@ def check_arguments(
         raise ValueError("initialize: an optimizer is in optimizers twice; give each once")
     model_tensors.check_methods(models, methods)
     if dialect.takes_any_type:
-        earlier = [known for training in trainings for ref in training.models if (known := ref()) is not None]
+        known = [known for training in trainings for ref in training.models if (known := ref()) is not None]
+        earlier = [model for model in known if model_forward.policy_of(model) is not None]  # and was not left since
         # A copy of a model of a training is in none, and knows by itself what came in low precision.
         earlier += [m for model in models for m in model.modules() if followed_policy(m) is not None]
         incoming.arrive(models, {id(p) for known in earlier for p in known.parameters()})

@@ -97,6 +97,7 @@ TEXTS = [{"input_ids": text, "labels": text} for text in torch.randint(32, (32, 
 def hf_trainer(folder: Path, level: str | None, **options: Any) -> transformers.Trainer:
     """Five iterations of two micro-batches; None is transformers' own Trainer."""
     callbacks, amp_options = options.pop("callbacks", []), options.pop("amp_options", {})
+    rows = options.pop("rows", TEXTS)
     bases, model = options.pop("bases", ()), options.pop("model", None) or gpt()
     arguments = transformers.TrainingArguments(
         **{
@@ -115,7 +116,7 @@ def hf_trainer(folder: Path, level: str | None, **options: Any) -> transformers.
             **options,
         }
     )
-    data = {"train_dataset": TEXTS, "eval_dataset": TEXTS, "callbacks": callbacks}
+    data = {"train_dataset": rows, "eval_dataset": rows, "callbacks": callbacks}
     if level is None:
         return type("Theirs", (*bases, transformers.Trainer), {})(model, arguments, **data)
     return type("Ours", (*bases, OptLevelTrainer), {})(

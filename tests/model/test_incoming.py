@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peak import Peak
 from ranks import RankError
 from split_masters import MAKERS
 from torch import nn
@@ -407,6 +408,23 @@ def test_a_thawed_weight_of_a_new_group_gets_its_master():
     iterate(model, optimizer, 2)
 
 
+@every_half
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_low_precision_weights_of_a_new_group_are_fp32_under_casts(level, half):
+    model = net(half)
+    optimizer = SGD(trained(model))
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model.leave = nn.Sequential(model.leave, nn.Linear(3, 3).to(half))
+    model.frozen.requires_grad_(True)
+    alien = nn.Parameter(torch.ones(3, dtype=half))
+    new = [*model.leave[1].parameters(), *model.frozen.parameters()]
+    values = [p.detach().float() for p in new]
+    optimizer.add_param_group({"params": [*new, alien]})
+    assert same(new, values) and alien.dtype is half
+    iterate(model, optimizer, 2)
+    assert not any(map(torch.equal, new, values))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What cannot be taken
 
@@ -471,29 +489,6 @@ def test_quantized_weights_that_are_trained_are_refused_by_name(level, kind):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Bytes
-
-
-class Peak(torch.utils._python_dispatch.TorchDispatchMode):
-    """The most bytes that outputs of functions held at once, beside what was there before."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.before = {p.untyped_storage()._cdata for p in model.parameters()}
-        self.known: dict[int, Any] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree.tensors([result]):
-            if tensor.untyped_storage()._cdata in self.before:
-                continue
-            self.known[tensor.untyped_storage()._cdata] = torch.multiprocessing.reductions.StorageWeakRef(
-                tensor.untyped_storage()
-            )
-        self.known = {key: ref for key, ref in self.known.items() if not ref.expired()}
-        alive = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self.known.values()]
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive if storage is not None))
-        return result
 
 
 @pytest.mark.parametrize(
@@ -577,6 +572,26 @@ def test_a_model_in_ddp_is_reduced_in_the_types_that_it_gets(ranks, level, half)
     assert same(mine, others)
     if level in CAST:  # at O1 and O4 a frozen layer computes on what it came in
         assert same(mine, ranks(wrapped_first, level, half, True)[0])
+
+
+def added(level: str) -> list[torch.Tensor]:
+    model = net(torch.bfloat16)
+    optimizer = SGD(trained(model))
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model.leave = nn.Sequential(model.leave, nn.Linear(3, 3).bfloat16())
+    ddp = DistributedDataParallel(model)
+    optimizer.add_param_group({"params": model.leave[1].parameters()})
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(loss_of(ddp, 2 * step + dist.get_rank()), optimizer)
+        optimizer.step()
+    return [p.detach().clone() for p in amp.master_params(optimizer)]
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_weights_of_a_new_group_are_reduced_in_the_type_that_they_get(ranks, level):
+    mine, others = ranks(added, level)
+    assert same(mine, others) and {p.dtype for p in mine} == {torch.float32}
 
 
 def sharded(level: str, frozen: bool) -> list[torch.Tensor]:

@@ -1,0 +1,318 @@
+"""Models that `from_pretrained` gives in BF16 train as `model.float()` would, to the bit: in a plain loop, Lightning,
+Accelerate, Fabric and the Trainer of transformers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+EXTRAS = "pip install amp_patch[lightning,transformers]; `make test-all` does"
+lightning = pytest.importorskip("lightning", reason=EXTRAS)
+pl = pytest.importorskip("lightning.pytorch", reason=EXTRAS)
+accelerate = pytest.importorskip("accelerate", reason=EXTRAS)
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: nothing here comes from the network
+pytest.importorskip("transformers", reason=EXTRAS)
+
+# After the skips: these import the packages.
+from checkpoints import (  # noqa: E402
+    MODELS,
+    TOLERANCE,
+    TRAININGS,
+    Lit,
+    adamw,
+    batch,
+    by_name,
+    count_calls,
+    iterate,
+    loaded,
+    loader,
+    masters,
+    prompt,
+    rows,
+    same_by_name,
+    types,
+    written,
+)
+from frameworks import PACKAGES_WARN, hf_trainer, trainer  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from training import same  # noqa: E402
+
+from amp_patch import amp  # noqa: E402
+from amp_patch.integrations.lightning import OptLevelPrecision  # noqa: E402
+
+pytestmark = [
+    *PACKAGES_WARN,
+    # Its newer name is that of transformers 5.23, and scripts have this one.
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
+]
+
+LOW = {"O2": "float16", "O5": "bfloat16", "O5, split": "bfloat16"}
+WRITERS = [name for name in MODELS if name != "ViT"]
+every_model = pytest.mark.parametrize("name", MODELS)
+every_training = pytest.mark.parametrize("training", TRAININGS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the checkpoints in BF16 are written."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+def begun(folder: Path, name: str, training: str, *, widen: bool = False) -> tuple[Any, Any]:
+    model = loaded(written(name, folder), name)
+    if widen:
+        model.float()
+    return amp.initialize(model, adamw(model), **TRAININGS[training], verbosity=0)
+
+
+@functools.lru_cache
+def expected(folder: Path, name: str, training: str) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and masters of a loop with `model.float()`."""
+    model, optimizer = begun(folder, name, training, widen=True)
+    losses = iterate(model, optimizer, name)
+    found = masters(optimizer)
+    amp.restore()
+    return losses, found
+
+
+@functools.lru_cache
+def plain(folder: Path, name: str) -> list[float]:
+    """The losses of FP32."""
+    model = loaded(written(name, folder), name).float()
+    return iterate(*amp.initialize(model, adamw(model), enabled=False), name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A plain loop
+
+
+@every_model
+@every_training
+def test_a_loop_has_the_bits_of_the_model_in_fp32(training, name, folder):
+    fp32, (losses, wide) = plain(folder, name), expected(folder, name, training)
+    assert losses == pytest.approx(fp32, rel=TOLERANCE[training]) and losses[-1] < losses[0]
+    model, optimizer = begun(folder, name, training)
+    assert iterate(model, optimizer, name) == losses
+    assert same(masters(optimizer), wide)
+    amp.restore()
+    assert set(types(model).values()) <= {torch.bfloat16, torch.float32}
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+@every_model
+@every_training
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_nothing(reentrant, training, name, folder):
+    losses, wide = expected(folder, name, training)
+    model, optimizer = begun(folder, name, training)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    calls = count_calls(model)
+    assert iterate(model, optimizer, name) == losses
+    assert same(masters(optimizer), wide)
+    assert len(calls) == 2 * len(losses), "each forward comes again in backward"
+
+
+@pytest.mark.parametrize("methods", [(), ("generate",)], ids=["model.generate", "methods=('generate',)"])
+@pytest.mark.parametrize("name", WRITERS)
+@every_training
+def test_generate_between_steps_changes_nothing(training, name, methods, folder):
+    def write(model, step):
+        before = by_name(model)
+        tokens = model.eval().generate(**prompt(step))
+        assert tokens.shape == (4, 8) and tokens.dtype is torch.int64
+        assert same_by_name(by_name(model), before)
+        model.train()
+
+    losses, wide = expected(folder, name, training)
+    model = loaded(written(name, folder), name)
+    model, optimizer = amp.initialize(model, adamw(model), **TRAININGS[training], methods=methods, verbosity=0)
+    assert iterate(model, optimizer, name, between=write) == losses
+    assert same(masters(optimizer), wide)
+
+
+@every_model
+@every_training
+def test_save_pretrained_writes_fp32_and_from_pretrained_reads_it_back(training, name, folder, tmp_path):
+    model, optimizer = begun(folder, name, training)
+    iterate(model, optimizer, name, 3)
+    exact = by_name(model)
+    assert {value.dtype for value in exact.values()} == {torch.float32}
+    model.save_pretrained(tmp_path / "model")
+    saved = load_file(tmp_path / "model" / "model.safetensors")  # a ViT's weights have other names there
+    assert {value.dtype for value in saved.values()} == {torch.float32}
+    assert same_by_name(by_name(loaded(tmp_path / "model", name, torch.float32)), exact)
+    # Its config names the type of the cast weights; of a plain copy FP32.
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == LOW.get(training, "float32")
+    amp.fp32_copy(model).save_pretrained(tmp_path / "copy")
+    assert same_by_name(by_name(loaded(tmp_path / "copy", name, "auto")), exact)
+    # And in BF16 again, as it came.
+    amp.restore()
+    assert {value.dtype for value in by_name(model).values()} == {torch.bfloat16}
+    model.save_pretrained(tmp_path / "came")
+    rounded = {key: value.bfloat16() for key, value in exact.items()}
+    assert same_by_name(by_name(loaded(tmp_path / "came", name, "auto")), rounded)
+
+
+@every_training
+def test_a_resumed_loop_has_the_bits_of_the_whole_one(training, folder):
+    model, optimizer = begun(folder, "Llama", training)
+    iterate(model, optimizer, steps=2)
+    states = by_name(model), copy.deepcopy(optimizer.state_dict())
+    losses = iterate(model, optimizer, steps=2)
+    amp.restore()
+    model, optimizer = begun(folder, "Llama", training)
+    model.load_state_dict(states[0])
+    optimizer.load_state_dict(states[1])
+    assert iterate(model, optimizer, steps=2) == losses
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_value_that_fp16_cannot_hold_is_refused_with_the_line_that_works(level, folder):
+    model = loaded(written("Llama", folder), "Llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = 1e5
+    optimizer = adamw(model)
+    with pytest.raises(ValueError, match=r"'model.layers.1.mlp.up_proj.weight' of LlamaForCausalLM .*opt_level='O5'"):
+        amp.initialize(model, optimizer, opt_level=level)
+    amp.initialize(model, optimizer, opt_level="O5")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The Trainer of transformers
+
+
+def with_trainer(
+    folder: Path, out: Path, name: str, training: str, *, widen: bool = False, resume: Any = None, **options: Any
+) -> Any:
+    model = loaded(written(name, folder), name)
+    if widen:
+        model.float()
+    level, amp_options = TRAININGS[training]["opt_level"], {**TRAININGS[training], "verbosity": 0}
+    del amp_options["opt_level"]
+    made = hf_trainer(out, level, model=model, rows=rows(name), amp_options=amp_options, **options)
+    made.train(resume_from_checkpoint=resume)
+    return made
+
+
+def logged(trainer: Any) -> list[Any]:
+    return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+@every_model
+@every_training
+def test_the_trainer_has_the_bits_of_the_model_in_fp32(training, name, folder, tmp_path):
+    runs = []
+    checkpointing = [{"gradient_checkpointing": True}] if name == "Llama" else []
+    for options in ({"widen": True}, {}, *checkpointing):
+        made = with_trainer(folder, tmp_path, name, training, **options)
+        runs.append((logged(made), by_name(made.model)))
+        if not options:
+            made.save_model(str(tmp_path / "saved"))
+            assert same_by_name(by_name(loaded(tmp_path / "saved", name, "auto")), runs[-1][1])
+        amp.restore()
+    for losses, state in runs[1:]:
+        assert losses == runs[0][0] and len(losses) == 5
+        assert same_by_name(state, runs[0][1])
+
+
+@pytest.mark.parametrize("name", WRITERS)  # the Trainer itself does not resume a ViT, which it saves under other names
+@every_training
+def test_the_trainer_resumes_to_the_same_bits(training, name, folder, tmp_path):
+    saves = {"save_strategy": "steps", "save_steps": 2}
+    whole = with_trainer(folder, tmp_path, name, training, **saves)
+    states = logged(whole), by_name(whole.model)
+    amp.restore()
+    resumed = with_trainer(folder, tmp_path, name, training, resume=str(tmp_path / "checkpoint-2"), **saves)
+    assert logged(resumed) == states[0]
+    assert same_by_name(by_name(resumed.model), states[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lightning
+
+
+def with_lightning(
+    folder: Path, name: str, training: str, *, widen: bool = False, path: Any = None, **options: Any
+) -> Lit:
+    model = loaded(written(name, folder), name)
+    if widen:
+        model.float()
+    module = Lit(model)
+    options = {"max_epochs": 1, **options}
+    trainer(OptLevelPrecision(**TRAININGS[training], verbosity=0), **options).fit(module, loader(name), ckpt_path=path)
+    return module
+
+
+@every_model
+@every_training
+def test_lightning_has_the_bits_of_the_model_in_fp32_and_gives_back_what_came(training, name, folder):
+    wide = with_lightning(folder, name, training, widen=True)
+    module = with_lightning(folder, name, training)
+    assert module.losses == wide.losses and len(module.losses) == 4
+    assert same_by_name(module.ended, wide.ended)
+    assert type(module) is Lit and {p.dtype for p in module.parameters()} == {torch.bfloat16}
+    rounded = {key: value.bfloat16() for key, value in module.ended.items()}
+    assert same_by_name(by_name(module), rounded)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning")
+@pytest.mark.parametrize("name", ["Llama", "ViT"])
+@every_training
+def test_lightning_resumes_to_the_same_bits(training, name, folder, tmp_path):
+    saves = pl.callbacks.ModelCheckpoint(tmp_path, every_n_epochs=1, save_top_k=-1, filename="{epoch}")
+    whole = with_lightning(folder, name, training, max_epochs=2, callbacks=[saves])
+    path = tmp_path / "epoch=0.ckpt"
+    saved = torch.load(path, weights_only=True)["state_dict"]
+    assert {value.dtype for value in saved.values()} == {torch.float32}
+    saves = pl.callbacks.ModelCheckpoint(tmp_path)
+    resumed = with_lightning(folder, name, training, max_epochs=2, callbacks=[saves], path=path)
+    assert resumed.losses == whole.losses[4:]
+    assert same_by_name(resumed.ended, whole.ended)
+
+
+@every_training
+def test_lightning_gives_back_what_came_to_each_fit(training, folder):
+    module = Lit(loaded(written("Llama", folder), "Llama"))
+    for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
+        module.to(dtype)
+        trainer(OptLevelPrecision(**TRAININGS[training], verbosity=0), max_steps=1).fit(module, loader())
+        assert {p.dtype for p in module.parameters()} == {dtype}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Accelerate and Fabric
+
+
+def with_accelerate(model: Any, optimizer: Any) -> tuple[Any, Any, Any]:
+    accelerator = accelerate.Accelerator(cpu=True)
+    return (*accelerator.prepare(model, optimizer), accelerator.backward)
+
+
+def with_fabric(model: Any, optimizer: Any) -> tuple[Any, Any, Any]:
+    fabric = lightning.fabric.Fabric(accelerator="cpu", devices=1)
+    return (*fabric.setup(model, optimizer), fabric.backward)
+
+
+@pytest.mark.parametrize("prepare", [with_accelerate, with_fabric])
+@every_training
+def test_accelerate_and_fabric_have_the_bits_of_the_model_in_fp32(training, prepare, folder):
+    losses, wide = expected(folder, "Llama", training)
+    model, optimizer = begun(folder, "Llama", training)
+    prepared, stepped, backward = prepare(model, optimizer)
+    for step, known in enumerate(losses):
+        stepped.zero_grad()
+        loss = prepared(**batch("Llama", step)).loss
+        with amp.scale_loss(loss, stepped) as scaled_loss:
+            backward(scaled_loss)
+        stepped.step()
+        assert loss.item() == known
+    assert same(masters(optimizer), wide)
