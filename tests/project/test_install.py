@@ -85,7 +85,7 @@ from amp_patch import amp, multi_tensor
 model = torch.nn.Linear(8, 4)
 model, optimizer = amp.initialize(model, torch.optim.AdamW(model.parameters()), opt_level="O2", verbosity=0)
 before = [parameter.clone() for parameter in model.parameters()]
-with amp.scale_loss(model(torch.randn(2, 8)).square().mean(), optimizer) as scaled_loss:
+with amp.scale_loss(model(torch.randn(2, 8)).square().mean() / 64, optimizer) as scaled_loss:  # nothing overflows
     scaled_loss.backward()
 optimizer.step()
 assert not any(map(torch.equal, before, model.parameters()))
