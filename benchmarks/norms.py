@@ -18,7 +18,7 @@ Each is trained at a level in three ways:
 
 `MB` is what autograd saves of a step for its backward, `ratio` that over fp32's, `time` a step's (zero_grad, forward,
 loss, backward, step) over fp32's, taken in turns. `held out` is the mean over seeds of the loss on held-out data of a
-model of a quarter of the width at most, on the data of examples/; `seeds` the lowest and the highest at O0; `to O0` and
+narrower model, on the data of examples/; `seeds` the lowest and the highest at O0; `to O0` and
 `to fp32` are mean differences, p of each that of the paired t-test over the seeds. FP16 on a CPU is emulated.
 """
 
@@ -29,20 +29,20 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import timing
 import torch
 import torch.nn.functional as F
-from accuracy import ROOT
 from torch import Tensor, nn
 
 from amp_patch import amp
 from amp_patch.comparison.measures import paired_t_test
 
-sys.path.insert(0, str(ROOT / "examples"))
-from data import digits, topics  # noqa: E402
-from tasks import GPT  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from data import digits, topics
+from tasks import GPT
 
 RIVALS = ("fp32", "as input", "lowered")
 DTYPES = {"O1": torch.float16, "O4": torch.bfloat16}

@@ -203,7 +203,7 @@ def _fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Poli
 
 
 def _norm(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-    given = args[0] if args else kwargs.get("input")
+    given: Any = args[0] if args else kwargs.get("input")
     low = given.dtype if isinstance(given, Tensor) and _is_low(given) else None
     if low is None or not (policy.low_precision_norms and policy.patch_torch_functions):
         return _fp32(function, args, kwargs, policy)
