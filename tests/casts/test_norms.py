@@ -64,6 +64,10 @@ NORMS: dict[str, Norm] = {
 every_norm = pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 either_type = pytest.mark.parametrize("dtype", LOW, ids=str)
 either_level = pytest.mark.parametrize("level", LEVELS)
+needs_hooks = pytest.mark.skipif(
+    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
+    reason="this torch does not tell whose saved-tensor hooks are there",
+)
 
 
 def acting(level: str = "O4", **options: Any) -> regions.region:
@@ -298,12 +302,6 @@ def test_each_training_follows_its_own_policy_until_restore(level: str) -> None:
     assert F.layer_norm(x, (CHANNELS,)).dtype is low  # torch's own
 
 
-needs_hooks = pytest.mark.skipif(
-    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
-    reason="this torch does not tell whose saved-tensor hooks are there",
-)
-
-
 @needs_hooks
 @pytest.mark.parametrize("cpu_fp16", ["native", "emulate"])
 @pytest.mark.parametrize("device", DEVICES)
@@ -374,6 +372,7 @@ def test_gradients_of_gradients_and_transforms() -> None:
     check(torch.autograd.grad(found.float().sum(), x)[0], expected_second)
 
 
+@needs_hooks
 def test_what_was_written_after_it_was_saved_is_an_error() -> None:
     x, weight, bias = sample(torch.bfloat16)
     with acting():
