@@ -26,6 +26,7 @@ _OPTIONS = (
     "loss_scale",
     "cast_model_outputs",
     "skip_nonfinite",
+    "low_precision_norms",
 )
 
 Choice = TypeVar("Choice")

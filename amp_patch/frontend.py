@@ -64,6 +64,7 @@ def initialize(
     process_group: Any = None,
     methods: tuple[str, ...] = (),
     skip_nonfinite: bool | str = False,
+    low_precision_norms: bool | str = False,
 ) -> Any:
     """Prepare models and optimizers for mixed-precision training at an opt level, in place.
 
@@ -121,6 +122,11 @@ def initialize(
             asks the device once a step, as under loss scaling; nothing is multiplied. Then closures, and steps inside
             of the body of `scale_loss`, are refused as under loss scaling. False: they reach the weights, as without
             amp_patch. Where the loss is scaled they are checked in any case.
+        low_precision_norms: True has `layer_norm`, `rms_norm` and `group_norm` give the type of an FP16 or BF16 input
+            at O1 and O4, as batch norms do, and save that input for backward in place of an FP32 copy; refused at
+            other levels. An FP32 input gives FP32. On a CPU they compute in FP32, forward and backward, and round
+            their results once; elsewhere torch's kernels of that type run, on weights cast to it. False: they give
+            FP32, as under torch.autocast.
 
     Returns:
         The same objects, in Apex's form: the model, or (model, optimizer) if optimizers were given; lists for lists.
@@ -149,7 +155,9 @@ def initialize(
                 "max_loss_scale": max_loss_scale,
                 "allow_banned": allow_banned,
                 "cpu_fp16": cpu_fp16,
-                "skip_nonfinite": skip_nonfinite or None,  # False asks for nothing that another level could drop
+                # False asks for nothing that another level could drop.
+                "skip_nonfinite": skip_nonfinite or None,
+                "low_precision_norms": low_precision_norms or None,
             },
         )
         policy = resolve(opt_level, **options)

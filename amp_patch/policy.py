@@ -42,6 +42,8 @@ class Policy:
             written for Apex; `casts.install("apex")` then installs the names that only Apex listed.
         skip_nonfinite: whether a step is skipped whose gradients are not finite where no loss is scaled either; a
             training that scales skips it anyway.
+        low_precision_norms: whether layer, RMS and group norms give an FP16 or BF16 input's type where functions are
+            patched, as batch norms do, in place of FP32.
     """
 
     opt_level: str
@@ -62,10 +64,12 @@ class Policy:
     cpu_fp16: str = "auto"
     op_lists: str = "torch"
     skip_nonfinite: bool = False
+    low_precision_norms: bool = False
 
     def __str__(self) -> str:
         fields = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
-        more = ["cpu_fp16"] * self.uses_fp16 + ["skip_nonfinite"] * self.skip_nonfinite
+        more = ["cpu_fp16"] * self.uses_fp16
+        more += [name for name in ("skip_nonfinite", "low_precision_norms") if getattr(self, name)]
         described = ", ".join(f"{name}={getattr(self, name)}" for name in (*fields, *more))
         return f"{self.opt_level} ({self.dtype}): {described}"
 
@@ -123,6 +127,7 @@ def resolve(
     allow_banned: bool = False,
     cpu_fp16: str = "auto",
     skip_nonfinite: bool | str | None = None,
+    low_precision_norms: bool | str | None = None,
 ) -> Policy:
     """The policy of a level with a caller's overrides.
 
@@ -166,6 +171,8 @@ def resolve(
     if cpu_fp16 not in CPU_FP16:
         raise ValueError(f"initialize: cpu_fp16 is {cpu_fp16!r}; wanted {' or '.join(map(repr, CPU_FP16))}")
     policy = _with_scale_range(policy, min_loss_scale, max_loss_scale)
+    if boolean("low_precision_norms", low_precision_norms):
+        policy = _with_low_precision_norms(policy, opt_level)
     skips = bool(boolean("skip_nonfinite", skip_nonfinite))
     return replace(policy, allow_banned=bool(allow_banned), cpu_fp16=cpu_fp16, skip_nonfinite=skips)
 
@@ -264,6 +271,21 @@ def _with_masters(policy: Policy, masters: bool | str) -> Policy:
             "part of it; use opt_level='O5' (or dtype=torch.bfloat16), or leave master_weights at None"
         )
     return replace(policy, master_weights=masters)
+
+
+def _with_low_precision_norms(policy: Policy, opt_level: str) -> Policy:
+    if policy.patch_torch_functions:
+        return replace(policy, low_precision_norms=True)
+    if policy.cast_model_type is not None:
+        why = f"whose model is cast, and its norms give {policy.cast_model_type} as it is"
+    elif OPT_LEVELS[opt_level].patch_torch_functions:
+        why = "with patch_torch_functions=False, under which the norms are as in FP32"
+    else:
+        why = "whose whole model is FP32"
+    raise ValueError(
+        f"initialize: low_precision_norms=True contradicts opt_level {opt_level!r}, {why}; leave it at False, or use "
+        "opt_level='O1' or 'O4', where norms give FP32 without it"
+    )
 
 
 def _refuse_where_weights_stay_fp32(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.casts.state import is_plain_eager
-from amp_patch.policy import Policy
+from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support.blocks import saving_through
 from amp_patch.support.compiled import constant_in_traces
 
@@ -89,17 +89,17 @@ def takes(operands: Iterable[Tensor]) -> bool:
     return found and not _in_torchs_autocast()
 
 
-def rounded(result: Any) -> Any:
-    """`result` with its FP32 tensors, also those in a tuple or list, rounded to FP16."""
+def rounded(result: Any, dtype: torch.dtype = torch.float16) -> Any:
+    """`result` with its FP32 tensors, also those in a tuple or list, rounded to `dtype`."""
     if isinstance(result, Tensor):
-        return result.half() if result.dtype is torch.float32 else result
+        return result.to(dtype) if result.dtype is torch.float32 else result
     if isinstance(result, (tuple, list)):
-        return type(result)(map(rounded, result))
+        return type(result)(rounded(item, dtype) for item in result)
     return result
 
 
 class _Kept(NamedTuple):
-    """What autograd keeps for backward: the tensor itself, or an FP16 operand in place of (a view of) its upcast."""
+    """What autograd keeps for backward: the tensor itself, or a low operand in place of (a view of) its upcast."""
 
     tensor: Tensor
     version: int  # of `tensor`: where hooks pack what is saved, autograd leaves it to them to notice a later change
@@ -107,7 +107,7 @@ class _Kept(NamedTuple):
 
 
 class Upcast:
-    """Upcasts the operands of one call; in `run`, autograd keeps the FP16 operands instead of their FP32 copies.
+    """Upcasts the operands of one call; in `run`, autograd keeps the low ones instead of their FP32 copies.
 
     The layer that made an operand keeps it already; FP32 copies beside it would make the activations of a training
     larger than FP32's own.
@@ -118,7 +118,7 @@ class Upcast:
         self._operands: dict[int, Tensor] = {}  # address of an upcast storage -> what was upcast
 
     def __call__(self, operand: Tensor, dtype: torch.dtype) -> Tensor:
-        if operand.dtype is not torch.float16:
+        if operand.dtype not in LOW_PRECISION:
             return operand
         wide = operand.to(dtype)
         # Other classes may have no storage of their own, and inference tensors count no versions.

@@ -89,7 +89,8 @@ def acting() -> Policy | None:
 @functools.lru_cache(maxsize=256)
 def _casts_of(policy: Policy) -> Policy:
     return traced_regions.casts_policy(
-        policy.dtype, policy.patch_torch_functions, policy.allow_banned, policy.cpu_fp16, policy.op_lists
+        *(policy.dtype, policy.patch_torch_functions, policy.allow_banned, policy.cpu_fp16, policy.op_lists),
+        policy.low_precision_norms,
     )
 
 

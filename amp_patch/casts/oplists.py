@@ -11,6 +11,7 @@ add what torch's reference leaves to other mechanisms; `APEX` says where they ga
     rnn         the same for fused recurrent networks, whose weights form one buffer.
     fp32        FP16 and BF16 tensors become FP32: exponentials, logarithms and powers overflow soon (exp(12) in FP16),
                 sums over many elements (softmax, norms, losses) lose the small ones among large ones.
+    norm        as fp32; with `policy.low_precision_norms` the result has the type of an FP16 or BF16 input.
     widest      all floating tensors become the widest floating type among them.
     emulated    the same; a sum of products, so FP16 on a CPU may be emulated (cpu_fp16.py), as for lower and rnn.
     match_self  in place: the other floating tensors take the type of the first argument.
@@ -171,23 +172,20 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "cosine_similarity",
             "ctc_loss",
             "frobenius_norm",
-            "group_norm",
             "hinge_embedding_loss",
             "kl_div",
-            "layer_norm",
             "log_softmax",
             "margin_ranking_loss",
-            "native_layer_norm",
             "nuclear_norm",
             "pairwise_distance",
             "pdist",
             "poisson_nll_loss",
-            "rms_norm",
             "softmax",
             "std_mean",
             "triplet_margin_loss",
             "var_mean",
         ),
+        "norm": ("group_norm", "layer_norm", "native_layer_norm", "rms_norm"),
         "emulated": (*_DOTS, "bilinear", "square", "tensordot"),
         "widest": (
             *_WIDEST,
@@ -227,10 +225,8 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
         "fp32": (
             *_LOSSES,
             "cosine_similarity",
-            "group_norm",
             "gumbel_softmax",
             "interpolate",
-            "layer_norm",
             # Its product is in the low type all the same: F.linear inside follows its own rule. In chunks it is FP32.
             "linear_cross_entropy",
             "local_response_norm",
@@ -238,11 +234,11 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "normalize",
             "pairwise_distance",
             "pdist",
-            "rms_norm",
             "softmax",
             "softmin",
             "softplus",
         ),
+        "norm": ("group_norm", "layer_norm", "rms_norm"),
         # The last three: sums whose half kernels are slow, or missing.
         "emulated": ("bilinear", "avg_pool3d", "fold", "unfold"),
         "widest": ("embedding_bag", "grid_sample"),

@@ -29,7 +29,11 @@ def enter_trace_of(acting: Policy | None, claims: bool) -> None:
         enter_traced(None, claims)
     else:
         enter_traced(
-            (acting.dtype, acting.patch_torch_functions, acting.allow_banned, acting.cpu_fp16, acting.op_lists), claims
+            (
+                *(acting.dtype, acting.patch_torch_functions, acting.allow_banned, acting.cpu_fp16, acting.op_lists),
+                acting.low_precision_norms,
+            ),
+            claims,
         )
 
 
@@ -71,7 +75,12 @@ class CastsPolicy(Policy):
 
 @functools.cache
 def casts_policy(
-    dtype: torch.dtype, patch_torch_functions: bool, allow_banned: bool, cpu_fp16: str, op_lists: str
+    dtype: torch.dtype,
+    patch_torch_functions: bool,
+    allow_banned: bool,
+    cpu_fp16: str,
+    op_lists: str,
+    low_precision_norms: bool,
 ) -> Policy:
     """The one policy that stands for all that cast alike."""
     return CastsPolicy(
@@ -81,4 +90,5 @@ def casts_policy(
         allow_banned=allow_banned,
         cpu_fp16=cpu_fp16,
         op_lists=op_lists,
+        low_precision_norms=low_precision_norms,
     )

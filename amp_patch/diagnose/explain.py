@@ -258,8 +258,10 @@ class _CallNotes(TorchFunctionMode):
 
         with self._unseen():
             result = rule.apply(spy, args, kwargs, policy)
-        decided = [_decided(place, rule)] if policy.patch_torch_functions else []
-        if policy.emulates and _types(result) != inner:
+        keeps_type = policy.low_precision_norms and rule.name == "norm"
+        why = "low_precision_norms" if keeps_type else _decided(place, rule)
+        decided = [why] if policy.patch_torch_functions else []
+        if policy.emulates and not keeps_type and _types(result) != inner:
             decided.append(EMULATED)
             # The function was called with FP32 tensors, but O1 has rounded their values to FP16: that is what counts.
             got = self.calls[index].got

@@ -38,7 +38,8 @@ class OpCall:
         ran: the dtypes of the tensors that the function was called with, after amp's casts.
         gave: the dtypes of the tensors that came back.
         decided: why. The rule of the op lists (oplists.py): "lower", "fp32", "widest", "match_self", "banned" (allowed,
-            it is fp32), with their special cases in brackets; "your register_half_function", or a sibling of it;
+            it is fp32), with their special cases in brackets; "low_precision_norms" for a norm that gives its input's
+            type by that option; "your register_half_function", or a sibling of it;
             "keep_fp32", "keep_batchnorm_fp32" or "buffers alone" in modules that are kept; for a "cast" the argument of
             `initialize` that wants it; "torch.autocast"; else "none: torch's own promotion". "emulated FP16", alone or
             behind a rule: a CPU multiplied the FP16 values in FP32, and rounded the result.

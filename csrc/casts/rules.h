@@ -168,6 +168,10 @@ inline Route to_fp32(const Acting&, const Arguments& given, Cast& cast) {
   return Route::cast;
 }
 
+inline Route norm(const Acting& acting, const Arguments& given, Cast& cast) {
+  return acting.low_norms ? Route::python : to_fp32(acting, given, cast);
+}
+
 inline Route to_widest(const Acting&, const Arguments& given, Cast& cast) {
   Widest widest;
   if (!widest.add_all(given)) return Route::python;
@@ -211,6 +215,7 @@ inline constexpr Rule RULES[] = {
     {"none", &leave, Emulation::no},
     {"lower", &to_low, Emulation::yes},
     {"fp32", &to_fp32, Emulation::without_casts},
+    {"norm", &norm, Emulation::without_casts},
     {"widest", &to_widest, Emulation::no},
     {"mixed_fp32", &mixed_to_fp32, Emulation::no},
     {"match_self", &to_type_of_self, Emulation::yes},

@@ -54,10 +54,11 @@ inline py::object owned(PyObject* result) {
 
 // What a call needs to know of a policy (amp_patch/policy.py), as plain values.
 struct Acting {
-  bool on = false;        // there is a policy
-  bool patches = false;   // it casts by the op lists
-  bool emulates = false;  // it emulates FP16 on a CPU, whether it casts or not: the Python wrappers do that
-  bool apex = false;      // its op lists are Apex's
+  bool on = false;         // there is a policy
+  bool patches = false;    // it casts by the op lists
+  bool emulates = false;   // it emulates FP16 on a CPU, whether it casts or not: the Python wrappers do that
+  bool apex = false;       // its op lists are Apex's
+  bool low_norms = false;  // norms give their input's type: the Python wrappers do that
   ScalarType low = ScalarType::Half;
 };
 
@@ -68,6 +69,7 @@ inline Acting acting_of(const py::object& policy) {
     acting.patches = py::cast<bool>(policy.attr("patch_torch_functions"));
     acting.emulates = py::cast<bool>(py::getattr(policy, "emulates", py::bool_(false)));
     acting.apex = py::cast<std::string>(py::getattr(policy, "op_lists", py::str("torch"))) == "apex";
+    acting.low_norms = py::cast<bool>(py::getattr(policy, "low_precision_norms", py::bool_(false)));
     acting.low = py::cast<ScalarType>(policy.attr("dtype"));
   }
   return acting;

@@ -66,6 +66,7 @@ def test_optional_names_and_samples_are_about_the_lists() -> None:
         "fused_input",
         "rnn",
         "fp32",
+        "norm",
         "widest",
         "emulated",
         "match_self",
@@ -104,7 +105,7 @@ def test_fused(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize(("owner", "name"), walk("fp32"))
+@pytest.mark.parametrize(("owner", "name"), walk("fp32", "norm"))
 def test_fp32(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
     with region(dtype):
         for given in ([dtype], [torch.float32], [dtype, torch.float32]):

@@ -207,6 +207,21 @@ def test_the_recorded_turns_are_recorded(tmp_path):
 
 
 @pytest.mark.slow
+def test_norms_are_weighed_timed_and_trained_beside_each_other(tmp_path):
+    options = ["--models", "gpt", "convnext", "--levels", "O4", "--seeds", "2", "--steps", "2"]
+    output, rows = run("norms", tmp_path, *options)
+    assert [(row["model"], row["rival"]) for row in rows] == [
+        (model, rival) for model in ("gpt", "convnext") for rival in ("fp32", "as input", "lowered")
+    ]
+    for row in rows:
+        assert f"{row['model']:10}O4     {row['rival']:10}" in output and row["time"] > 0
+        assert len(row["losses"]) == len(row["O0 losses"]) == 2
+    ratios = [row["ratio"] for row in rows]
+    assert ratios[0] == ratios[1] == ratios[3] == 1.0, "the GPT's norms are given FP32"
+    assert ratios[2] < 1.0 and ratios[5] < ratios[4] < 1.0
+
+
+@pytest.mark.slow
 def test_the_optimizers_half_of_a_step_is_the_same_training_by_hand(tmp_path):
     output, rows = run("optimizer", tmp_path, "--size", "tiny")
     assert len(rows) == len({(row["work"], row["dtype"]) for row in rows}) == 18

@@ -9,7 +9,7 @@ from amp_patch.casts.rules import INSTEAD_OF_BANNED
 KINDS: dict[str, tuple[str, ...]] = {
     "FP16_FUNCS": ("lower", "einsum", "fused", "rnn"),
     "BFLOAT16_FUNCS": ("lower", "einsum", "fused", "rnn"),
-    "FP32_FUNCS": ("fp32",),
+    "FP32_FUNCS": ("fp32", "norm"),
     "CASTS": ("widest", "emulated", "einsum_widest", "mixed_fp32"),
     "BANNED_FUNCS": ("banned",),
 }
