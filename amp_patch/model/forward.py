@@ -231,7 +231,7 @@ def to_plain_fp32(model: nn.Module) -> None:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
         if isinstance(module, AmpModel):
-            restore(module)
+            restore(module, give_back=False)  # in BF16 again the values would be rounded
         elif isinstance(module, KeptModule | shielded_copies.FP32Copy):
             take(module)
     cast([p for p in model.parameters() if p.dtype in LOW_PRECISION and not is_quantized(p)], torch.float32)

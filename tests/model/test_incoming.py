@@ -262,6 +262,18 @@ def test_a_frozen_weight_has_no_master_and_keeps_its_memory(level, half):
 # The way back
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_an_fp32_copy_has_the_values_that_were_trained(level):
+    model = net(torch.bfloat16)
+    model, optimizer = amp.initialize(model, SGD(trained(model)), opt_level=level, verbosity=0)
+    iterate(model, optimizer, 3)
+    plain = dict(amp.fp32_copy(model).named_parameters())
+    assert {p.dtype for p in plain.values()} == {torch.float32}
+    for name, param in model.named_parameters():
+        master = master_of(param)
+        assert torch.equal(plain[name], param.float() if master is None else master)
+
+
 @pytest.mark.parametrize("by", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_a_copy_that_is_initialized_again_knows_what_came_low(level, by):
