@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from amp_patch import multi_tensor
 from amp_patch.masters.master import own_grad, set_own_grad
+from amp_patch.multi_tensor import backends
 
 
 def with_gradient(tensors: list[Any]) -> Sequence[int]:
@@ -16,8 +16,7 @@ def with_gradient(tensors: list[Any]) -> Sequence[int]:
 
     What waits for a master is not its own yet; nor is a gradient of the master's the parameter's.
     """
-    kernels = multi_tensor.extension()
-    if kernels is not None:
+    if (kernels := backends.active) is not None:
         indices: list[int] = kernels.with_gradient(tensors)
         return indices
     return [index for index, tensor in enumerate(tensors) if own_grad(tensor) is not None]
@@ -25,8 +24,7 @@ def with_gradient(tensors: list[Any]) -> Sequence[int]:
 
 def drop_gradients(tensors: list[Tensor]) -> None:
     """Set the gradients that `with_gradient` finds to None; what waits for a master stays."""
-    kernels = multi_tensor.extension()
-    if kernels is not None:
+    if (kernels := backends.active) is not None:
         kernels.drop_gradients(tensors)
         return
     for tensor in tensors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import math
 import re
@@ -19,6 +20,7 @@ from conftest import DEVICES, DTYPES
 
 from amp_patch import multi_tensor as mt
 from amp_patch.multi_tensor import backends
+from amp_patch.multi_tensor.checks import Contract
 
 INF, NAN = math.inf, math.nan
 SIZES = [0, 1, 7, 8, 511, 512, 513, 16384, 16385, 0]  # around the blocks and chunks of cpu.cpp; an empty one last
@@ -1159,6 +1161,14 @@ def test_any_number_is_a_factor(factor):
     tensors = [torch.full((3,), 4.0)]
     mt.multi_tensor_unscale(tensors, factor, flag())
     assert tensors[0].tolist() == [4.0 * float(factor)] * 3
+
+
+def test_contracts_have_the_names_of_the_functions_arguments():
+    contracts = [c for module in (mt, mt.steps) for c in vars(module).values() if isinstance(c, Contract)]
+    assert {c.name for c in contracts} == {name for name in mt.__all__ if name.startswith(("multi_tensor_", "update_"))}
+    for contract in contracts:
+        taken = inspect.signature(getattr(mt, contract.name)).parameters
+        assert {part.name for part in (*contract.lists, *contract.arguments)} <= set(taken), contract.name
 
 
 # ---------------------------------------------------------------------------------------------------------------------

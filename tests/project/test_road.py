@@ -13,13 +13,13 @@ from amp_patch import multi_tensor
 
 # (calls, files). Lower them whenever the road gets shorter; to raise one is to make every user's step longer.
 CEILINGS = {
-    "O1": (381, 30),
-    "O2": (449, 34),
-    "O4": (324, 27),
-    "O5": (409, 32),
-    "O5, split": (415, 32),
-    "GAN, O1": (1259, 30),
-    "GAN, O2": (1307, 36),
+    "O1": (368, 29),
+    "O2": (423, 33),
+    "O4": (316, 26),
+    "O5": (388, 31),
+    "O5, split": (394, 31),
+    "GAN, O1": (1212, 29),
+    "GAN, O2": (1236, 35),
 }
 
 
