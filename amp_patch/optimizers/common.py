@@ -84,24 +84,6 @@ def descend(params: list[Tensor], updates: list[Tensor], lr: Number) -> None:
         torch._foreach_add_(params, updates, alpha=-lr)
 
 
-def decay(params: list[Tensor], rate: Number, found_inf: Tensor | None = None) -> None:
-    """`params -= rate * params`, unless `found_inf` is not 0; in place, no sync.
-
-    torch's `params *= 1 - rate` is less exact: FP32 rounds that factor the same way at every step, which adds up.
-    """
-    if found_inf is None and not isinstance(rate, Tensor):
-        torch._foreach_add_(params, params, alpha=-rate)
-        return
-    like = params[0]
-    if isinstance(rate, Tensor):
-        rate = rate.to(like).reshape(())
-    else:  # made there: a copy from the host would wait for the device, and no CUDA graph could hold it
-        rate = torch.full((), rate, device=like.device, dtype=like.dtype)
-    if found_inf is not None:
-        rate = torch.where(found_inf.reshape(()) != 0, 0.0, rate)
-    torch._foreach_sub_(params, torch._foreach_mul(params, rate))
-
-
 def bias_corrections(betas: tuple[float, float], step: int, on: bool) -> tuple[float, float]:
     """What the running averages are divided by after `step` steps: `1 - beta ** step`, or 1."""
     return (1 - betas[0] ** step, 1 - betas[1] ** step) if on else (1.0, 1.0)
