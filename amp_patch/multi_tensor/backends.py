@@ -21,9 +21,9 @@ _BUILD = "build it with `pip install --no-build-isolation .`"
 
 def _load() -> tuple[ModuleType | None, str]:
     """The extension `amp_patch._C`, or None; and the reason, in a line."""
-    lacks, built_with = _noted()
+    lacks, built_with = _build_notes()
     if built_with and _minor(built_with) != _minor(torch.__version__):
-        # Not even tried: most layouts of another torch's objects differ without a symbol that would be missing.
+        # Not tried: objects of another torch may have another layout without a missing symbol, and the import succeeds.
         return None, (
             f"amp_patch._C was built with torch {built_with}, and this is torch {torch.__version__}: install the wheel "
             f"for this torch, or {_BUILD}"
@@ -33,16 +33,16 @@ def _load() -> tuple[ModuleType | None, str]:
     except ImportError as error:
         if lacks:
             return None, f"amp_patch._C is absent: {lacks}"
-        # A build for another Python, C++ library or CUDA fails here with the loader's words.
+        # `error` has the loader's words about a build for another Python, C++ library or CUDA.
         return None, f"amp_patch._C cannot be imported: {error}; {_BUILD}"
     built = f"amp_patch._C is built for {', '.join(extension.devices)}"
     return extension, f"{built}; {lacks}" if lacks else built
 
 
-def _noted() -> tuple[str, str]:
-    """What setup.py wrote: what the extension lacks, or why there is none; the torch that it was built with. "": none.
+def _build_notes() -> tuple[str, str]:
+    """From `_build.py`, which setup.py writes: what the extension lacks, or why there is none; its torch's version.
 
-    A clone that has built nothing has no such file, and older builds wrote no `TORCH`.
+    Each may be "". A clone that has built nothing has no such file, and older builds wrote no `TORCH`.
     """
     try:
         build = importlib.import_module("amp_patch._build")
@@ -62,7 +62,7 @@ if _forced not in ("", *BACKENDS):
     raise ValueError(f"AMP_PATCH_BACKEND={_forced!r} is none of {', '.join(BACKENDS)}: correct it or unset it")
 if _forced == "cpp" and _C is None:
     raise ImportError(f"AMP_PATCH_BACKEND=cpp, but {_reason}")
-if _forced == "" and _C is None and _noted()[1]:  # it was built, and is of no use here
+if _forced == "" and _C is None and _build_notes()[1]:  # an extension was built, and cannot be used
     warnings.warn(f"amp_patch runs on plain torch: {_reason}", RuntimeWarning, stacklevel=2)
 
 

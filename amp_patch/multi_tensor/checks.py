@@ -20,7 +20,7 @@ Number = float | Tensor
 FP32, BF16, INT32, INT16 = (torch.float32,), (torch.bfloat16,), (torch.int32,), (torch.int16,)
 LOW = (torch.float16, torch.bfloat16)
 DTYPES = (*FP32, *LOW, torch.float64)
-MOST_FACTORS = 2  # that one step multiplies gradients by
+MOST_FACTORS = 2  # a step multiplies gradients by at most so many
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Contract:
     def check(self, lists: Sequence[Any], arguments: Sequence[Any]) -> torch.device:
         """Raise ValueError or TypeError where a call breaks this contract; returns the device of its tensors."""
         named = dict(zip(self.arguments, arguments, strict=False))
-        # Without tensors in the lists flags decide; numbers do not, which may lie elsewhere by mistake.
+        # Where the lists are empty flags decide. Numbers do not: one on a wrong device is an error to name.
         flags = [value for argument, value in named.items() if argument.dtypes and argument.number is None]
         try:
             for wanted, tensors in zip(self.lists, lists, strict=True):
@@ -120,7 +120,7 @@ class Contract:
 
     def _check_lists(self, lists: dict[TensorList, Tensors], device: torch.device, flags: Sequence[object]) -> None:
         lead = self.lists[self.lead]
-        # The leading list first: the others are compared with what it has.
+        # The leading list is checked first: the others are compared with its tensors.
         given = {wanted: ts for wanted, ts in {lead: lists[lead], **lists}.items() if ts or not wanted.optional}
         for wanted, tensors in given.items():
             if len(tensors) != len(given[lead]):
@@ -269,7 +269,7 @@ def _has_memory(t: Tensor) -> bool:
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
         return False
-    # Not its address: asking for that makes a lazy copy real.
+    # Not by `data_ptr()`, which materializes a copy-on-write tensor.
     return t.device.type not in ("cpu", "cuda") or not t.numel() or t.untyped_storage().nbytes() != 0
 
 
@@ -347,7 +347,7 @@ def _check_places(outs: Mapping[str, Tensors], lists: Mapping[str, Tensors]) -> 
 def _check_apart(outs: Mapping[str, Tensors], read: Mapping[str, Tensors]) -> None:
     """No two outputs share elements, and no output with what is `read`, where torch can tell cheaply. Lists by name."""
 
-    def known(t: Tensor) -> int:  # how many elements lie one after another
+    def known(t: Tensor) -> int:  # elements from data_ptr() on that are t's for certain
         return t.numel() if torch.ops.aten.is_non_overlapping_and_dense(t) else 1
 
     def spans(lists: Mapping[str, Tensors], is_read: bool) -> list[tuple[int, int, bool, tuple[str, int]]]:
@@ -358,8 +358,8 @@ def _check_apart(outs: Mapping[str, Tensors], read: Mapping[str, Tensors]) -> No
             if t.numel() and not t.is_meta
         ]
 
-    ends = {False: 0, True: 0}  # how far the spans before reach: the written ones, those that are read
-    last = {False: ("", 0), True: ("", 0)}
+    ends = {False: 0, True: 0}  # by is_read: the highest end of a span so far
+    last = {False: ("", 0), True: ("", 0)}  # and the place of that span
     for begin, end, is_read, place in sorted(spans(outs, False) + spans(read, True)):
         for other in (False, True):
             if begin < ends[other] and not (is_read and other):

@@ -39,13 +39,13 @@ def _number(value: Number, like: Tensor, dtype: torch.dtype = torch.float64) -> 
     return torch.full((), float(value), dtype=dtype, device=like.device)
 
 
-def _each(tensors: Tensors, numbers: Tensor) -> list[Tensor]:
+def _times_each(tensors: Tensors, numbers: Tensor) -> list[Tensor]:
     """Tensor i times number i of a 1-D tensor, in FP32."""
     return [t * number for t, number in zip(tensors, numbers.float().to(tensors[0].device).unbind(), strict=True)]
 
 
 def _write(targets: Sequence[Tensor], values: Sequence[Tensor], found_inf: Tensor | None) -> None:
-    """The values into the targets, unless found_inf is raised; without a sync."""
+    """Copy the values into the targets, unless found_inf is raised; no sync."""
     for target, value in zip(targets, values, strict=True):
         if found_inf is None:
             target.copy_(value)
@@ -54,7 +54,7 @@ def _write(targets: Sequence[Tensor], values: Sequence[Tensor], found_inf: Tenso
 
 
 def _masters(params: Tensors, low: Tensors) -> list[Tensor]:
-    """Copies of the masters, joined, or after adoption."""
+    """Copies of the FP32 masters: split ones joined, whole ones with the edits of their published weights adopted."""
     masters = [param.clone() for param in params]
     for i, weight in enumerate(low):
         if params[i].dtype == torch.int16:
@@ -67,12 +67,12 @@ def _masters(params: Tensors, low: Tensors) -> list[Tensor]:
 def _joined(weight: Tensor, half: Tensor) -> Tensor:
     high = weight.view(torch.int16).int() << 16
     master = (high + half.int()).view(torch.float32)
-    alone = (high << 1 == 0) | master.isnan()  # a weight of 0, by its bits, and those that steps.h speaks of
-    return torch.where(alone, high.view(torch.float32), master)
+    ignores_half = (high << 1 == 0) | master.isnan()  # as `joined` in csrc/kernels/steps.h, which has the reasons
+    return torch.where(ignores_half, high.view(torch.float32), master)
 
 
 def _halved(master: Tensor) -> tuple[Tensor, Tensor]:
-    """(weight, low half)."""
+    """The BF16 weight and the low half, int16, of an FP32 master."""
     bits = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
     half = bits.to(torch.int16)  # the low 16 bits
     return ((bits - half.int()) >> 16).to(torch.int16).view(torch.bfloat16), half
@@ -90,7 +90,7 @@ def join(weights: Tensors, halves: Tensors, masters: Tensors) -> None:
 
 
 def _published(params: Tensors, low: Tensors, masters: list[Tensor]) -> list[tuple[Tensors, Tensors]]:
-    """Where masters go: (targets, values)."""
+    """Where stepped masters are stored, as (targets, values): into params, as FP32 or halves, and into low, rounded."""
     values, weights = list(masters), list(masters)
     for i, param in enumerate(params):
         if param.dtype == torch.int16:
@@ -123,7 +123,7 @@ def adam(
     g, p = _gradients(grads, factors, maximize), _masters(params, low)
     rate = _number(lr, p[0])
     if decoupled:
-        p = _each(p, (1 - rate * weight_decay).expand(len(p)))
+        p = _times_each(p, (1 - rate * weight_decay).expand(len(p)))
     elif weight_decay:
         g = list(torch._foreach_add(g, p, alpha=weight_decay))
     if steps:
@@ -135,12 +135,12 @@ def adam(
     m = list(torch._foreach_lerp(list(exp_avgs), g, 1 - beta1))
     v = list(torch._foreach_mul(list(exp_avg_sqs), beta2))
     torch._foreach_addcmul_(v, g, g, 1 - beta2)
-    most = list(torch._foreach_maximum(list(max_exp_avg_sqs), v)) if max_exp_avg_sqs else []
-    denominators = _each(torch._foreach_sqrt(most or v), 1 / second.sqrt())
+    max_v = list(torch._foreach_maximum(list(max_exp_avg_sqs), v)) if max_exp_avg_sqs else []
+    denominators = _times_each(torch._foreach_sqrt(max_v or v), 1 / second.sqrt())
     torch._foreach_add_(denominators, eps)
-    torch._foreach_addcdiv_(p, _each(m, -rate / first), denominators)
+    torch._foreach_addcdiv_(p, _times_each(m, -rate / first), denominators)
     lists: list[tuple[Tensors, Tensors]]
-    lists = [(exp_avgs, m), (exp_avg_sqs, v), (max_exp_avg_sqs, most), (steps, [step + 1 for step in steps])]
+    lists = [(exp_avgs, m), (exp_avg_sqs, v), (max_exp_avg_sqs, max_v), (steps, [step + 1 for step in steps])]
     for targets, values in [*lists, *_published(params, low, p)]:
         _write(targets, values, found_inf)
 
@@ -174,7 +174,7 @@ def sgd(
             torch._foreach_add_(buffers, g, alpha=1 - dampening)
         g = list(torch._foreach_add(g, buffers, alpha=momentum) if nesterov else buffers)
     rate = _number(lr, p[0])
-    p = list(torch._foreach_sub(p, _each(g, rate.expand(len(g)))))
+    p = list(torch._foreach_sub(p, _times_each(g, rate.expand(len(g)))))
     for targets, values in [(momentum_buffers, buffers), *_published(params, low, p)]:
         _write(targets, values, found_inf)
 

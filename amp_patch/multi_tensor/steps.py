@@ -124,11 +124,11 @@ def multi_tensor_adam(
             "multi_tensor_adam: steps is None, which bias_correction=False allows; hand over the counts of steps"
         )
     counts, count = (steps, 0.0) if isinstance(steps, (list, tuple)) else ((), 0.0 if steps is None else steps)
-    most = () if max_exp_avg_sqs is None else max_exp_avg_sqs
+    max_v = () if max_exp_avg_sqs is None else max_exp_avg_sqs
     run(
         _ADAM,
         plain_steps.adam,
-        (grads, params, exp_avgs, exp_avg_sqs, most, counts, () if low is None else low),
+        (grads, params, exp_avgs, exp_avg_sqs, max_v, counts, () if low is None else low),
         (
             *(lr, count, factors, found_inf, beta1, beta2, eps, weight_decay),
             *(decoupled, maximize, bias_correction),

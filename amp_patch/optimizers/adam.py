@@ -129,10 +129,10 @@ class FusedAdam(FusedOptimizer):
 
     def _update(self, work: list[tuple[Group, list[list[Tensor]]]]) -> None:
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if grad_scale is not None:  # raises, if at all, before anything is counted
+        if grad_scale is not None:  # before the first `count`: an exception must not leave a step counted
             check_unscalable([grad for _, batches in work for params in batches for grad in gradients(params)])
         if found_inf is not None:
-            # A GradScaler adds up the flags of its devices: an overflow may be 2.0.
+            # GradScaler adds up its devices' flags, to 2.0 maybe; torch's fused kernel skips at 1.0 alone.
             found_inf = (found_inf != 0).float()
         for group, batches in work:
             step = count_on_device(group, found_inf) if self.capturable else count(group)

@@ -26,7 +26,7 @@ class FusedSGD(FusedOptimizer):
     """
 
     pickled_settings = (*FusedOptimizer.pickled_settings, "wd_after_momentum", "materialize_master_grads")
-    skips_on_device = True  # tells `initialize` that `step` reads `self.found_inf`
+    skips_on_device = True  # for `initialize`: `step` reads `self.found_inf`
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import itertools
@@ -1184,6 +1185,15 @@ def test_the_backend_says_what_and_why(backend):
     ):
         pass
     assert mt.backend() == backend
+
+
+@pytest.mark.parametrize("left_by", [None, KeyError])
+def test_a_backend_is_in_use_inside_of_its_block_alone(backend, left_by):
+    with contextlib.suppress(KeyError), mt.use_backend("torch"):
+        assert mt.backend() == "torch" and mt.extension() is None
+        if left_by is not None:
+            raise left_by
+    assert mt.backend() == backend and (mt.extension() is None) == (backend == "torch")
 
 
 def test_the_environment_forces_torch_and_the_import_touches_no_cuda():
