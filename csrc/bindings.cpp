@@ -81,7 +81,8 @@ bool is_cuda(const Setting&) {
   return false;
 }
 
-// One function for both devices: that for CUDA if any argument lies there. Where the lists are empty, found_inf tells.
+// One function for both devices: the CUDA op if any argument is a CUDA tensor. found_inf counts as one, since the lists
+// may be empty.
 template <class Return, class First, class... Rest>
 auto on_device(Return (*cpu)(First, Rest...), Return (*cuda)(First, Rest...)) {
   return [cpu, cuda](First first, Rest... rest) -> Return {
@@ -138,6 +139,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("plan", &plan_as_lists);  // sizes, chunk, max_tensors, max_chunks -> [(tensors, [(slot, index)])]
 #ifdef WITH_CUDA
-  m.def("cuda_metadata", &choose_metadata);  // "auto", "arguments" or "buffer": how launches learn of their tensors
+  m.def("cuda_metadata", &choose_metadata);  // "auto", "arguments" or "buffer": the way rows get to the kernels
 #endif
 }

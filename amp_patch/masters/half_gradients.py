@@ -13,6 +13,7 @@ from torch.utils.weak import TensorWeakRef
 from amp_patch import multi_tensor
 from amp_patch.masters.recycled_memory import Recycled
 from amp_patch.masters.stepped_gradients import Gradients, multiply
+from amp_patch.multi_tensor import backends
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.support.blocks import without_grad
 
@@ -24,7 +25,7 @@ def room_for(tensor: Tensor) -> int:
 
 def can_wait() -> bool:
     """Whether gradients can be left in low precision at all: the walk over them is the extension's."""
-    return multi_tensor.extension() is not None
+    return backends.active is not None
 
 
 class HalfGradients:
@@ -72,7 +73,7 @@ class HalfGradients:
             Whether that could be done. Not where a gradient is sparse, sharded, part of another tensor or held by
             somebody else, nor where a master has one already. Nothing was changed then.
         """
-        kernels = multi_tensor.extension()
+        kernels = backends.active
         if self or kernels is None:
             return False
         taken: dict[int, Tensor] | None = kernels.take_half_gradients(params, masters)

@@ -20,18 +20,18 @@ Two backends give the same results, up to rounding in the sums of norms and the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
 from amp_patch.multi_tensor import plain
 from amp_patch.multi_tensor.backends import backend as backend
 from amp_patch.multi_tensor.backends import backend_reason as backend_reason
 from amp_patch.multi_tensor.backends import extension as extension
+from amp_patch.multi_tensor.backends import run
 from amp_patch.multi_tensor.backends import use_backend as use_backend
-from amp_patch.multi_tensor.checks import Number, Tensors, check_lists, check_numbers, check_scale
-from amp_patch.multi_tensor.dispatch import run
+from amp_patch.multi_tensor.checks import FP32, INT32, Argument, Contract, Number, TensorList, Tensors, floats, number
 from amp_patch.multi_tensor.plain import SMALLEST_SCALE as SMALLEST_SCALE
 from amp_patch.multi_tensor.steps import multi_tensor_adam as multi_tensor_adam
 from amp_patch.multi_tensor.steps import multi_tensor_join as multi_tensor_join
@@ -58,6 +58,37 @@ __all__ = [
 ]
 
 
+_FOUND_INF = Argument("found_inf", FP32, written=True, optional=True)
+_READ, _IN_PLACE = (TensorList("tensors"),), (TensorList("grads", written=True),)
+
+_SCALE = Contract(
+    "multi_tensor_scale", (TensorList("src"), TensorList("dst", written=True)), (number("factor"), _FOUND_INF)
+)
+_UNSCALE = Contract("multi_tensor_unscale", _IN_PLACE, (number("inv_scale"), _FOUND_INF))
+_AXPBY = Contract(
+    "multi_tensor_axpby",
+    (TensorList("x"), TensorList("y"), TensorList("out", written=True)),
+    (number("a"), number("b"), _FOUND_INF),
+)
+_CHECK_FINITE = Contract("multi_tensor_check_finite", _READ, (_FOUND_INF, number("factor")))
+_L2NORM = Contract("multi_tensor_l2norm", _READ, (number("factor"), _FOUND_INF))
+_UNSCALE_L2NORM = replace(_UNSCALE, name="multi_tensor_unscale_l2norm")
+_ADOPT = Contract("multi_tensor_adopt", (TensorList("params"), TensorList("masters", FP32, written=True)))
+_UPDATE_SCALE = Contract(
+    "update_scale",
+    arguments=(
+        Argument("scale", FP32, written=True),
+        Argument("growth_tracker", INT32, written=True),
+        Argument("found_inf", FP32),
+        *floats("growth_factor", "backoff_factor"),
+        Argument("growth_interval", number=int),
+        *floats("min_scale", "max_scale"),
+        Argument("hysteresis", number=int),
+        Argument("hysteresis_tracker", INT32, written=True, optional=True),
+    ),
+)
+
+
 def multi_tensor_scale(src: Tensors, dst: Tensors, factor: Number, found_inf: Tensor | None = None) -> None:
     """``dst = src * factor``, rounded to dst's dtypes. With factor 1.0 and no found_inf it is the cast and the copy.
 
@@ -67,13 +98,7 @@ def multi_tensor_scale(src: Tensors, dst: Tensors, factor: Number, found_inf: Te
 
     After Apex's ``amp_C.multi_tensor_scale``, which reads its flag from an int32 buffer and takes a float only.
     """
-    run(
-        "scale",
-        plain.scale,
-        (src, dst),
-        (factor, found_inf),
-        lambda: check_lists("multi_tensor_scale", {"src": src, "dst": dst}, "dst", found_inf, {"factor": factor}),
-    )
+    run(_SCALE, plain.scale, (src, dst), (factor, found_inf))
 
 
 def multi_tensor_unscale(grads: Tensors, inv_scale: Number, found_inf: Tensor | None) -> None:
@@ -81,13 +106,7 @@ def multi_tensor_unscale(grads: Tensors, inv_scale: Number, found_inf: Tensor | 
 
     As ``torch._amp_foreach_non_finite_check_and_unscale_``, but for any mix of dtypes, FP16 too.
     """
-    run(
-        "unscale",
-        plain.unscale,
-        (grads,),
-        (inv_scale, found_inf),
-        lambda: check_lists("multi_tensor_unscale", {"grads": grads}, "grads", found_inf, {"inv_scale": inv_scale}),
-    )
+    run(_UNSCALE, plain.unscale, (grads,), (inv_scale, found_inf))
 
 
 def multi_tensor_axpby(
@@ -109,13 +128,7 @@ def multi_tensor_axpby(
     """
     if check not in ("both", "x", "y"):
         raise ValueError(f"multi_tensor_axpby: check={check!r} is none of 'both', 'x', 'y'")
-    run(
-        "axpby",
-        plain.axpby,
-        (x, y, out),
-        (a, b, found_inf, check != "y", check != "x"),
-        lambda: check_lists("multi_tensor_axpby", {"x": x, "y": y, "out": out}, "out", found_inf, {"a": a, "b": b}),
-    )
+    run(_AXPBY, plain.axpby, (x, y, out), (a, b, found_inf, check != "y", check != "x"))
 
 
 def multi_tensor_check_finite(tensors: Tensors, found_inf: Tensor, factor: Number = 1.0) -> None:
@@ -123,13 +136,7 @@ def multi_tensor_check_finite(tensors: Tensors, found_inf: Tensor, factor: Numbe
 
     Writes nothing else. ``factor`` as in ``multi_tensor_scale``.
     """
-    run(
-        "check_finite",
-        plain.check_finite,
-        (tensors,),
-        (found_inf, factor),
-        lambda: check_lists("multi_tensor_check_finite", {"tensors": tensors}, None, found_inf, {"factor": factor}),
-    )
+    run(_CHECK_FINITE, plain.check_finite, (tensors,), (found_inf, factor))
 
 
 @overload
@@ -154,13 +161,7 @@ def multi_tensor_l2norm(
 
     After Apex's ``amp_C.multi_tensor_l2norm``.
     """
-    total, norms = run(
-        "l2norm",
-        plain.l2norm,
-        (tensors,),
-        (factor, found_inf),
-        lambda: check_lists("multi_tensor_l2norm", {"tensors": tensors}, None, found_inf, {"factor": factor}),
-    )
+    total, norms = run(_L2NORM, plain.l2norm, (tensors,), (factor, found_inf))
     return (total, norms) if per_tensor else total
 
 
@@ -176,15 +177,7 @@ def multi_tensor_unscale_l2norm(
     grads: Tensors, inv_scale: Number, found_inf: Tensor | None, per_tensor: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``multi_tensor_unscale``, then ``multi_tensor_l2norm`` of what it stored, in one pass: for clipping."""
-    total, norms = run(
-        "unscale_l2norm",
-        plain.unscale_l2norm,
-        (grads,),
-        (inv_scale, found_inf),
-        lambda: check_lists(
-            "multi_tensor_unscale_l2norm", {"grads": grads}, "grads", found_inf, {"inv_scale": inv_scale}
-        ),
-    )
+    total, norms = run(_UNSCALE_L2NORM, plain.unscale_l2norm, (grads,), (inv_scale, found_inf))
     return (total, norms) if per_tensor else total
 
 
@@ -194,14 +187,7 @@ def multi_tensor_adopt(params: Tensors, masters: Tensors) -> None:
     Element by element: ``master = param if master.to(param.dtype) != param else master``. So a master keeps its
     precision where nothing was edited, and a NaN in a parameter is adopted. ``masters`` are float32, written in place.
     """
-
-    def check() -> None:
-        check_lists("multi_tensor_adopt", {"params": params, "masters": masters}, "masters")
-        for i, master in enumerate(masters):
-            if master.dtype != torch.float32:
-                raise TypeError(f"multi_tensor_adopt: tensor {i} of masters is {master.dtype}, float32 is wanted")
-
-    run("adopt", plain.adopt, (params, masters), (), check)
+    run(_ADOPT, plain.adopt, (params, masters), ())
 
 
 def update_scale(
@@ -251,17 +237,8 @@ def update_scale(
     highest = float("inf") if max_scale is None else max_scale
     if not lowest <= highest:
         raise ValueError(f"{name}: min_scale={min_scale} is above max_scale={max_scale}")
-    numbers = (growth_factor, backoff_factor, growth_interval, lowest, highest, hysteresis, hysteresis_tracker)
-
-    def check() -> None:
-        check_scale(scale, growth_tracker, found_inf, hysteresis_tracker)
-        check_numbers(
-            name,
-            {"growth_factor": growth_factor, "backoff_factor": backoff_factor},
-            {"growth_interval": growth_interval, "hysteresis": hysteresis},
-        )
-
-    run("update_scale", plain.moved_scale, (), (scale, growth_tracker, found_inf, *numbers), check)
+    numbers = (growth_factor, backoff_factor, growth_interval, lowest, highest, hysteresis)
+    run(_UPDATE_SCALE, plain.moved_scale, (), (scale, growth_tracker, found_inf, *numbers, hysteresis_tracker))
 
 
 def inverse_of(scale: Tensor) -> Tensor:

@@ -1,15 +1,19 @@
-"""What runs the kernels: the extension `amp_patch._C`, or plain torch, and why."""
+"""What runs the kernels: the extension `amp_patch._C`, or plain torch, and why; and the call of a kernel."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import torch
+
+from amp_patch.multi_tensor.checks import Contract
+from amp_patch.support.blocks import without_grad
 
 BACKENDS = ("cpp", "torch")
 _BUILD = "build it with `pip install --no-build-isolation .`"
@@ -17,9 +21,9 @@ _BUILD = "build it with `pip install --no-build-isolation .`"
 
 def _load() -> tuple[ModuleType | None, str]:
     """The extension `amp_patch._C`, or None; and the reason, in a line."""
-    lacks, built_with = _noted()
+    lacks, built_with = _build_notes()
     if built_with and _minor(built_with) != _minor(torch.__version__):
-        # Not even tried: most layouts of another torch's objects differ without a symbol that would be missing.
+        # Not tried: objects of another torch may have another layout without a missing symbol, and the import succeeds.
         return None, (
             f"amp_patch._C was built with torch {built_with}, and this is torch {torch.__version__}: install the wheel "
             f"for this torch, or {_BUILD}"
@@ -29,16 +33,16 @@ def _load() -> tuple[ModuleType | None, str]:
     except ImportError as error:
         if lacks:
             return None, f"amp_patch._C is absent: {lacks}"
-        # A build for another Python, C++ library or CUDA fails here with the loader's words.
+        # `error` has the loader's words about a build for another Python, C++ library or CUDA.
         return None, f"amp_patch._C cannot be imported: {error}; {_BUILD}"
     built = f"amp_patch._C is built for {', '.join(extension.devices)}"
     return extension, f"{built}; {lacks}" if lacks else built
 
 
-def _noted() -> tuple[str, str]:
-    """What setup.py wrote: what the extension lacks, or why there is none; the torch that it was built with. "": none.
+def _build_notes() -> tuple[str, str]:
+    """From `_build.py`, which setup.py writes: what the extension lacks, or why there is none; its torch's version.
 
-    A clone that has built nothing has no such file, and older builds wrote no `TORCH`.
+    Each may be "". A clone that has built nothing has no such file, and older builds wrote no `TORCH`.
     """
     try:
         build = importlib.import_module("amp_patch._build")
@@ -53,40 +57,69 @@ def _minor(version: str) -> list[str]:
 
 
 _C, _reason = _load()
-_forced = os.environ.get("AMP_PATCH_BACKEND", "")  # "": the extension if there is one
+_forced = os.environ.get("AMP_PATCH_BACKEND", "")  # "": the extension where it can be imported
 if _forced not in ("", *BACKENDS):
     raise ValueError(f"AMP_PATCH_BACKEND={_forced!r} is none of {', '.join(BACKENDS)}: correct it or unset it")
 if _forced == "cpp" and _C is None:
     raise ImportError(f"AMP_PATCH_BACKEND=cpp, but {_reason}")
-if _forced == "" and _C is None and _noted()[1]:  # it was built, and is of no use here
+if _forced == "" and _C is None and _build_notes()[1]:  # an extension was built, and cannot be used
     warnings.warn(f"amp_patch runs on plain torch: {_reason}", RuntimeWarning, stacklevel=2)
+
+
+# The extension, where it runs the kernels; None where plain torch does. `use_backend` sets it, for all threads: read it
+# anew for every call.
+active: Any = None if _forced == "torch" else _C
 
 
 def extension() -> ModuleType | None:
     """The extension ``amp_patch._C``; None where it is absent or turned off, and ``backend()`` is ``"torch"``."""
-    return None if _forced == "torch" else _C
+    return active
 
 
 def backend() -> str:
     """``"cpp"`` or ``"torch"``: what runs the kernels, where the extension is built for the tensors' device."""
-    return "torch" if extension() is None else "cpp"
+    return "torch" if active is None else "cpp"
 
 
 def backend_reason() -> str:
     """One line: why ``backend()`` is what it is."""
-    return "AMP_PATCH_BACKEND or use_backend() asks for torch" if _C is not None and _forced == "torch" else _reason
+    return "AMP_PATCH_BACKEND or use_backend() asks for torch" if _C is not None and active is None else _reason
 
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Run the kernels on ``"cpp"`` or ``"torch"`` inside the block, in all threads. For tests and benchmarks."""
-    global _forced
+    global active
     if name not in BACKENDS:
         raise ValueError(f"use_backend: {name!r} is none of {', '.join(BACKENDS)}")
     if name == "cpp" and _C is None:
         raise RuntimeError(f"use_backend: {_reason}")
-    before, _forced = _forced, name
+    before, active = active, _C if name == "cpp" else None
     try:
         yield
     finally:
-        _forced = before
+        active = before
+
+
+def run(contract: Contract, in_torch: Callable[..., Any], lists: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
+    """A kernel: of the extension where that serves the tensors' device, else `in_torch`; both take the same.
+
+    Raises:
+        ValueError, TypeError: the call breaks the contract. Nothing was written.
+    """
+    kernels = active
+    if kernels is None:
+        contract.check(lists, arguments)
+        return _plainly(in_torch, *lists, *arguments)
+    try:
+        return getattr(kernels, contract.op)(*lists, *arguments)
+    # Before the first write. TypeError is pybind11's: something is no tensor or no number.
+    except (kernels.Refused, TypeError):
+        if contract.check(lists, arguments).type in kernels.devices:
+            raise
+    return _plainly(in_torch, *lists, *arguments)
+
+
+@without_grad
+def _plainly(in_torch: Callable[..., Any], *arguments: Any) -> Any:
+    return in_torch(*arguments)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from amp_patch.multi_tensor.backends import extension
+from amp_patch.multi_tensor import backends
 
 # Autograd's own field: the attribute `grad` of a parameter with a master is that master's (masters/grad_route.py).
 _GRAD: Any = Tensor.grad
@@ -18,8 +18,7 @@ def with_gradient(tensors: list[Any]) -> Sequence[int]:
 
     A gradient that waits in low precision for a master is not in that master's field yet.
     """
-    kernels: Any = extension()
-    if kernels is not None:
+    if (kernels := backends.active) is not None:
         indices: list[int] = kernels.with_gradient(tensors)
         return indices
     return [index for index, tensor in enumerate(tensors) if _GRAD.__get__(tensor) is not None]
@@ -27,8 +26,7 @@ def with_gradient(tensors: list[Any]) -> Sequence[int]:
 
 def drop_gradients(tensors: list[Tensor]) -> None:
     """Set the gradients that `with_gradient` finds to None, in place; those that wait for a master stay."""
-    kernels: Any = extension()
-    if kernels is not None:
+    if (kernels := backends.active) is not None:
         kernels.drop_gradients(tensors)
         return
     for tensor in tensors:

@@ -1,62 +1,254 @@
-"""The contracts of the kernels, checked: ValueError or TypeError where a call breaks one.
+"""The kernels' contracts, as data, and the checker that walks them: ValueError or TypeError where a call breaks one.
 
-The extension guards memory by the same rules, without words. When it refuses a call, the checks here run and say why.
+The extension guards memory by the same rules, without words. The checker runs where it has refused a call, to say why,
+and before every kernel in plain torch.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import SupportsFloat, SupportsIndex
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
 from torch import Tensor
 
 Tensors = Sequence[Tensor]
 Number = float | Tensor
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+FP32, BF16, INT32, INT16 = (torch.float32,), (torch.bfloat16,), (torch.int32,), (torch.int16,)
+LOW = (torch.float16, torch.bfloat16)
+DTYPES = (*FP32, *LOW, torch.float64)
+MOST_FACTORS = 2  # a step multiplies gradients by at most so many
 
 
-def check_tensor(
-    name: str, which: str, t: object, device: torch.device, first: str, dtypes: tuple[torch.dtype, ...] = DTYPES
-) -> None:
+@dataclass(frozen=True, eq=False)  # eq: the dicts of the checker hash by identity, which is fast
+class TensorList:
+    """A list that a kernel takes.
+
+    Attributes:
+        name: the argument's.
+        dtypes: one of these each tensor has.
+        written: in place; else the list is only read.
+        optional: it may be empty beside others that are not.
+        is_counts: the tensors have one element each, and may lie on the CPU while the others lie elsewhere.
+        weights: the name of the list with the bfloat16 weights of the int16 tensors here, which are halves of split
+            masters.
+    """
+
+    name: str
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+    written: bool = False
+    optional: bool = False
+    is_counts: bool = False
+    weights: str = ""
+
+
+@dataclass(frozen=True, eq=False)  # eq: the dicts of the checker hash by identity, which is fast
+class Argument:
+    """What a kernel takes beside its lists: a tensor of one element on their device, a number, or either.
+
+    Attributes:
+        name: the argument's.
+        dtypes: of the tensor; empty where a tensor is none of the choices.
+        number: float, or int for one of 32 bits; None where a number is none of the choices.
+        written: in place, where it is a tensor.
+        optional: None is right.
+        several: the argument is a list or tuple of up to MOST_FACTORS of them.
+    """
+
+    name: str
+    dtypes: tuple[torch.dtype, ...] = ()
+    number: type[float] | type[int] | None = None
+    written: bool = False
+    optional: bool = False
+    several: bool = False
+
+
+def number(name: str, several: bool = False) -> Argument:
+    """A float, or a tensor of one element on the lists' device, where the kernel reads it."""
+    return Argument(name, (torch.float32, torch.float64), float, several=several)
+
+
+def floats(*names: str) -> list[Argument]:
+    """Python numbers."""
+    return [Argument(name, number=float) for name in names]
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What one kernel takes. Its lists have one length, and the tensors at a place one shape.
+
+    Attributes:
+        name: the function's.
+        lists: in the order of the extension's function.
+        arguments: those that follow the lists. What follows them is not checked.
+        lead: the place in `lists` of the one that the others are compared with.
+        dense: the tensors at a place have one memory order, without gaps or overlaps, and no written one overlaps
+            another. Else strides are free, and a written tensor may be the very one that is read.
+    """
+
+    name: str
+    lists: tuple[TensorList, ...] = ()
+    arguments: tuple[Argument, ...] = ()
+    lead: int = 0
+    dense: bool = False
+
+    @cached_property
+    def op(self) -> str:
+        """The extension's name of the kernel."""
+        return self.name.removeprefix("multi_tensor_")
+
+    def check(self, lists: Sequence[Any], arguments: Sequence[Any]) -> torch.device:
+        """Raise ValueError or TypeError where a call breaks this contract; returns the device of its tensors."""
+        named = dict(zip(self.arguments, arguments, strict=False))
+        # Where the lists are empty flags decide. Numbers do not: one on a wrong device is an error to name.
+        flags = [value for argument, value in named.items() if argument.dtypes and argument.number is None]
+        try:
+            for wanted, tensors in zip(self.lists, lists, strict=True):
+                _check_sequence(wanted.name, tensors)
+            first = (t for t in (*(lists[self.lead] if lists else ()), *flags) if isinstance(t, Tensor))
+            device = next((t.device for t in first), torch.device("cpu"))
+            if lists:
+                self._check_lists(dict(zip(self.lists, lists, strict=True)), device, flags)
+            for argument, value in named.items():
+                self._check_argument(argument, value, device)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{self.name}: {error}") from None
+        return device
+
+    def _check_lists(self, lists: dict[TensorList, Tensors], device: torch.device, flags: Sequence[object]) -> None:
+        lead = self.lists[self.lead]
+        # The leading list is checked first: the others are compared with its tensors.
+        given = {wanted: ts for wanted, ts in {lead: lists[lead], **lists}.items() if ts or not wanted.optional}
+        for wanted, tensors in given.items():
+            if len(tensors) != len(given[lead]):
+                raise ValueError(f"{wanted.name} has {len(tensors)} tensors, {lead.name} has {len(given[lead])}")
+        for wanted, tensors in given.items():
+            if wanted.is_counts:
+                self._check_counts(wanted, tensors, device, flags)
+                continue
+            for i, (t, first) in enumerate(zip(tensors, given[lead], strict=True)):
+                which = f"tensor {i} of {wanted.name}"
+                _check_tensor(which, t, device, f"tensor 0 of {lead.name}", wanted.dtypes)
+                _check_alike(which, t, "its parameter" if self.dense else lead.name, first)
+                if self.dense:
+                    _check_strides(which, t, first)
+                if wanted.written:
+                    self._check_unrecorded(which, t)
+        outs = {wanted.name: tensors for wanted, tensors in given.items() if wanted.written}
+        if self.dense:
+            _check_apart(outs, {wanted.name: tensors for wanted, tensors in given.items() if not wanted.written})
+        else:
+            _check_places(outs, {wanted.name: tensors for wanted, tensors in given.items()})
+            _check_apart(outs, {})
+        if lead.weights:
+            _check_halves(
+                lead, given[lead], next((ts for wanted, ts in given.items() if wanted.name == lead.weights), ())
+            )
+
+    def _check_counts(self, wanted: TensorList, counts: Tensors, device: torch.device, flags: Sequence[object]) -> None:
+        """The counts lie together, on the lists' device or on the CPU."""
+        first = counts[0] if counts else None
+        where = first.device if isinstance(first, Tensor) and first.device.type == "cpu" else device
+        for i, count in enumerate(counts):
+            self._check_one(f"tensor {i} of {wanted.name}", count, where, wanted.dtypes, wanted.written)
+        if counts and where != device and any(flag is not None for flag in flags):
+            raise ValueError(
+                f"steps are on the CPU, found_inf is on {device}: steps that it may leave as they are must be there too"
+            )
+
+    def _check_argument(self, wanted: Argument, value: Any, device: torch.device) -> None:
+        label = wanted.name
+        if wanted.several:
+            _check_sequence(label, value)
+            if len(value) > MOST_FACTORS:
+                raise ValueError(f"there are {len(value)} {label}, two at most are wanted: multiply some together")
+            for k, factor in enumerate(value):
+                self._check_argument(number(f"factor {k}"), factor, device)
+        elif wanted.optional and value is None:
+            return
+        elif wanted.dtypes and (wanted.number is None or isinstance(value, Tensor)):
+            self._check_one(label, value, device, wanted.dtypes, wanted.written)
+        elif wanted.number is int:
+            if not isinstance(value, (int, SupportsIndex)) or not -(2**31) <= operator.index(value) < 2**31:
+                raise TypeError(f"{label} is {value!r}, an int of 32 bits is wanted")
+        elif not _is_number(value):
+            if not wanted.dtypes:
+                raise TypeError(f"{label} is {value!r}, a float is wanted")
+            choices = f"a float is wanted, or a float32 or float64 tensor of one element on {device}"
+            choices = "a float or a tensor of one is wanted" if self.dense else choices
+            raise TypeError(f"{label} is a {type(value).__name__}, {choices}")
+
+    def _check_one(
+        self, which: str, t: object, device: torch.device, dtypes: tuple[torch.dtype, ...], written: bool
+    ) -> None:
+        """Raise unless `t` is a plain tensor of one element, on `device` and of one of `dtypes`."""
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        wanted = f"a {names} tensor of one element on {device}"
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{which} is a {type(t).__name__}, {wanted} is wanted")
+        if t.dtype not in dtypes or t.numel() != 1 or t.device != device or t.layout is not torch.strided or t.is_neg():
+            lazy = "lazily negated " if t.is_neg() else ""
+            raise ValueError(
+                f"{which} is a {lazy}{t.dtype} tensor of shape {list(t.shape)} on {t.device}, {wanted} is wanted"
+            )
+        if _is_wrapper(t) or not _has_memory(t):
+            raise TypeError(f"{which} is a {type(t).__name__} without memory of its own, {wanted} is wanted")
+        if written:
+            self._check_unrecorded(which, t)
+
+    def _check_unrecorded(self, which: str, written: Tensor) -> None:
+        """Raise where autograd would have to see a write."""
+        if written.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{which} requires grad, and autograd would not see the write: call {self.name} under torch.no_grad()"
+            )
+
+
+def _check_sequence(label: str, tensors: object) -> None:
+    if not isinstance(tensors, (list, tuple)):
+        raise TypeError(f"{label} is a {type(tensors).__name__}, a list or tuple of tensors is wanted")
+
+
+def _check_tensor(which: str, t: object, device: torch.device, first: str, dtypes: tuple[torch.dtype, ...]) -> None:
     """Raise unless `t` is a plain tensor on `device`, that of the tensor named `first`, and of one of `dtypes`."""
     if not isinstance(t, Tensor):
-        raise TypeError(f"{name}: {which} is a {type(t).__name__}, a tensor is wanted")
+        raise TypeError(f"{which} is a {type(t).__name__}, a tensor is wanted")
     if t.layout is torch.sparse_coo:
         raise TypeError(
-            f"{name}: {which} is sparse ({t.layout}), a dense one is wanted: hand over its coalesced values "
+            f"{which} is sparse ({t.layout}), a dense one is wanted: hand over its coalesced values "
             "(`t.coalesce().values()`)"
         )
     if t.layout is not torch.strided:
         raise TypeError(
-            f"{name}: {which} is {t.layout}, a dense one is wanted: hand over its values (`t.values()`) or a dense copy"
+            f"{which} is {t.layout}, a dense one is wanted: hand over its values (`t.values()`) or a dense copy"
         )
     if _is_wrapper(t):
         raise TypeError(
-            f"{name}: {which} is a {type(t).__name__}, a plain tensor is wanted: hand over the one inside it "
+            f"{which} is a {type(t).__name__}, a plain tensor is wanted: hand over the one inside it "
             "(`t.to_local()` of a DTensor)"
         )
     if t.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         wanted = f"one of {names}" if len(dtypes) > 1 else names
-        raise TypeError(f"{name}: {which} is {t.dtype}, {wanted} is wanted: convert it or leave it out")
+        raise TypeError(f"{which} is {t.dtype}, {wanted} is wanted: convert it or leave it out")
     if not _has_memory(t):
         raise TypeError(
-            f"{name}: {which} has no memory of its own (nested, a lazy zero, seen through torch.func, or its storage "
+            f"{which} has no memory of its own (nested, a lazy zero, seen through torch.func, or its storage "
             "was freed), a plain tensor is wanted: hand over a copy (`t.clone()`), or call this outside the transform"
         )
     if t.is_neg():
-        raise ValueError(f"{name}: {which} is a lazily negated view, call `.resolve_neg()` on it first")
+        raise ValueError(f"{which} is a lazily negated view, call `.resolve_neg()` on it first")
     if t.device.type != "meta" and t.numel() and t.untyped_storage().nbytes() < _end(t) * t.element_size():
         raise ValueError(
-            f"{name}: {which} has shape {list(t.shape)} but its storage holds {t.untyped_storage().nbytes()} bytes: "
+            f"{which} has shape {list(t.shape)} but its storage holds {t.untyped_storage().nbytes()} bytes: "
             "its memory was given back (a sharded parameter outside its forward?), hand over tensors that have theirs"
         )
     if t.device != device:
         raise ValueError(
-            f"{name}: {which} is on {t.device}, {first} on {device}: one call takes one device, group the tensors by "
-            "device"
+            f"{which} is on {t.device}, {first} on {device}: one call takes one device, group the tensors by device"
         )
 
 
@@ -77,40 +269,49 @@ def _has_memory(t: Tensor) -> bool:
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
         return False
-    # Not its address: asking for that makes a lazy copy real.
+    # Not by `data_ptr()`, which materializes a copy-on-write tensor.
     return t.device.type not in ("cpu", "cuda") or not t.numel() or t.untyped_storage().nbytes() != 0
 
 
-def check_unrecorded(name: str, which: str, written: Tensor) -> None:
-    """Raise where autograd would have to see a write."""
-    if written.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{name}: {which} requires grad, and autograd would not see the write: call {name} under torch.no_grad()"
+def _check_alike(which: str, t: Tensor, of: str, first: Tensor) -> None:
+    """Raise unless `t` goes with `first`, the tensor at its place in the list (or the parameter) named `of`."""
+    if t.shape != first.shape:
+        raise ValueError(f"{which} has shape {list(t.shape)}, {of} has {list(first.shape)}")
+    if (t.dtype == torch.float64) != (first.dtype == torch.float64):
+        raise TypeError(
+            f"{which} is {t.dtype}, {of} has {first.dtype}: float64 stays float64, convert one of the two first"
         )
 
 
-def check_one(
-    name: str, which: str, t: object, device: torch.device, dtypes: tuple[torch.dtype, ...], written: bool
-) -> None:
-    """Raise unless `t` is a plain tensor of one element, on `device` and of one of `dtypes`; `written`: in place."""
-    wanted = f"a {' or '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)} tensor of one element on {device}"
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name}: {which} is a {type(t).__name__}, {wanted} is wanted")
-    if t.dtype not in dtypes or t.numel() != 1 or t.device != device or t.layout is not torch.strided or t.is_neg():
-        lazy = "lazily negated " if t.is_neg() else ""
+def _check_strides(which: str, t: Tensor, param: Tensor) -> None:
+    if t.is_contiguous() and param.is_contiguous():
+        return
+    came = f"{which} has strides {list(t.stride())}"
+    if not torch.ops.aten.is_non_overlapping_and_dense(t):
+        raise ValueError(f"{came}, with gaps or overlaps: a dense tensor is wanted, hand over a `.clone()`")
+    if any(size != 1 and a != b for size, a, b in zip(t.shape, t.stride(), param.stride(), strict=True)):
         raise ValueError(
-            f"{name}: {which} is a {lazy}{t.dtype} tensor of shape {list(t.shape)} on {t.device}, {wanted} is wanted"
+            f"{came}, its parameter has {list(param.stride())}: one memory order is wanted, hand over a copy in the "
+            "parameter's"
         )
-    if _is_wrapper(t) or not _has_memory(t):
-        raise TypeError(f"{name}: {which} is a {type(t).__name__} without memory of its own, {wanted} is wanted")
-    if written:
-        check_unrecorded(name, which, t)
 
 
-def is_number(value: object) -> bool:
+def _check_halves(halves: TensorList, tensors: Tensors, weights: Tensors) -> None:
+    """Raise where an int16 tensor, the half of a split master, has no bfloat16 weight beside it."""
+    for i, t in enumerate(tensors):
+        weight = weights[i].dtype if weights else None
+        if t.dtype == torch.int16 and weight != torch.bfloat16:
+            raise TypeError(
+                f"tensor {i} of {halves.name} is torch.int16, half of a split master, and its weight in "
+                f"{halves.weights} is {weight}: bfloat16 is wanted"
+            )
+
+
+def _is_number(value: object) -> bool:
     """Whether the extension and ``float`` take the value as a number: int, NumPy's, Fraction; no text."""
     try:
-        return isinstance(value, (SupportsFloat, SupportsIndex)) and (float(value), True)[1]
+        # The two types first: an isinstance of a protocol takes microseconds.
+        return isinstance(value, (float, int, SupportsFloat, SupportsIndex)) and (float(value), True)[1]
     except (TypeError, ValueError, OverflowError):  # an array of many elements, an int past 1.8e308
         return False
 
@@ -127,10 +328,27 @@ def _overlap(t: Tensor, out: Tensor) -> bool:
     return t.data_ptr() < ends[1] and out.data_ptr() < ends[0]
 
 
-def check_apart(name: str, outs: Mapping[str, Tensors], read: Mapping[str, Tensors] | None = None) -> None:
+def _check_places(outs: Mapping[str, Tensors], lists: Mapping[str, Tensors]) -> None:
+    """No output overlaps itself, nor another tensor at its place unless both are the same elements. Lists by name."""
+    for name, tensors in outs.items():
+        for i, out in enumerate(tensors):
+            if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+                raise ValueError(
+                    f"tensor {i} of {name} overlaps itself (an expanded tensor, strides {list(out.stride())}): it "
+                    "cannot be written, hand over a `.clone()`"
+                )
+            for other, read in lists.items():
+                if _overlap(read[i], out):
+                    raise ValueError(
+                        f"tensor {i} of {name} overlaps tensor {i} of {other} in memory: they must be the same "
+                        "elements or apart, hand over a `.clone()`"
+                    )
+
+
+def _check_apart(outs: Mapping[str, Tensors], read: Mapping[str, Tensors]) -> None:
     """No two outputs share elements, and no output with what is `read`, where torch can tell cheaply. Lists by name."""
 
-    def known(t: Tensor) -> int:  # how many elements lie one after another
+    def known(t: Tensor) -> int:  # elements from data_ptr() on that are t's for certain
         return t.numel() if torch.ops.aten.is_non_overlapping_and_dense(t) else 1
 
     def spans(lists: Mapping[str, Tensors], is_read: bool) -> list[tuple[int, int, bool, tuple[str, int]]]:
@@ -141,93 +359,13 @@ def check_apart(name: str, outs: Mapping[str, Tensors], read: Mapping[str, Tenso
             if t.numel() and not t.is_meta
         ]
 
-    ends = {False: 0, True: 0}  # how far the spans before reach: the written ones, those that are read
-    last = {False: ("", 0), True: ("", 0)}
-    for begin, end, is_read, place in sorted(spans(outs, False) + spans(read or {}, True)):
+    ends = {False: 0, True: 0}  # by is_read: the highest end of a span so far
+    last = {False: ("", 0), True: ("", 0)}  # and the place of that span
+    for begin, end, is_read, place in sorted(spans(outs, False) + spans(read, True)):
         for other in (False, True):
             if begin < ends[other] and not (is_read and other):
                 (a, i), (b, j) = sorted((last[other], place))
                 both = f"tensors {i} and {j} of {a} overlap" if a == b else f"tensor {i} of {a} overlaps {j} of {b}"
-                raise ValueError(f"{name}: {both} in memory: hand over each element once")
+                raise ValueError(f"{both} in memory: hand over each element once")
         if end > ends[is_read]:
             ends[is_read], last[is_read] = end, place
-
-
-def check_lists(
-    name: str,
-    lists: dict[str, Tensors],
-    written: str | None,
-    found_inf: object = None,
-    numbers: dict[str, object] | None = None,
-) -> None:
-    """Raise where the arguments of the kernel `name` break the contract of `amp_patch.multi_tensor`.
-
-    Args:
-        lists: by the arguments' names; all of one length, with tensors of one shape at each place.
-        written: the name of the list that is written in place, if one is.
-        found_inf, numbers: tensors of one element, or None; `numbers` may be plain numbers.
-    """
-    for label, tensors in lists.items():
-        if not isinstance(tensors, (list, tuple)):
-            raise TypeError(f"{name}: {label} is a {type(tensors).__name__}, a list or tuple of tensors is wanted")
-    (label0, list0), *_ = lists.items()
-    device = next((t.device for t in (*list0, found_inf) if isinstance(t, Tensor)), torch.device("cpu"))
-    for label, tensors in lists.items():
-        if len(tensors) != len(list0):
-            raise ValueError(f"{name}: {label} has {len(tensors)} tensors, {label0} has {len(list0)}")
-        for i, (t, t0) in enumerate(zip(tensors, list0, strict=True)):
-            check_tensor(name, f"tensor {i} of {label}", t, device, f"tensor 0 of {label0}")
-            if t.shape != t0.shape:
-                raise ValueError(
-                    f"{name}: tensor {i} of {label} has shape {list(t.shape)}, {label0} has {list(t0.shape)}"
-                )
-            if (t.dtype == torch.float64) != (t0.dtype == torch.float64):
-                raise TypeError(
-                    f"{name}: tensor {i} of {label} is {t.dtype}, {label0} has {t0.dtype}: float64 stays float64, "
-                    "convert one of the two first"
-                )
-    for i, out in enumerate(lists[written] if written else ()):
-        check_unrecorded(name, f"tensor {i} of {written}", out)
-        if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
-            raise ValueError(
-                f"{name}: tensor {i} of {written} overlaps itself (an expanded tensor, strides {list(out.stride())}): "
-                "it cannot be written, hand over a `.clone()`"
-            )
-        for label, tensors in lists.items():
-            if _overlap(tensors[i], out):
-                raise ValueError(
-                    f"{name}: tensor {i} of {written} overlaps tensor {i} of {label} in memory: they must be the same "
-                    "elements or apart, hand over a `.clone()`"
-                )
-    if written:
-        check_apart(name, {written: lists[written]})
-    if found_inf is not None:
-        check_one(name, "found_inf", found_inf, device, (torch.float32,), written=True)
-    for label, number in (numbers or {}).items():
-        if isinstance(number, Tensor):
-            check_one(name, label, number, device, (torch.float32, torch.float64), written=False)
-        elif not is_number(number):
-            raise TypeError(
-                f"{name}: {label} is a {type(number).__name__}, a float is wanted, or a float32 or float64 tensor of "
-                f"one element on {device}"
-            )
-
-
-def check_scale(scale: object, growth_tracker: object, found_inf: object, hysteresis_tracker: object) -> None:
-    """The tensors of `update_scale`; None for a hysteresis_tracker is right."""
-    name, device = "update_scale", scale.device if isinstance(scale, Tensor) else torch.device("cpu")
-    check_one(name, "scale", scale, device, (torch.float32,), written=True)
-    check_one(name, "growth_tracker", growth_tracker, device, (torch.int32,), written=True)
-    check_one(name, "found_inf", found_inf, device, (torch.float32,), written=False)
-    if hysteresis_tracker is not None:
-        check_one(name, "hysteresis_tracker", hysteresis_tracker, device, (torch.int32,), written=True)
-
-
-def check_numbers(name: str, factors: dict[str, object], counts: dict[str, object]) -> None:
-    """Factors must be floats, or become one; counts must be ints of 32 bits."""
-    for which, factor in factors.items():
-        if not is_number(factor):
-            raise TypeError(f"{name}: {which} is {factor!r}, a float is wanted")
-    for which, count in counts.items():
-        if not isinstance(count, SupportsIndex) or not -(2**31) <= operator.index(count) < 2**31:
-            raise TypeError(f"{name}: {which} is {count!r}, an int of 32 bits is wanted")

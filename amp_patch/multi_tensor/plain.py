@@ -1,6 +1,6 @@
-"""The kernels in plain torch: what runs where the extension is absent, and what its results are compared with.
+"""The kernels in plain torch, for devices that the extension does not serve. Tests compare the extension with them.
 
-They are called after the checks, and under `torch.no_grad`.
+`backends.run` calls them, after the checks and without grad mode.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _times(tensors: Tensors, factor: Number) -> list[Tensor]:
     wide = _widen(tensors)
     if not isinstance(factor, Tensor):
         return list(torch._foreach_mul(wide, float(factor)))
-    # In the tensors' own type: where they have no dimensions either, the wider type of the two would win.
+    # The factor in each tensor's type: of two tensors of shape [] the wider type would win.
     factors = {dtype: factor.reshape(()).to(dtype) for dtype in {t.dtype for t in wide}}
     if len(factors) == 1:
         return list(torch._foreach_mul(wide, factors[wide[0].dtype]))
@@ -41,7 +41,7 @@ def _raise_flag(found_inf: Tensor | None, finite: list[Tensor]) -> None:
 def scale(src: Tensors, dst: Tensors, factor: Number, found_inf: Tensor | None) -> None:
     if not src:
         return
-    copies = _is_one(factor) and found_inf is None  # every bit, a NaN's too
+    copies = _is_one(factor) and found_inf is None  # a product with 1.0 would change the bits of NaNs
     torch._foreach_copy_(list(dst), list(src) if copies else _times(src, factor))
     check_finite(dst, found_inf)
 
@@ -55,12 +55,12 @@ def axpby(
 ) -> None:
     if not x:
         return
-    # Where the list that is not watched is not finite, a result that is not finite does not count.
+    # `excused`: a non-finite result raises no flag where the list that is not watched is non-finite.
     excused = [
         torch.zeros_like(p, dtype=torch.bool) if watch_x and watch_y else ~(q if watch_x else p).isfinite()
         for p, q in zip(x, y, strict=True)
     ]
-    # A watched element that is not finite counts, even where the other list's is not finite either.
+    # `raised`: a non-finite element of the watched list raises the flag, wherever the other list is non-finite too.
     raised = [
         torch.zeros_like(p, dtype=torch.bool) if watch_x and watch_y else ~(p if watch_x else q).isfinite()
         for p, q in zip(x, y, strict=True)
@@ -119,7 +119,7 @@ def moved_scale(
             torch.where(overflow.reshape(hysteresis_tracker.shape), hysteresis_tracker - 1, hysteresis)
         )
         exhausted = overflow & (hysteresis_tracker <= 0).reshape(scale.shape)
-    # In FP64, rounded once, as the extension does.
+    # Products in FP64, rounded once: the extension's bits.
     lower, higher = (scale.double() * factor for factor in (backoff_factor, growth_factor))
     lower, higher = lower.clamp(min=SMALLEST_SCALE).float(), higher.float()
     steps = torch.where(overflow, 0, growth_tracker.reshape(scale.shape) + 1)

@@ -1,4 +1,12 @@
-"""The optimizers' steps in plain torch: what runs where the extension is absent. As plain.py, after the checks."""
+"""Adam and SGD in plain torch. No sync.
+
+`adam` and `sgd` are the kernels where the extension does not serve the device: any device, and all that
+`multi_tensor_adam` documents. They are called after the checks, as those of plain.py.
+
+`fused_adam` and `fused_sgd` are torch's fused functions, for the optimizers of `amp_patch.optimizers`: in place, on
+FP32 or FP64 lists, on devices that have such a function. Their last bits differ from those of the kernels, by the order
+of roundings and by the weight decay.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +18,9 @@ from torch import Tensor
 from amp_patch.multi_tensor.checks import Number, Tensors
 from amp_patch.multi_tensor.plain import adopt
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The kernels, on any device
+
 
 def _gradients(grads: Tensors, factors: Sequence[Number], maximize: bool) -> list[Tensor]:
     wide = [grad.float() for grad in grads]
@@ -19,20 +30,22 @@ def _gradients(grads: Tensors, factors: Sequence[Number], maximize: bool) -> lis
     return list(torch._foreach_neg(wide)) if maximize else wide
 
 
-def _number(value: Number, like: Tensor) -> Tensor:
-    """`value` in FP64, shape [], where `like` is: made there, for a copy from the host would wait for the device."""
+def _number(value: Number, like: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """`value`, shape [], on the device of `like`: made there, since a copy from the host would wait for the device, and
+    no CUDA graph could hold it.
+    """
     if isinstance(value, Tensor):
-        return value.reshape(()).double()
-    return torch.full((), float(value), dtype=torch.float64, device=like.device)
+        return value.to(device=like.device, dtype=dtype).reshape(())
+    return torch.full((), float(value), dtype=dtype, device=like.device)
 
 
-def _each(tensors: Tensors, numbers: Tensor) -> list[Tensor]:
+def _times_each(tensors: Tensors, numbers: Tensor) -> list[Tensor]:
     """Tensor i times number i of a 1-D tensor, in FP32."""
     return [t * number for t, number in zip(tensors, numbers.float().to(tensors[0].device).unbind(), strict=True)]
 
 
 def _write(targets: Sequence[Tensor], values: Sequence[Tensor], found_inf: Tensor | None) -> None:
-    """The values into the targets, unless found_inf is raised; without a sync."""
+    """Copy the values into the targets, unless found_inf is raised; no sync."""
     for target, value in zip(targets, values, strict=True):
         if found_inf is None:
             target.copy_(value)
@@ -41,7 +54,7 @@ def _write(targets: Sequence[Tensor], values: Sequence[Tensor], found_inf: Tenso
 
 
 def _masters(params: Tensors, low: Tensors) -> list[Tensor]:
-    """Copies of the masters, joined, or after adoption."""
+    """Copies of the FP32 masters: split ones joined, whole ones with the edits of their published weights adopted."""
     masters = [param.clone() for param in params]
     for i, weight in enumerate(low):
         if params[i].dtype == torch.int16:
@@ -54,12 +67,12 @@ def _masters(params: Tensors, low: Tensors) -> list[Tensor]:
 def _joined(weight: Tensor, half: Tensor) -> Tensor:
     high = weight.view(torch.int16).int() << 16
     master = (high + half.int()).view(torch.float32)
-    alone = (high << 1 == 0) | master.isnan()  # a weight of 0, by its bits, and those that steps.h speaks of
-    return torch.where(alone, high.view(torch.float32), master)
+    ignores_half = (high << 1 == 0) | master.isnan()  # as `joined` in csrc/kernels/steps.h, which has the reasons
+    return torch.where(ignores_half, high.view(torch.float32), master)
 
 
 def _halved(master: Tensor) -> tuple[Tensor, Tensor]:
-    """(weight, low half)."""
+    """The BF16 weight and the low half, int16, of an FP32 master."""
     bits = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
     half = bits.to(torch.int16)  # the low 16 bits
     return ((bits - half.int()) >> 16).to(torch.int16).view(torch.bfloat16), half
@@ -77,7 +90,7 @@ def join(weights: Tensors, halves: Tensors, masters: Tensors) -> None:
 
 
 def _published(params: Tensors, low: Tensors, masters: list[Tensor]) -> list[tuple[Tensors, Tensors]]:
-    """Where masters go: (targets, values)."""
+    """Where stepped masters are stored, as (targets, values): into params, as FP32 or halves, and into low, rounded."""
     values, weights = list(masters), list(masters)
     for i, param in enumerate(params):
         if param.dtype == torch.int16:
@@ -110,7 +123,7 @@ def adam(
     g, p = _gradients(grads, factors, maximize), _masters(params, low)
     rate = _number(lr, p[0])
     if decoupled:
-        p = _each(p, (1 - rate * weight_decay).expand(len(p)))
+        p = _times_each(p, (1 - rate * weight_decay).expand(len(p)))
     elif weight_decay:
         g = list(torch._foreach_add(g, p, alpha=weight_decay))
     if steps:
@@ -122,12 +135,12 @@ def adam(
     m = list(torch._foreach_lerp(list(exp_avgs), g, 1 - beta1))
     v = list(torch._foreach_mul(list(exp_avg_sqs), beta2))
     torch._foreach_addcmul_(v, g, g, 1 - beta2)
-    most = list(torch._foreach_maximum(list(max_exp_avg_sqs), v)) if max_exp_avg_sqs else []
-    denominators = _each(torch._foreach_sqrt(most or v), 1 / second.sqrt())
+    max_v = list(torch._foreach_maximum(list(max_exp_avg_sqs), v)) if max_exp_avg_sqs else []
+    denominators = _times_each(torch._foreach_sqrt(max_v or v), 1 / second.sqrt())
     torch._foreach_add_(denominators, eps)
-    torch._foreach_addcdiv_(p, _each(m, -rate / first), denominators)
+    torch._foreach_addcdiv_(p, _times_each(m, -rate / first), denominators)
     lists: list[tuple[Tensors, Tensors]]
-    lists = [(exp_avgs, m), (exp_avg_sqs, v), (max_exp_avg_sqs, most), (steps, [step + 1 for step in steps])]
+    lists = [(exp_avgs, m), (exp_avg_sqs, v), (max_exp_avg_sqs, max_v), (steps, [step + 1 for step in steps])]
     for targets, values in [*lists, *_published(params, low, p)]:
         _write(targets, values, found_inf)
 
@@ -161,6 +174,113 @@ def sgd(
             torch._foreach_add_(buffers, g, alpha=1 - dampening)
         g = list(torch._foreach_add(g, buffers, alpha=momentum) if nesterov else buffers)
     rate = _number(lr, p[0])
-    p = list(torch._foreach_sub(p, _each(g, rate.expand(len(g)))))
+    p = list(torch._foreach_sub(p, _times_each(g, rate.expand(len(g)))))
     for targets, values in [(momentum_buffers, buffers), *_published(params, low, p)]:
         _write(targets, values, found_inf)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Around torch's fused functions. Of each list the tensors at a place lie alike: torch reads others in the wrong order.
+
+# At this count of steps every bias correction `1 - beta ** count` is 1: there is none.
+_FOREVER = 1e30
+
+
+def decay(params: list[Tensor], rate: Number, found_inf: Tensor | None = None) -> None:
+    """`params -= rate * params`, unless `found_inf` is not 0; in place, no sync.
+
+    torch's `params *= 1 - rate` is less exact: FP32 rounds that factor the same way at every step, which adds up.
+    """
+    if found_inf is None and not isinstance(rate, Tensor):
+        torch._foreach_add_(params, params, alpha=-rate)
+        return
+    there = _number(rate, params[0], params[0].dtype)
+    if found_inf is not None:
+        there = torch.where(found_inf.reshape(()) != 0, 0.0, there)
+    torch._foreach_sub_(params, torch._foreach_mul(params, there))
+
+
+def fused_adam(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    *,
+    step: int | Tensor,
+    lr: Number,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    bias_correction: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """One step of Adam (Kingma and Ba, arXiv:1412.6980) in place, or of AdamW (arXiv:1711.05101) if `decoupled`::
+
+        m = beta1 * m + (1 - beta1) * g         m' = m / (1 - beta1 ** step)
+        v = beta2 * v + (1 - beta2) * g * g     v' = v / (1 - beta2 ** step)
+        p = p - lr * (m' / (sqrt(v') + eps) + weight_decay * p)
+
+    Where not `decoupled`, `weight_decay * p` is added to g instead; without `bias_correction` m' is m and v' is v.
+    All lists on one device, written are params, exp_avgs and exp_avg_sqs. `grad_scale` (gradients are divided by it, in
+    place) and `found_inf` (nothing changes where it is 1) are float32 tensors of one element there. No sync.
+    """
+    if not params:
+        return
+    count = _number(step if bias_correction else _FOREVER, params[0], torch.float32)
+    if decoupled and weight_decay:
+        decay(params, lr * weight_decay, found_inf)
+    torch._fused_adam_(
+        *(params, grads, exp_avgs, exp_avg_sqs, [], [count] * len(params)),
+        lr=lr.reshape(()) if isinstance(lr, Tensor) else lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=0.0 if decoupled else weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+    )
+
+
+def fused_sgd(
+    params: list[Tensor],
+    grads: list[Tensor],
+    momentum_buffers: list[Tensor],
+    *,
+    lr: Number,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    wd_after_momentum: bool,
+    first_run: bool,
+    found_inf: Tensor | None = None,
+) -> None:
+    """One step of SGD in place, with torch.optim.SGD's formulas::
+
+        g = g + weight_decay * p
+        b = momentum * b + (1 - dampening) * g      # b = g on a `first_run`
+        p = p - lr * b                              # p = p - lr * (g + momentum * b) if `nesterov`
+
+    With `wd_after_momentum` the weight decay is added to what the learning rate multiplies instead (Apex's). Without
+    momentum g takes the place of b, and `momentum_buffers` is empty. All lists on one device, written are params and
+    buffers. Where `found_inf`, a float32 tensor of one element there, is 1, nothing changes. No sync.
+    """
+    if not params:
+        return
+    if weight_decay and wd_after_momentum:
+        decay(params, lr * weight_decay, found_inf)
+    torch._fused_sgd_(
+        *(params, grads, momentum_buffers),
+        weight_decay=0.0 if wd_after_momentum else weight_decay,
+        momentum=momentum,
+        lr=lr,
+        dampening=dampening,
+        nesterov=nesterov,
+        maximize=False,
+        is_first_step=first_run,
+        found_inf=found_inf,
+    )

@@ -13,13 +13,55 @@ is within rounding of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
 from amp_patch.multi_tensor import plain_steps
-from amp_patch.multi_tensor.checks import Number, Tensors
-from amp_patch.multi_tensor.dispatch import run
-from amp_patch.multi_tensor.step_checks import check_split, check_steps
+from amp_patch.multi_tensor.backends import run
+from amp_patch.multi_tensor.checks import (
+    BF16,
+    FP32,
+    INT16,
+    LOW,
+    Argument,
+    Contract,
+    Number,
+    TensorList,
+    Tensors,
+    floats,
+    number,
+)
+
+_state = partial(TensorList, dtypes=FP32, written=True)
+_GRADS = TensorList("grads", (*FP32, *LOW))
+_PARAMS = TensorList("params", (*FP32, *INT16), written=True, weights="low")
+_LOW = TensorList("low", LOW, written=True, optional=True)
+_BUFFERS = _state("momentum_buffers")
+_AVERAGES = (_state("exp_avgs"), _state("exp_avg_sqs"), _state("max_exp_avg_sqs", optional=True))
+_FACTORS, _FOUND_INF = number("factors", several=True), Argument("found_inf", FP32, optional=True)
+
+_ADAM = Contract(
+    "multi_tensor_adam",
+    (_GRADS, _PARAMS, *_AVERAGES, _state("steps", optional=True, is_counts=True), _LOW),
+    (number("lr"), number("steps"), _FACTORS, _FOUND_INF, *floats("beta1", "beta2", "eps", "weight_decay")),
+    lead=1,
+    dense=True,
+)
+_SGD = Contract(
+    "multi_tensor_sgd",
+    (_GRADS, _PARAMS, _BUFFERS, _LOW),
+    (number("lr"), _FACTORS, _FOUND_INF, *floats("momentum", "dampening", "weight_decay")),
+    lead=1,
+    dense=True,
+)
+_SGD_WITHOUT_MOMENTUM = replace(_SGD, lists=(_GRADS, _PARAMS, replace(_BUFFERS, optional=True), _LOW))
+_MASTERS, _WEIGHTS, _HALVES = TensorList("masters", FP32), TensorList("weights", BF16), TensorList("halves", INT16)
+_SPLIT = Contract(
+    "multi_tensor_split", (_MASTERS, replace(_WEIGHTS, written=True), replace(_HALVES, written=True)), dense=True
+)
+_JOIN = Contract("multi_tensor_join", (_WEIGHTS, _HALVES, replace(_MASTERS, written=True)), lead=2, dense=True)
 
 
 def multi_tensor_adam(
@@ -77,30 +119,20 @@ def multi_tensor_adam(
     Raises:
         ValueError, TypeError: a tensor breaks this contract. Nothing was changed.
     """
-    name = "multi_tensor_adam"
-    named = {"grads": grads, "params": params, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    counts, count = (steps, 0.0) if isinstance(steps, (list, tuple)) else ((), steps)
-    most, weights = () if max_exp_avg_sqs is None else max_exp_avg_sqs, () if low is None else low
-    numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-    optional = {"max_exp_avg_sqs": most, "low": weights}
-
-    def check() -> None:
-        read = {"lr": lr, "steps": count}
-        check_steps(name, named, optional, counts, factors, read, numbers, found_inf)
-
-    if count is None:
-        if bias_correction:
-            raise TypeError(f"{name}: steps is None, which bias_correction=False allows; hand over the counts of steps")
-        count = 0.0
+    if steps is None and bias_correction:
+        raise TypeError(
+            "multi_tensor_adam: steps is None, which bias_correction=False allows; hand over the counts of steps"
+        )
+    counts, count = (steps, 0.0) if isinstance(steps, (list, tuple)) else ((), 0.0 if steps is None else steps)
+    max_v = () if max_exp_avg_sqs is None else max_exp_avg_sqs
     run(
-        "adam",
+        _ADAM,
         plain_steps.adam,
-        (grads, params, exp_avgs, exp_avg_sqs, most, counts, weights),
+        (grads, params, exp_avgs, exp_avg_sqs, max_v, counts, () if low is None else low),
         (
             *(lr, count, factors, found_inf, beta1, beta2, eps, weight_decay),
             *(decoupled, maximize, bias_correction),
         ),
-        check,
     )
 
 
@@ -113,13 +145,7 @@ def multi_tensor_split(masters: Tensors, weights: Tensors, halves: Tensors) -> N
 
     The tensors at a place have one shape and one memory order, as for `multi_tensor_adam`, whose errors this raises.
     """
-    run(
-        "split",
-        plain_steps.split,
-        (masters, weights, halves),
-        (),
-        lambda: check_split("multi_tensor_split", masters, weights, halves, ("weights", "halves")),
-    )
+    run(_SPLIT, plain_steps.split, (masters, weights, halves), ())
 
 
 def multi_tensor_join(weights: Tensors, halves: Tensors, masters: Tensors) -> None:
@@ -129,13 +155,7 @@ def multi_tensor_join(weights: Tensors, halves: Tensors, masters: Tensors) -> No
     its old low half would make a NaN of a zero or an infinity, that half is ignored; a NaN stays a NaN. An infinity
     beside a negative half is the finite master that rounds to it.
     """
-    run(
-        "join",
-        plain_steps.join,
-        (weights, halves, masters),
-        (),
-        lambda: check_split("multi_tensor_join", masters, weights, halves, ("masters",)),
-    )
+    run(_JOIN, plain_steps.join, (weights, halves, masters), ())
 
 
 def multi_tensor_sgd(
@@ -167,18 +187,12 @@ def multi_tensor_sgd(
     ``momentum_buffers`` (float32, b) is None or empty if and only if ``momentum`` is 0. With ``first_run`` nothing is
     read from it. All else is as in ``multi_tensor_adam``.
     """
-    name = "multi_tensor_sgd"
-    named = {"grads": grads, "params": params}
-    buffers, weights = () if momentum_buffers is None else momentum_buffers, () if low is None else low
-    if momentum != 0:
-        named["momentum_buffers"] = buffers
-    elif len(buffers):
-        raise ValueError(f"{name}: momentum is 0, but there are momentum_buffers: hand over None")
-    numbers = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+    buffers = () if momentum_buffers is None else momentum_buffers
+    if momentum == 0 and len(buffers):
+        raise ValueError("multi_tensor_sgd: momentum is 0, but there are momentum_buffers: hand over None")
     run(
-        "sgd",
+        _SGD if momentum != 0 else _SGD_WITHOUT_MOMENTUM,
         plain_steps.sgd,
-        (grads, params, buffers, weights),
+        (grads, params, buffers, () if low is None else low),
         (lr, factors, found_inf, momentum, dampening, weight_decay, nesterov, maximize, first_run),
-        lambda: check_steps(name, named, {"low": weights}, (), factors, {"lr": lr}, numbers, found_inf),
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
+from amp_patch.multi_tensor.plain_steps import fused_adam
 from amp_patch.optimizers.common import (
     FusedOptimizer,
     Group,
@@ -16,83 +16,9 @@ from amp_patch.optimizers.common import (
     computable,
     count,
     count_on_device,
-    decay,
     gradients,
     numbers_to_device,
 )
-
-# At this count of steps every bias correction `1 - beta ** count` is 1: there is none.
-_FOREVER = 1e30
-
-
-def adam(
-    params: Tensors,
-    grads: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    *,
-    step: int | Tensor,
-    lr: Number,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    bias_correction: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
-    """One step of Adam (Kingma and Ba, arXiv:1412.6980) in place, or of AdamW (arXiv:1711.05101) if `decoupled`::
-
-        m = beta1 * m + (1 - beta1) * g         m' = m / (1 - beta1 ** step)
-        v = beta2 * v + (1 - beta2) * g * g     v' = v / (1 - beta2 ** step)
-        p = p - lr * (m' / (sqrt(v') + eps) + weight_decay * p)
-
-    Where not `decoupled`, `weight_decay * p` is added to g instead; without `bias_correction` m' is m and v' is v.
-    All lists on one device, written are params, exp_avgs and exp_avg_sqs. `grad_scale` (gradients are divided by it, in
-    place, rounded to their type) and `found_inf` (nothing changes where it is 1) are float32 tensors of one element
-    there. No sync.
-
-    Raises:
-        ValueError: a gradient to unscale overlaps itself. Nothing was changed.
-    """
-    if grad_scale is not None:
-        check_unscalable(grads)
-    written, read = [params, exp_avgs, exp_avg_sqs], [grads]
-    if grad_scale is not None:
-        written, read = [*written, *read], []
-    with computable(written, read) as (outputs, inputs):
-        p, m, v, g = outputs + inputs
-        if not p:
-            return
-        at = _count_for_corrections(step, bias_correction, p[0].device)
-        if decoupled and weight_decay:
-            decay(p, lr * weight_decay, found_inf)
-        torch._fused_adam_(
-            p,
-            g,
-            m,
-            v,
-            [],
-            [at] * len(p),
-            lr=lr.reshape(()) if isinstance(lr, Tensor) else lr,
-            beta1=betas[0],
-            beta2=betas[1],
-            weight_decay=0.0 if decoupled else weight_decay,
-            eps=eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
-        )
-
-
-def _count_for_corrections(step: int | Tensor, bias_correction: bool, device: torch.device) -> Tensor:
-    """The count of steps that torch's fused kernel corrects its averages by: FP32, shape []; no sync."""
-    if not bias_correction:
-        return torch.full((), _FOREVER, dtype=torch.float32, device=device)
-    if isinstance(step, Tensor):
-        return step.to(device=device, dtype=torch.float32).reshape(())
-    return torch.full((), float(step), dtype=torch.float32, device=device)
 
 
 def check_unscalable(grads: Tensors) -> None:
@@ -203,31 +129,32 @@ class FusedAdam(FusedOptimizer):
 
     def _update(self, work: list[tuple[Group, list[list[Tensor]]]]) -> None:
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if grad_scale is not None:  # raises, if at all, before anything is counted
+        if grad_scale is not None:  # before the first `count`: an exception must not leave a step counted
             check_unscalable([grad for _, batches in work for params in batches for grad in gradients(params)])
         if found_inf is not None:
-            # A GradScaler adds up the flags of its devices: an overflow may be 2.0.
+            # GradScaler adds up its devices' flags, to 2.0 maybe; torch's fused kernel skips at 1.0 alone.
             found_inf = (found_inf != 0).float()
         for group, batches in work:
             step = count_on_device(group, found_inf) if self.capturable else count(group)
             for params in batches:
                 device = params[0].device
                 masters = self._masters(params) if self.master_weights else params
-                lr = group["lr"]
-                adam(
-                    masters,
-                    gradients(params),
-                    self.averages(params, "exp_avg"),
-                    self.averages(params, "exp_avg_sq"),
-                    step=step,
-                    lr=lr.to(device) if isinstance(lr, Tensor) else lr,
-                    betas=group["betas"],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    decoupled=bool(self.adam_w_mode),
-                    bias_correction=group["bias_correction"],
-                    grad_scale=None if grad_scale is None else grad_scale.to(device),
-                    found_inf=None if found_inf is None else found_inf.to(device),
-                )
+                lists = [masters, self.averages(params, "exp_avg"), self.averages(params, "exp_avg_sq")]
+                lists, lr = [*lists, gradients(params)], group["lr"]
+                written = 3 if grad_scale is None else 4  # the step unscales gradients in place
+                with computable(lists[:written], lists[written:]) as (outputs, inputs):
+                    p, m, v, g = outputs + inputs
+                    fused_adam(
+                        *(p, g, m, v),
+                        step=step,
+                        lr=lr.to(device) if isinstance(lr, Tensor) else lr,
+                        betas=group["betas"],
+                        eps=group["eps"],
+                        weight_decay=group["weight_decay"],
+                        decoupled=bool(self.adam_w_mode),
+                        bias_correction=group["bias_correction"],
+                        grad_scale=None if grad_scale is None else grad_scale.to(device),
+                        found_inf=None if found_inf is None else found_inf.to(device),
+                    )
                 if self.master_weights:
                     multi_tensor.multi_tensor_scale(masters, params, 1.0)

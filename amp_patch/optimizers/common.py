@@ -84,24 +84,6 @@ def descend(params: list[Tensor], updates: list[Tensor], lr: Number) -> None:
         torch._foreach_add_(params, updates, alpha=-lr)
 
 
-def decay(params: list[Tensor], rate: Number, found_inf: Tensor | None = None) -> None:
-    """`params -= rate * params`, unless `found_inf` is not 0; in place, no sync.
-
-    torch's `params *= 1 - rate` is less exact: FP32 rounds that factor the same way at every step, which adds up.
-    """
-    if found_inf is None and not isinstance(rate, Tensor):
-        torch._foreach_add_(params, params, alpha=-rate)
-        return
-    like = params[0]
-    if isinstance(rate, Tensor):
-        rate = rate.to(like).reshape(())
-    else:  # made there: a copy from the host would wait for the device, and no CUDA graph could hold it
-        rate = torch.full((), rate, device=like.device, dtype=like.dtype)
-    if found_inf is not None:
-        rate = torch.where(found_inf.reshape(()) != 0, 0.0, rate)
-    torch._foreach_sub_(params, torch._foreach_mul(params, rate))
-
-
 def bias_corrections(betas: tuple[float, float], step: int, on: bool) -> tuple[float, float]:
     """What the running averages are divided by after `step` steps: `1 - beta ** step`, or 1."""
     return (1 - betas[0] ** step, 1 - betas[1] ** step) if on else (1.0, 1.0)
@@ -117,9 +99,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # Attributes to pickle and copy: torch's `Optimizer.__getstate__` keeps the groups and the state, no attributes.
     pickled_settings: tuple[str, ...] = ("set_grad_none",)
-    norms_of_tensors = False  # whether a parameter's update depends on norms of whole tensors: then no DTensors
-    computes_in_fp32 = True  # tells `initialize` not to warn of an eps that is 0 in the parameters' type
-    counts_on_host = False  # whether an update depends on a count of steps that is a number of the host
+    norms_of_tensors = False  # whether updates depend on norms of whole tensors: DTensors are refused then
+    computes_in_fp32 = True  # for `initialize`: no warning of an eps that is 0 in the parameters' type
+    counts_on_host = False  # whether updates depend on a count of steps on the host: no CUDA graph can hold them then
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool) -> None:
         name = type(self).__name__
@@ -127,7 +109,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for which in ("eps", "weight_decay", "momentum"):
             if defaults.get(which, 0) < 0:
                 raise ValueError(f"{name}: {which}={defaults[which]}, a number that is not negative is wanted")
-        # A learning rate that is no number is torch's `required`: each group brings its own.
+        # `lr` may be torch's `required`, no number: then each group has its own.
         if isinstance(lr, int | float | Tensor) and lr < 0:
             raise ValueError(f"{name}: lr={lr}, a number that is not negative is wanted")
         if not all(0 <= beta < 1 for beta in betas):
@@ -140,9 +122,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # of another optimizer, maybe: torch's AdamW has no bias_correction
+        for group in self.param_groups:  # the state may be another optimizer's: torch's AdamW has no bias_correction
             for key, value in self.defaults.items():
-                if key != "differentiable":  # a mark of torch's, set by the line above
+                if key != "differentiable":  # torch's __setstate__ has set it
                     group.setdefault(key, value)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -230,7 +212,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch's, but state of low-precision parameters stays FP32: torch rounds it to the parameters' type."""
-        loaded: dict[str, Any] = {}  # the state as the hooks that others registered have left it
+        loaded: dict[str, Any] = {}  # the state dict after users' own pre-hooks, which may return another one
         handle = self.register_load_state_dict_pre_hook(lambda _, given: loaded.update(given))
         try:
             super().load_state_dict(state_dict)

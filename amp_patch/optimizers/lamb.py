@@ -139,7 +139,7 @@ def _corrections(
     """`bias_corrections`; of a count on the device, computed there in FP64, in the type of `like`."""
     if not (isinstance(step, Tensor) and on):
         return bias_corrections(betas, 1 if isinstance(step, Tensor) else step, on)
-    # A count that is still 0 is of a first step that is skipped: a correction of 0 would make NaNs.
+    # The count is 0 where a first step is skipped: a correction of 0 would make NaNs.
     at = step.reshape(()).to(like.device).double().clamp(min=1)
     return (1 - betas[0] ** at).to(like), (1 - betas[1] ** at).to(like)
 

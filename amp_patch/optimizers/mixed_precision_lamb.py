@@ -131,9 +131,9 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     def _update(self, work: list[tuple[Group, list[list[Tensor]]]]) -> None:
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None:
-            # A GradScaler adds up the flags of its devices: an overflow may be 2.0.
+            # GradScaler adds up its devices' flags: an overflow may be 2.0.
             found_inf = (found_inf != 0).float().reshape(())
-        grads = [[_readable(gradients(ps), grad_scale, found_inf) for ps in batches] for _, batches in work]
+        grads = [[_unscaled(gradients(ps), grad_scale, found_inf) for ps in batches] for _, batches in work]
         norm = global_norm([grad for batches in grads for batch in batches for grad in batch])
         reduced = () if self.reduced_precision_dtype is None else (self.reduced_precision_dtype,)
         for (group, batches), batch_grads in zip(work, grads, strict=True):
@@ -164,7 +164,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
                     multi_tensor.multi_tensor_scale([m for m, _ in copies], [p for _, p in copies], 1.0)
 
 
-def _readable(grads: list[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None) -> list[Tensor]:
+def _unscaled(grads: list[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None) -> list[Tensor]:
     """Gradients of one device divided by the scale: new FP32 (FP64) tensors, all 0 if `found_inf` is not 0.
 
     Without a scale and a `found_inf` the gradients themselves. No sync.
@@ -172,7 +172,7 @@ def _readable(grads: list[Tensor], grad_scale: Tensor | None, found_inf: Tensor 
     if grad_scale is None and found_inf is None:
         return grads
     device = grads[0].device
-    # One buffer, so that one operation blanks them all.
+    # One buffer for all, so that one operation zeroes them.
     flat = torch.empty(sum(grad.numel() for grad in grads), dtype=wide(grads[0].dtype), device=device)
     new = [part.view(grad.shape) for part, grad in zip(flat.split([g.numel() for g in grads]), grads, strict=True)]
     multi_tensor.multi_tensor_scale(

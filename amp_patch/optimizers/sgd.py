@@ -4,56 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
-from amp_patch.optimizers.common import FusedOptimizer, Group, Number, Tensors, computable, decay, gradients
-
-
-def sgd(
-    params: Tensors,
-    grads: Tensors,
-    momentum_buffers: Tensors,
-    *,
-    lr: Number,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    wd_after_momentum: bool,
-    first_run: bool,
-    found_inf: Tensor | None = None,
-) -> None:
-    """One step of SGD in place, with torch.optim.SGD's formulas::
-
-        g = g + weight_decay * p
-        b = momentum * b + (1 - dampening) * g      # b = g on a `first_run`
-        p = p - lr * b                              # p = p - lr * (g + momentum * b) if `nesterov`
-
-    With `wd_after_momentum` the weight decay is added to what the learning rate multiplies instead (Apex's). Without
-    momentum g takes the place of b, and `momentum_buffers` may be empty. All lists on one device, written are params
-    and buffers. Where `found_inf`, a float32 tensor of one element there, is 1, nothing changes. No sync.
-    """
-    buffers = momentum_buffers if momentum else ()
-    with computable([params, *([buffers] if buffers else [])], [grads]) as ((p, *b), (g,)):
-        if not p:
-            return
-        if weight_decay and wd_after_momentum:
-            decay(p, lr * weight_decay, found_inf)
-        torch._fused_sgd_(
-            p,
-            g,
-            b[0] if b else [],
-            weight_decay=0.0 if wd_after_momentum else weight_decay,
-            momentum=momentum,
-            lr=lr,
-            dampening=dampening,
-            nesterov=nesterov,
-            maximize=False,
-            is_first_step=first_run,
-            found_inf=found_inf,
-        )
+from amp_patch.multi_tensor.plain_steps import fused_sgd
+from amp_patch.optimizers.common import FusedOptimizer, Group, computable, gradients
 
 
 class FusedSGD(FusedOptimizer):
@@ -71,7 +26,7 @@ class FusedSGD(FusedOptimizer):
     """
 
     pickled_settings = (*FusedOptimizer.pickled_settings, "wd_after_momentum", "materialize_master_grads")
-    skips_on_device = True  # tells `initialize` that `step` reads `self.found_inf`
+    skips_on_device = True  # for `initialize`: `step` reads `self.found_inf`
 
     def __init__(
         self,
@@ -111,17 +66,16 @@ class FusedSGD(FusedOptimizer):
                 for first_run, some in ((True, fresh), (False, [p for p in params if id(p) not in new])):
                     if not some:
                         continue
-                    buffers = self.averages(some, "momentum_buffer") if group["momentum"] else []
-                    sgd(
-                        some,
-                        gradients(some),
-                        buffers,
-                        lr=group["lr"],
-                        momentum=group["momentum"],
-                        dampening=group["dampening"],
-                        weight_decay=group["weight_decay"],
-                        nesterov=group["nesterov"],
-                        wd_after_momentum=self.wd_after_momentum,
-                        first_run=first_run,
-                        found_inf=None if found_inf is None else found_inf.to(some[0].device),
-                    )
+                    buffers = [self.averages(some, "momentum_buffer")] if group["momentum"] else []
+                    with computable([some, *buffers], [gradients(some)]) as ((p, *b), (g,)):
+                        fused_sgd(
+                            *(p, g, b[0] if b else []),
+                            lr=group["lr"],
+                            momentum=group["momentum"],
+                            dampening=group["dampening"],
+                            weight_decay=group["weight_decay"],
+                            nesterov=group["nesterov"],
+                            wd_after_momentum=self.wd_after_momentum,
+                            first_run=first_run,
+                            found_inf=None if found_inf is None else found_inf.to(some[0].device),
+                        )

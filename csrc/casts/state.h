@@ -184,7 +184,7 @@ struct Thread {
   }
 };
 
-inline thread_local Thread* this_thread = nullptr;  // null until the thread enters its first region
+inline thread_local Thread* this_thread = nullptr;  // null before the thread's first region
 
 // What threads outside regions follow: the process default. Never destroyed, as Python may be gone by then.
 inline Followed& everyone() {
@@ -296,7 +296,7 @@ inline py::object cast_weight(PyObject* object, const at::Tensor& tensor, Scalar
     PyObject* alive = nullptr;  // the key is an address, and may be that of an object which has died
     if (PyWeakref_GetRef(found->second.reference.ptr(), &alive) < 0) throw py::error_already_set();
     const bool same = alive == object;
-    Py_XDECREF(alive);  // nothing dies of it: the caller holds `object` too
+    Py_XDECREF(alive);  // frees nothing: the caller holds `object` too
     if (same) return found->second.cast;
   }
   py::object result = cast(object, dtype);
@@ -306,7 +306,7 @@ inline py::object cast_weight(PyObject* object, const at::Tensor& tensor, Scalar
   callback->weight = weight;
   auto reference = owned(PyWeakref_NewRef(object, forget.ptr()));
   thread->erase(weight);
-  if (!thread->caches) return result;  // Python code that ran during the cast has left the region
+  if (!thread->caches) return result;  // Python code that ran during the cast may have left the region
   callback->thread = thread;
   thread->casts.emplace(weight, Remembered(std::move(reference), std::move(forget), version, result));
   return result;

@@ -172,8 +172,8 @@ int set_attribute(PyObject* self, PyObject* name, PyObject* value) {
   return PyObject_SetAttr(wrapper(self)->reference, name, value);
 }
 
-// `__doc__` and `__module__`. Each type answers them for its instances, so `get_attribute` never comes to ask the
-// reference for them.
+// Getters of `__doc__` and `__module__`: without them a lookup finds those of the type, which every type has, and
+// `get_attribute` never asks the reference.
 PyObject* of_reference(PyObject* self, void* name) {
   return PyObject_GetAttrString(wrapper(self)->reference, static_cast<const char*>(name));
 }
@@ -307,7 +307,7 @@ void bind_state(py::module_& m) {
     Thread& thread = this_thread != nullptr ? *this_thread : make_thread();
     thread.inside = true;
     thread.caches = caches;
-    std::swap(thread.followed, followed);  // the earlier policy dies here, when all is said
+    std::swap(thread.followed, followed);  // frees the earlier policy last: its finalizer may run Python code
   });
   m.def("leave", [] {
     if (this_thread == nullptr) return;

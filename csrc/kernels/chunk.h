@@ -24,8 +24,8 @@ struct Outcome {
   double sum = 0;  // of the functor's terms
 };
 
-// A pointer to what lies in the device's memory, told to the compiler at the access: it sees that the pointer comes
-// from a row and not where it leads, and would ask at each access whether that is another kind of memory.
+// Tells the compiler that `p` points into global memory: from a pointer in a row it cannot deduce that, and would
+// emit generic loads, which look up the kind of memory at each access.
 template <class E>
 C10_HOST_DEVICE inline E* global(E* p) {
 #ifdef __CUDA_ARCH__
@@ -72,7 +72,7 @@ struct Bits {
   static constexpr int kWords = V == 8 ? 4 : V * sizeof(T) / 4;
 #ifdef __CUDA_ARCH__
   uint32_t word[kWords];
-#else  // a host's compiler does not see that what is used of them is what was read, and warns
+#else  // initialized: the host's compiler cannot see that only words that were read are used, and warns
   uint32_t word[kWords] = {};
 #endif
 
@@ -179,14 +179,14 @@ C10_HOST_DEVICE inline void packs_through(const F& f, void* const (&data)[K], co
                                           const Places& places, Outcome& outcome) {
   // Packs that are converted at a time: of 16-bit types one, since they take twice the registers then.
   constexpr int G = V == 8 ? 1 : P;
-  constexpr bool kSeldom = std::is_same_v<F, Adopt<T>>;  // writes only where something changes
+  constexpr bool kSeldom = std::is_same_v<F, Adopt<T>>;  // stores only packs that change
   Bits<T, V> bits[N][P];
   AMP_PATCH_UNROLL
   for (int n = 0; n < N; ++n) load<T, V, P>(data[n], dtype[n], n, places, bits[n]);
   if constexpr (std::is_same_v<F, Copy<T>>) {
     if (dtype[0] == dtype[1]) return copy_bits<T, V, P>(data[1], dtype[1], places, bits[0]);
   }
-  [[maybe_unused]] T sum = 0;  // of few, so that T suffices
+  [[maybe_unused]] T sum = 0;  // of few terms, so that T is precise enough; Outcome::sum is double
   AMP_PATCH_UNROLL
   for (int first = 0; first < P; first += G) {
     Pack<T, V> x[N][G];
@@ -215,7 +215,7 @@ C10_HOST_DEVICE inline void packs_through(const F& f, void* const (&data)[K], co
       if constexpr (F::watches) outcome.bad = outcome.bad | (live & bad);
     }
     if constexpr (F::writes) store<F::reduces>(data[K - 1], dtype[K - 1], K - 1, places, first, writes, x[0]);
-    if constexpr (F::reduces) {  // what was stored, if anything was
+    if constexpr (F::reduces) {  // of the stored, rounded values where the functor writes
       AMP_PATCH_UNROLL
       for (int g = 0; g < G; ++g) {
         AMP_PATCH_UNROLL
@@ -331,7 +331,7 @@ C10_HOST_DEVICE inline Outcome run_chunk(F f, const R* rows, int count, int chun
     const int64_t begin = found.begin + offset, left = found.size - begin;
     strided_part<T, N, K>(f, found, begin, left < chunk ? static_cast<int>(left) : chunk, thread, outcome);
   } else {
-    const Row<K> row = found;  // in registers: the stores below might, for all the compiler knows, change `rows`
+    const Row<K> row = found;  // a copy in registers: the compiler would reload `rows` after each store below
     const int64_t left = row.size - offset;
     const int length = left < chunk ? static_cast<int>(left) : chunk;
     int done = 0;
@@ -342,7 +342,8 @@ C10_HOST_DEVICE inline Outcome run_chunk(F f, const R* rows, int count, int chun
     } else if (row.width == 4) {
       linear_part<T, N, 4, K>(f, row, offset, done = length / 4 * 4, thread, outcome);
     }
-    // The last few elements of an aligned row, all of another. The row is read again: to keep it takes registers.
+    // The last few elements of an aligned row, or all elements of any other. `found` is read again: keeping `row` until
+    // here costs registers.
     if (done < length) {
       const Row<K> again = found;
       linear_part<T, N, 1, K>(f, again, offset + done, length - done, thread, outcome);

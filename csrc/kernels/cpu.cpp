@@ -24,9 +24,9 @@ namespace {
 
 constexpr int64_t kLanes = 64;           // partial sums of a chunk's norm: as many on every instruction set
 constexpr int64_t kBlock = 256;          // elements of a row: three of them stay in the L1 cache
-constexpr int64_t kGrain = 32768;        // least work worth a thread, torch's own grain
-constexpr int64_t kReadAhead = 8192;     // bytes that a loop that only reads is ahead with asking, in a long row
-constexpr int64_t kStreamed = 16 << 20;  // bytes of output that no cache would keep until it is read
+constexpr int64_t kGrain = 32768;        // elements: the least work worth a thread, as torch's GRAIN_SIZE
+constexpr int64_t kReadAhead = 8192;     // bytes between a load and the prefetch beside it, in loops that only read
+constexpr int64_t kStreamed = 16 << 20;  // bytes of output, more than a cache holds: from here stores bypass it
 
 struct Result {
   bool bad = false;
@@ -113,14 +113,14 @@ Result map_rows(const Functor& f, const std::array<Row, Rows>& rows, int64_t n, 
       } else if constexpr (N == 2) {
         T *second = static_cast<T*>(rows[1].data), *out = static_cast<T*>(rows[2].data);
         return Set::template map<false, T>(f, n, out, first, second);
-      } else if constexpr (Functor::reduces) {  // in place
+      } else if constexpr (Functor::reduces) {  // ScaleNorm: input and output are one row
         return Set::template map<false, T>(f, n, first, first);
       } else {
         using From = decltype(first);  // in the lambda below GCC 12 takes it for another type
         return typed<T>(rows[1], [&](auto* out) {
           if constexpr (std::is_same_v<Functor, Copy<T>> && std::is_same_v<From, decltype(out)> &&
                         !std::is_same_v<From, T*>) {
-            std::memcpy(out, first, n * sizeof(*out));  // a conversion there and back would quiet a NaN
+            std::memcpy(out, first, n * sizeof(*out));  // bits: conversion to float and back quiets signalling NaNs
             return Result();
           } else {
             return stream ? Set::template map<true, T>(f, n, out, first)
@@ -138,7 +138,7 @@ Result map_rows(const Functor& f, const std::array<Row, Rows>& rows, int64_t n, 
 struct View {
   char* data;
   at::ScalarType dtype;
-  bool linear;  // element i lies at data[i]
+  bool linear;  // contiguous: element i is data[i]
   const at::Tensor* tensor;
 
   int64_t item() const { return item_size(dtype); }  // bytes
@@ -234,8 +234,8 @@ Result run_rows(const Functor& f, const std::array<const Fact*, Operands>& facts
   return map_rows<T, N>(f, rows, end - begin, stream && rows[0].data != rows[Operands - 1].data);
 }
 
-// The same, block by block, where some operands must be gathered first, being no rows in memory, or converted to T.
-// `order`: all are rows, in one common order.
+// Elements [begin, end) of one tensor, block by block: operands that are no rows in memory are gathered into buffers
+// first, and others converted to T. `order`: all are rows, in one common order.
 template <class T, size_t N, class Functor, size_t Views>
 Result run_blocks(const Functor& f, const std::array<const Fact*, Views>& facts,
                   const std::array<const at::Tensor*, Views>& tensors, bool order, int64_t begin, int64_t end) {
@@ -262,7 +262,7 @@ Result run_blocks(const Functor& f, const std::array<const Fact*, Views>& facts,
       rows[k] = known[k] ? own[k] : Row{converted[k], c10::CppTypeToScalarType<T>::value};
       if (!known[k] && k < N) convert<T>(own[k], rows[k], n);
     }
-    if (in_place) {  // the output is the last input, also where that one's row is a copy
+    if (in_place) {  // keep `in` and `out` one row, where the input was copied into a buffer too
       rows[Views - 1] = rows[N - 1];
       own[Views - 1] = own[N - 1];
     }
@@ -303,7 +303,7 @@ const std::vector<std::string>& instruction_sets() {
 
 static std::atomic<size_t> chosen{instruction_sets().size() - 1};
 
-// Takes the set of that name from now on; returns the name of the one before.
+// Switches to the instruction set of that name; returns the name of the one before.
 std::string use_instruction_set(const std::string& name) {
   const auto& names = instruction_sets();
   const auto found = std::find(names.begin(), names.end(), name);

@@ -14,16 +14,16 @@
 
 namespace amp_patch {
 
-constexpr int64_t kChunk = 16384;       // elements of a chunk; another number would round the sums of norms otherwise
-constexpr int64_t kChunkOverhead = 64;  // what a chunk costs beside its elements, in elements
+constexpr int64_t kChunk = 16384;       // elements of a chunk; with another number norms have other last bits
+constexpr int64_t kChunkOverhead = 64;  // the fixed cost of a chunk, as a number of elements
 
 // The sets that this machine can run, the best one last: portable, avx2, avx512. In cpu.cpp.
 const std::vector<std::string>& instruction_sets();
-// Which of them is in use.
+// The set in use.
 size_t instruction_set();
 
-// Asks early for the elements of a short tensor. A long row the processor prefetches by itself, once it has seen the
-// pattern; a short one ends before that.
+// Prefetches the elements of a short tensor. The processor prefetches a long row by itself, once it has seen the
+// pattern; a short row ends before that.
 inline void prefetch_short(const void* data, int64_t bytes) {
   constexpr int64_t kLine = 64, kMost = 2048;
   if (bytes > kMost) return;

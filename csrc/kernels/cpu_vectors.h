@@ -6,9 +6,9 @@
 
 #if AMP_PATCH_WIDTH > 1
 
-// Asks for kLanes elements, kReadAhead bytes after p, into the L2 cache. They may lie past the end of a tensor: to ask
-// is no access. By itself the processor asks for no more than the rest of a page, which leaves a loop that only reads
-// waiting.
+// Prefetches kLanes elements, kReadAhead bytes after p, into the L2 cache. They may lie past the end of a tensor: a
+// prefetch never faults. The processor's own prefetcher stops at the end of a page, which leaves a loop that only reads
+// waiting for memory.
 template <class Element>
 void prefetch_ahead(const Element* p) {
   constexpr size_t kLine = 64;
@@ -42,10 +42,10 @@ struct Set {
  private:
   template <bool kStream, class T, class Functor>
   struct Loop {
-    const Functor f;  // by value: else, for all the compiler knows, a store to out might change it
+    const Functor f;  // by value: through a reference the compiler would reload its members after each store to out
     bool bad = false;
     T sums[kLanes] = {};
-    static constexpr bool kSeldom = std::is_same_v<Functor, Adopt<T>>;  // writes only where something changes
+    static constexpr bool kSeldom = std::is_same_v<Functor, Adopt<T>>;  // stores only registers that change
 
     template <class Out, class... In>
     void one(int64_t lane, Out* out, const In*... in) {

@@ -27,7 +27,7 @@ __device__ double block_sum(double value) {
     __syncthreads();
     if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
   }
-  return sums[0];  // thread 0 wrote it
+  return sums[0];  // complete in thread 0, which wrote it last: no barrier follows
 }
 
 // Four blocks a multiprocessor: their loads hide one another's latency, and 64 registers a thread are enough.
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   const R* rows = buffer != nullptr ? buffer : arguments.rows;
   const Outcome outcome = run_chunk<T, N>(f, rows, count, chunk, blockIdx.x, static_cast<int>(threadIdx.x));
   if constexpr (F::watches) {
-    if (outcome.bad && found_inf != nullptr) *found_inf = 1.0f;  // whoever races here writes the same
+    if (outcome.bad && found_inf != nullptr) *found_inf = 1.0f;  // no atomic: threads that race write the same
   }
   if constexpr (F::reduces) {
     const double sum = block_sum(outcome.sum);
@@ -178,7 +178,7 @@ struct CudaLoop {
 
 template struct Ops<CudaLoop>;
 
-// How launches learn of their rows, for tests and measurements: "auto", "arguments" or "buffer".
+// The way rows get to the kernels, for tests and measurements: "auto", "arguments" or "buffer".
 void choose_metadata(const std::string& route) {
   if (route == "auto") {
     metadata = Metadata::kAuto;

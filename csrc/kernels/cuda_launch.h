@@ -1,9 +1,9 @@
 // How the kernels for CUDA are launched over rows of tensors, whatever a row holds; for .cu files.
 //
-// A launch learns of its rows in one of two ways. As kernel arguments, which CUDA copies at the launch, and into a
-// graph that is being captured: nothing to keep alive. Or, where they do not fit, through one pinned buffer, copied on
-// the stream; torch's allocators keep the buffer until the copy is done and the device's side until the kernel is. A
-// captured copy would read the host's side again at each replay, so a capture takes arguments, in several launches.
+// Rows get to a kernel in one of two ways. As kernel arguments, which CUDA copies at the launch, and into a graph that
+// is being captured: nothing to keep alive. Or, where they do not fit, through one pinned buffer, copied on the stream;
+// torch's allocators keep the buffer until the copy is done and the device's side until the kernel is. A captured copy
+// would read the host's side again at each replay, so a capture takes arguments, in several launches.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -45,7 +45,8 @@ inline bool driver_takes_large_arguments() {
 inline bool is_capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) {
-    (void)cudaGetLastError();  // the legacy stream, while another one captures: do as in a capture
+    // The query fails on the legacy stream while another stream captures: choose arguments, as in a capture.
+    (void)cudaGetLastError();
     return true;
   }
   return status != cudaStreamCaptureStatusNone;
@@ -69,7 +70,7 @@ void launch_rows(std::vector<R> rows, c10::Device device, cudaStream_t stream, c
   const auto extent = [&](int64_t count, int64_t blocks) {
     return Extent{static_cast<int>(count), blocks, static_cast<int>(chunk)};
   };
-  // Each calls write(where) for the rows, and launches so many.
+  // Both call write(where), which puts the rows there and returns the number of their blocks, and launch that many.
   const auto from_arguments = [&](auto arguments, int64_t count, const auto& write) {
     static_assert(std::is_trivially_copyable_v<decltype(arguments)> && sizeof(arguments) <= arguments.bytes);
     const int64_t blocks = write(arguments.rows);

@@ -65,7 +65,7 @@ C10_HOST_DEVICE inline T round_to(c10::ScalarType dtype, T x) {
   }
 }
 
-// A factor: a number of the host, or one in the memory of the device, read there so that nobody waits for it.
+// A factor: a number of the host, or one in the device's memory, read there so that the host does not wait for it.
 template <class T>
 struct Scalar {
   T value;
@@ -126,7 +126,7 @@ struct Axpby {
 #ifdef __CUDA_ARCH__
     return add(multiply(a.value, x), multiply(b.value, y));  // never one fused multiply-add, whatever the flags
 #else
-    return a.value * x + b.value * y;  // setup.py: -ffp-contract=off
+    return a.value * x + b.value * y;  // not fused: setup.py gives -ffp-contract=off
 #endif
   }
   template <class V>
@@ -219,14 +219,14 @@ struct UpdateScale {
   static constexpr float SMALLEST_SCALE = 0x1p-127f;  // the smallest power of two whose inverse is finite
   float* scale;
   int* growth_tracker;
-  int* hysteresis_tracker;  // null: every overflow makes the scale smaller at once
+  int* hysteresis_tracker;  // null: the scale backs off at every overflow
   const float* found_inf;
   double growth_factor, backoff_factor;
   int growth_interval, hysteresis;
   float min_scale, max_scale;
 
   C10_HOST_DEVICE void operator()() const {
-    const bool overflow = *found_inf != 0.0f;  // true for NaN
+    const bool overflow = *found_inf != 0.0f;  // a NaN counts as an overflow
     int patience = 0;
     if (hysteresis_tracker != nullptr) {
       patience = overflow ? *hysteresis_tracker - 1 : hysteresis;

@@ -37,8 +37,8 @@ struct Refused : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-// What a loop needs to know of a tensor, gathered in one place. With thousands of small tensors, most of the time goes
-// into waiting for the memory where torch keeps this, so each tensor is visited once.
+// A tensor's metadata, as a loop needs it. With thousands of small tensors most of the time goes into waiting for the
+// memory where torch keeps metadata, so each tensor is visited once.
 struct Fact {
   char* data;  // null if there are no elements
   int64_t numel;
@@ -55,7 +55,7 @@ struct Job {
   std::array<const Facts*, N> in_facts;
   const Facts* out_facts;
   std::vector<int64_t> indices;  // which tensors of the lists; none is empty, all are float64 or none is
-  float* found_inf;              // set to 1 where the functor finds a bad value; null: nobody asks
+  float* found_inf;              // set to 1 where the functor finds a bad value; null: bad values are not flagged
   double* squares;               // where the functor reduces: one sum per tensor of the lists
 };
 
@@ -94,15 +94,16 @@ inline bool is_supported(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kDouble;
 }
 
-// False for functorch's wrappers, nested tensors and torch's zero tensors, and where the storage was freed.
+// Whether the elements lie in a storage: not those of functorch's wrappers, nested tensors and torch's zero tensors,
+// nor where the storage was freed.
 inline bool has_memory(const at::Tensor& t) {
   return t.has_storage() && t.unsafeGetTensorImpl()->storage_initialized() && !t.is_nested();
 }
 
-// Of any dtype.
+// Refuses what is no plain strided tensor on `device`; any dtype passes.
 inline void check_plain(const at::Tensor& t, c10::Device device) {
   require(t.defined() && t.layout() == at::kStrided, "layout");
-  require(!t.key_set().has(c10::DispatchKey::Python), "subclass");  // may wrap other memory, as a DTensor does
+  require(!t.key_set().has(c10::DispatchKey::Python), "subclass");  // a DTensor, say, wraps other memory
   require(!t.is_nested(), "nested");
   require(!t.is_neg(), "lazy negation");
   require(t.device() == device, "device");
@@ -113,7 +114,7 @@ inline void check_tensor(const at::Tensor& t, c10::Device device) {
   require(is_supported(t.scalar_type()), "dtype");
 }
 
-// From the first element to behind the last one, in elements.
+// Elements from the first one to behind the last one, gaps included.
 inline int64_t span_of(const at::Tensor& t) {
   int64_t span = 1;
   for (int64_t d = 0; d < t.dim(); ++d) span += (t.size(d) - 1) * t.stride(d);
@@ -133,7 +134,7 @@ C10_ALWAYS_INLINE void learn(const at::Tensor& t, Fact& fact) {
   fact.storage = storage;
   fact.dtype = t.scalar_type();
   fact.contiguous = impl.is_contiguous();
-  require(storage != nullptr, "memory");  // functorch's wrappers have none
+  require(storage != nullptr, "memory");  // null in functorch's wrappers
   if (fact.numel == 0) return;
   const int64_t item = item_size(fact.dtype), offset = impl.storage_offset() * item;
   const int64_t end = offset + (fact.contiguous ? bytes_of(fact) : span_of(t) * item);
@@ -148,7 +149,7 @@ inline void check_overlap(const at::Tensor& t, const Fact& fact, const at::Tenso
   if (t.unsafeGetTensorImpl() == out.unsafeGetTensorImpl()) return;
   if (fact.contiguous && out_fact.contiguous) {
     if (fact.data + bytes_of(fact) <= out_fact.data || out_fact.data + bytes_of(out_fact) <= fact.data) return;
-    // By address, not by storage: numpy and DLPack make two storages of the same memory.
+    // Compare addresses, not storages: numpy and DLPack make two storages of the same memory.
     return require(fact.data == out_fact.data && fact.dtype == out_fact.dtype, "overlap");
   }
   if (!t.is_alias_of(out)) return;
@@ -204,7 +205,7 @@ inline void check_apart(const Tensors& out, const Facts& facts) {
   for (size_t i = 1; i < spans.size(); ++i) require(spans[i - 1].second <= spans[i].first, "outputs overlap");
 }
 
-// A call's lists, found to be right.
+// The lists of a call that passed its checks.
 template <size_t K>
 struct Checked {
   c10::Device device;
@@ -225,7 +226,7 @@ Checked<K> check_lists(c10::DeviceType type, const std::array<const Tensors*, K>
     require(lists[k]->size() == first.size(), "length");
     checked.facts[k].resize(first.size());
   }
-  const bool recorded = writes && c10::GradMode::is_enabled();  // a flag of this thread
+  const bool recorded = writes && c10::GradMode::is_enabled();  // here: other threads have grad modes of their own
   std::atomic<bool> lazy{false};
   for_each_index(first.size(), [&](size_t i) {
     for (size_t k = 0; k < K; ++k) {
@@ -253,7 +254,7 @@ Checked<K> check_lists(c10::DeviceType type, const std::array<const Tensors*, K>
   if (writes) check_apart(*lists[K - 1], checked.facts[K - 1]);
   if (found_inf.has_value()) check_one(*found_inf, device, at::kFloat, true);
   for (const Number* number : numbers) check_number(*number, device);
-  if (lazy) {  // outputs get memory of their own here, not in several threads at once
+  if (lazy) {  // materialize copy-on-write outputs here: several threads at once would each copy them
     for (size_t i = 0; i < first.size(); ++i) (*lists[K - 1])[i].mutable_data_ptr();
     for (size_t k = 0; k < K; ++k) {
       for (size_t i = 0; i < first.size(); ++i) learn((*lists[k])[i], checked.facts[k][i]);
@@ -265,8 +266,8 @@ Checked<K> check_lists(c10::DeviceType type, const std::array<const Tensors*, K>
 // ---------------------------------------------------------------------------------------------------------------------
 // From a checked call to the loop
 
-// The number, or a copy of it if it lies in an output, of which is_output(tensor) tells: a device's blocks write there
-// while others have yet to read it. Whoever calls this keeps the result until the launch.
+// The number, or a copy of it if is_output(tensor) finds it in an output: there a device's blocks write while others
+// have yet to read it. The caller keeps the result alive until the launch.
 template <class Loop, class IsOutput>
 Number apart(const Number& number, const IsOutput& is_output) {
   const at::Tensor* const t = std::get_if<at::Tensor>(&number);
@@ -274,7 +275,7 @@ Number apart(const Number& number, const IsOutput& is_output) {
   return t->detach().clone();
 }
 
-// By storage: views of one buffer may be copied for nothing.
+// Compares storages alone, which is cheap: a number in another view of an output's buffer is copied needlessly.
 template <class Loop>
 Number apart(const Number& number, const Facts& outputs) {
   return apart<Loop>(number, [&](const at::Tensor& t) {
@@ -294,11 +295,11 @@ Scalar<T> scalar(const Number& number) {
     there.f32 = t.const_data_ptr<float>();
   }
   if (Loop::reads_late) return there;
-  there.load();  // once, before the first write: it may lie in an output
+  there.load();  // before the first write, which may overwrite it: it may lie in an output
   return {there.value, nullptr, nullptr};
 }
 
-// Autograd and the callers that watch for edits learn of the write, as from any in-place op of torch.
+// Bumps the version counter, as any in-place op of torch: autograd and the masters detect writes by it.
 inline void bump(const at::Tensor& t) {
   if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
 }

@@ -43,7 +43,7 @@ inline std::vector<std::vector<Span>> plan_spans(const std::vector<int64_t>& siz
       first += taken;
     }
   }
-  // Outside the loop, so that the last tensor's size (0, say) decides nothing about what is still pending.
+  // After the loop: a last tensor without chunks must not drop the launch that is pending.
   if (!pending.empty()) flush();
   return launches;
 }

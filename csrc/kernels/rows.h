@@ -1,5 +1,5 @@
-// What a launch on a device knows of its tensors: one row for each place in the lists, built on the host. Nothing here
-// calls CUDA, so that the tests (emulate.cpp) run it on any machine.
+// The metadata of tensors that a launch on a device gets: one row for each place in the lists, built on the host.
+// Nothing here calls CUDA, so that the tests (emulate.cpp) run it on any machine.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -90,7 +90,7 @@ Row<K> contiguous_row(const std::array<void*, K>& data, const std::array<c10::Sc
   return row;
 }
 
-// Fills `row` from tensors of the same sizes. kLinear: its part Row<K> suffices. kScattered: nothing is of use.
+// Fills `row` from tensors of the same sizes. kLinear: only its base, Row<K>, is filled. kScattered: nothing is.
 template <int K>
 Layout place(const std::array<View, K>& views, int64_t index, StridedRow<K>& row) {
   constexpr int64_t kMost = 64;
@@ -149,12 +149,12 @@ Layout place(const std::array<View, K>& views, int64_t index, StridedRow<K>& row
 template <class R>
 int64_t chunk_size(const std::vector<R>& rows) {
   constexpr int64_t kSlots = 132 * 4;  // the blocks that run at once on an H100, four on each of its multiprocessors
-  constexpr int64_t kWaves = 4;        // of fewer and longer blocks the last to end is waited for, more have to start
+  constexpr int64_t kWaves = 4;        // fewer: the GPU idles while the longest block ends; more: more starts
   constexpr int64_t kBlocks = kWaves * kSlots;
   constexpr int64_t kLeast = 4096;   // elements: one or two packs of each thread
   constexpr int64_t kMost = 131072;  // a thousandth of a large model: more waves, and each is short beside the whole
   int64_t total = 0;
-  for (const R& row : rows) total += std::min(row.size, kMost * kBlocks);  // no overflow
+  for (const R& row : rows) total += std::min(row.size, kMost * kBlocks);  // clamped: the sum of sizes may overflow
   // A tensor may have one block more than its size fills. Where there are very many, most are shorter than a block.
   const int64_t filled = std::max(kBlocks - static_cast<int64_t>(rows.size()), kBlocks / 2);
   return std::min((total / filled / kLeast + 1) * kLeast, kMost);

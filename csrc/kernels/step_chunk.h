@@ -7,12 +7,12 @@
 
 namespace amp_patch {
 
-// A StepRow as a launch knows it.
+// A StepRow as a launch gets it.
 struct StepBlocks : StepRow {
   uint32_t first;  // of the launch's blocks, the one that begins this row
   int32_t index;   // its place in the lists
   uint8_t width;   // elements of one memory access: 4, or 1 where the tensors are not aligned for that
-  bool begins;     // with the tensor: one row of each tensor counts its step
+  bool begins;     // the first row of its tensor: that one counts the tensor's step
 
   void begin_at(int64_t from) {
     for (int k = 0; k < kPlaces; ++k) {
@@ -132,7 +132,7 @@ struct StepWork {
   template <int V>
   C10_HOST_DEVICE void run(const StepRow& row, int64_t at) const {
     constexpr int S = F::kStates;
-    // All loads are issued before the first use.
+    // Issue all loads before the first use: each would wait for memory by itself.
     const Bits<float, V> grads = read_bits<V>(row, kGrad, at);
     Pack<float, V> g, states[S + 1];
     AMP_PATCH_UNROLL
@@ -179,7 +179,7 @@ struct JoinWork {
 template <class Work>
 C10_HOST_DEVICE inline void run_step_chunk(const Work& work, const StepBlocks& found, int chunk, uint32_t block,
                                            int thread) {
-  const StepBlocks row = found;  // in registers: stores might, for all the compiler knows, change it
+  const StepBlocks row = found;  // a copy in registers: the compiler would reload it after each store
   const int64_t begin = static_cast<int64_t>(block - row.first) * chunk, left = row.size - begin;
   const int length = left < chunk ? static_cast<int>(left) : chunk;
   int done = 0;

@@ -18,8 +18,8 @@ struct StepJob {
   std::vector<StepRow> rows;  // also of empty tensors, whose steps are counted
   bool host_steps;            // the steps lie on the CPU, the rest elsewhere
   UnscaleRule unscale;
-  const float* found_inf;    // where it is not 0, nothing changes; null: it does
-  std::vector<Number> kept;  // what `unscale` reads
+  const float* found_inf;    // where it is not 0, nothing changes; null: never skipped
+  std::vector<Number> kept;  // owns the tensors that `unscale` points into
 };
 
 template <class Loop>
@@ -45,7 +45,7 @@ inline bool same_strides(const at::Tensor& a, const at::Tensor& b) {
   return true;
 }
 
-// A list of the call: at which place of a row's data, and what is wanted of it.
+// A list of the call: its place in a row's data, and its contract.
 struct StepList {
   const Tensors* tensors;
   StepPlace place;
@@ -103,7 +103,7 @@ inline void check_disjoint(const std::vector<StepList>& lists, const std::vector
   for (const StepRow& row : rows) add(row.step, row.step != nullptr ? sizeof(float) : 0, true);
   const auto before = [](const Span& a, const Span& b) { return a.begin < b.begin; };
   if (!std::is_sorted(spans.begin(), spans.end(), before)) std::sort(spans.begin(), spans.end(), before);
-  const char *written = nullptr, *read = nullptr;  // how far the spans before reach
+  const char *written = nullptr, *read = nullptr;  // the ends of the spans so far
   for (const Span& span : spans) {
     require(written <= span.begin && (!span.written || read <= span.begin), "overlap");
     const char*& reached = span.written ? written : read;
@@ -111,7 +111,7 @@ inline void check_disjoint(const std::vector<StepList>& lists, const std::vector
   }
 }
 
-// One place of the lists: its row, found to be right.
+// Checks the tensors at place i of the lists, and fills its row.
 inline void check_place(const std::vector<StepList>& lists, size_t i, c10::Device device, bool recorded, StepRow& row,
                         Storages& storages, std::atomic<bool>& lazy) {
   const at::Tensor& param = (*lists[1].tensors)[i];
@@ -203,7 +203,7 @@ StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, co
   for (const Number& factor : factors) check_number(factor, job.device);
   for (const Number* number : numbers) check_number(*number, job.device);
   if (found_inf.has_value()) check_one(*found_inf, job.device, at::kFloat, false);
-  if (lazy) {  // outputs get memory of their own here, not in several threads at once
+  if (lazy) {  // materialize copy-on-write outputs here: several threads at once would each copy them
     for (const StepList& list : lists) {
       for (size_t i = 0; i < params.size(); ++i) {
         const at::Tensor& t = (*list.tensors)[i];
@@ -240,7 +240,7 @@ inline constexpr std::initializer_list<at::ScalarType> kSingle{at::kFloat};
 inline constexpr std::initializer_list<at::ScalarType> kSplitHalf{at::kShort};
 inline constexpr std::initializer_list<at::ScalarType> kSplitWeight{at::kBFloat16};
 
-// What all optimizers have. The parameters are the second list.
+// The lists of every optimizer. The parameters come second: checks compare the others with them.
 inline std::vector<StepList> step_lists(const Tensors& grads, const Tensors& params, const Tensors& low) {
   std::vector<StepList> lists{{&grads, kGrad, false, kAny}, {&params, kParam, true, kMasters}};
   if (!low.empty()) lists.push_back({&low, kWeight, true, kHalves});

@@ -14,7 +14,7 @@ enum StepPlace { kGrad, kParam, kWeight, kState, kPlaces = kState + 3 };
 // The tensors at one place of the lists. They are rows in memory, in one common order.
 struct StepRow {
   void* data[kPlaces];  // null: there is none
-  float* step;          // null: the count is the call's
+  float* step;          // its count of steps; null: one count serves all rows
   int64_t size;
   c10::ScalarType dtype[kPlaces];  // a parameter of int16 is the low half of a split one, whose weight is bfloat16
 };

@@ -124,7 +124,7 @@ struct Loops {
     template <class F, class Grad, class Masters>
     __attribute__((flatten)) static void step(const F& functor, const typename F::Rates& tensor_rates, int64_t n,
                                               const Grad* grad, Masters masters, float* const* states) {
-      const F f = functor;  // by value: else, for all the compiler knows, a store might change them
+      const F f = functor;  // by value: the compiler would reload its members after each store
       const typename F::Rates rates = tensor_rates;
       constexpr int S = F::kStates;
       float* state[S + 1] = {};

@@ -66,9 +66,10 @@ AMP_PATCH_ELEMENT void split(float master, c10::BFloat16& weight, int16_t& half)
   half = static_cast<int16_t>(bits & 0xFFFFu);
 }
 
-// A weight of 0 counts alone, for nothing tells one that a user wrote (pruning) from a tiny master. So does a NaN, and
-// an infinity with a positive half, which no number is split into: added up, those pairs give a NaN. The test for 0 is
-// one of bits: that of floats takes subnormal numbers for 0 where a thread has set_flush_denormal.
+// A weight of 0 is joined as 0, whatever its half: a user may have written it (pruning), and a tiny master cannot be
+// told from that. The half is ignored too beside a NaN, and where it is positive beside an infinity: no number is split
+// so, and the sum of such a pair is a NaN. The test for 0 compares bits: one of floats takes subnormal numbers for 0
+// where a thread has set_flush_denormal.
 AMP_PATCH_ELEMENT float join(c10::BFloat16 weight, int16_t half) {
   const uint32_t high = static_cast<uint32_t>(weight.x) << 16;
   const float master = from_bits(high + static_cast<uint32_t>(static_cast<int32_t>(half)));

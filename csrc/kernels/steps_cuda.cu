@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   run_step_chunk(Work(), rows[row_of(rows, count, blockIdx.x)], chunk, blockIdx.x, static_cast<int>(threadIdx.x));
 }
 
-// Of steps that lie on the CPU the kernel counts a copy.
+// A copy on the device of steps that lie on the CPU: kernels cannot read those.
 at::Tensor copy_steps(const StepJob& job, std::vector<StepBlocks>& blocks) {
   const auto count = static_cast<int64_t>(job.rows.size());
   const auto options = at::TensorOptions().dtype(at::kFloat);
@@ -93,7 +93,7 @@ struct CudaSteps {
         C10_CUDA_KERNEL_LAUNCH_CHECK();
       }
     };
-    // First: where memory is short, its launch fails before a weight is written.
+    // Rows without elements first: where memory is short, their launch fails before a weight is written.
     if (Rule::kCounts && !job.host_steps && !all) {
       launch_rows<kManyBytes>(blocks_of(job.rows, true), job.device, stream, count);
     }
@@ -106,7 +106,7 @@ struct CudaSteps {
                                   job.found_inf, own);
                               C10_CUDA_KERNEL_LAUNCH_CHECK();
                             });
-    // Last: nothing can fail any more, so steps are counted if and only if they are made.
+    // Count last, when nothing can fail any more: steps are counted if and only if they are made.
     for (const StepRow& row : job.rows) {
       if (job.host_steps) *row.step += 1;
     }

@@ -8,9 +8,9 @@
 
 namespace amp_patch {
 
-// A list of tensors, borrowed from whoever keeps them alive during the call: no count of references is touched. What
-// torch knows of a tensor (its TensorImpl), its storage and its version's counter lie scattered over the memory, and to
-// wait for them costs more than anything else about a small tensor. So loops ask for them ahead.
+// A list of tensors, borrowed from the caller, who keeps them alive: no reference count is touched. A tensor's metadata
+// (its TensorImpl), its storage and its version counter lie scattered over the memory, and waiting for them costs more
+// than anything else about a small tensor. So loops prefetch them.
 class Tensors {
  public:
   Tensors() = default;
@@ -26,7 +26,7 @@ class Tensors {
   bool empty() const { return items_.empty(); }
   const at::Tensor& operator[](size_t i) const { return items_[i]; }
 
-  // Asks for what torch knows of tensor i.
+  // Prefetches the metadata of tensor i.
   void prefetch(size_t i) const {
     if (i < items_.size()) prefetch_object<c10::TensorImpl>(items_[i].unsafeGetTensorImpl());
   }

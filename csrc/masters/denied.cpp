@@ -1,5 +1,5 @@
-// Memory that is gone refuses to be read. Torch's kernels ask a tensor for its shape and its pointer, and not whether
-// there is memory behind that: of a tensor whose storage is empty they read address 0.
+// Makes reads of released memory throw. Torch's kernels take a tensor's shape and pointer and do not check its storage:
+// where that is empty they read address 0, and the process dies.
 #include <torch/extension.h>
 
 #include <string>
@@ -7,7 +7,7 @@
 namespace amp_patch {
 namespace {
 
-// Let every access to the memory of `tensor` throw from now on, for good, with this message.
+// Makes every later access to the memory of `tensor` throw this message.
 void deny_memory(const at::Tensor& tensor, const std::string& message) {
   tensor.storage().unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
 }

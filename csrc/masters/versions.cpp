@@ -1,6 +1,6 @@
-// Which of many tensors were written since their values were last taken note of, told by their version counters. It is
-// asked before every forward of a model with masters, so it takes nanoseconds a tensor. amp_patch's masters have both
-// classes in Python too, for where there is no extension.
+// Finds the tensors that were written since their version counters were last noted. That runs before every forward of a
+// model with masters, so it takes nanoseconds a tensor. masters/masters.py has both classes in Python, for where there
+// is no extension.
 #include <torch/extension.h>
 
 #include <memory>
@@ -10,7 +10,7 @@
 namespace amp_patch {
 namespace {
 
-// A tensor, and its version counter when its value was last taken note of.
+// A tensor, and its version counter when that was last noted.
 class Noted {
  public:
   explicit Noted(at::Tensor tensor) : tensor_(std::move(tensor)) { note(); }
@@ -20,14 +20,14 @@ class Noted {
  private:
   uint32_t version() const {
     const c10::VariableVersion& counter = tensor_.unsafeGetTensorImpl()->version_counter();
-    return counter.enabled() ? counter.current_version() : 0;  // of an inference tensor there is none
+    return counter.enabled() ? counter.current_version() : 0;  // inference tensors have none
   }
 
   at::Tensor tensor_;
   uint32_t noted_ = 0;
 };
 
-// Several of these tensors, asked at once.
+// Several of them, compared in one call.
 class Watch {
  public:
   explicit Watch(std::vector<std::shared_ptr<Noted>> noted) : noted_(std::move(noted)) {}

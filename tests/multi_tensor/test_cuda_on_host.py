@@ -31,7 +31,7 @@ def library(tmp_path_factory):
 def gpu(library, monkeypatch):
     """The module in the place of the extension: the CPU's tensors act those of a GPU."""
     monkeypatch.setattr(backends, "_C", library)
-    monkeypatch.setattr(backends, "_forced", "cpp")
+    monkeypatch.setattr(backends, "active", library)
     library.fail_at(-1)
     with torch.no_grad():
         yield library

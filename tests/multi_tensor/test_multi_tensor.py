@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import inspect
 import itertools
 import math
 import re
@@ -19,6 +21,7 @@ from conftest import DEVICES, DTYPES
 
 from amp_patch import multi_tensor as mt
 from amp_patch.multi_tensor import backends
+from amp_patch.multi_tensor.checks import Contract
 
 INF, NAN = math.inf, math.nan
 SIZES = [0, 1, 7, 8, 511, 512, 513, 16384, 16385, 0]  # around the blocks and chunks of cpu.cpp; an empty one last
@@ -1161,6 +1164,14 @@ def test_any_number_is_a_factor(factor):
     assert tensors[0].tolist() == [4.0 * float(factor)] * 3
 
 
+def test_contracts_have_the_names_of_the_functions_arguments():
+    contracts = [c for module in (mt, mt.steps) for c in vars(module).values() if isinstance(c, Contract)]
+    assert {c.name for c in contracts} == {name for name in mt.__all__ if name.startswith(("multi_tensor_", "update_"))}
+    for contract in contracts:
+        taken = inspect.signature(getattr(mt, contract.name)).parameters
+        assert {part.name for part in (*contract.lists, *contract.arguments)} <= set(taken), contract.name
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Backends
 
@@ -1174,6 +1185,15 @@ def test_the_backend_says_what_and_why(backend):
     ):
         pass
     assert mt.backend() == backend
+
+
+@pytest.mark.parametrize("left_by", [None, KeyError])
+def test_a_backend_is_in_use_inside_of_its_block_alone(backend, left_by):
+    with contextlib.suppress(KeyError), mt.use_backend("torch"):
+        assert mt.backend() == "torch" and mt.extension() is None
+        if left_by is not None:
+            raise left_by
+    assert mt.backend() == backend and (mt.extension() is None) == (backend == "torch")
 
 
 def test_the_environment_forces_torch_and_the_import_touches_no_cuda():

@@ -171,6 +171,8 @@ def test_memory_orders(backend):
     assert weights[0].stride() == x.stride() and torch.equal(join(weights, halves)[0], x)
     with pytest.raises(ValueError, match=r"multi_tensor_split: tensor 0 of weights has strides .*, its parameter has"):
         mt.multi_tensor_split([x], [weights[0].contiguous()], halves)
+    with pytest.raises(ValueError, match=r"multi_tensor_join: tensor 0 of halves has strides .*, its parameter has"):
+        mt.multi_tensor_join(weights, [halves[0].contiguous()], [x])
 
 
 def test_what_is_refused_before_the_first_write(backend):

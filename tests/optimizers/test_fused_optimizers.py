@@ -19,6 +19,7 @@ from training import assert_unchanged, snapshot
 
 from amp_patch import amp, multi_tensor
 from amp_patch.multi_tensor import backends
+from amp_patch.multi_tensor.plain_steps import decay
 from amp_patch.optimizers import (
     FusedAdagrad,
     FusedAdam,
@@ -28,7 +29,6 @@ from amp_patch.optimizers import (
     FusedOptimizer,
     FusedSGD,
 )
-from amp_patch.optimizers.common import decay
 
 ORACLES = {
     FusedAdam: reference.adam,

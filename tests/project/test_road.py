@@ -15,13 +15,13 @@ from amp_patch import multi_tensor
 
 # (calls, files). Lower them whenever the road gets shorter; to raise one is to make every user's step longer.
 CEILINGS = {
-    "O1": (288, 30),
-    "O2": (348, 34),
-    "O4": (247, 27),
-    "O5": (317, 32),
-    "O5, split": (322, 32),
-    "GAN, O1": (1130, 31),
-    "GAN, O2": (1157, 37),
+    "O1": (275, 29),
+    "O2": (322, 33),
+    "O4": (239, 26),
+    "O5": (296, 31),
+    "O5, split": (301, 31),
+    "GAN, O1": (1083, 30),
+    "GAN, O2": (1086, 36),
 }
 
 

@@ -10,12 +10,11 @@ from torch import Tensor
 from amp_patch import multi_tensor
 from amp_patch.apex.amp_C.arguments import Lists, lists_of, publish_unless, skip_flag
 from amp_patch.apex.amp_C.tensor_lists import blend_into
+from amp_patch.multi_tensor.plain_steps import fused_adam, fused_sgd
 from amp_patch.optimizers.adagrad import adagrad
-from amp_patch.optimizers.adam import adam
 from amp_patch.optimizers.common import computable, wide
 from amp_patch.optimizers.lamb import lamb, lamb_apply, lamb_update
 from amp_patch.optimizers.novograd import novograd
-from amp_patch.optimizers.sgd import sgd
 
 
 @torch.no_grad()
@@ -44,19 +43,18 @@ def multi_tensor_sgd(
         scaled = [torch.empty_like(g, dtype=wide(p.dtype)) for g, p in zip(grads, params, strict=True)]
         multi_tensor.multi_tensor_scale(grads, scaled, scale)
         grads = scaled
-    sgd(
-        params,
-        grads,
-        buffers,
-        lr=lr,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=wd,
-        nesterov=nesterov,
-        wd_after_momentum=wd_after_momentum,
-        first_run=first_run,
-        found_inf=skipped,
-    )
+    with computable([params, *([buffers] if momentum else [])], [grads]) as ((p, *b), (g,)):
+        fused_sgd(
+            *(p, g, b[0] if b else []),
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=wd,
+            nesterov=nesterov,
+            wd_after_momentum=wd_after_momentum,
+            first_run=first_run,
+            found_inf=skipped,
+        )
     if copies:
         publish_unless(params, copies[0], skipped)
 
@@ -76,41 +74,44 @@ def multi_tensor_adam(
     weight_decay: float,
 ) -> None:
     """A step of Adam (mode 0) or AdamW (mode 1) for the lists [grads, params, exp_avgs, exp_avg_sqs]."""
-    grads, params, *states = lists_of("multi_tensor_adam", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
-    adam(
-        params,
-        grads,
-        *states,
-        step=step,
-        lr=lr,
-        betas=(beta1, beta2),
-        eps=epsilon,
-        weight_decay=weight_decay,
-        decoupled=mode == 1,
-        bias_correction=bool(bias_correction),
-    )
+    lists = lists_of("multi_tensor_adam", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
+    _adam(lists, None, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
+
+
+def _adam(
+    lists: list[list[Tensor]],
+    skipped: Tensor | None,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int | Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    grads, *written = lists
+    with computable(written, [grads]) as ((p, m, v), (g,)):
+        fused_adam(
+            *(p, g, m, v),
+            step=step,
+            lr=lr,
+            betas=(beta1, beta2),
+            eps=epsilon,
+            weight_decay=weight_decay,
+            decoupled=mode == 1,
+            bias_correction=bool(bias_correction),
+            found_inf=skipped,
+        )
 
 
 def _adam_capturable(name: str, noop_flag: Tensor, lists: list[list[Tensor]], *rest: Any) -> Tensor:
-    grads, params, exp_avgs, exp_avg_sqs = lists
-    lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale = rest
+    grads, params, *states = lists
+    *settings, inv_scale = rest
     skipped = skip_flag(name, noop_flag, params)
     unscaled = [torch.empty_like(g, dtype=wide(p.dtype)) for g, p in zip(grads, params, strict=True)]
     multi_tensor.multi_tensor_scale(grads, unscaled, inv_scale)
-    adam(
-        params,
-        unscaled,
-        exp_avgs,
-        exp_avg_sqs,
-        step=step,
-        lr=lr,
-        betas=(beta1, beta2),
-        eps=epsilon,
-        weight_decay=weight_decay,
-        decoupled=mode == 1,
-        bias_correction=bool(bias_correction),
-        found_inf=skipped,
-    )
+    _adam([unscaled, params, *states], skipped, *settings)
     return skipped
 
 
