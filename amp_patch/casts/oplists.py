@@ -296,8 +296,10 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "matrix_exp",
             "matrix_norm",
             "matrix_rank",
+            "matrix_sqrth",
             "norm",
             "pinv",
+            "polar",
             "qr",
             "slogdet",
             "solve",
@@ -350,6 +352,8 @@ OPTIONAL: frozenset[str] = frozenset(
     {
         "torch.Tensor.__rdiv__",  # a Python 2 operator that torch may drop any day
         "torch._grouped_mm",
+        "torch.linalg.matrix_sqrth",
+        "torch.linalg.polar",
         "torch.linalg.solve_ex",
         "torch.nn.attention.flex_attention._validate_sdpa_input",
         "torch.nn.attention.flex_attention.flex_attention_hop",

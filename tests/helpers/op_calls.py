@@ -134,6 +134,7 @@ SAMPLES: dict[str, Sample] = {
     **dict.fromkeys(("cholesky_solve", "solve", "solve_ex", "lstsq"), two),
     "lu_solve": lambda t: (t(3, 3), torch.tensor([1, 2, 3], dtype=torch.int32), t(3, 3)),
     "solve_triangular": lambda t: (t(3, 3), t(3, 3), {"upper": True}),
+    "torch.linalg.polar": lambda t: (t(3, 3),),
     "tensorinv": lambda t: (t(2, 3, 6),),
     "tensorsolve": lambda t: (t(2, 3, 6), t(2, 3)),
     "stft": lambda t: (t(16), 4, {"window": t(4), "return_complex": True}),

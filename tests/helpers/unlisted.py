@@ -91,7 +91,7 @@ _UNLISTED = {
         mkldnn_linear_backward_weights mkldnn_max_pool2d mkldnn_max_pool3d mkldnn_rnn_layer native_group_norm
         native_norm
         """,
-    "FP8 operands and their scales, which the user has made by hand": "scaled_grouped_mm scaled_mm",
+    "FP8 operands and their scales, which the user has made by hand": "scaled_addmm scaled_grouped_mm scaled_mm",
     "quantized: the types are a part of what is asked for": """
         choose_qparams_optimized dequantize fake_quantize_per_channel_affine fake_quantize_per_tensor_affine
         fbgemm_linear_fp16_weight fbgemm_linear_fp16_weight_fp32_activation fbgemm_linear_int8_weight
