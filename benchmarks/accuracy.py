@@ -17,10 +17,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from poster import dots
+
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.level_result import LevelResult
 from amp_patch.comparison.measures import paired_t_test
-from amp_patch.comparison.poster import dots
 from amp_patch.recording.run import loads
 from amp_patch.support.guard import Guard
 

@@ -366,6 +366,7 @@ def test_the_picture_of_the_readme_is_the_card_of_a_report(tmp_path, monkeypatch
     page.write(Comparison("train.py", runs, machine=machine), tmp_path)
     argv = ["demo_picture.py", "--from", str(tmp_path / "report.json"), "--docs", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.syspath_prepend(BENCHMARKS)
     runpy.run_path(str(BENCHMARKS / "demo_picture.py"), run_name="__main__")
     readme = re.findall(r'"(docs/demo-\w+\.svg)"', (ROOT / "README.md").read_text())
     assert readme == ["docs/demo-dark.svg", "docs/demo-light.svg"]
