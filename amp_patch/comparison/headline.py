@@ -5,7 +5,7 @@ from __future__ import annotations
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.level_result import LevelResult, failures_in_words, faults, seeds_change_nothing, skips_much
 from amp_patch.comparison.verdict import ALIKE
-from amp_patch.comparison.wording import apart, difference, tell_apart, times
+from amp_patch.comparison.wording import relative_distance, shortest_distinct, signed_percent, times
 
 _TYPES = {"float16": "FP16", "bfloat16": "BF16", None: "FP32"}
 
@@ -85,7 +85,7 @@ def why(comparison: Comparison) -> str:
     if _to_the_bit(best):
         return f"{first}: every loss is {base.name}'s, to the bit."
     low, high = min(base.finite.values()), max(base.finite.values())
-    mean, low_, high_ = tell_apart(best.mean or 0.0, low, high)
+    mean, low_, high_ = shortest_distinct(best.mean or 0.0, low, high)
     where = "better than" if best.verdict.better else "within"
     span = f"the range of {base.name}'s seeds ({low_} to {high_})"
     return f"{first}: its final {comparison.metric}, {mean}, is {where} {span}."
@@ -108,11 +108,11 @@ def how_sure(comparison: Comparison) -> str:
         said.append(f"{'Faster' if low > 1 else 'Its speed'} {each}: {span}.")
     if len(base.finite) > 1 and not seeds_change_nothing(base) and not _to_the_bit(best):
         low, high = min(base.finite.values()), max(base.finite.values())
-        width = apart(high, low).removesuffix(" above")
+        width = relative_distance(high, low).removesuffix(" above")
         said.append(f"{base.name}'s own seeds lie {width} apart in {comparison.metric}: less than that is not seen.")
         if best is not base and (pairs := [(best.finite[s], base.finite[s]) for s in best.finite if s in base.finite]):
             furthest = max(pairs, key=lambda pair: abs(pair[0] - pair[1]) / (abs(pair[1]) or 1))
-            off = difference(*furthest).replace("+", "").replace("-", "")
+            off = signed_percent(*furthest).replace("+", "").replace("-", "")
             where = f"where {base.name} does" if off == "equal" else f"at most {off} from {base.name}"
             said.append(f"With the same seed it ends {where}.")
     load = load_note(comparison)

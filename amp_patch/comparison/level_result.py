@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 from amp_patch.comparison import measures
 from amp_patch.comparison.measures import Ratio
 from amp_patch.comparison.wording import level_name, listed
-from amp_patch.recording.run import Run
+from amp_patch.recording.run import INTERRUPTED, Run
 
-INTERRUPTED = "interrupted"  # an error that begins so is the user's Ctrl-C: no fault of the level
 # A level is not recommended if a run skipped more than half of its steps, or more than this share and this number: as
 # many halvings take the largest dynamic scale, 2**24, to 1.
 SKIPPED_SHARE, SKIPPED_STEPS = 0.1, 24
@@ -137,7 +136,7 @@ def went_well(run: Run) -> bool:
 
 def faults(level: LevelResult) -> list[Run]:
     """The runs that failed by themselves."""
-    return [run for run in level.failed if not (run.error or "").startswith(INTERRUPTED)]
+    return [run for run in level.failed if run.error_kind != INTERRUPTED]
 
 
 def failures_in_words(level: LevelResult) -> str:

@@ -1,4 +1,4 @@
-"""HTML of a report's parts: headings, tables, folds. What is a user's text stays text."""
+"""HTML of a report's parts: headings, tables, sections. What is a user's text stays text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def plain(value: Any) -> str:
     return escape(str(value))
 
 
-def fold(title: str, content: str, hint: str = "") -> str:
+def section(title: str, content: str, hint: str = "") -> str:
     """A section that is opened by a click; nothing where there is no content."""
     said = f" <small>{plain(hint)}</small>" if hint else ""
     return f"<details>\n<summary><h2>{plain(title)}</h2>{said}</summary>\n{content}\n</details>" if content else ""

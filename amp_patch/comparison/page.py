@@ -7,10 +7,10 @@ from pathlib import Path
 
 from amp_patch.comparison import headline, wording
 from amp_patch.comparison.comparison import Comparison
-from amp_patch.comparison.folds import folds, number
 from amp_patch.comparison.level_result import LevelResult
-from amp_patch.comparison.markup import fold, items, plain, table
+from amp_patch.comparison.markup import items, plain, section, table
 from amp_patch.comparison.rows import Row, axis, rows
+from amp_patch.comparison.sections import number, sections
 from amp_patch.comparison.style import style
 from amp_patch.recording.run import dumps
 from amp_patch.support.files import write_whole
@@ -41,8 +41,8 @@ def html(comparison: Comparison) -> str:
         f"<header><p><strong>{plain(comparison.title)}</strong> {plain(_about(comparison))}</p></header>",
         _card(comparison),
         _levels(comparison),
-        items(notes) if len(notes) <= _FEW else fold(f"Notes on the runs ({len(notes)})", items(notes)),
-        *folds(comparison),
+        items(notes) if len(notes) <= _FEW else section(f"Notes on the runs ({len(notes)})", items(notes)),
+        *sections(comparison),
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -133,7 +133,7 @@ def _levels(comparison: Comparison) -> str:
                 plain(headline.name(level)),
                 _finding(level, comparison),
                 number(level.mean) + (f"<small>{_several(level.final)}</small>" if len(level.final) > 1 else ""),
-                wording.difference(level.mean, base.mean) if base is not None and other else "",
+                wording.signed_percent(level.mean, base.mean) if base is not None and other else "",
                 wording.three(level.step_ms) if level.step_ms else "",
                 _speed(level) if other else "",
                 wording.three(level.samples_per_second) if level.samples_per_second else "",

@@ -7,13 +7,10 @@ import statistics
 from dataclasses import dataclass
 
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
-from amp_patch.recording.run import Run
+from amp_patch.recording.run import NATIVE, Run
 
 # The levels that one would train with, in both types; O3, which keeps no FP32 weights, shows what that costs.
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
-
-# A script's own torch.autocast and GradScaler, beside the levels that take their place.
-NATIVE = "native"
 
 _MOST_SEEDS = 1000
 

@@ -187,7 +187,7 @@ def _against(level: LevelResult, base: LevelResult | None) -> str:
     """How far the mean is from the baseline's."""
     if base is None or level is base or len(level.finite) < len(level.runs):
         return ""
-    return wording.difference(level.mean, base.mean).replace(" ", "")
+    return wording.signed_percent(level.mean, base.mean).replace(" ", "")
 
 
 def _number(value: float | None) -> str:

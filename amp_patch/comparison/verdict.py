@@ -17,7 +17,7 @@ from amp_patch.comparison.level_result import (
     skips_in_words,
 )
 from amp_patch.comparison.measures import LOSS
-from amp_patch.comparison.wording import apart, tell_apart, times
+from amp_patch.comparison.wording import relative_distance, shortest_distinct, times
 
 SIGNIFICANCE = 0.05
 ALIKE = 1.05  # "as fast as" is said within this ratio
@@ -78,7 +78,7 @@ class Judge:
         spread = list(base.finite.values())
         diverged = self._diverged(level, base)
         if level is base:
-            text, low, high = tell_apart(statistics.mean(spread), min(spread), max(spread))
+            text, low, high = shortest_distinct(statistics.mean(spread), min(spread), max(spread))
             over = f" over {len(spread)} seeds ({low} to {high})" if len(spread) > 1 else ""
             return "baseline", "; ".join([f"{self.figure} {text}{over}", *diverged]), False
         if diverged:
@@ -90,10 +90,10 @@ class Judge:
         of_seed = {run.seed: run for run in base.runs}
         if ours == theirs and all(same_losses(run, of_seed[run.seed]) for run in level.runs if run.seed in seeds):
             same = f"every loss the same as {base.name}'s, to the bit"
-            return "within", f"{self.figure} {tell_apart(statistics.mean(ours))[0]}, {same}", False
+            return "within", f"{self.figure} {shortest_distinct(statistics.mean(ours))[0]}, {same}", False
         mean, base_mean = statistics.mean(ours), statistics.mean(theirs)
         better = (mean > base_mean) is self.maximize and mean != base_mean
-        distance = apart(mean, base_mean)
+        distance = relative_distance(mean, base_mean)
         if len(spread) < 2 or seeds_change_nothing(base):
             what = "the seeds change nothing" if len(spread) > 1 else "one seed"
             return (
@@ -101,7 +101,7 @@ class Judge:
                 f"{what}: {self.figure} {distance} {base.name}'s; {more_seeds(base)} to judge it",
                 False,
             )
-        text, low, high = tell_apart(mean, min(spread), max(spread))
+        text, low, high = shortest_distinct(mean, min(spread), max(spread))
         its_spread = f"the spread of {base.name}'s {len(spread)} seeds ({low} to {high})"
         if min(spread) <= mean <= max(spread):
             return "within", f"{self.figure} {text} within {its_spread}", False
@@ -109,7 +109,7 @@ class Judge:
             return "undecided", f"{self.figure} {text} outside {its_spread}, with one seed; run more seeds", False
         p = measures.paired_t_test(ours, theirs)
         word = ", better: " if better else ", "
-        of_base = tell_apart(base_mean)[0]
+        of_base = shortest_distinct(base_mean)[0]
         difference = f"{self.figure} {text}{word}{distance} {base.name}'s {of_base}, outside {its_spread}"
         found = f"paired t-test p {'< 0.001' if p < 0.001 else f'= {p:.2g}'}"
         if p < SIGNIFICANCE:

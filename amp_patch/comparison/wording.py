@@ -29,7 +29,7 @@ def times(*ratios: float) -> list[str]:
     return [f"{ratio:.{digits}f}" for ratio in ratios]
 
 
-def apart(figure: float, base: float) -> str:
+def relative_distance(figure: float, base: float) -> str:
     """ "0.3 % above"."""
     side = "above" if figure > base else "below"
     if figure == base:
@@ -40,7 +40,7 @@ def apart(figure: float, base: float) -> str:
     return f"{percent:{'.0f' if 10 <= percent < 1e5 else '.2g'}} % {side}"
 
 
-def difference(result: float | None, base: float | None) -> str:
+def signed_percent(result: float | None, base: float | None) -> str:
     """ "+0.3 %": how far a mean is from the baseline's; "" where one of them is not known."""
     if result is None or base is None:
         return ""
@@ -56,7 +56,7 @@ def difference(result: float | None, base: float | None) -> str:
     return f"{percent:{'+.2f' if abs(percent) < 10 else '+.0f'}} %"
 
 
-def tell_apart(*values: float) -> list[str]:
+def shortest_distinct(*values: float) -> list[str]:
     """Numbers with four significant digits, or up to nine where that tells more of them apart."""
     texts = [[f"{value:#.{digits}g}".rstrip(".") for value in values] for digits in range(4, 10)]
     return max(texts, key=lambda each: len(set(each)))  # the first of the best

@@ -177,7 +177,7 @@ def test_a_speed_that_is_above_and_below_is_not_clear():
     ("mean", "words"), [(1.0, "equal"), (1.00001, "<0.01 %"), (0.99, "-1.00 %"), (12.0, ">+999 %"), (None, "")]
 )
 def test_a_difference_is_never_minus_nothing(mean, words):
-    assert wording.difference(mean, 1.0) == words
+    assert wording.signed_percent(mean, 1.0) == words
 
 
 def test_nothing_is_loaded(full):
@@ -318,7 +318,7 @@ def test_the_figures_are_written_where_a_picture_fails(tmp_path, monkeypatch):
     def fail(comparison):
         raise RuntimeError("no picture")
 
-    monkeypatch.setattr(page, "folds", fail)
+    monkeypatch.setattr(page, "sections", fail)
     with pytest.raises(RuntimeError, match="no picture"):
         page.write(Comparison("train.py", [made_up_run("O0"), made_up_run("O2")]), tmp_path)
     assert len(Comparison.from_dict(loads((tmp_path / "report.json").read_text())).runs) == 2

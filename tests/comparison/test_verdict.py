@@ -15,7 +15,7 @@ from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.level_result import LevelResult, Verdict
 from amp_patch.comparison.machine import machine
 from amp_patch.comparison.measures import Ratio
-from amp_patch.recording.run import Run, dumps, loads
+from amp_patch.recording.run import INTERRUPTED, Run, dumps, loads
 
 
 def seeds(level: str, *finals: float, **fields) -> list[Run]:
@@ -336,7 +336,7 @@ def test_the_recommendation():
     # A level of which a run failed is not recommended, unless it was interrupted.
     failed = Run("O2", 3, dtype="float16", error="CUDA out of memory")
     assert replace(made, runs=[*made.runs, failed]).summary.startswith("Use O1 fp16: 2.0x faster")
-    failed.error = "interrupted after 3 steps"
+    failed.error, failed.error_kind = "interrupted after 3 steps", INTERRUPTED
     assert replace(made, runs=[*made.runs, failed]).summary.startswith("Use O2 fp16: 2.5x faster")
     # Not faster: memory decides, if all runs took less.
     small = seeds("O4", *same, peak_memory=2**19)

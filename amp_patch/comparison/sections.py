@@ -10,13 +10,13 @@ from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.drawing import Picture
 from amp_patch.comparison.headline import name
 from amp_patch.comparison.level_result import LevelResult
-from amp_patch.comparison.markup import definitions, figures, fold, items, plain, stack, swatch, table
+from amp_patch.comparison.markup import definitions, figures, items, plain, section, stack, swatch, table
 from amp_patch.recording.run import PARTS, Look, Run
 
 _LISTED = 12  # modules, and parameters, that a table names: the worst
 
 
-def folds(comparison: Comparison) -> list[str]:
+def sections(comparison: Comparison) -> list[str]:
     """The parts that there is something to say in."""
     base = comparison.baseline.name if comparison.baseline is not None else ""
     curves = "A line is the mean over the seeds, on the range of all; "
@@ -24,23 +24,23 @@ def folds(comparison: Comparison) -> list[str]:
     curves += "red marks losses that are not finite. Means run over a 25th of the steps."
     lines = "A line a seed; red marks skipped steps."
     return [
-        fold("What failed", _failures(comparison)),
-        fold(
+        section("What failed", _failures(comparison)),
+        section(
             "Training loss",
             _with_words(curves, pictures.losses(comparison)),
             f"how far each level is from {base}, with the same seed" if base else "",
         ),
-        fold("Time of a step", _times(comparison), "data, forward, backward, optimizer"),
-        fold("Memory", _memory(comparison), "weights, gradients, optimizer state, activations"),
-        fold("Sizes of layers", _advice(comparison), "that a GPU would be faster with"),
-        fold("Loss scale and skipped steps", _with_words(lines, pictures.scales(comparison))),
-        fold("What the numbers look like", "".join(map(_seen, comparison.levels)), "as amp.inspect saw them"),
-        fold("What each level is", definitions(_policies(comparison))),
-        fold(
+        section("Time of a step", _times(comparison), "data, forward, backward, optimizer"),
+        section("Memory", _memory(comparison), "weights, gradients, optimizer state, activations"),
+        section("Sizes of layers", _advice(comparison), "that a GPU would be faster with"),
+        section("Loss scale and skipped steps", _with_words(lines, pictures.scales(comparison))),
+        section("What the numbers look like", "".join(map(_seen, comparison.levels)), "as amp.inspect saw them"),
+        section("What each level is", definitions(_policies(comparison))),
+        section(
             "How it was decided", f"<p>{plain(comparison.test)}</p>" if any(v.runs for v in comparison.levels) else ""
         ),
-        fold("The machine", definitions(comparison.machine)),
-        fold("Every run", _runs(comparison)),
+        section("The machine", definitions(comparison.machine)),
+        section("Every run", _runs(comparison)),
     ]
 
 
