@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from amp_patch.comparison import headline, wording
 from amp_patch.comparison.comparison import Comparison
-from amp_patch.comparison.level_result import LevelResult
+from amp_patch.comparison.level_result import LevelResult, failures
 from amp_patch.comparison.markup import items, plain, section, table
 from amp_patch.comparison.rows import Row, axis, rows
 from amp_patch.comparison.sections import number, sections
 from amp_patch.comparison.style import style
-from amp_patch.recording.run import dumps
+from amp_patch.policy import OPT_LEVELS
+from amp_patch.recording.run import NATIVE, dumps
 from amp_patch.support.files import write_whole
 
 # Nothing may be loaded, and nothing runs: what a user's script put into a name or an error stays text.
@@ -36,7 +39,7 @@ def write(comparison: Comparison, folder: str | Path) -> Path:
 
 def html(comparison: Comparison) -> str:
     """The page: pictures inline, no script, no request to anything; light and dark as the reader's system is."""
-    notes = [note for note in comparison.notes if note != headline.load_note(comparison)]
+    notes = [note for note in comparison.notes if note != comparison.load_note]
     parts = [
         f"<header><p><strong>{plain(comparison.title)}</strong> {plain(_about(comparison))}</p></header>",
         _card(comparison),
@@ -72,7 +75,7 @@ def _card(comparison: Comparison) -> str:
     gains = headline.gains(comparison)
     said = {"Why": headline.why(comparison), "How sure": headline.how_sure(comparison)}
     pairs = "".join(f"<dt>{name}</dt><dd>{plain(words)}</dd>" for name, words in said.items() if words)
-    if best is not None and best is not comparison.baseline and best.level != "native":
+    if best is not None and best is not comparison.baseline and best.level != NATIVE:
         pairs += f"<dt>To use it</dt><dd><code>from amp_patch import amp<br>{plain(_argument(best))}</code></dd>"
     won = best is not None and best is not comparison.baseline
     return (
@@ -83,8 +86,8 @@ def _card(comparison: Comparison) -> str:
 
 
 def _argument(level: LevelResult) -> str:
-    # O1 to O3 are FP16 unless told otherwise.
-    also = ", dtype=torch.bfloat16" if level.level in ("O1", "O2", "O3") and level.dtype == "bfloat16" else ""
+    bf16_unasked = OPT_LEVELS[level.level].dtype is torch.bfloat16
+    also = ", dtype=torch.bfloat16" if level.dtype == "bfloat16" and not bf16_unasked else ""
     return f'amp.initialize(..., opt_level="{level.level}"{also})'
 
 
@@ -109,11 +112,11 @@ def _rows(comparison: Comparison) -> str:
 
 def _row(row: Row) -> str:
     level = row.level
-    name, _, dtype = headline.name(level).partition(" ")
+    type_name = wording.type_name(level.dtype) if level.dtype else ""
     cells = "".join(f"<svg>{cell}</svg>" for cell in (row.speed, row.memory, row.dots))
     if not row.speed:
         cells = '<div class="failed">no run went well: the table says why</div>'
-    words = f"<b>{plain(name)}</b> {plain(dtype)} <small>{plain(row.short)}</small>"
+    words = f"<b>{plain(level.level)}</b> {plain(type_name)} <small>{plain(row.short)}</small>"
     return f'<div class="row {row.state}"><div>{words}</div>{cells}</div>'
 
 
@@ -130,7 +133,7 @@ def _levels(comparison: Comparison) -> str:
         other = base is not None and level is not base
         lines.append(
             [
-                plain(headline.name(level)),
+                plain(level.heading),
                 _finding(level, comparison),
                 number(level.mean) + (f"<small>{_several(level.final)}</small>" if len(level.final) > 1 else ""),
                 wording.signed_percent(level.mean, base.mean) if base is not None and other else "",
@@ -147,10 +150,10 @@ def _levels(comparison: Comparison) -> str:
 
 
 def _finding(level: LevelResult, comparison: Comparison) -> str:
-    short, reason = headline.in_short(level, comparison), level.verdict.reason
-    word = plain(short.partition(":")[0])  # the reason has the rest
-    first = f'<span class="finding {headline.state(level, comparison)}">{word}</span>' if short else ""
-    return ": ".join(filter(None, [first, plain(reason.removeprefix("failed with ") if short == "failed" else reason)]))
+    word, _ = headline.outcome(level, comparison)  # the reason has the rest
+    reason = level.verdict.reason if level.runs else "; failed with ".join(failures(level))
+    first = f'<span class="finding {headline.state(level, comparison)}">{plain(word)}</span>' if word else ""
+    return ": ".join(filter(None, [first, plain(reason)]))
 
 
 def _speed(level: LevelResult) -> str:

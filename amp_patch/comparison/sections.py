@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from amp_patch.comparison import measures, number_pictures, pictures, wording
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.drawing import Picture
-from amp_patch.comparison.headline import name
 from amp_patch.comparison.level_result import LevelResult
 from amp_patch.comparison.markup import definitions, figures, items, plain, section, stack, swatch, table
 from amp_patch.recording.run import PARTS, Look, Run
@@ -61,7 +60,7 @@ def _times(comparison: Comparison) -> str:
     head = ["level", *(swatch(part, wording.PARTS_IN_WORDS[part]) for part in PARTS), "step, ms", ""]
     rows = [
         [
-            plain(name(level)),
+            plain(level.heading),
             *(wording.three(split[part]) for part in PARTS),
             wording.three(level.step_ms or 0),
             stack(split, longest),
@@ -85,14 +84,14 @@ def _memory(comparison: Comparison) -> str:
     for level, each, row in zip(levels, kinds, every, strict=True):
         cells = [wording.in_unit(size, unit) for size in row]
         cells[-3:] = [cell if size else "" for cell, size in zip(cells[-3:], row[-3:], strict=True)]
-        rows.append([plain(name(level)), *cells, stack(each, longest)])
+        rows.append([plain(level.heading), *cells, stack(each, longest)])
     names = [swatch(kind, said) for kind, said in wording.SIZES.items()]
     return table(f"Memory by its kinds, in {unit}", ["level", *names, f"together, {unit}", f"peak, {unit}", ""], rows)
 
 
 def _advice(comparison: Comparison) -> str:
     """A list where all levels have the same, as they mostly do; else one for each that has any."""
-    of_level = {name(level): level.advice for level in comparison.levels}
+    of_level = {level.heading: level.advice for level in comparison.levels}
     first = next(iter(of_level.values()), [])
     if all(lines == first for lines in of_level.values()):
         return items(first)
@@ -104,7 +103,7 @@ def _failures(comparison: Comparison) -> str:
     runs_of: dict[str, list[str]] = {}
     for level in comparison.levels:
         for run in level.failed:
-            where = f"{name(level)}, seed {run.seed}" + (f", after {run.steps} steps" if run.steps else "")
+            where = f"{level.heading}, seed {run.seed}" + (f", after {run.steps} steps" if run.steps else "")
             runs_of.setdefault(run.error or "recorded no step", []).append(where)
     return "".join(f"<h3>{plain('; '.join(w))}</h3><pre>{plain(error)}</pre>" for error, w in runs_of.items())
 
@@ -118,7 +117,7 @@ def _seen(level: LevelResult) -> str:
     steps = sorted({look.step + 1 for look in looks})
     when = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, from {steps[0]} to {steps[-1]}"
     parts = [
-        f'<h3>{plain(name(level))}</h3><p class="soft">Seen at {when}; red is outside of what the type can hold.</p>',
+        f'<h3>{plain(level.heading)}</h3><p class="soft">Seen at {when}; red is outside of what the type can hold.</p>',
         figures(number_pictures.numbers(level)),
     ]
     bad = [
@@ -177,7 +176,7 @@ def _lost(looks: Sequence[Look]) -> str:
 def _policies(comparison: Comparison) -> dict[str, str]:
     """label of a level -> its policy, in words."""
     policies = {
-        name(level): [*dict.fromkeys(run.policy for run in (*level.runs, *level.failed) if run.policy)]
+        level.heading: [*dict.fromkeys(run.policy for run in (*level.runs, *level.failed) if run.policy)]
         for level in comparison.levels
     }
     return {level: "; ".join(words) for level, words in policies.items() if words}
@@ -199,7 +198,7 @@ def _runs(comparison: Comparison) -> str:
     for (level, run), each in zip(pairs, of_runs, strict=True):
         sizes = [wording.in_unit(size, unit) if size else "" for size in each]
         notes = plain("; ".join([*(["failed"] if run.error else []), *run.notes]))
-        rows.append([plain(name(level)), *_run(run, metric), *sizes, notes])
+        rows.append([plain(level.heading), *_run(run, metric), *sizes, notes])
     return table("Every run", head, rows, texts=["notes"]) if rows else ""
 
 

@@ -64,7 +64,7 @@ def _verdicts(comparison: Comparison, colours: bool) -> list[str]:
     width = max(len(level.name) for level in comparison.levels)
     for level in comparison.levels:
         first, *others = _wrapped(level.verdict.text, _WIDTH - width - 1) or [""]
-        style = "green" if level.verdict.better else _STYLES.get(level.verdict.kind, "")
+        style = "green" if level.finding.better else _STYLES.get(level.finding.kind, "")
         found.append(f"{_coloured(f'{level.name:{width}}', style, colours)} {first}".rstrip())
         found += [" " * (width + 1) + line for line in others]
     return found

@@ -14,13 +14,18 @@ SIZES = {
     "state": "optimizer state",
     "activations": "activations",
 }
-_TYPES = {"float16": "fp16", "bfloat16": "bf16"}
+_TYPES = {"float16": "FP16", "bfloat16": "BF16", None: "FP32"}
 PARTS_IN_WORDS = {**{part: part for part in PARTS}, "between": "clipping, other"}
 
 
 def level_name(level: str, dtype: str | None) -> str:
     """ "O2 fp16", of "O2" and "float16"; "O0", which has no type."""
-    return f"{level} {_TYPES.get(dtype, dtype)}" if dtype else level
+    return f"{level} {type_name(dtype).lower()}" if dtype else level
+
+
+def type_name(dtype: str | None) -> str:
+    """ "FP16"."""
+    return _TYPES.get(dtype) or str(dtype)
 
 
 def times(*ratios: float) -> list[str]:
@@ -31,29 +36,40 @@ def times(*ratios: float) -> list[str]:
 
 def relative_distance(figure: float, base: float) -> str:
     """ "0.3 % above"."""
-    side = "above" if figure > base else "below"
     if figure == base:
         return "equal to"
+    return f"{relative_size(figure, base)} {'above' if figure > base else 'below'}"
+
+
+def relative_size(figure: float, base: float) -> str:
+    """ "0.3 %": how far the figure is from the base."""
     if base == 0:
-        return f"{abs(figure - base):.2g} {side}"
+        return f"{abs(figure - base):.2g}"
     percent = 100 * abs(figure / base - 1)
-    return f"{percent:{'.0f' if 10 <= percent < 1e5 else '.2g'}} % {side}"
+    return f"{percent:{'.0f' if 10 <= percent < 1e5 else '.2g'}} %"
 
 
 def signed_percent(result: float | None, base: float | None) -> str:
-    """ "+0.3 %": how far a mean is from the baseline's; "" where one of them is not known."""
+    """ "+0.30 %", in a column: how far a mean is from the baseline's; "" where one of them is not known."""
     if result is None or base is None:
         return ""
     if result == base:
         return "equal"
+    if base and abs(result - base) > 9.99 * abs(base):
+        return ">+999 %" if result > base else "<-999 %"
+    return _percent_of(result - base, base, "+")
+
+
+def unsigned_percent(result: float, base: float) -> str:
+    """ "0.30 %", in a sentence."""
+    return ">999 %" if base and abs(result - base) > 9.99 * abs(base) else _percent_of(abs(result - base), base, "")
+
+
+def _percent_of(difference: float, base: float, sign: str) -> str:
     if not base:
-        return f"{result - base:+.2g}"
-    percent = 100 * (result - base) / abs(base)
-    if abs(percent) < 0.01:
-        return "<0.01 %"
-    if abs(percent) > 999:
-        return ">+999 %" if percent > 0 else "<-999 %"
-    return f"{percent:{'+.2f' if abs(percent) < 10 else '+.0f'}} %"
+        return f"{difference:{sign}.2g}"
+    percent = 100 * difference / abs(base)
+    return "<0.01 %" if abs(percent) < 0.01 else f"{percent:{sign}{'.2f' if abs(percent) < 10 else '.0f'}} %"
 
 
 def shortest_distinct(*values: float) -> list[str]:

@@ -180,6 +180,25 @@ def test_a_difference_is_never_minus_nothing(mean, words):
     assert wording.signed_percent(mean, 1.0) == words
 
 
+def test_distances_in_a_sentence_have_no_sign():
+    far = [(1.25, 1.0), (0.75, 1.0), (1.00001, 1.0), (12.0, 1.0), (-12.0, 1.0), (-1e-7, 0.0)]
+    assert [wording.unsigned_percent(*each) for each in far] == [
+        *("25 %", "25 %", "<0.01 %", ">999 %", ">999 %", "1e-07"),
+    ]
+    assert wording.relative_size(3.0, 2.0) == wording.relative_size(1.0, 2.0) == "50 %"
+    # Two seeds of one result, and other curves: their range is nothing.
+    runs = [
+        made_up_run("O0", 0),
+        made_up_run("O0", 1, loss=[2.0] * 36 + [1.0] * 4),
+        made_up_run("O2"),
+        made_up_run("O2", 1),
+    ]
+    for run in runs:
+        run.logged = {"accuracy": [(1, 0.5)]}
+    text = Tree(page.html(Comparison("train.py", runs, "accuracy"))).text
+    assert "O0's own seeds lie 0 % apart in accuracy: less than that is not seen." in text
+
+
 def test_nothing_is_loaded(full):
     _, tree, text = full
     assert re.search(r"https?:|//[a-z]|@import", text) is None
