@@ -64,7 +64,12 @@ class LevelResult:
     @property
     def heading(self) -> str:
         """ "O2 FP16", as a page has it."""
-        return " ".join(filter(None, [self.level, self.dtype and type_name(self.dtype)]))
+        return f"{self.level} {self.type_name}".rstrip()
+
+    @property
+    def type_name(self) -> str:
+        """ "FP16"; "" at O0."""
+        return type_name(self.dtype) if self.dtype else ""
 
     @property
     def keeps_fp32_weights(self) -> bool:

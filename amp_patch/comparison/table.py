@@ -179,7 +179,7 @@ def _with_range(values: list[float]) -> str:
     if not all(map(math.isfinite, values)):
         return "diverged"
     half = (max(values) - min(values)) / 2
-    mean = f"{statistics.mean(values):#.4g}".rstrip(".")
+    mean = wording.digits(statistics.mean(values), 4)
     return f"{mean} ±{half:.2g}" if len(values) > 1 else mean
 
 

@@ -74,8 +74,13 @@ def _percent_of(difference: float, base: float, sign: str) -> str:
 
 def shortest_distinct(*values: float) -> list[str]:
     """Numbers with four significant digits, or up to nine where that tells more of them apart."""
-    texts = [[f"{value:#.{digits}g}".rstrip(".") for value in values] for digits in range(4, 10)]
+    texts = [[digits(value, count) for value in values] for count in range(4, 10)]
     return max(texts, key=lambda each: len(set(each)))  # the first of the best
+
+
+def digits(value: float, count: int) -> str:
+    """With so many significant digits, zeros too."""
+    return f"{value:#.{count}g}".rstrip(".")
 
 
 def listed(names: Sequence[str]) -> str:
