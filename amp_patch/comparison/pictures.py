@@ -109,13 +109,13 @@ def _difference(level: LevelResult, base: LevelResult, paired: Sequence[Run], of
     ours = _smooth([run.loss for run in paired], longest)
     theirs = _smooth([of_base[run.seed].loss for run in paired], longest)
     around = _smooth([run.loss for run in of_base.values()], longest)
-    apart = _Curves(ours.steps, [list(map(_less, a, b)) for a, b in zip(ours.values, theirs.values, strict=True)])
+    distances = _Curves(ours.steps, [list(map(_less, a, b)) for a, b in zip(ours.values, theirs.values, strict=True)])
     band = [
         (x, _less(low, mean), _less(high, mean))
         for x, low, mean, high in zip(around.steps, around.low, around.mean, around.high, strict=True)
     ]
     edges = [abs(v) for _, low, high in band for v in (low, high) if v is not None]
-    far = [abs(v) for row in apart.values for v in row if v is not None]
+    far = [abs(v) for row in distances.values for v in row if v is not None]
     reach = 1.15 * max(max(edges, default=0.0), max(far, default=0.0)) or 1.0
     plot = Plot(
         f"{level.heading}: training loss less {base.name}'s",
@@ -125,8 +125,8 @@ def _difference(level: LevelResult, base: LevelResult, paired: Sequence[Run], of
         ticks(-reach, reach),
     )
     plot.area(band, "band")
-    plot.area(zip(apart.steps, apart.low, apart.high, strict=True), "ink", 0.25)
-    plot.curve(zip(apart.steps, apart.mean, strict=True), "ink")
+    plot.area(zip(distances.steps, distances.low, distances.high, strict=True), "ink", 0.25)
+    plot.curve(zip(distances.steps, distances.mean, strict=True), "ink")
     _mark_not_finite(plot, paired)
     words = f"The training loss less that of {base.name} with the same seed"
     return plot.picture(_in_words(level, paired, words))

@@ -1,4 +1,4 @@
-"""Numbers and names, as a sentence has them."""
+"""Numbers and names in words: every rule of how a number is written stands here."""
 
 from __future__ import annotations
 
@@ -108,6 +108,18 @@ def three(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def short(value: float | None) -> str:
+    """Three digits, or all before the point, without commas; "" where it is not known."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if 100 <= value < 1e6 else f"{value:.3g}"
+
+
+def ratio(value: float | None) -> str:
+    """Two digits behind the point, or three where there are many before it; "" where it is not known."""
+    return "" if value is None else f"{value:.2f}" if value < 100 else f"{value:.3g}"
+
+
 def percent(share: float) -> str:
     return "0 %" if share == 0 else "<0.1 %" if share < 0.001 else f"{100 * share:.2g} %" if share < 1 else "100 %"
 
@@ -116,6 +128,12 @@ def power(scale: float) -> str:
     """A loss scale: powers of two as such."""
     exact = scale > 0 and math.isfinite(scale) and math.frexp(scale)[0] == 0.5
     return f"2{raised(math.frexp(scale)[1] - 1)}" if exact and scale != 1 else f"{scale:g}"
+
+
+def power_in_ascii(scale: float) -> str:
+    """A loss scale: large powers of two as such."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 and exponent > 10 else f"{scale:.3g}"
 
 
 def raised(exponent: int) -> str:
