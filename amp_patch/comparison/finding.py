@@ -75,6 +75,11 @@ class Finding:
         return self.kind in ("baseline", "within") or self.better
 
     @property
+    def rejected(self) -> bool:
+        """Whether the level is not to be used: it diverged, or is worse than chance would make it."""
+        return self.kind == "differs" and not self.better
+
+    @property
     def sound(self) -> bool:
         """Whether nothing speaks against the level but, perhaps, its skips."""
         return self.usable and not self.faults

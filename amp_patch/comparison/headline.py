@@ -109,33 +109,39 @@ def how_sure(comparison: Comparison) -> str:
     return " ".join([*said, *([f"{_capital(load)}."] if load else [])])
 
 
-def outcome(level: LevelResult, comparison: Comparison) -> tuple[str, str]:
-    """Why a level is, or is not, the one to use, in two or three words; and what more there is to say of that."""
+def in_short(level: LevelResult, comparison: Comparison) -> str:
+    """The `outcome`, and why a level is not to be used."""
+    what = "diverged" if level.finding.diverged else "worse"
+    return outcome(level, comparison) + (f": {what}" if level.finding.rejected else "")
+
+
+def outcome(level: LevelResult, comparison: Comparison) -> str:
+    """Why a level is, or is not, the one to use, in two or three words."""
     base, best, found = comparison.baseline, comparison.recommended, level.finding
     if not level.runs:
-        return "failed", ""
+        return "failed"
     if base is None or best is None:
-        return "", ""
+        return ""
     if level is best and level is not base:
-        return "use this", ""
+        return "use this"
     if level is base:
-        return "the baseline", ""
-    if found.kind == "differs" and not found.better:
-        return "do not use", "diverged" if found.diverged else "worse"
+        return "the baseline"
+    if found.rejected:
+        return "do not use"
     if found.kind == "undecided" and not found.better:
-        return "undecided", ""
+        return "undecided"
     if found.faults:
-        return "failed with some seeds", ""
+        return "failed with some seeds"
     if found.skips is not None:
-        return "skips too many steps", ""
+        return "skips too many steps"
     good = "better" if found.kind == "differs" else "as good"
     if level.speedup is None:
-        return good, ""
+        return good
     if level.speedup.high < 1:
-        return f"{good}, slower", ""
+        return f"{good}, slower"
     if level.speedup.low <= 1:
-        return f"{good}, {speed_in_words(level)}", ""
-    return (f"{good}, faster" if level.keeps_fp32_weights else f"{good}; no FP32 weights"), ""
+        return f"{good}, {speed_in_words(level)}"
+    return f"{good}, faster" if level.keeps_fp32_weights else f"{good}; no FP32 weights"
 
 
 def state(level: LevelResult, comparison: Comparison) -> str:
@@ -145,7 +151,7 @@ def state(level: LevelResult, comparison: Comparison) -> str:
         return "base"
     if level is comparison.recommended:
         return "best"
-    if found.kind in ("differs", "failed") and not found.better:
+    if found.rejected or found.kind == "failed":
         return "bad"
     return "plain" if found.sound and found.skips is None else "unsure"
 

@@ -118,7 +118,7 @@ def _levels(comparison: Comparison) -> Table | None:
 
 
 def _finding(level: LevelResult, comparison: Comparison) -> Cell | str:
-    word, _ = headline.outcome(level, comparison)  # the reason has the rest
+    word = headline.outcome(level, comparison)  # the reason has the rest
     reason = level.verdict.reason if level.runs else "; failed with ".join(failures(level))
     return Cell(reason, finding=word, state=headline.state(level, comparison)) if word else reason
 

@@ -58,15 +58,14 @@ def recommend(levels: Sequence[LevelResult], base: LevelResult) -> Recommendatio
         best = min(as_fast, key=lambda level: level.memory or 1.0)
         return Recommendation(best, {"smaller": [best]}, sure)
     timed = [level for level in usable if level.speedup is not None]
-    worse = [level for level in others if not level.finding.better]
     because = {
         "slower": smaller,
         "no gain": [level for level in timed if level not in smaller],
         "not timed": [level for level in usable if level not in timed],
-        "undecided": [level for level in worse if level.finding.kind == "undecided"],
+        "undecided": [level for level in others if level.finding.kind == "undecided" and not level.finding.better],
         "no FP32 weights": [level for level in well if level not in usable],
         "skips": [level for level in sound if level not in well],
-        "differs": [level for level in worse if level.finding.kind == "differs"],
+        "differs": [level for level in others if level.finding.rejected],
         "failed with some": [level for level in others if level.finding.usable and level.finding.faults],
         "failed": [level for level in levels if not level.runs],
     }

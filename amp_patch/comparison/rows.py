@@ -47,7 +47,7 @@ def rows(comparison: Comparison) -> list[Row]:
     scale = _results(comparison)
     made = []
     for level in comparison.levels:
-        state, short = headline.state(level, comparison), ": ".join(filter(None, headline.outcome(level, comparison)))
+        state, short = headline.state(level, comparison), headline.in_short(level, comparison)
         cells = ("", "", "")
         if level.runs:
             cells = (_speed(level, state, fastest), _memory(level, state, largest), _dots(comparison, level, scale))

@@ -24,7 +24,7 @@ def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric
         own = f"final {metric} {_mean_and_spread(base)}"
         return Verdict(found.kind, _joined(own, lost, skips, failed), reason=_joined(lost, skips, failed))
     accuracy = lost or _accuracy(found, base, f"final {metric}")
-    if found.kind == "differs" and not found.better:
+    if found.rejected:
         text = _joined("do not use: " + accuracy, skips, _cost(level, base), failed)
     else:
         text = _joined(_cost(level, base), accuracy, skips, failed)
