@@ -136,6 +136,9 @@ def test_the_card_says_which_how_much_why_and_how_sure():
         ("bad", "O3"),
     ]
     assert "do not use: worse" in tree.text
+    assert '<div class="best"><h1>Use O4 (BF16)</h1>' in text
+    undecided = page.html(Comparison("train.py", [made_up_run("O0"), made_up_run("O2", final=1.5)]))
+    assert "<h1>Stay with O0 (FP32) for now</h1>" in undecided and 'class="best"' not in undecided
 
 
 @pytest.mark.parametrize(

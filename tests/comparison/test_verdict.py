@@ -408,6 +408,9 @@ def test_the_recommendation_is_data():
     names = {why: [level.level for level in levels] for why, levels in found.because.items()}
     assert names == {"undecided": ["O1"], "differs": ["O2"], "failed": ["O5"]}
     assert compare(base).recommendation is None
+    partly = compare(base, [*fast, Run("O4", 3, dtype="float16", error="boom")])
+    assert [*partly.recommendation.because] == ["failed with some"] and partly.recommendation.sure
+    assert partly.summary == "Stay with O0: O4 fp16 failed with some seeds."
 
 
 def test_failed_runs_are_named_with_their_error():
