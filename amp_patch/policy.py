@@ -84,6 +84,11 @@ class Policy:
         return self.master_weights == SPLIT
 
     @property
+    def keeps_fp32_weights(self) -> bool:
+        """Whether there is an FP32 value of each weight: the weight itself, or a master."""
+        return self.cast_model_type is None or bool(self.master_weights)
+
+    @property
     def emulates(self) -> bool:
         """Whether sums of products of FP16 tensors on a CPU are computed in FP32 and rounded."""
         return self.cpu_fp16 == "emulate"

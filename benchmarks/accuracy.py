@@ -17,10 +17,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from poster import dots
+
 from amp_patch.comparison.comparison import Comparison
 from amp_patch.comparison.level_result import LevelResult
-from amp_patch.comparison.measures import paired_t_test
-from amp_patch.comparison.poster import dots
 from amp_patch.recording.run import loads
 from amp_patch.support.guard import Guard
 
@@ -109,7 +109,7 @@ def contradictions(comparisons: dict[str, Comparison]) -> list[str]:
             level = levels.get(name)
             if "O0" not in levels or level is None:
                 broken.append(f"{family} was not trained at {name if level is None else 'O0'}")
-            elif level.verdict.kind != "within" or level.failed:
+            elif level.finding.kind != "within" or level.failed:
                 broken.append(f"{family} at {name}: {outcome(comparison, level)}")
     return broken
 
@@ -181,7 +181,7 @@ def furthest(comparisons: dict[str, Comparison]) -> str:
 def of_o3(comparisons: dict[str, Comparison]) -> list[str]:
     """O3 as it is, in sentences."""
     found = [(f, each, level) for f, each in comparisons.items() for level in each.levels if level.level == "O3"]
-    told = [f"{FAMILIES[f][1]} {level.verdict.kind}, {outcome(each, level)}" for f, each, level in found]
+    told = [f"{FAMILIES[f][1]} {level.finding.kind}, {outcome(each, level)}" for f, each, level in found]
     start = "O3, FP16 throughout without FP32 masters, is outside of the claim and shown as it came out"
     return [f"{start}: {'; '.join(told)}."] if found else []
 
@@ -192,18 +192,15 @@ def outcome(comparison: Comparison, level: LevelResult) -> str:
     if level.failed or base is None or len(level.finite) < len(level.runs) or not level.runs:
         return level.verdict.text
     low, high = min(base.final), max(base.final)
-    p = paired_p(level, base)
+    p = printed_p(level)
     chance = "" if p is None else f", p {p if p[0] == '<' else '= ' + p}"
     return f"a mean of {level.mean:#.5g} against O0's {base.mean:#.5g} ({low:#.5g} to {high:#.5g}){chance}"
 
 
-def paired_p(level: LevelResult, base: LevelResult) -> str | None:
-    """The p of the paired t-test against O0, as it is printed; None for fewer than two pairs."""
-    seeds = [seed for seed in level.finite if seed in base.finite]
-    if len(seeds) < 2:
-        return None
-    p = paired_t_test([level.finite[seed] for seed in seeds], [base.finite[seed] for seed in seeds])
-    return "< 0.001" if p < 0.001 else f"{p:.2g}"
+def printed_p(level: LevelResult) -> str | None:
+    """The p of the paired t-test against O0; None for fewer than two pairs."""
+    p = level.finding.p
+    return None if p is None else "< 0.001" if p < 0.001 else f"{p:.2g}"
 
 
 def table(comparison: Comparison) -> str:
@@ -221,8 +218,8 @@ def table(comparison: Comparison) -> str:
             f"{level.mean:#.5g}" if values else "",
             f"{min(values):#.5g} to {max(values):#.5g}" if values else "",
             f"{level.mean - base.mean:+.2g}" if other else "",
-            (paired_p(level, base) or "") if other else "",
-            level.verdict.kind + (f", {len(level.failed)} failed" if level.failed else ""),
+            (printed_p(level) or "") if other else "",
+            level.finding.kind + (f", {len(level.failed)} failed" if level.failed else ""),
         ]
         if second:
             each = [run.logged[second][-1][1] for run in level.runs if second in run.logged]

@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from poster import poster
+
 from amp_patch.comparison.comparison import Comparison
-from amp_patch.comparison.poster import poster
 from amp_patch.recording.run import loads
 
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from amp_patch.commands import batch_search
-from amp_patch.commands.compare_turns import Refused, TurnOrder
+from amp_patch.commands.compare_turns import ComparisonRefused, TurnOrder
 from amp_patch.commands.interrupts import as_interrupts
 from amp_patch.comparison import page, table
 from amp_patch.comparison.comparison import Comparison
@@ -106,7 +106,7 @@ def compare(args: argparse.Namespace) -> None:
     _warn_of_slow_products(plan)
     try:
         runs, interrupted, load = _measure(plan, args)
-    except Refused as error:
+    except ComparisonRefused as error:
         print(error, file=sys.stderr)
         sys.exit(2)
     script = ["-m", args.script] if args.module else [Path(args.script).name]

@@ -20,12 +20,12 @@ from typing import Any
 from amp_patch.commands.run import wanted_cuda
 from amp_patch.commands.turns import TURN
 from amp_patch.comparison.other_work import OtherWork
-from amp_patch.comparison.plan import NATIVE, Plan, name_as_asked
-from amp_patch.recording.run import Run, loads
+from amp_patch.comparison.outcome import interrupted
+from amp_patch.comparison.plan import Plan, name_as_asked
+from amp_patch.recording.run import EXITED, KILLED, NATIVE, OUT_OF_MEMORY, Failure, Run, loads
 from amp_patch.support.files import fresh
 from amp_patch.support.guard import Guard
 
-_EXITED = "the script exited with status"  # as `failure` has it
 _END = 8.0  # seconds that the guard has to end a run, more than it takes
 _POLL = 0.2  # seconds between two looks at what a run has recorded
 
@@ -118,7 +118,7 @@ class Child:
         """End it, which was told; it has until then (`time.monotonic`) to do so by itself."""
         self._has_ended(until - time.monotonic())
         self.kill()
-        self.run.error = f"interrupted after {self.run.steps} steps"
+        self.run.error, self.run.error_kind = interrupted(self.run)
 
     def kill(self) -> None:
         """End it, and what it has started, wherever that is."""
@@ -178,10 +178,10 @@ class Child:
 
     def _conclude(self) -> None:
         run, code = self.run, self._process.returncode
-        if run.error is not None and run.error.startswith(_EXITED) and (last := _last_line(self._log)):
+        if run.error is not None and run.error_kind == EXITED and (last := _last_line(self._log)):
             run.error = f"{run.error}: {last}"[:300]  # as argparse does it, who prints what is wrong
         elif run.error is None and code:
-            run.error = _died(code, self._log)
+            run.error, run.error_kind = _died(code, self._log)
         elif run.error is None and not _is_whole(self._record):
             run.error = (
                 f"the recording breaks off after {run.steps} steps: by os._exit or exec in the script, or a full disk"
@@ -193,7 +193,7 @@ class Child:
 
 def was_out_of_memory(run: Run) -> bool:
     """Whether it ended for want of memory, or was killed, perhaps for that."""
-    return (run.error or "").startswith(("out of memory", "killed by signal 9"))
+    return run.error_kind in (OUT_OF_MEMORY, KILLED)
 
 
 def take(run: Run, recorded: bytes) -> bytes:
@@ -231,13 +231,13 @@ def _command(plan: Plan, args: argparse.Namespace, record: Path, run: Run, chann
     return [*python, "-m", "amp_patch.commands.compare_worker", *options, args.script, *args.arguments, *own]
 
 
-def _died(code: int, log: Path) -> str:
+def _died(code: int, log: Path) -> Failure:
     """What can be said of a process that could not say itself why it ended."""
     if code < 0:
         name = signal.Signals(-code).name if -code in list(signal.Signals) else ""
-        perhaps = ", perhaps for memory" if -code == signal.SIGKILL else ""
-        return f"killed by signal {-code} ({name}){perhaps}"
-    return f"exit status {code}: {_last_line(log)}"[:300]
+        words = f"killed by signal {-code} ({name})"
+        return Failure(f"{words}, perhaps for memory", KILLED) if -code == signal.SIGKILL else Failure(words)
+    return Failure(f"exit status {code}: {_last_line(log)}"[:300])
 
 
 def _last_line(log: Path) -> str:

@@ -21,17 +21,16 @@ from amp_patch.commands.compare_child import Child, was_out_of_memory
 from amp_patch.commands.compare_progress import Progress
 from amp_patch.commands.interrupts import status_of
 from amp_patch.commands.turns import LAST, TURN
-from amp_patch.comparison.level_result import INTERRUPTED
 from amp_patch.comparison.other_work import OtherWork
-from amp_patch.comparison.plan import NATIVE, Plan
+from amp_patch.comparison.plan import Plan
 from amp_patch.comparison.processes import free_bytes, private_bytes
-from amp_patch.recording.run import Run
+from amp_patch.recording.run import INTERRUPTED, NATIVE, Run
 
 _PATIENCE = 5.0  # seconds that interrupted scripts have to end by themselves
 _FILLED = 0.8  # of the memory that is left; the first step may not be the largest
 
 
-class Refused(Exception):
+class ComparisonRefused(Exception):
     """The script cannot be trained at another level unedited; the message names the lines to add."""
 
 
@@ -62,7 +61,7 @@ class TurnOrder:
         After an interrupt `runs` has those that ended and those that took steps.
 
         Raises:
-            Refused: the script cannot be compared.
+            ComparisonRefused: the script cannot be compared.
         """
         try:
             for seed in range(self._plan.seeds):
@@ -140,7 +139,7 @@ class TurnOrder:
         if run.native:
             self._grow(run.seed)
         if run.refused and (run is self.runs[0] or not any(each.steps for each in self.runs)):
-            raise Refused(run.error)  # the other levels and seeds would say the same
+            raise ComparisonRefused(run.error)  # the other levels and seeds would say the same
 
     def _grow(self, seed: int) -> None:
         """Let each seed from this one on have a run of the script's own mixed precision too."""
@@ -154,4 +153,4 @@ class TurnOrder:
 
 
 def _has_failed(run: Run) -> bool:
-    return run.error is not None and not run.error.startswith(INTERRUPTED)
+    return run.error is not None and run.error_kind != INTERRUPTED

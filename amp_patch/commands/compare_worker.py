@@ -11,10 +11,10 @@ from amp_patch.commands import run as runner
 from amp_patch.commands.turns import Turns
 from amp_patch.comparison.outcome import failure
 from amp_patch.comparison.seeds import seeded
-from amp_patch.integrations.unedited.refusal import Refused
+from amp_patch.integrations.unedited.refusal import ScriptRefused
 from amp_patch.integrations.unedited.watch import Watch
 from amp_patch.recording.recorder import Recorder
-from amp_patch.recording.run import Run, dumps
+from amp_patch.recording.run import Failure, Run, dumps
 from amp_patch.recording.sinks import JsonLines
 
 
@@ -43,13 +43,17 @@ def recorded(
         raise
     finally:
         if recorder is not None and recorder.process == os.getpid():  # else a fork has left the script
-            refused = error if isinstance(error, Refused) else None
-            words = str(refused) if refused is not None else failure(recorder, run, error)
-            if words is not None and error is None and (refused := watch.missing()) is not None:
-                words = str(refused)
+            refused = error if isinstance(error, ScriptRefused) else None
+            failed = failure(recorder, run, error)
+            if failed is not None and error is None:
+                refused = watch.missing()
+            if refused is not None:
+                failed = Failure(str(refused))
             note = None if taken is None else taken.note()
-            if words is not None or note is not None or watch.native.seen:
-                end = {"event": "end", "error": words, "refused": refused is not None, "native": watch.native.seen}
+            if failed is not None or note is not None or watch.native.seen:
+                words, kind = failed or (None, "")
+                told = {"refused": refused is not None, "native": watch.native.seen}
+                end = {"event": "end", "error": words, "error_kind": kind, **told}
                 events = [end] if note is None else [{"event": "note", "text": note}, end]
                 with open(path, "a") as lines:
                     lines.write("".join(f"{dumps(event)}\n" for event in events))

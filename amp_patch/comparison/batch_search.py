@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from amp_patch.comparison.plan import BASELINE
 from amp_patch.comparison.wording import level_name, listed
 
 _FIRST = 8  # small enough for most, large enough for a batch norm
@@ -237,7 +238,7 @@ def _sure(searches: Sequence[Search]) -> list[str]:
     texts = ["Each batch above was run for a few steps; samples/s are of these." if found else ""]
     texts.append(f"One more does not fit: tried at {listed(tried)}." if tried else "")
     texts.append(f"One more does not fit by the line through two trials: {listed(reckoned)}." if reckoned else "")
-    base = next((search for search in found if search.level == "O0"), None)
+    base = next((search for search in found if search.level == BASELINE), None)
     if base is not None and len(found) > 1:
         assert base.best is not None
         ratios = [(s.best.batch / base.best.batch, s.name) for s in found if s is not base and s.best is not None]

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from amp_patch.comparison import measures
-from amp_patch.comparison.level_result import (
-    SKIPPED_SHARE,
-    SKIPPED_STEPS,
-    LevelResult,
-    failures_in_words,
-    faults,
-    is_smaller,
-    level_dict,
-    measured,
-    seeds_change_nothing,
-    skips_much,
-    went_well,
-)
-from amp_patch.comparison.measures import LOSS, Ratio
-from amp_patch.comparison.verdict import SIGNIFICANCE, Judge, more_seeds
-from amp_patch.comparison.wording import listed, times
+from amp_patch.comparison.judge import SIGNIFICANCE, SKIPPED_SHARE, SKIPPED_STEPS, judge
+from amp_patch.comparison.level_result import LevelResult, level_dict, measured, seeds_change_nothing, went_well
+from amp_patch.comparison.measures import LOSS
+from amp_patch.comparison.plan import BASELINE
+from amp_patch.comparison.recommendation import Recommendation, recommend, summary
+from amp_patch.comparison.verdict import failures_in_words, verdict
+from amp_patch.comparison.wording import listed
 from amp_patch.recording.run import Run
 
 
@@ -69,8 +61,12 @@ class Comparison:
     def levels(self) -> list[LevelResult]:
         """In the order in which the runs name them."""
         levels = [measured(level, self._base) for level in self._groups]
-        judge = Judge(self._same_level(levels, self._base), self.metric, self.maximize, self.comparable)
-        return [replace(level, verdict=judge.verdict(level)) for level in levels]
+        base = self._same_level(levels, self._base)
+        found = [judge(level, base, self.metric, self.maximize, self.comparable) for level in levels]
+        return [
+            replace(level, finding=each, verdict=verdict(level, base, each, self.metric))
+            for level, each in zip(levels, found, strict=True)
+        ]
 
     @cached_property
     def baseline(self) -> LevelResult | None:
@@ -110,56 +106,40 @@ class Comparison:
         )
 
     @cached_property
+    def recommendation(self) -> Recommendation | None:
+        """None where there is nothing to compare."""
+        return recommend(self.levels, self.baseline) if self.baseline is not None and self.comparable else None
+
+    @property
     def recommended(self) -> LevelResult | None:
         """The level to use: the baseline where no other is better; None where there is nothing to compare."""
-        base = self.baseline
-        if base is None or not self.comparable:
-            return None
-        usable = [level for level in self._sound if not skips_much(level) and not self._unasked(level)]
-        faster = [level for level in usable if level.speedup is not None and level.speedup.low > 1]
-        if faster:
-            return max(faster, key=lambda level: level.speedup or Ratio(0, 0, 0))
-        as_fast = [
-            level for level in usable if is_smaller(level, base) and (level.speedup is None or level.speedup.high >= 1)
-        ]
-        return min(as_fast, key=lambda level: level.memory or 1.0, default=base)
+        return None if self.recommendation is None else self.recommendation.level
 
     @cached_property
     def summary(self) -> str:
         """What to use, and why, in one or two sentences."""
-        base, best = self.baseline, self.recommended
-        if base is None or best is None:
-            return self._nothing_to_compare()
-        if best is not base and best.speedup is not None and best.speedup.low > 1:
-            return f"Use {best.name}: {best.verdict.text}."
-        if best is not base:
-            return f"Use {best.name} for its memory; none is faster than {base.name}: {best.verdict.text}."
-        others = [level for level in self.levels if level is not base and level.runs]
-        well = [level for level in self._sound if not skips_much(level)]
-        usable = [level for level in well if not self._unasked(level)]
-        smaller = [level for level in usable if is_smaller(level, base)]
-        kinds = {
-            kind: [level for level in others if level.verdict.kind == kind and not level.verdict.better]
-            for kind in ("undecided", "differs")
-        }
-        undecided, timed = kinds["undecided"], [level for level in usable if level.speedup is not None]
-        reasons = {
-            "{} would do as well in less memory, but slower": smaller,
-            "{} would do as well, but not faster, nor in much less memory": [
-                level for level in timed if level not in smaller
-            ],
-            "{} would do as well, but how fast is not known": [level for level in usable if level not in timed],
-            f"{{}} cannot be told from chance yet, {more_seeds(base)}": undecided,
-            "{} keeps no FP32 weights, and is for whoever compares it alone": [
-                level for level in well if level not in usable
-            ],
-            "{} skipped too many steps": [level for level in self._sound if skips_much(level)],
-            "do not use {}": kinds["differs"],
-            "{} failed with some seeds": [level for level in others if level.verdict.usable and faults(level)],
-            "{} failed": [level for level in self.levels if not level.runs],
-        }
-        said = [text.format(listed([_promise(level) for level in found])) for text, found in reasons.items() if found]
-        return f"Stay with {base.name}{' for now' if undecided else ''}: {'; '.join(said)}."
+        if self.baseline is not None and self.recommendation is not None:
+            return summary(self.recommendation, self.baseline)
+        what = f" {self.baseline.name} with" if self.baseline is not None else ""
+        failed = "".join(f" {level.name}: {failures_in_words(level)}." for level in self._groups if level.failed)
+        return f"Nothing to compare{what}: {self.why_nothing(lambda level: level.name)}{failed}"
+
+    def why_nothing(self, name: Callable[[LevelResult], str]) -> str:
+        """Why there is nothing to compare, in words; levels by this `name`."""
+        if not self.runs:
+            return "there is no run."
+        well = [level for level in self._groups if level.runs]
+        if not well:
+            return "no run went well."
+        if self._base is None and self.metric != LOSS and not any(self.metric in run.logged for run in self.runs):
+            logged = sorted({name for run in self.runs for name in run.logged})
+            known = f"they logged {listed(logged)}" if logged else f"call amp.log({self.metric}=...) in the script"
+            if self.asked_steps is not None:
+                known += f", within the {self.asked_steps} steps asked for"
+            return f"no run gave {self.metric}; {known}."
+        if self._base is None:
+            return f"all runs of {listed([name(level) for level in well])} diverged."
+        return "it is the only level with results."
 
     @cached_property
     def notes(self) -> list[str]:
@@ -174,23 +154,25 @@ class Comparison:
                 notes.setdefault(f"trained only {run.steps} steps", []).append(_name(run))
             for text in run.notes:
                 notes.setdefault(text, []).append(_name(run))
-        lines = [self._load_in_words] if "load" in self.machine else []
+        lines = [self.load_note] if self.load_note else []
         lines += [f"{'all runs' if len(names) == len(well) else listed(names)}: {t}" for t, names in notes.items()]
         if self.metric == LOSS and len({run.steps for run in well}) > 1:
             lines.append(f"the losses are compared over the {self.steps} steps that all runs have in common")
         base = self._base
-        if base is not None and base.level != "O0" and any(level.level == "O0" for level in self._groups):
-            lines.append(f"O0 gave no results; the others are compared with {base.name}")
+        if base is not None and base.level != BASELINE and any(level.level == BASELINE for level in self._groups):
+            lines.append(f"{BASELINE} gave no results; the others are compared with {base.name}")
         if base is not None and seeds_change_nothing(base):
             lines.append(f"all seeds of {base.name} gave the same losses to the bit: they are one seed to the test")
         return lines
 
-    @property
-    def _load_in_words(self) -> str:
-        """What other work on the machine does to the figures."""
+    @cached_property
+    def load_note(self) -> str:
+        """What other work on the machine does to the figures, the first of the notes; "" if nothing to speak of."""
+        if "load" not in self.machine:
+            return ""
         ranges = [level.speedup for level in self.levels if level.speedup is not None]
-        apart = max((r.high / r.low - 1 for r in ranges if r.low > 0), default=0.0)
-        sure = f"a level's speeds lie up to {apart:.0%} apart" if apart >= 0.005 else "the speeds may be off"
+        width = max((r.high / r.low - 1 for r in ranges if r.low > 0), default=0.0)
+        sure = f"a level's speeds lie up to {width:.0%} apart" if width >= 0.005 else "the speeds may be off"
         return f"{self.machine['load']}: {sure}, the losses are not touched by it"
 
     def to_dict(self) -> dict[str, Any]:
@@ -237,37 +219,9 @@ class Comparison:
         return groups
 
     @cached_property
-    def _sound(self) -> list[LevelResult]:
-        """The levels beside the baseline against which nothing speaks but, perhaps, their skips."""
-        others = [level for level in self.levels if level is not self.baseline and level.runs]
-        return [level for level in others if level.verdict.usable and not faults(level)]
-
-    def _unasked(self, level: LevelResult) -> bool:
-        """Whether it is O3, which only whoever compares it with the baseline alone asks for."""
-        base = self.baseline
-        return level.level == "O3" and any(each.level not in ("O3", base and base.level) for each in self._groups)
-
-    @cached_property
     def _base(self) -> LevelResult | None:
         with_figures = [level for level in self._groups if level.finite]
-        return next((level for level in with_figures if level.level == "O0"), next(iter(with_figures), None))
-
-    def _nothing_to_compare(self) -> str:
-        if not self.runs:
-            return "Nothing to compare: there is no run."
-        failed = "".join(f" {level.name}: {failures_in_words(level)}." for level in self._groups if level.failed)
-        well = [level for level in self._groups if level.runs]
-        if not well:
-            return f"Nothing to compare: no run went well.{failed}"
-        if self._base is None and self.metric != LOSS and not any(self.metric in run.logged for run in self.runs):
-            logged = sorted({name for run in self.runs for name in run.logged})
-            known = f"they logged {listed(logged)}" if logged else f"call amp.log({self.metric}=...) in the script"
-            if self.asked_steps is not None:
-                known += f", within the {self.asked_steps} steps asked for"
-            return f"Nothing to compare: no run gave {self.metric}; {known}.{failed}"
-        if self._base is None:
-            return f"Nothing to compare: all runs of {listed([level.name for level in well])} diverged.{failed}"
-        return f"Nothing to compare {well[0].name} with: it is the only level with results.{failed}"
+        return next((level for level in with_figures if level.level == BASELINE), next(iter(with_figures), None))
 
     @staticmethod
     def _same_level(levels: list[LevelResult], wanted: LevelResult | None) -> LevelResult | None:
@@ -279,10 +233,3 @@ class Comparison:
 
 def _name(run: Run) -> str:
     return f"{run.level} seed {run.seed}"
-
-
-def _promise(level: LevelResult) -> str:
-    """The name, and of a level that may yet be recommended how much faster it is."""
-    if level.verdict.kind != "undecided" or level.speedup is None or level.speedup.low <= 1:
-        return level.name
-    return f"{level.name} ({times(level.speedup.median)[0]}x faster)"

@@ -71,6 +71,16 @@ def share(value: float) -> str:
     return f"{100 * value:.2f}%"
 
 
+def stack(parts: dict[str, float], longest: float) -> str:
+    """A bar in parts: name of a colour -> its length."""
+    left, made = 0.0, ""
+    for colour, length in parts.items():
+        if length > 0:
+            made += rect(share(left / longest), 4, share(length / longest), 14, colour, ' stroke="var(--paper)"')
+            left += length
+    return f'<svg class="stack" aria-hidden="true">{made}</svg>' if made else ""
+
+
 class Plot:
     """A picture with two axes, `WIDTH` wide: what is added lies in the order of the additions, cut at the axes.
 

@@ -3,48 +3,42 @@
 from __future__ import annotations
 
 from amp_patch.comparison.comparison import Comparison
-from amp_patch.comparison.level_result import LevelResult, failures_in_words, faults, seeds_change_nothing, skips_much
+from amp_patch.comparison.level_result import LevelResult, seeds_change_nothing
+from amp_patch.comparison.recommendation import of_others
 from amp_patch.comparison.verdict import ALIKE
-from amp_patch.comparison.wording import apart, difference, tell_apart, times
-
-_TYPES = {"float16": "FP16", "bfloat16": "BF16", None: "FP32"}
+from amp_patch.comparison.wording import relative_size, shortest_distinct, times, type_name, unsigned_percent
+from amp_patch.recording.run import NATIVE
 
 
 def headline(comparison: Comparison) -> str:
     """ "Use O5 (BF16)"."""
-    best = comparison.recommended
-    if best is None:
+    found = comparison.recommendation
+    if found is None:
         return "Nothing to compare"
-    if best is comparison.baseline:
-        undecided = any(level.verdict.kind == "undecided" for level in comparison.levels)
-        return f"Stay with {label(best)}{' for now' if undecided else ''}"
-    return f"Use {label(best)}"
-
-
-def name(level: LevelResult) -> str:
-    """ "O5 BF16", "O0"."""
-    return f"{level.level} {_TYPES.get(level.dtype, level.dtype)}" if level.dtype else level.level
+    if found.level is comparison.baseline:
+        return f"Stay with {label(found.level)}{'' if found.sure else ' for now'}"
+    return f"Use {label(found.level)}"
 
 
 def label(level: LevelResult) -> str:
     """ "O5 (BF16)"."""
-    what = "the script's own mixed precision" if level.level == "native" else level.level
-    return f"{what} ({_TYPES.get(level.dtype, level.dtype)})"
+    what = "the script's own mixed precision" if level.level == NATIVE else level.level
+    return f"{what} ({type_name(level.dtype)})"
 
 
 def gains(comparison: Comparison) -> str:
     """ "1.4x faster, 10 % less memory, same loss over 3 seeds"; "" where no level but the baseline is recommended."""
-    best, base = comparison.recommended, comparison.baseline
-    if best is None or base is None or best is base:
+    found = comparison.recommendation
+    if found is None or found.level is comparison.baseline:
         return ""
+    best = found.level
     said = [speed_in_words(best), memory_in_words(best)]
-    if best.speedup is None or best.speedup.low <= 1:
-        said.reverse()  # it is recommended for its memory
-    seeds = len([seed for seed in best.finite if seed in base.finite])
+    if "smaller" in found.because:
+        said.reverse()
+    seeds = best.finding.distance.seeds if best.finding.distance is not None else 0
     what = "loss" if "loss" in comparison.metric else comparison.metric
-    said.append(f"{'better' if best.verdict.better else 'same'} {what} over {_count(seeds, 'seed')}")
-    words = ", ".join(filter(None, said))
-    return words[:1].upper() + words[1:]
+    said.append(f"{'better' if best.finding.better else 'same'} {what} over {_count(seeds, 'seed')}")
+    return _capital(", ".join(filter(None, said)))
 
 
 def speed_in_words(level: LevelResult) -> str:
@@ -72,22 +66,19 @@ def what_memory(comparison: Comparison) -> str:
 
 def why(comparison: Comparison) -> str:
     """The one reason."""
-    best, base = comparison.recommended, comparison.baseline
-    if best is None or base is None or best is base:
-        words = comparison.summary.partition(": ")[2]
-        for level in comparison.levels:
-            # The table has the errors.
-            words = words.replace(f" {level.name}: {failures_in_words(level)}.", "").replace(level.name, name(level))
-        return words[:1].upper() + words[1:]
-    fast = best.speedup is not None and best.speedup.low > 1
-    first = f"The {'fastest' if fast else 'smallest'} level that is as good as {base.name}"
-    first += "" if fast else f"; none as good is faster than {base.name}"
-    if _to_the_bit(best):
+    found, base = comparison.recommendation, comparison.baseline
+    if found is None or base is None:
+        return _capital(comparison.why_nothing(_heading))  # the table has the errors
+    best = found.level
+    if best is base:
+        return _capital(f"{of_others(found, base, _heading)}.")
+    first = f"The {'fastest' if 'faster' in found.because else 'smallest'} level that is as good as {base.name}"
+    first += f"; none as good is faster than {base.name}" if "smaller" in found.because else ""
+    if best.finding.to_the_bit:
         return f"{first}: every loss is {base.name}'s, to the bit."
-    low, high = min(base.finite.values()), max(base.finite.values())
-    mean, low_, high_ = tell_apart(best.mean or 0.0, low, high)
-    where = "better than" if best.verdict.better else "within"
-    span = f"the range of {base.name}'s seeds ({low_} to {high_})"
+    mean, low, high = shortest_distinct(best.mean or 0.0, min(base.finite.values()), max(base.finite.values()))
+    where = "better than" if best.finding.better else "within"
+    span = f"the range of {base.name}'s seeds ({low} to {high})"
     return f"{first}: its final {comparison.metric}, {mean}, is {where} {span}."
 
 
@@ -106,68 +97,71 @@ def how_sure(comparison: Comparison) -> str:
         each = f"with each of {len(best.runs)} seeds" if len(best.runs) > 1 else "in one run"
         span = f"{low:.2f}x to {high:.2f}x" if f"{low:.2f}" != f"{high:.2f}" else f"{low:.2f}x"
         said.append(f"{'Faster' if low > 1 else 'Its speed'} {each}: {span}.")
-    if len(base.finite) > 1 and not seeds_change_nothing(base) and not _to_the_bit(best):
-        low, high = min(base.finite.values()), max(base.finite.values())
-        width = apart(high, low).removesuffix(" above")
+    if len(base.finite) > 1 and not seeds_change_nothing(base) and not best.finding.to_the_bit:
+        width = relative_size(max(base.finite.values()), min(base.finite.values()))
         said.append(f"{base.name}'s own seeds lie {width} apart in {comparison.metric}: less than that is not seen.")
         if best is not base and (pairs := [(best.finite[s], base.finite[s]) for s in best.finite if s in base.finite]):
-            furthest = max(pairs, key=lambda pair: abs(pair[0] - pair[1]) / (abs(pair[1]) or 1))
-            off = difference(*furthest).replace("+", "").replace("-", "")
-            where = f"where {base.name} does" if off == "equal" else f"at most {off} from {base.name}"
+            ours, theirs = max(pairs, key=lambda pair: abs(pair[0] - pair[1]) / (abs(pair[1]) or 1))
+            off = f"at most {unsigned_percent(ours, theirs)} from {base.name}"
+            where = f"where {base.name} does" if ours == theirs else off
             said.append(f"With the same seed it ends {where}.")
-    load = load_note(comparison)
-    return " ".join([*said, *([f"{load[:1].upper()}{load[1:]}."] if load else [])])
-
-
-def load_note(comparison: Comparison) -> str:
-    """What other work took of the machine while it was timed; "" if nothing to speak of."""
-    load = comparison.machine.get("load", "")
-    return next((note for note in comparison.notes if load and note.startswith(load)), load)
+    load = comparison.load_note
+    return " ".join([*said, *([f"{_capital(load)}."] if load else [])])
 
 
 def in_short(level: LevelResult, comparison: Comparison) -> str:
-    """Of a level in two or three words: why it is, or is not, the one to use."""
-    base, best = comparison.baseline, comparison.recommended
+    """The `outcome`, and why a level is not to be used."""
+    what = "diverged" if level.finding.diverged else "worse"
+    return outcome(level, comparison) + (f": {what}" if level.finding.rejected else "")
+
+
+def outcome(level: LevelResult, comparison: Comparison) -> str:
+    """Why a level is, or is not, the one to use, in two or three words."""
+    base, best, found = comparison.baseline, comparison.recommended, level.finding
     if not level.runs:
         return "failed"
     if base is None or best is None:
         return ""
-    verdict = level.verdict
     if level is best and level is not base:
         return "use this"
     if level is base:
         return "the baseline"
-    if verdict.kind == "differs" and not verdict.better:
-        return "do not use: " + ("diverged" if len(level.finite) < len(level.runs) else "worse")
-    if verdict.kind == "undecided" and not verdict.better:
+    if found.rejected:
+        return "do not use"
+    if found.kind == "undecided" and not found.better:
         return "undecided"
-    if faults(level):
+    if found.faults:
         return "failed with some seeds"
-    if skips_much(level):
+    if found.skips is not None:
         return "skips too many steps"
-    good = "better" if verdict.better and verdict.kind == "differs" else "as good"
+    good = "better" if found.kind == "differs" else "as good"
     if level.speedup is None:
         return good
     if level.speedup.high < 1:
         return f"{good}, slower"
-    if level.level == "O3" and level.speedup.low > 1:
-        return f"{good}; no FP32 weights"
-    return f"{good}, faster" if level.speedup.low > 1 else f"{good}, {speed_in_words(level)}"
+    if level.speedup.low <= 1:
+        return f"{good}, {speed_in_words(level)}"
+    return f"{good}, faster" if level.keeps_fp32_weights else f"{good}; no FP32 weights"
 
 
 def state(level: LevelResult, comparison: Comparison) -> str:
     """How a level is shown: "best", "base", "bad", "unsure" or "plain"."""
+    found = level.finding
     if level is comparison.baseline:
         return "base"
     if level is comparison.recommended:
         return "best"
-    if level.verdict.kind in ("differs", "failed") and not level.verdict.better:
+    if found.rejected or found.kind == "failed":
         return "bad"
-    return "unsure" if not level.verdict.usable or faults(level) or skips_much(level) else "plain"
+    return "plain" if found.sound and found.skips is None else "unsure"
 
 
-def _to_the_bit(level: LevelResult) -> bool:
-    return level.verdict.kind == "within" and "to the bit" in level.verdict.reason
+def _heading(level: LevelResult) -> str:
+    return level.heading
+
+
+def _capital(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
 def _count(number: int, what: str) -> str:

@@ -6,40 +6,16 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from amp_patch.comparison import measures
+from amp_patch.comparison.finding import Finding, Verdict
 from amp_patch.comparison.measures import Ratio
-from amp_patch.comparison.wording import level_name, listed
+from amp_patch.comparison.wording import level_name, listed, type_name
+from amp_patch.policy import OPT_LEVELS
 from amp_patch.recording.run import Run
 
-INTERRUPTED = "interrupted"  # an error that begins so is the user's Ctrl-C: no fault of the level
-# A level is not recommended if a run skipped more than half of its steps, or more than this share and this number: as
-# many halvings take the largest dynamic scale, 2**24, to 1.
-SKIPPED_SHARE, SKIPPED_STEPS = 0.1, 24
 _LESS_MEMORY = 0.95  # a level is recommended for its memory only below this share of the baseline's
-
-
-class Verdict(NamedTuple):
-    """What is said of a level.
-
-    Attributes:
-        kind: "baseline"; "within" the baseline's spread; "differs" (`better`, or not to be used); "undecided", which
-            may be chance; "failed", without a run that went well; "alone", with nothing to compare it with.
-        text: a sentence without the level's name, without a full stop.
-        better: whether the level lies outside of the baseline's spread on the better side.
-        reason: of the text what does not tell of speed and memory; nothing where all is as it should be.
-    """
-
-    kind: str
-    text: str
-    better: bool = False
-    reason: str = ""
-
-    @property
-    def usable(self) -> bool:
-        """Whether nothing found speaks against the level's accuracy."""
-        return self.kind in ("baseline", "within") or self.better
 
 
 @dataclass(frozen=True)
@@ -60,6 +36,7 @@ class LevelResult:
         samples_per_second: the median over the runs.
         skips: how many steps each of `runs` skipped.
         scales: the loss scale at the end of each of `runs`.
+        finding, verdict: what they say beside the baseline's, as data and in words.
     """
 
     level: str
@@ -76,12 +53,29 @@ class LevelResult:
     samples_per_second: float | None = None
     skips: list[int] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
+    finding: Finding = field(default_factory=lambda: Finding("alone"))
     verdict: Verdict = field(default_factory=lambda: Verdict("alone", ""))
 
     @property
     def name(self) -> str:
-        """ "O2 fp16"."""
+        """ "O2 fp16", as a terminal has it."""
         return level_name(self.level, self.dtype)
+
+    @property
+    def heading(self) -> str:
+        """ "O2 FP16", as a page has it."""
+        return f"{self.level} {self.type_name}".rstrip()
+
+    @property
+    def type_name(self) -> str:
+        """ "FP16"; "" at O0."""
+        return type_name(self.dtype) if self.dtype else ""
+
+    @property
+    def keeps_fp32_weights(self) -> bool:
+        """Whether what is trained has FP32 weights, or masters: torch's own mixed precision has."""
+        policy = OPT_LEVELS.get(self.level)
+        return policy is None or policy.keeps_fp32_weights
 
     @property
     def advice(self) -> list[str]:
@@ -135,17 +129,12 @@ def went_well(run: Run) -> bool:
     return run.error is None and bool(run.loss or run.logged)
 
 
-def faults(level: LevelResult) -> list[Run]:
-    """The runs that failed by themselves."""
-    return [run for run in level.failed if not (run.error or "").startswith(INTERRUPTED)]
-
-
-def failures_in_words(level: LevelResult) -> str:
-    """The errors of a level, each once, with the seeds that had it."""
+def failures(level: LevelResult) -> list[str]:
+    """The errors of a level, each once, behind the seeds that had it."""
     errors: dict[str, list[int]] = {}
     for run in level.failed:
         errors.setdefault(run.error or "recorded no step", []).append(run.seed)
-    return "; ".join(f"failed with {seeds_in_words(seeds)}: {error}" for error, seeds in errors.items())
+    return [f"{seeds_in_words(seeds)}: {error}" for error, seeds in errors.items()]
 
 
 def seeds_in_words(seeds: Sequence[int]) -> str:
@@ -160,24 +149,6 @@ def same_losses(run: Run, other: Run) -> bool:
 def seeds_change_nothing(base: LevelResult) -> bool:
     """Whether its runs, two or more, gave the same losses to the bit: the script does not use the seeds."""
     return len(base.runs) > 1 and len(set(base.final)) == 1 and all(same_losses(run, base.runs[0]) for run in base.runs)
-
-
-def skips_much(level: LevelResult) -> bool:
-    """Whether a run of the level skipped more steps than a dynamic loss scale does that looks for its height."""
-    pairs = [(sum(run.skipped), run.steps) for run in level.runs]
-    return any(n > steps / 2 or n > max(SKIPPED_STEPS, SKIPPED_SHARE * steps) for n, steps in pairs)
-
-
-def skips_in_words(level: LevelResult) -> str:
-    """What a reader has to know of the skips and of the loss scale, if anything."""
-    words = []
-    if skips_much(level):
-        worst = max(level.runs, key=lambda run: sum(run.skipped) / max(1, run.steps))
-        words.append(f"{sum(worst.skipped)} of {worst.steps} steps were skipped with seed {worst.seed}")
-    fallen = [run.scale[-1] for run in level.runs if run.scale and run.scale[-1] < min(1.0, run.scale[0])]
-    if fallen:
-        words.append(f"the loss scale fell to {min(fallen):.2g}")
-    return ", ".join(words)
 
 
 def is_smaller(level: LevelResult, base: LevelResult) -> bool:
@@ -196,7 +167,8 @@ def level_dict(level: LevelResult) -> dict[str, Any]:
     plain = {
         name: value
         for name, value in vars(level).items()
-        if name not in ("runs", "failed", "speedup", "verdict")  # `to_dict` has the runs in a list of their own
+        if name
+        not in ("runs", "failed", "speedup", "finding", "verdict")  # `to_dict` has the runs in a list of their own
     }
     return {
         **plain,

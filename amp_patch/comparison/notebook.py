@@ -156,7 +156,8 @@ def _train_once(
         if run.device == "cpu":
             run.peak_memory = None  # the process has been larger, perhaps, in an earlier run
     name_as_asked(run, asked)
-    run.error = failure(recorder, run, error)
+    if (failed := failure(recorder, run, error)) is not None:
+        run.error, run.error_kind = failed
     if isinstance(error, KeyboardInterrupt):
         raise error
 

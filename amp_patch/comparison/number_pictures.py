@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from amp_patch.comparison.drawing import Picture, Plot, line, power_ticks, rect, text
-from amp_patch.comparison.headline import name
 from amp_patch.comparison.wording import percent, power, raised
 from amp_patch.diagnose.histogram import FORMATS, Format
 from amp_patch.recording.run import Look
@@ -38,10 +37,10 @@ def numbers(level: LevelResult) -> list[Picture]:
         counts = _exponents(looks, kind)
         if counts:
             low, high = FORMATS[dtype]
-            plot = _histogram(f"{name(level)}: {words}", counts, low, high, format_)
+            plot = _histogram(f"{level.heading}: {words}", counts, low, high, format_)
             held = f"{format_} holds 2^{low} to 2^{high + 1}"
             pictures.append(
-                plot.picture(f"The sizes of {words} at {name(level)}: 2^{min(counts)} to 2^{max(counts)}; {held}.")
+                plot.picture(f"The sizes of {words} at {level.heading}: 2^{min(counts)} to 2^{max(counts)}; {held}.")
             )
     return pictures
 
@@ -62,7 +61,9 @@ def _gradients(level: LevelResult, looks: list[Look], counts: dict[int, int], fo
         over = sum(count for e, count in counts.items() if e > high) / total
         shares[words] = (low, high, lost, over)
     used = [*shares.values()][1 if len(scales) == 3 else 0]
-    plot = _histogram(f"{name(level)}: gradients, by their size", counts, *used[:2], format_, below=28.0 * len(shares))
+    plot = _histogram(
+        f"{level.heading}: gradients, by their size", counts, *used[:2], format_, below=28.0 * len(shares)
+    )
     for place, (words, (low, high, lost, over)) in enumerate(shares.items()):
         y = plot.HEIGHT + 28 * place
         left, right = (plot.LEFT + min(plot.width, max(0.0, plot.x(edge))) for edge in (low, high + 1))
@@ -75,7 +76,7 @@ def _gradients(level: LevelResult, looks: list[Look], counts: dict[int, int], fo
         for words, (_, _, lost, over) in shares.items()
     )
     span = f"from 2^{min(counts)} to 2^{max(counts)}"
-    return plot.picture(f"The sizes of the gradients at {name(level)}, {span}. In {format_}, {words}.")
+    return plot.picture(f"The sizes of the gradients at {level.heading}, {span}. In {format_}, {words}.")
 
 
 def _histogram(title: str, counts: dict[int, int], low: int, high: int, format_: str, below: float = 0.0) -> Plot:

@@ -8,11 +8,11 @@ import traceback
 import torch
 
 from amp_patch.recording.recorder import Recorder
-from amp_patch.recording.run import Run
+from amp_patch.recording.run import EXITED, INTERRUPTED, OUT_OF_MEMORY, Failure, Run
 
 
-def failure(recorder: Recorder, run: Run, error: BaseException | None) -> str | None:
-    """Why a recorded training gave no figures, or ended early, in one line; None if it ended well.
+def failure(recorder: Recorder, run: Run, error: BaseException | None) -> Failure | None:
+    """Why a recorded training gave no figures, or ended early; None if it ended well.
 
     Args:
         recorder: that has seen it.
@@ -22,26 +22,34 @@ def failure(recorder: Recorder, run: Run, error: BaseException | None) -> str | 
     if isinstance(error, SystemExit) and error.code in (None, 0):  # the recorder's Enough is one of these
         error = None
     if isinstance(error, KeyboardInterrupt):
-        return f"interrupted after {run.steps} steps"
+        return interrupted(run)
     if isinstance(error, SystemExit):
-        how = f"with status {error.code}" if isinstance(error.code, int) else f"saying {_one_line(str(error.code))}"
-        return f"the script exited {how}"
+        if isinstance(error.code, int):
+            return Failure(f"the script exited with status {error.code}", EXITED)
+        return Failure(f"the script exited saying {_one_line(str(error.code))}")
     if error is not None:
         words = _one_line(traceback.format_exception_only(type(error), error)[-isinstance(error, SyntaxError)])
-        return f"out of memory: {words}" if _is_out_of_memory(error) else words
+        return Failure(f"out of memory: {words}", OUT_OF_MEMORY) if _is_out_of_memory(error) else Failure(words)
     if not recorder.enabled:
-        return (
+        return Failure(
             "the script never called amp.initialize (or with enabled=False only, or in a process that it started), so "
             "there is no level to set; call `model, optimizer = amp.initialize(model, optimizer)` after both are made"
         )
     if not recorder.losses:
-        return (
+        return Failure(
             "the script never called amp.scale_loss, so there is no loss to compare; train with "
             "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
         )
     if not run.steps:
-        return "the script never called optimizer.step() on what it gave to amp.initialize: no step was recorded"
+        return Failure(
+            "the script never called optimizer.step() on what it gave to amp.initialize: no step was recorded"
+        )
     return None
+
+
+def interrupted(run: Run) -> Failure:
+    """Of a run that the user's Ctrl-C has ended."""
+    return Failure(f"interrupted after {run.steps} steps", INTERRUPTED)
 
 
 def _one_line(text: str) -> str:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+
+import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template, select_autoescape
 
 from amp_patch.comparison import headline, wording
 from amp_patch.comparison.comparison import Comparison
-from amp_patch.comparison.folds import folds, number
-from amp_patch.comparison.level_result import LevelResult
-from amp_patch.comparison.markup import fold, items, plain, table
-from amp_patch.comparison.rows import Row, axis, rows
-from amp_patch.comparison.style import style
-from amp_patch.recording.run import dumps
+from amp_patch.comparison.drawing import COLOURS
+from amp_patch.comparison.level_result import LevelResult, failures
+from amp_patch.comparison.rows import axis, rows
+from amp_patch.comparison.sections import Cell, Entries, Table, number, sections, table
+from amp_patch.policy import OPT_LEVELS
+from amp_patch.recording.run import NATIVE, dumps
 from amp_patch.support.files import write_whole
-
-# Nothing may be loaded, and nothing runs: what a user's script put into a name or an error stays text.
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-_FEW = 3  # notes that stand on the page unfolded
 
 
 def write(comparison: Comparison, folder: str | Path) -> Path:
@@ -36,23 +36,40 @@ def write(comparison: Comparison, folder: str | Path) -> Path:
 
 def html(comparison: Comparison) -> str:
     """The page: pictures inline, no script, no request to anything; light and dark as the reader's system is."""
-    notes = [note for note in comparison.notes if note != headline.load_note(comparison)]
-    parts = [
-        f"<header><p><strong>{plain(comparison.title)}</strong> {plain(_about(comparison))}</p></header>",
-        _card(comparison),
-        _levels(comparison),
-        items(notes) if len(notes) <= _FEW else fold(f"Notes on the runs ({len(notes)})", items(notes)),
-        *folds(comparison),
-    ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
-        f"<title>{plain(headline.headline(comparison))}: {plain(comparison.title)}</title>\n"
-        f"<style>{style()}</style>\n</head>\n<body>\n<main>\n" + "\n".join(filter(None, parts)) + "\n</main>\n</body>\n"
-        "</html>\n"
+    base, best, cards = comparison.baseline, comparison.recommended, rows(comparison)
+    won = best is not None and best is not base
+    better = "higher" if comparison.maximize else "lower"
+    grey = f"{base.name if base is not None else 'the baseline'}'s range"
+    return _template().render(
+        comparison=comparison,
+        colours=COLOURS,
+        base=base.name if base is not None else "",
+        headline=headline.headline(comparison),
+        about=_about(comparison),
+        won=won,
+        gains=headline.gains(comparison),
+        said={"Why": headline.why(comparison), "How sure": headline.how_sure(comparison)},
+        use=_argument(best) if best is not None and won and best.level != NATIVE else "",
+        rows=cards if any(row.speed for row in cards) else [],
+        axis=axis(comparison),
+        what_memory=headline.what_memory(comparison),
+        what_dots=f"{better} is better; a dot a seed, a line their mean; grey: {grey}",
+        levels=_levels(comparison),
+        notes=[note for note in comparison.notes if note != comparison.load_note],
+        **sections(comparison),
     )
+
+
+@cache
+def _template() -> Template:
+    return Environment(
+        loader=PackageLoader("amp_patch.comparison"),
+        autoescape=select_autoescape(["html"]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    ).get_template("report.html")
 
 
 def _about(comparison: Comparison) -> str:
@@ -67,73 +84,27 @@ def _about(comparison: Comparison) -> str:
     return " · ".join([*said, *([f"torch {machine['torch']}"] if "torch" in machine else [])])
 
 
-def _card(comparison: Comparison) -> str:
-    best = comparison.recommended
-    gains = headline.gains(comparison)
-    said = {"Why": headline.why(comparison), "How sure": headline.how_sure(comparison)}
-    pairs = "".join(f"<dt>{name}</dt><dd>{plain(words)}</dd>" for name, words in said.items() if words)
-    if best is not None and best is not comparison.baseline and best.level != "native":
-        pairs += f"<dt>To use it</dt><dd><code>from amp_patch import amp<br>{plain(_argument(best))}</code></dd>"
-    won = best is not None and best is not comparison.baseline
-    return (
-        f'<section class="card"><div{" class=best" * won}><h1>{plain(headline.headline(comparison))}</h1>\n'
-        + (f'<p class="gains">{plain(gains)}</p>\n' if gains else "")
-        + f'<dl class="said">{pairs}</dl></div>\n{_rows(comparison)}</section>'
-    )
-
-
 def _argument(level: LevelResult) -> str:
-    # O1 to O3 are FP16 unless told otherwise.
-    also = ", dtype=torch.bfloat16" if level.level in ("O1", "O2", "O3") and level.dtype == "bfloat16" else ""
+    unasked = OPT_LEVELS[level.level].dtype is torch.bfloat16
+    also = ", dtype=torch.bfloat16" if level.dtype == "bfloat16" and not unasked else ""
     return f'amp.initialize(..., opt_level="{level.level}"{also})'
 
 
-def _rows(comparison: Comparison) -> str:
-    made = rows(comparison)
-    if not any(row.speed for row in made):
-        return ""
-    base = comparison.baseline.name if comparison.baseline is not None else "the baseline"
-    better = "higher" if comparison.maximize else "lower"
-    dots = f"{better} is better; a dot a seed, a line their mean; grey: {base}'s range"
-    head = (
-        '<div class="row head"><div></div>'
-        "<div><b>Speed</b> <small>longer is faster</small></div>"
-        f"<div><b>Memory</b> <small>{plain(headline.what_memory(comparison))}</small></div>"
-        f"<div><b>Final {plain(comparison.metric)}</b> <small>{plain(dots)}</small></div>"
-        "</div>"
-    )
-    labels = f'<div class="row"><svg class="axis">{axis(comparison)}</svg></div>'
-    alt = plain("; ".join(row.alt for row in made))
-    return f'<div class="rows" role="img" aria-label="{alt}">{head}{"".join(map(_row, made))}{labels}</div>'
-
-
-def _row(row: Row) -> str:
-    level = row.level
-    name, _, dtype = headline.name(level).partition(" ")
-    cells = "".join(f"<svg>{cell}</svg>" for cell in (row.speed, row.memory, row.dots))
-    if not row.speed:
-        cells = '<div class="failed">no run went well: the table says why</div>'
-    words = f"<b>{plain(name)}</b> {plain(dtype)} <small>{plain(row.short)}</small>"
-    return f'<div class="row {row.state}"><div>{words}</div>{cells}</div>'
-
-
-def _levels(comparison: Comparison) -> str:
+def _levels(comparison: Comparison) -> Table | None:
     base, levels = comparison.baseline, comparison.levels
-    if not levels:
-        return ""
-    of_base = plain(f"from {base.name}") if base is not None else "difference"
+    of_base = f"from {base.name}" if base is not None else "difference"
     unit, sizes = wording.sizes([level.memory_bytes or 0 for level in levels])
-    head = ["level", "finding", f"final {plain(comparison.metric)}", of_base, "step, ms", "speed", "samples/s"]
+    head = ["level", "finding", f"final {comparison.metric}", of_base, "step, ms", "speed", "samples/s"]
     head += [f"memory, {unit}", "last loss scale", "skipped steps", "failed runs"]
-    lines = []
+    lines: list[Entries] = []
     for level, size in zip(levels, sizes, strict=True):
         other = base is not None and level is not base
         lines.append(
             [
-                plain(headline.name(level)),
+                level.heading,
                 _finding(level, comparison),
-                number(level.mean) + (f"<small>{_several(level.final)}</small>" if len(level.final) > 1 else ""),
-                wording.difference(level.mean, base.mean) if base is not None and other else "",
+                Cell(number(level.mean), _several(level.final) if len(level.final) > 1 else ""),
+                wording.signed_percent(level.mean, base.mean) if base is not None and other else "",
                 wording.three(level.step_ms) if level.step_ms else "",
                 _speed(level) if other else "",
                 wording.three(level.samples_per_second) if level.samples_per_second else "",
@@ -146,18 +117,17 @@ def _levels(comparison: Comparison) -> str:
     return table("The levels", head, lines, texts=["finding"])
 
 
-def _finding(level: LevelResult, comparison: Comparison) -> str:
-    short, reason = headline.in_short(level, comparison), level.verdict.reason
-    word = plain(short.partition(":")[0])  # the reason has the rest
-    first = f'<span class="finding {headline.state(level, comparison)}">{word}</span>' if short else ""
-    return ": ".join(filter(None, [first, plain(reason.removeprefix("failed with ") if short == "failed" else reason)]))
+def _finding(level: LevelResult, comparison: Comparison) -> Cell | str:
+    word = headline.outcome(level, comparison)  # the reason has the rest
+    reason = level.verdict.reason if level.runs else "; failed with ".join(failures(level))
+    return Cell(reason, finding=word, state=headline.state(level, comparison)) if word else reason
 
 
-def _speed(level: LevelResult) -> str:
+def _speed(level: LevelResult) -> Cell | str:
     if level.speedup is None:
         return ""
     median, low, high = (f"{value:.2f}" for value in level.speedup)
-    return f"{median}x" + (f"<small>{low} to {high}</small>" if low != high else "")
+    return Cell(f"{median}x", f"{low} to {high}" if low != high else "")
 
 
 def _several(values: Sequence[float], words: Callable[[float], str] = number) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from amp_patch.comparison.drawing import Picture, Plot, power_ticks, step_ticks, thin, ticks
-from amp_patch.comparison.headline import name
 
 if TYPE_CHECKING:
     from amp_patch.comparison.comparison import Comparison
@@ -71,14 +70,14 @@ def scales(comparison: Comparison) -> list[Picture]:
         low, high = math.floor(min(exponents)) - 1, math.ceil(max(exponents)) + 1
         last = max(len(run.scale) for run in runs)
         x_ticks, y_ticks = step_ticks(last), power_ticks(low, high, 6)
-        plot = Plot(f"{name(level)}: loss scale", (1, max(2, last)), (low, high), x_ticks, y_ticks)
+        plot = Plot(f"{level.heading}: loss scale", (1, max(2, last)), (low, high), x_ticks, y_ticks)
         for run in runs:
             plot.curve(_stairs(run.scale), "ink", width=1.3)
         skipped = sorted({step + 1 for run in runs for step, skipped in enumerate(run.skipped) if skipped})
         plot.foot(skipped, "lost")
         count = sum(sum(run.skipped) for run in runs)
         ends = ", ".join(f"{run.scale[-1]:g}" for run in runs)
-        alt = f"The loss scale at {name(level)} over the steps; at the end {ends}; {count} skipped steps in all."
+        alt = f"The loss scale at {level.heading} over the steps; at the end {ends}; {count} skipped steps in all."
         pictures.append(plot.picture(alt))
     return pictures
 
@@ -96,7 +95,7 @@ def _loss(level: LevelResult, runs: Sequence[Run]) -> Picture:
     else:
         y_ticks = ticks(*span)
     last_step = max(len(run.loss) for run in runs)
-    title = f"{name(level)}: training loss"
+    title = f"{level.heading}: training loss"
     plot = Plot(title, (1, max(2, last_step)), span, step_ticks(last_step), y_ticks, log=logarithmic)
     plot.area(zip(curves.steps, curves.low, curves.high, strict=True), "band")
     plot.curve(zip(curves.steps, curves.mean, strict=True), "ink")
@@ -110,24 +109,24 @@ def _difference(level: LevelResult, base: LevelResult, paired: Sequence[Run], of
     ours = _smooth([run.loss for run in paired], longest)
     theirs = _smooth([of_base[run.seed].loss for run in paired], longest)
     around = _smooth([run.loss for run in of_base.values()], longest)
-    apart = _Curves(ours.steps, [list(map(_less, a, b)) for a, b in zip(ours.values, theirs.values, strict=True)])
+    distances = _Curves(ours.steps, [list(map(_less, a, b)) for a, b in zip(ours.values, theirs.values, strict=True)])
     band = [
         (x, _less(low, mean), _less(high, mean))
         for x, low, mean, high in zip(around.steps, around.low, around.mean, around.high, strict=True)
     ]
     edges = [abs(v) for _, low, high in band for v in (low, high) if v is not None]
-    far = [abs(v) for row in apart.values for v in row if v is not None]
+    far = [abs(v) for row in distances.values for v in row if v is not None]
     reach = 1.15 * max(max(edges, default=0.0), max(far, default=0.0)) or 1.0
     plot = Plot(
-        f"{name(level)}: training loss less {base.name}'s",
+        f"{level.heading}: training loss less {base.name}'s",
         (1, max(2, longest)),
         (-reach, reach),
         step_ticks(longest),
         ticks(-reach, reach),
     )
     plot.area(band, "band")
-    plot.area(zip(apart.steps, apart.low, apart.high, strict=True), "ink", 0.25)
-    plot.curve(zip(apart.steps, apart.mean, strict=True), "ink")
+    plot.area(zip(distances.steps, distances.low, distances.high, strict=True), "ink", 0.25)
+    plot.curve(zip(distances.steps, distances.mean, strict=True), "ink")
     _mark_not_finite(plot, paired)
     words = f"The training loss less that of {base.name} with the same seed"
     return plot.picture(_in_words(level, paired, words))
@@ -142,9 +141,8 @@ def _mark_not_finite(plot: Plot, runs: Sequence[Run]) -> None:
 
 def _in_words(level: LevelResult, runs: Sequence[Run], what: str) -> str:
     ends = ", ".join(f"{run.loss[-1]:.4g}" for run in runs)
-    words = (
-        f"{what}, at {name(level)} over {max(len(run.loss) for run in runs)} steps; the last loss of each seed: {ends}."
-    )
+    steps = max(len(run.loss) for run in runs)
+    words = f"{what}, at {level.heading} over {steps} steps; the last loss of each seed: {ends}."
     count = sum(not math.isfinite(loss) for run in runs for loss in run.loss)
     return words + (f" Not finite at {count} steps." if count else "")
 

@@ -7,13 +7,13 @@ import statistics
 from dataclasses import dataclass
 
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
-from amp_patch.recording.run import Run
+from amp_patch.recording.run import NATIVE, Run
+
+# The level that the others are compared with.
+BASELINE = next(level for level, policy in OPT_LEVELS.items() if policy.changes_nothing)
 
 # The levels that one would train with, in both types; O3, which keeps no FP32 weights, shows what that costs.
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
-
-# A script's own torch.autocast and GradScaler, beside the levels that take their place.
-NATIVE = "native"
 
 _MOST_SEEDS = 1000
 
@@ -49,10 +49,10 @@ class Plan:
         twice = [level for level in OPT_LEVELS if self.levels.count(level) > 1]
         if twice:
             raise ValueError(f"compare: {twice[0]} is in levels twice; give each once (seeds=N repeats them)")
-        if not set(self.levels) - {"O0"}:
+        if not set(self.levels) - {BASELINE}:
             raise ValueError(f"compare: levels is {','.join(self.levels) or 'empty'}; wanted one beside O0, as O0,O2")
-        if "O0" not in self.levels:
-            object.__setattr__(self, "levels", ("O0", *self.levels))  # frozen; what the others are compared with
+        if BASELINE not in self.levels:
+            object.__setattr__(self, "levels", (BASELINE, *self.levels))  # frozen
         for name, value in ("seeds", self.seeds), ("steps", self.steps):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"compare: {name} is {value!r}; wanted a positive integer")
@@ -68,7 +68,7 @@ class Plan:
 
     def environment(self, run: Run) -> dict[str, str]:
         """What tells a run's `initialize` its level."""
-        level = "O0" if run.level == NATIVE else run.level
+        level = BASELINE if run.level == NATIVE else run.level
         named = {"AMP_PATCH_OPT_LEVEL": level, "AMP_PATCH_SEED": str(run.seed)}
         return named if self.dtype is None else {**named, "AMP_PATCH_DTYPE": self.dtype}
 

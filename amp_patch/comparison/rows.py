@@ -54,9 +54,7 @@ def rows(comparison: Comparison) -> list[Row]:
         ends = ", ".join(f"{value:.4g}" for value in level.final)
         speed = f"speed {level.speedup.median:.2f}" if level.speedup else "speed not known"
         memory = f"memory {level.memory:.2f}" if level.memory else "memory not known"
-        alt = f"{headline.name(level)}: {short}" + (
-            f"; {speed}, {memory} of the baseline's; {ends}" if level.runs else ""
-        )
+        alt = f"{level.heading}: {short}" + (f"; {speed}, {memory} of the baseline's; {ends}" if level.runs else "")
         made.append(Row(state, level, short, *cells, alt))
     return made
 
@@ -151,7 +149,7 @@ def _results(comparison: Comparison) -> _Scale | None:
     every = [value for each in values.values() for value in each]
     if not every:
         return None
-    near = [v for level in comparison.levels if level.verdict.kind != "differs" for v in values[id(level)]] or every
+    near = [v for level in comparison.levels if level.finding.kind != "differs" for v in values[id(level)]] or every
     width = max(near) - min(near) or abs(near[0]) * 0.01 or 1.0
     return _Scale(max(min(every), min(near) - width), min(max(every), max(near) + width))
 

@@ -49,10 +49,10 @@ def _overview(comparison: Comparison) -> list[str]:
             seeds,
             "missing" if _gave_none(level, comparison.metric) else _with_range(level.final),
             _against(level, base),
-            _number(level.step_ms),
-            f"{_two_digits(level.speedup.median)}x" if level.speedup else "",
-            _two_digits(level.memory),
-            _power_of_two(level.scales[-1]) if level.scales else "",
+            wording.short(level.step_ms),
+            f"{wording.ratio(level.speedup.median)}x" if level.speedup else "",
+            wording.ratio(level.memory),
+            wording.power_in_ascii(level.scales[-1]) if level.scales else "",
             f"{max(level.skips)}" if level.skips else "",
         )
         rows.append((level.name, *cells))
@@ -64,7 +64,7 @@ def _verdicts(comparison: Comparison, colours: bool) -> list[str]:
     width = max(len(level.name) for level in comparison.levels)
     for level in comparison.levels:
         first, *others = _wrapped(level.verdict.text, _WIDTH - width - 1) or [""]
-        style = "green" if level.verdict.better else _STYLES.get(level.verdict.kind, "")
+        style = "green" if level.finding.better else _STYLES.get(level.finding.kind, "")
         found.append(f"{_coloured(f'{level.name:{width}}', style, colours)} {first}".rstrip())
         found += [" " * (width + 1) + line for line in others]
     return found
@@ -75,8 +75,8 @@ def _times(comparison: Comparison) -> list[str]:
     rows: list[Sequence[str]] = []
     for level in filter(_went_well, comparison.levels):
         split = measures.part_ms(level.runs, level.step_ms)
-        parts = [_number(split[part] if level.step_ms is not None else None) for part in PARTS]
-        rows.append((level.name, *parts, _number(level.samples_per_second)))
+        parts = [wording.short(split[part] if level.step_ms is not None else None) for part in PARTS]
+        rows.append((level.name, *parts, wording.short(level.samples_per_second)))
     return _table("Time of a step, ms", ("level", *headings, "samples\nper second"), rows)
 
 
@@ -86,7 +86,7 @@ def _sizes(comparison: Comparison) -> list[str]:
     for level in filter(_went_well, comparison.levels):
         sizes = (_mib(level.runs, size) for size in ("weights", "masters", "gradients", "state", "activations"))
         peak = None if level.memory_bytes is None else level.memory_bytes / 2**20
-        rows.append((level.name, *map(_number, (*sizes, peak))))
+        rows.append((level.name, *map(wording.short, (*sizes, peak))))
     return _table("Memory, MiB", headings, rows)
 
 
@@ -179,7 +179,7 @@ def _with_range(values: list[float]) -> str:
     if not all(map(math.isfinite, values)):
         return "diverged"
     half = (max(values) - min(values)) / 2
-    mean = f"{statistics.mean(values):#.4g}".rstrip(".")
+    mean = wording.digits(statistics.mean(values), 4)
     return f"{mean} ±{half:.2g}" if len(values) > 1 else mean
 
 
@@ -187,23 +187,7 @@ def _against(level: LevelResult, base: LevelResult | None) -> str:
     """How far the mean is from the baseline's."""
     if base is None or level is base or len(level.finite) < len(level.runs):
         return ""
-    return wording.difference(level.mean, base.mean).replace(" ", "")
-
-
-def _number(value: float | None) -> str:
-    """Three digits, or all before the point."""
-    if value is None:
-        return ""
-    return f"{value:.0f}" if 100 <= value < 1e6 else f"{value:.3g}"
-
-
-def _two_digits(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}" if value < 100 else f"{value:.3g}"
-
-
-def _power_of_two(scale: float) -> str:
-    mantissa, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if mantissa == 0.5 and exponent > 10 else f"{scale:.3g}"
+    return wording.signed_percent(level.mean, base.mean).replace(" ", "")
 
 
 def _mib(runs: list[Run], name: str) -> float | None:

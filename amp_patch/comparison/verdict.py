@@ -1,142 +1,40 @@
-"""What is said of each level, by the test that `Comparison.test` puts in words."""
+"""The words for what was found of a level."""
 
 from __future__ import annotations
 
-import math
 import statistics
-from dataclasses import dataclass
 
-from amp_patch.comparison import measures
-from amp_patch.comparison.level_result import (
-    LevelResult,
-    Verdict,
-    failures_in_words,
-    same_losses,
-    seeds_change_nothing,
-    seeds_in_words,
-    skips_in_words,
-)
-from amp_patch.comparison.measures import LOSS
-from amp_patch.comparison.wording import apart, tell_apart, times
+from amp_patch.comparison.finding import Finding, Lost, Verdict
+from amp_patch.comparison.judge import has_no_spread
+from amp_patch.comparison.level_result import LevelResult, failures, seeds_change_nothing, seeds_in_words
+from amp_patch.comparison.wording import relative_distance, shortest_distinct, times
 
-SIGNIFICANCE = 0.05
 ALIKE = 1.05  # "as fast as" is said within this ratio
 
 
-@dataclass(frozen=True)
-class Judge:
-    """Gives the verdict on each level of a comparison.
+def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric: str) -> Verdict:
+    """Of the level of which this was `found`."""
+    failed, lost = failures_in_words(level), "; ".join(_lost(each, metric, base) for each in found.diverged)
+    if not level.runs:
+        return Verdict(found.kind, failed, reason=failed)
+    if base is None:
+        return Verdict(found.kind, lost, reason=lost)
+    skips = _skips(found)
+    if level is base:
+        own = f"final {metric} {_mean_and_spread(base)}"
+        return Verdict(found.kind, _joined(own, lost, skips, failed), reason=_joined(lost, skips, failed))
+    accuracy = lost or _accuracy(found, base, f"final {metric}")
+    if found.rejected:
+        text = _joined("do not use: " + accuracy, skips, _cost(level, base), failed)
+    else:
+        text = _joined(_cost(level, base), accuracy, skips, failed)
+    if found.kind == "within":
+        accuracy = f"every loss as {base.name}'s, to the bit" if found.to_the_bit else ""
+    return Verdict(found.kind, text, found.better, _joined(accuracy, skips, failed))
 
-    Attributes:
-        base: the level that the others are compared with; None if no level has figures.
-        metric, maximize: of the comparison.
-        comparable: whether there is anything to compare: two levels with runs that went well, figures of one of them.
-    """
 
-    base: LevelResult | None
-    metric: str
-    maximize: bool
-    comparable: bool
-
-    @property
-    def figure(self) -> str:
-        """What the metric is called in a sentence."""
-        return f"final {self.metric}"
-
-    def verdict(self, level: LevelResult) -> Verdict:
-        if not level.runs:
-            return Verdict("failed", failures_in_words(level), reason=failures_in_words(level))
-        if self.base is None:
-            text = "; ".join(self._diverged(level, None))
-            return Verdict("alone", text, reason=text)
-        return self._beside(level, self.base)
-
-    def _beside(self, level: LevelResult, base: LevelResult) -> Verdict:
-        kind, accuracy, better = self._accuracy(level, base)
-        cost = "" if level is base else _speed(level, base)
-        loss = [accuracy, skips_in_words(level)]
-        failed = failures_in_words(level) if level.failed else ""
-        if kind == "differs" and not better:
-            parts = ["do not use: " + accuracy, loss[1], cost, failed]
-        else:
-            parts = [cost, *loss, failed]
-        if kind == "baseline" and not self.comparable:
-            kind = "alone"
-        short = accuracy
-        if level is base:
-            short = "; ".join(self._diverged(level, base))
-        elif kind == "within" and accuracy.endswith("to the bit"):
-            short = f"every loss as {base.name}'s, to the bit"
-        elif kind == "within":
-            short = ""
-        reason = [short, skips_in_words(level), failed]
-        text, said = ("; ".join(part for part in each if part) for each in (parts, reason))
-        return Verdict(kind, text, better, said)
-
-    def _accuracy(self, level: LevelResult, base: LevelResult) -> tuple[str, str, bool]:
-        """The kind of the verdict, its reason, and whether it is better than the baseline."""
-        spread = list(base.finite.values())
-        diverged = self._diverged(level, base)
-        if level is base:
-            text, low, high = tell_apart(statistics.mean(spread), min(spread), max(spread))
-            over = f" over {len(spread)} seeds ({low} to {high})" if len(spread) > 1 else ""
-            return "baseline", "; ".join([f"{self.figure} {text}{over}", *diverged]), False
-        if diverged:
-            return "differs", "; ".join(diverged), False
-        seeds = [seed for seed in level.finite if seed in base.finite]
-        if not seeds:
-            return "undecided", f"no seed of it has a result of {base.name}'s to compare with", False
-        ours, theirs = [level.finite[seed] for seed in seeds], [base.finite[seed] for seed in seeds]
-        of_seed = {run.seed: run for run in base.runs}
-        if ours == theirs and all(same_losses(run, of_seed[run.seed]) for run in level.runs if run.seed in seeds):
-            same = f"every loss the same as {base.name}'s, to the bit"
-            return "within", f"{self.figure} {tell_apart(statistics.mean(ours))[0]}, {same}", False
-        mean, base_mean = statistics.mean(ours), statistics.mean(theirs)
-        better = (mean > base_mean) is self.maximize and mean != base_mean
-        distance = apart(mean, base_mean)
-        if len(spread) < 2 or seeds_change_nothing(base):
-            what = "the seeds change nothing" if len(spread) > 1 else "one seed"
-            return (
-                "undecided",
-                f"{what}: {self.figure} {distance} {base.name}'s; {more_seeds(base)} to judge it",
-                False,
-            )
-        text, low, high = tell_apart(mean, min(spread), max(spread))
-        its_spread = f"the spread of {base.name}'s {len(spread)} seeds ({low} to {high})"
-        if min(spread) <= mean <= max(spread):
-            return "within", f"{self.figure} {text} within {its_spread}", False
-        if len(seeds) < 2:
-            return "undecided", f"{self.figure} {text} outside {its_spread}, with one seed; run more seeds", False
-        p = measures.paired_t_test(ours, theirs)
-        word = ", better: " if better else ", "
-        of_base = tell_apart(base_mean)[0]
-        difference = f"{self.figure} {text}{word}{distance} {base.name}'s {of_base}, outside {its_spread}"
-        found = f"paired t-test p {'< 0.001' if p < 0.001 else f'= {p:.2g}'}"
-        if p < SIGNIFICANCE:
-            return "differs", f"{difference}, {found}", better
-        more = "" if better else "; run more seeds"
-        return "undecided", f"{difference}, which may be chance ({found}){more}", better
-
-    def _diverged(self, level: LevelResult, base: LevelResult | None) -> list[str]:
-        """Why runs of a level have no figure, in words."""
-        reasons: dict[tuple[str, str], list[int]] = {}
-        for run, figure in zip(level.runs, level.final, strict=True):
-            if math.isfinite(figure):
-                continue
-            step = next((step for step, loss in enumerate(run.loss) if not math.isfinite(loss)), None)
-            after = ""
-            if step is not None and self.metric == LOSS:
-                what, after = "diverged", f" at step {step}"
-            elif self.metric != LOSS and self.metric in run.logged:
-                what = f"{self.metric} was not finite"
-            else:
-                what = f"gave no {self.metric}"
-            if base is not None and level is not base and run.seed in set(base.seeds) - set(base.finite):
-                after += f", as {base.name} did"
-            if run.lost_eps is not None:
-                after += f": its optimizer's eps {run.lost_eps:g} is 0 in FP16; take eps=1e-4 or more, or O2"
-            reasons.setdefault((what, after), []).append(run.seed)
-        return [f"{what} with {seeds_in_words(seeds)}{after}" for (what, after), seeds in reasons.items()]
+def failures_in_words(level: LevelResult) -> str:
+    return "; ".join(f"failed with {each}" for each in failures(level))
 
 
 def more_seeds(base: LevelResult) -> str:
@@ -146,7 +44,61 @@ def more_seeds(base: LevelResult) -> str:
     return "run more seeds" if len(base.finite) > 2 else "run three seeds or more"
 
 
-def _speed(level: LevelResult, base: LevelResult) -> str:
+def _joined(*parts: str) -> str:
+    return "; ".join(filter(None, parts))
+
+
+def _mean_and_spread(base: LevelResult) -> str:
+    spread = list(base.finite.values())
+    text, low, high = shortest_distinct(statistics.mean(spread), min(spread), max(spread))
+    return text + (f" over {len(spread)} seeds ({low} to {high})" if len(spread) > 1 else "")
+
+
+def _accuracy(found: Finding, base: LevelResult, figure: str) -> str:
+    """Of a level of which no run diverged, beside the baseline."""
+    if found.distance is None:
+        return f"no seed of it has a result of {base.name}'s to compare with"
+    mean, of_base, _ = found.distance
+    if found.to_the_bit:
+        return f"{figure} {shortest_distinct(mean)[0]}, every loss the same as {base.name}'s, to the bit"
+    distance = relative_distance(mean, of_base)
+    if has_no_spread(base):
+        what = "the seeds change nothing" if len(base.finite) > 1 else "one seed"
+        return f"{what}: {figure} {distance} {base.name}'s; {more_seeds(base)} to judge it"
+    low, high = min(base.finite.values()), max(base.finite.values())
+    text, low_, high_ = shortest_distinct(mean, low, high)
+    spread = f"the spread of {base.name}'s {len(base.finite)} seeds ({low_} to {high_})"
+    if found.kind == "within":
+        return f"{figure} {text} within {spread}"
+    if found.p is None:
+        return f"{figure} {text} outside {spread}, with one seed; run more seeds"
+    better = ", better: " if found.better else ", "
+    outside = f"{figure} {text}{better}{distance} {base.name}'s {shortest_distinct(of_base)[0]}, outside {spread}"
+    test = f"paired t-test p {'< 0.001' if found.p < 0.001 else f'= {found.p:.2g}'}"
+    if found.kind == "differs":
+        return f"{outside}, {test}"
+    return f"{outside}, which may be chance ({test})" + ("" if found.better else "; run more seeds")
+
+
+def _lost(lost: Lost, metric: str, base: LevelResult | None) -> str:
+    what = {"diverged": "diverged", "not finite": f"{metric} was not finite", "missing": f"gave no {metric}"}[lost.kind]
+    at = "" if lost.step is None else f" at step {lost.step}"
+    as_base = f", as {base.name} did" if base is not None and lost.as_base else ""
+    eps = "" if lost.eps is None else f": its optimizer's eps {lost.eps:g} is 0 in FP16; take eps=1e-4 or more, or O2"
+    return f"{what} with {seeds_in_words(lost.seeds)}{at}{as_base}{eps}"
+
+
+def _skips(found: Finding) -> str:
+    """What a reader has to know of the skips and of the loss scale, if anything."""
+    words = []
+    if found.skips is not None:
+        words.append("{} of {} steps were skipped with seed {}".format(*found.skips))
+    if found.fallen_scale is not None:
+        words.append(f"the loss scale fell to {found.fallen_scale:.2g}")
+    return ", ".join(words)
+
+
+def _cost(level: LevelResult, base: LevelResult) -> str:
     parts = []
     if level.speedup is not None:
         median, low, high = level.speedup

@@ -1,4 +1,4 @@
-"""Numbers and names, as a sentence has them."""
+"""Numbers and names in words: every rule of how a number is written stands here."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ SIZES = {
     "state": "optimizer state",
     "activations": "activations",
 }
-_TYPES = {"float16": "fp16", "bfloat16": "bf16"}
+_TYPES = {"float16": "FP16", "bfloat16": "BF16", None: "FP32"}
 PARTS_IN_WORDS = {**{part: part for part in PARTS}, "between": "clipping, other"}
 
 
 def level_name(level: str, dtype: str | None) -> str:
     """ "O2 fp16", of "O2" and "float16"; "O0", which has no type."""
-    return f"{level} {_TYPES.get(dtype, dtype)}" if dtype else level
+    return f"{level} {type_name(dtype).lower()}" if dtype else level
+
+
+def type_name(dtype: str | None) -> str:
+    """ "FP16"."""
+    return _TYPES.get(dtype) or str(dtype)
 
 
 def times(*ratios: float) -> list[str]:
@@ -29,37 +34,53 @@ def times(*ratios: float) -> list[str]:
     return [f"{ratio:.{digits}f}" for ratio in ratios]
 
 
-def apart(figure: float, base: float) -> str:
+def relative_distance(figure: float, base: float) -> str:
     """ "0.3 % above"."""
-    side = "above" if figure > base else "below"
     if figure == base:
         return "equal to"
+    return f"{relative_size(figure, base)} {'above' if figure > base else 'below'}"
+
+
+def relative_size(figure: float, base: float) -> str:
+    """ "0.3 %": how far the figure is from the base."""
     if base == 0:
-        return f"{abs(figure - base):.2g} {side}"
+        return f"{abs(figure - base):.2g}"
     percent = 100 * abs(figure / base - 1)
-    return f"{percent:{'.0f' if 10 <= percent < 1e5 else '.2g'}} % {side}"
+    return f"{percent:{'.0f' if 10 <= percent < 1e5 else '.2g'}} %"
 
 
-def difference(result: float | None, base: float | None) -> str:
-    """ "+0.3 %": how far a mean is from the baseline's; "" where one of them is not known."""
+def signed_percent(result: float | None, base: float | None) -> str:
+    """ "+0.30 %", in a column: how far a mean is from the baseline's; "" where one of them is not known."""
     if result is None or base is None:
         return ""
     if result == base:
         return "equal"
+    if base and abs(result - base) > 9.99 * abs(base):
+        return ">+999 %" if result > base else "<-999 %"
+    return _percent_of(result - base, base, "+")
+
+
+def unsigned_percent(result: float, base: float) -> str:
+    """ "0.30 %", in a sentence."""
+    return ">999 %" if base and abs(result - base) > 9.99 * abs(base) else _percent_of(abs(result - base), base, "")
+
+
+def _percent_of(difference: float, base: float, sign: str) -> str:
     if not base:
-        return f"{result - base:+.2g}"
-    percent = 100 * (result - base) / abs(base)
-    if abs(percent) < 0.01:
-        return "<0.01 %"
-    if abs(percent) > 999:
-        return ">+999 %" if percent > 0 else "<-999 %"
-    return f"{percent:{'+.2f' if abs(percent) < 10 else '+.0f'}} %"
+        return f"{difference:{sign}.2g}"
+    percent = 100 * difference / abs(base)
+    return "<0.01 %" if abs(percent) < 0.01 else f"{percent:{sign}{'.2f' if abs(percent) < 10 else '.0f'}} %"
 
 
-def tell_apart(*values: float) -> list[str]:
+def shortest_distinct(*values: float) -> list[str]:
     """Numbers with four significant digits, or up to nine where that tells more of them apart."""
-    texts = [[f"{value:#.{digits}g}".rstrip(".") for value in values] for digits in range(4, 10)]
+    texts = [[digits(value, count) for value in values] for count in range(4, 10)]
     return max(texts, key=lambda each: len(set(each)))  # the first of the best
+
+
+def digits(value: float, count: int) -> str:
+    """With so many significant digits, zeros too."""
+    return f"{value:#.{count}g}".rstrip(".")
 
 
 def listed(names: Sequence[str]) -> str:
@@ -87,6 +108,18 @@ def three(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def short(value: float | None) -> str:
+    """Three digits, or all before the point, without commas; "" where it is not known."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if 100 <= value < 1e6 else f"{value:.3g}"
+
+
+def ratio(value: float | None) -> str:
+    """Two digits behind the point, or three where there are many before it; "" where it is not known."""
+    return "" if value is None else f"{value:.2f}" if value < 100 else f"{value:.3g}"
+
+
 def percent(share: float) -> str:
     return "0 %" if share == 0 else "<0.1 %" if share < 0.001 else f"{100 * share:.2g} %" if share < 1 else "100 %"
 
@@ -95,6 +128,12 @@ def power(scale: float) -> str:
     """A loss scale: powers of two as such."""
     exact = scale > 0 and math.isfinite(scale) and math.frexp(scale)[0] == 0.5
     return f"2{raised(math.frexp(scale)[1] - 1)}" if exact and scale != 1 else f"{scale:g}"
+
+
+def power_in_ascii(scale: float) -> str:
+    """A loss scale: large powers of two as such."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 and exponent > 10 else f"{scale:.3g}"
 
 
 def raised(exponent: int) -> str:

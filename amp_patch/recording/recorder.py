@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_patch.policy import OPT_LEVELS
 from amp_patch.recording import compiled_forwards, size_advice
 from amp_patch.recording.activations import WeighedStep
 from amp_patch.recording.inspected_step import InspectedStep
@@ -224,7 +225,7 @@ class Recorder(ScalerSteps):
             if device.type == "cuda":
                 self._cuda = device
                 self._last = self._now()
-            dtype = None if begun.opt_level == "O0" else str(begun.dtype).removeprefix("torch.")
+            dtype = None if OPT_LEVELS[begun.opt_level].changes_nothing else str(begun.dtype).removeprefix("torch.")
             self._outbox.put(
                 {
                     "event": "begin",

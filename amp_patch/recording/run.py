@@ -5,13 +5,28 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 # Where the time of a step goes, in order: before the model's first forward; from there to scale_loss; its body and the
 # unscaling; between that and optimizer.step (clipping, zero_grad); optimizer.step. They add up to the step's time.
 PARTS = ("data", "forward", "backward", "between", "optimizer")
 
+# The level of a run of torch's own mixed precision, as the script has it.
+NATIVE = "native"
+
+# Kinds of errors; any other is "".
+# INTERRUPTED is the user's Ctrl-C, no fault of the level; KILLED is by SIGKILL, perhaps for memory; EXITED is sys.exit
+# with a status.
+INTERRUPTED, OUT_OF_MEMORY, KILLED, EXITED = "interrupted", "out of memory", "killed", "exited"
+
 Event = dict[str, Any]
+
+
+class Failure(NamedTuple):
+    """Why a run gave no figures, or fewer than asked for: in one line, and of which kind."""
+
+    words: str
+    kind: str = ""
 
 
 @dataclass
@@ -46,13 +61,14 @@ class Run:
     """One training at one level, from one seed. Lists have one entry a step; times are in seconds, sizes in bytes.
 
     Attributes:
-        level: "O0" to "O5"; "native" is torch's own mixed precision, as the script has it.
+        level: "O0" to "O5", or NATIVE.
         seed: which of the repetitions, from 0.
         dtype: the low-precision type, "float16" or "bfloat16"; None at O0.
         policy: the resolved policy in words.
         device: of the model's first parameter, "cpu" or "cuda".
         lost_eps: the optimizer's eps (Adam's), if that is 0 in the type of its parameters: it divides by 0 then.
         error: why there are no figures, or fewer than asked for, in one line; None if all went well.
+        error_kind: INTERRUPTED, OUT_OF_MEMORY, KILLED, EXITED, or "" for any other error, and for none.
         refused: whether that is because the script cannot be trained at another level unedited.
         native: whether the script has mixed precision of torch's own (torch.autocast, GradScaler).
         notes: what the reader should know of a run that went well, a line each.
@@ -83,6 +99,7 @@ class Run:
     device: str = ""
     lost_eps: float | None = None
     error: str | None = None
+    error_kind: str = ""
     refused: bool = False
     native: bool = False
     notes: list[str] = field(default_factory=list)

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from amp_patch.recording.outbox import Outbox
+from amp_patch.recording.run import NATIVE
 from amp_patch.recording.step import Body, Step
 from amp_patch.support import distributed
 from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.observers import Observer
 from amp_patch.training.stash import Stash, stash_of
 from amp_patch.training.training import Training
-
-NATIVE = "native"  # in place of the level of a training that `initialize` does not know
 
 # What runs when no part of a step has been told: data is fetched, or gradients are clipped.
 IDLE = "idle"

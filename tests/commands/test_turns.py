@@ -27,7 +27,7 @@ from paths import ROOT
 from amp_patch.commands import compare_turns, turns
 from amp_patch.commands.turns import LAST, TURN, Turns
 from amp_patch.comparison.plan import Plan
-from amp_patch.recording.run import Run, loads
+from amp_patch.recording.run import INTERRUPTED, OUT_OF_MEMORY, Failure, Run, loads
 
 
 @pytest.fixture
@@ -174,8 +174,8 @@ class Made:
             given = self.left.pop(0)
             if isinstance(given, BaseException):
                 raise given
-            if given is None or isinstance(given, str):
-                self.run.error = given
+            if given is None or isinstance(given, Failure):
+                self.run.error, self.run.error_kind = given or (None, "")
                 return None
             self.run.loss.append(1.0)
             if self.in_turns and turn == TURN:
@@ -186,7 +186,7 @@ class Made:
 
     def interrupt(self, until):
         assert self.told and all(child.told for child in self.begun)
-        self.run.error = f"interrupted after {self.run.steps} steps"
+        self.run.error, self.run.error_kind = f"interrupted after {self.run.steps} steps", INTERRUPTED
 
     def kill(self):
         self.killed = True
@@ -241,7 +241,7 @@ def test_a_script_with_mixed_precision_of_its_own_gets_a_row_more(order):
 
 
 def test_what_the_memory_did_not_do_for_is_run_again_by_itself(order):
-    Made.steps["O2"] = [{}, "out of memory: MemoryError"]
+    Made.steps["O2"] = [{}, Failure("out of memory: MemoryError", OUT_OF_MEMORY)]
     runs, _ = take()
     assert order[:11] == ["O00", "O20", "O40", "O00", "O20", "O40", "O40", "O40", "O00", "O20", "O20"]
     assert names(runs) == ["O00", "O20", "O40", "O01", "O21", "O41"]

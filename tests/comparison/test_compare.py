@@ -29,7 +29,7 @@ from amp_patch.comparison.outcome import failure
 from amp_patch.comparison.plan import Plan
 from amp_patch.comparison.seeds import seeded
 from amp_patch.recording.recorder import Enough, Recorder
-from amp_patch.recording.run import PARTS, Run, dumps, loads
+from amp_patch.recording.run import EXITED, INTERRUPTED, KILLED, OUT_OF_MEMORY, PARTS, Failure, Run, dumps, loads
 from amp_patch.training.training import newest_training
 
 # Draws from every kind of generator that a script has, and prints what it drew and its losses, to the bit.
@@ -173,6 +173,9 @@ def test_what_goes_wrong_is_a_row_and_the_others_go_on(tmp_path, capsys):
     assert errors["O41"].startswith("killed by signal 9 (SIGKILL), perhaps for memory")
     assert errors["O51"].startswith("exit status 5: the last words")
     assert errors["O01"].startswith("interrupted after 3 steps")
+    kinds = {name: run.error_kind for name, run in runs.items() if run.error_kind}
+    memory = dict.fromkeys(("O21", "O31"), OUT_OF_MEMORY)
+    assert kinds == {"O30": EXITED, **memory, "O41": KILLED, "O01": INTERRUPTED}
     printed = capsys.readouterr().out
     assert "O4 seed 0: 4 of 7 steps" in printed and "O3 seed 0: failed: the script exited with status 3" in printed
     assert "ValueError: two" in (out / "runs" / "O2-seed0.log").read_text()
@@ -440,7 +443,7 @@ def test_numpy_is_seeded_where_it_is_there():
     assert seen[0][0] != seen[1][0] and seen[0][1] != seen[1][1] and seen[1] == seen[2]
 
 
-def failed_with(error: BaseException | None, steps: int = 0) -> str | None:
+def failed_with(error: BaseException | None, steps: int = 0) -> Failure | None:
     run = Run("O2", loss=[1.0] * steps)
     recorder = Recorder([])
     recorder.enabled, recorder.losses = True, 1
@@ -449,15 +452,18 @@ def failed_with(error: BaseException | None, steps: int = 0) -> str | None:
 
 def test_why_a_run_failed_is_said_in_one_line():
     assert failed_with(None, 3) is failed_with(Enough(), 3) is failed_with(SystemExit(), 3) is None
-    assert failed_with(SystemExit(0)).startswith("the script never called optimizer.step()")
-    assert failed_with(SystemExit("bad\nluck"), 3) == "the script exited saying bad luck"
-    assert failed_with(torch.OutOfMemoryError("CUDA")) == "out of memory: torch.OutOfMemoryError: CUDA"
-    assert failed_with(RuntimeError("can't")) == "RuntimeError: can't"
-    assert failed_with(SyntaxError("wrong", ("f.py", 3, 1, "x ="))) == "SyntaxError: wrong"
-    assert len(failed_with(KeyError("x " * 1000))) <= 300
+    assert failed_with(SystemExit(0)).words.startswith("the script never called optimizer.step()")
+    assert failed_with(SystemExit("bad\nluck"), 3) == ("the script exited saying bad luck", "")
+    assert failed_with(SystemExit(3), 3) == ("the script exited with status 3", EXITED)
+    assert failed_with(KeyboardInterrupt(), 3) == ("interrupted after 3 steps", INTERRUPTED)
+    memory = failed_with(torch.OutOfMemoryError("CUDA"))
+    assert memory == ("out of memory: torch.OutOfMemoryError: CUDA", OUT_OF_MEMORY)
+    assert failed_with(RuntimeError("can't")) == ("RuntimeError: can't", "")
+    assert failed_with(SyntaxError("wrong", ("f.py", 3, 1, "x ="))).words == "SyntaxError: wrong"
+    assert len(failed_with(KeyError("x " * 1000)).words) <= 300
     noted = ValueError("first")
     noted.__notes__ = ["second"]
-    assert failed_with(noted) == "ValueError: first"
+    assert failed_with(noted).words == "ValueError: first"
 
 
 class Terminal(io.StringIO):

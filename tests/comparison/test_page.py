@@ -136,6 +136,9 @@ def test_the_card_says_which_how_much_why_and_how_sure():
         ("bad", "O3"),
     ]
     assert "do not use: worse" in tree.text
+    assert '<div class="best"><h1>Use O4 (BF16)</h1>' in text
+    undecided = page.html(Comparison("train.py", [made_up_run("O0"), made_up_run("O2", final=1.5)]))
+    assert "<h1>Stay with O0 (FP32) for now</h1>" in undecided and 'class="best"' not in undecided
 
 
 @pytest.mark.parametrize(
@@ -177,7 +180,26 @@ def test_a_speed_that_is_above_and_below_is_not_clear():
     ("mean", "words"), [(1.0, "equal"), (1.00001, "<0.01 %"), (0.99, "-1.00 %"), (12.0, ">+999 %"), (None, "")]
 )
 def test_a_difference_is_never_minus_nothing(mean, words):
-    assert wording.difference(mean, 1.0) == words
+    assert wording.signed_percent(mean, 1.0) == words
+
+
+def test_distances_in_a_sentence_have_no_sign():
+    far = [(1.25, 1.0), (0.75, 1.0), (1.00001, 1.0), (12.0, 1.0), (-12.0, 1.0), (-1e-7, 0.0)]
+    assert [wording.unsigned_percent(*each) for each in far] == [
+        *("25 %", "25 %", "<0.01 %", ">999 %", ">999 %", "1e-07"),
+    ]
+    assert wording.relative_size(3.0, 2.0) == wording.relative_size(1.0, 2.0) == "50 %"
+    # Two seeds of one result, and other curves: their range is nothing.
+    runs = [
+        made_up_run("O0", 0),
+        made_up_run("O0", 1, loss=[2.0] * 36 + [1.0] * 4),
+        made_up_run("O2"),
+        made_up_run("O2", 1),
+    ]
+    for run in runs:
+        run.logged = {"accuracy": [(1, 0.5)]}
+    text = Tree(page.html(Comparison("train.py", runs, "accuracy"))).text
+    assert "O0's own seeds lie 0 % apart in accuracy: less than that is not seen." in text
 
 
 def test_nothing_is_loaded(full):
@@ -318,7 +340,7 @@ def test_the_figures_are_written_where_a_picture_fails(tmp_path, monkeypatch):
     def fail(comparison):
         raise RuntimeError("no picture")
 
-    monkeypatch.setattr(page, "folds", fail)
+    monkeypatch.setattr(page, "sections", fail)
     with pytest.raises(RuntimeError, match="no picture"):
         page.write(Comparison("train.py", [made_up_run("O0"), made_up_run("O2")]), tmp_path)
     assert len(Comparison.from_dict(loads((tmp_path / "report.json").read_text())).runs) == 2
@@ -366,6 +388,7 @@ def test_the_picture_of_the_readme_is_the_card_of_a_report(tmp_path, monkeypatch
     page.write(Comparison("train.py", runs, machine=machine), tmp_path)
     argv = ["demo_picture.py", "--from", str(tmp_path / "report.json"), "--docs", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.syspath_prepend(BENCHMARKS)
     runpy.run_path(str(BENCHMARKS / "demo_picture.py"), run_name="__main__")
     readme = re.findall(r'"(docs/demo-\w+\.svg)"', (ROOT / "README.md").read_text())
     assert readme == ["docs/demo-dark.svg", "docs/demo-light.svg"]

@@ -12,10 +12,11 @@ from made_up import made_up_look, made_up_run
 
 from amp_patch.comparison import measures
 from amp_patch.comparison.comparison import Comparison
-from amp_patch.comparison.level_result import LevelResult, Verdict
+from amp_patch.comparison.finding import Distance, Finding, Lost, Skips, Verdict
+from amp_patch.comparison.level_result import LevelResult
 from amp_patch.comparison.machine import machine
 from amp_patch.comparison.measures import Ratio
-from amp_patch.recording.run import Run, dumps, loads
+from amp_patch.recording.run import INTERRUPTED, Run, dumps, loads
 
 
 def seeds(level: str, *finals: float, **fields) -> list[Run]:
@@ -30,6 +31,11 @@ def compare(*groups: list[Run], **options) -> Comparison:
 def judge(base: list[Run], level: list[Run], **options) -> Verdict:
     """The verdict on a level beside O0's runs."""
     return compare(base, level, **options).levels[1].verdict
+
+
+def finding(base: list[Run], level: list[Run], **options) -> Finding:
+    """What is found of a level beside O0's runs."""
+    return compare(base, level, **options).levels[1].finding
 
 
 def logs(level: str, *values: float | None, name: str = "accuracy") -> list[Run]:
@@ -336,7 +342,7 @@ def test_the_recommendation():
     # A level of which a run failed is not recommended, unless it was interrupted.
     failed = Run("O2", 3, dtype="float16", error="CUDA out of memory")
     assert replace(made, runs=[*made.runs, failed]).summary.startswith("Use O1 fp16: 2.0x faster")
-    failed.error = "interrupted after 3 steps"
+    failed.error, failed.error_kind = "interrupted after 3 steps", INTERRUPTED
     assert replace(made, runs=[*made.runs, failed]).summary.startswith("Use O2 fp16: 2.5x faster")
     # Not faster: memory decides, if all runs took less.
     small = seeds("O4", *same, peak_memory=2**19)
@@ -359,6 +365,52 @@ def test_the_recommendation():
         "Stay with O0 for now: O1 fp16 cannot be told from chance yet, run more seeds; "
         "do not use O2 fp16 and O3 fp16; O5 failed."
     )
+
+
+def test_findings_are_data():
+    base, same = seeds("O0", 1.0, 1.25, 1.5), (1.0, 1.25, 1.5)
+    assert finding(base, seeds("O2", *same)) == Finding(
+        "within", to_the_bit=True, p=1.0, distance=Distance(1.25, 1.25, 3)
+    )
+    worse = finding(base, seeds("O2", 2.0, 2.25, 2.5625))
+    assert (worse.kind, worse.better, worse.to_the_bit, worse.usable) == ("differs", False, False, False)
+    assert worse.p == pytest.approx(1 - 49 / math.sqrt(2 + 49 * 49)) and worse.distance == (6.8125 / 3, 1.25, 3)
+    # Runs without a figure, by the reason: the step, whether the baseline has none either, an eps that FP16 lost.
+    broken, base[1].loss = seeds("O2", *same), [math.nan] * 40
+    for run in broken:
+        run.loss = [*run.loss[:30], *[math.nan] * 10]
+    broken[2].lost_eps = 1e-8
+    lost = [Lost("diverged", 30, False, None, [0]), Lost("diverged", 30, True, None, [1])]
+    found = finding(base, broken)
+    assert found == Finding("differs", diverged=[*lost, Lost("diverged", 30, False, 1e-8, [2])])
+    logged = finding(logs("O0", 0.5, 0.75), logs("O2", None, math.nan), metric="accuracy")
+    assert [(each.kind, each.seeds) for each in logged.diverged] == [("missing", [0]), ("not finite", [1])]
+    # Skips, the loss scale that fell, and runs that failed by themselves.
+    low = skipping(seeds("O2", *same), 21, 2.0**-20)
+    stopped = Run("O2", 3, error="interrupted after 3 steps", error_kind=INTERRUPTED)
+    failed = Run("O2", 4, error="boom")
+    found = finding(seeds("O0", *same), [*low, stopped, failed])
+    assert (found.skips, found.fallen_scale, found.faults) == (Skips(21, 40, 0), 2.0**-20, [failed])
+    assert found.usable and not found.sound
+    assert finding(base, [failed]) == Finding("failed", faults=[failed])
+
+
+def test_the_recommendation_is_data():
+    base, same = seeds("O0", 1.0, 1.25, 1.5), (1.25, 1.0, 1.5)
+    fast, small = seeds("O4", *same, ms=5), seeds("O5", *same, peak_memory=2**19)
+    for groups, why in ((fast, small), "faster"), ((small,), "smaller"):
+        found = compare(base, *groups).recommendation
+        assert [*found.because] == [why] and found.because[why] == [found.level] and found.sure
+    chance, unlike = seeds("O1", 1.0, 1.25, 3.0), seeds("O2", 2.0, 2.25, 2.5625)
+    made = compare(base, chance, unlike, [Run("O5", 0, error="boom")])
+    found = made.recommendation
+    assert found.level is made.baseline and not found.sure
+    names = {why: [level.level for level in levels] for why, levels in found.because.items()}
+    assert names == {"undecided": ["O1"], "differs": ["O2"], "failed": ["O5"]}
+    assert compare(base).recommendation is None
+    partly = compare(base, [*fast, Run("O4", 3, dtype="float16", error="boom")])
+    assert [*partly.recommendation.because] == ["failed with some"] and partly.recommendation.sure
+    assert partly.summary == "Stay with O0: O4 fp16 failed with some seeds."
 
 
 def test_failed_runs_are_named_with_their_error():
@@ -497,7 +549,7 @@ def test_a_report_in_json_gives_the_comparison_back():
     assert o2["verdict"]["kind"] == "differs" and o2["skips"] == [1, 1] and o2["scales"] == [65536.0] * 2
     assert o2["samples_per_second"] == pytest.approx(1600) and o2["step_ms"] == pytest.approx(5)
     # Every figure of a level is there, and every run with every step.
-    own = {"runs", "failed"}
+    own = {"runs", "failed", "finding"}  # which the verdict has in words
     assert set(LevelResult.__dataclass_fields__) - own <= set(o2)
     assert [len(run["loss"]) for run in told["runs"]] == [40, 40, 40, 40, 0]
 

@@ -53,6 +53,13 @@ def test_o4_and_o5_are_o1_and_o2_in_bfloat16():
         assert resolve(name) == dataclasses.replace(resolve(partner, dtype=BF16), opt_level=name)
 
 
+def test_only_o3_keeps_no_fp32_weights_and_only_o0_changes_nothing():
+    assert [level for level, policy in OPT_LEVELS.items() if not policy.keeps_fp32_weights] == ["O3"]
+    assert [level for level, policy in OPT_LEVELS.items() if policy.changes_nothing] == ["O0"]
+    assert not resolve("O2", master_weights=False).keeps_fp32_weights
+    assert resolve("O5", master_weights="split").keeps_fp32_weights
+
+
 @pytest.mark.parametrize("level", ["01", "o1", "O6", "", "O", None, 1])
 def test_an_unknown_level_is_told_the_letter_o(level):
     with pytest.raises(ValueError, match="letter O") as error:

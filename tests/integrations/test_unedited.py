@@ -14,7 +14,7 @@ from unedited import edited, run
 
 from amp_patch import amp
 from amp_patch.commands.compare_worker import recorded
-from amp_patch.integrations.unedited.refusal import Refused
+from amp_patch.integrations.unedited.refusal import ScriptRefused
 from amp_patch.integrations.unedited.watch import Watch
 from amp_patch.recording.run import Run, loads
 
@@ -306,7 +306,7 @@ def test_what_cannot_be_taken_is_refused_in_one_message(name, level):
     else:
         # What the script itself catches is not this.
         guarded = "try:\n" + textwrap.indent(script, "    ") + "\nexcept Exception:\n    pass"
-        with pytest.raises(Refused) as caught, watch:
+        with pytest.raises(ScriptRefused) as caught, watch:
             run(guarded)
         error = caught.value
     said = str(error)

@@ -22,7 +22,7 @@ from training import same, weights  # noqa: E402
 
 from amp_patch import amp  # noqa: E402
 from amp_patch.integrations.lightning import OptLevelPrecision  # noqa: E402
-from amp_patch.integrations.unedited.refusal import Refused  # noqa: E402
+from amp_patch.integrations.unedited.refusal import ScriptRefused  # noqa: E402
 from amp_patch.integrations.unedited.watch import Watch  # noqa: E402
 
 pytestmark = PACKAGES_WARN
@@ -90,7 +90,7 @@ def test_what_cannot_be_taken_of_lightning_names_its_lines():
 
     module = Classifier()
     module.configure_optimizers = lambda: Unknown(module.parameters(), lr=0.1)
-    with pytest.raises(Refused, match="what a Unknown does with it is not known") as caught, Watch("O2"):
+    with pytest.raises(ScriptRefused, match="what a Unknown does with it is not known") as caught, Watch("O2"):
         trainer(None).fit(module, loader())
     said = str(caught.value)
     assert "import OptLevelPrecision" in said and "Trainer(plugins=" in said and "scale_loss" not in said

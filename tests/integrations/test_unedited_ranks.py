@@ -13,7 +13,7 @@ from training import LEVELS, same
 from unedited import edited, run
 
 from amp_patch import amp
-from amp_patch.integrations.unedited.refusal import Refused
+from amp_patch.integrations.unedited.refusal import ScriptRefused
 from amp_patch.integrations.unedited.watch import Watch
 
 # Each leaves its losses in `losses`. The comments are the lines that our own script has there.
@@ -174,7 +174,7 @@ def sharded(level: str, ours: bool, policy: str | None) -> Any:
     try:
         with contextlib.nullcontext() if ours else Watch(level) as watch:
             found = run(edited(script) if ours else script, **names)
-    except Refused as refused:
+    except ScriptRefused as refused:
         return str(refused)
     assert ours or (watch.missing() is None and watch.backwards == 5)
     return found["losses"] + [p.to_local().detach().clone() for p in found["net"].parameters()]

@@ -23,7 +23,9 @@ SEEDS = 5
 def accuracy():
     spec = importlib.util.spec_from_file_location("accuracy", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.syspath_prepend(BENCHMARKS)  # as Python does for a script
+        spec.loader.exec_module(module)
     return module
 
 

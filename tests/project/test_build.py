@@ -272,6 +272,22 @@ def test_a_source_distribution_holds_the_cuda_sources_wherever_it_is_made(source
     assert "_build.py" not in held
 
 
+def test_source_distributions_and_wheels_hold_the_templates_of_the_page(sources):
+    shutil.copy(ROOT / "MANIFEST.in", sources)
+    templates = Path("amp_patch", "comparison", "templates")
+    shutil.copytree(ROOT / templates, sources / templates)
+    (sources / templates.parent / "__init__.py").touch()
+    wanted = {path.name for path in (ROOT / templates).iterdir()}
+    assert wanted == {"report.html", "report.css"}
+    for command in ("sdist", "--formats=tar"), ("build_py", "--build-lib", "built"):  # a wheel holds what that copies
+        result = build(sources, *command, AMP_PATCH_NO_EXT="1")
+        assert result.returncode == 0, result.stderr
+    with tarfile.open(next((sources / "dist").glob("*.tar"))) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert {str(templates / name) for name in wanted} <= held
+    assert {path.name for path in (sources / "built" / templates).iterdir()} == wanted
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("content", ["good", "bad", "none"])
 def test_a_wheel_holds_the_extension_or_the_reason(sources, content):

@@ -44,6 +44,7 @@ RUN = Run(
     policy="O2 (torch.bfloat16)",
     device="cuda",
     error="it broke",
+    error_kind="killed",
     refused=True,
     native=True,
     notes=["one", "two"],

@@ -73,7 +73,7 @@ def redirect_devices(patches: Patches) -> None:
     patches.set(torch, "Generator", GeneratorType("Generator", (), body))
 
 
-def _firston_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _first_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (("cpu", *args[1:]), kwargs) if args else (args, {**kwargs, "device": "cpu"})
 
 
@@ -84,14 +84,14 @@ def redirect_moves(patches: Patches) -> None:
     def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not is_cuda(args[0] if args else kwargs.get("device")):
             return move(self, *args, **kwargs)
-        args, kwargs = _firston_cpu(args, kwargs)
+        args, kwargs = _first_on_cpu(args, kwargs)
         if len(args) < 4 and not self.requires_grad:  # the fourth is `copy`
             kwargs["copy"] = True
         return move(self, *args, **kwargs)
 
     def parse_to(*args: Any, **kwargs: Any) -> Any:
         if is_cuda(args[0] if args else kwargs.get("device")):
-            args, kwargs = _firston_cpu(args, kwargs)
+            args, kwargs = _first_on_cpu(args, kwargs)
         return parse(*args, **kwargs)
 
     def cuda(self: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:

@@ -20,7 +20,7 @@ _LIGHTNING_LINES = """
     trainer = Trainer(plugins=OptLevelPrecision(os.environ.get("AMP_PATCH_OPT_LEVEL", "O1")))"""
 
 
-class Refused(SystemExit):
+class ScriptRefused(SystemExit):
     """A script that cannot be taken as it is. To Python an exit with the message, which the script's `except` lets by.
 
     Args:

@@ -35,7 +35,7 @@ from amp_patch.environment import overridden
 from amp_patch.frontend import initialize, load_state_dict, loss_scale, state_dict
 from amp_patch.integrations.unedited.native import NativePrecision, before_scaling
 from amp_patch.integrations.unedited.reach import Reach, reach_of
-from amp_patch.integrations.unedited.refusal import Refused
+from amp_patch.integrations.unedited.refusal import ScriptRefused
 from amp_patch.integrations.unedited.source import names_us
 from amp_patch.model import fsdp
 from amp_patch.policy import OPT_LEVELS, resolve
@@ -73,7 +73,7 @@ class Watch(Observer):
 
     Raises:
         ValueError: a level that cannot be.
-        Refused (a SystemExit): from the line of the script that cannot be taken.
+        ScriptRefused (a SystemExit): from the line of the script that cannot be taken.
     """
 
     def __init__(self, level: str, *, native: bool = False) -> None:
@@ -117,15 +117,15 @@ class Watch(Observer):
     def __exit__(self, *_: Any) -> None:
         self._patches.remove()
 
-    def missing(self) -> Refused | None:
+    def missing(self) -> ScriptRefused | None:
         """Why nothing was trained at the level, if nothing was and the script should have been; for its end."""
         if self._aside or self.backwards or self._is_of_ours():
             return None
         if not self._made:
-            return Refused("it made no optimizer of torch.optim in this process", line=False)
+            return ScriptRefused("it made no optimizer of torch.optim in this process", line=False)
         if not self._taken:
-            return Refused("it called no module whose parameters an optimizer holds", line=False)
-        return Refused("it never called backward() of a loss of its model", line=False)
+            return ScriptRefused("it called no module whose parameters an optimizer holds", line=False)
+        return ScriptRefused("it never called backward() of a loss of its model", line=False)
 
     def training_begun(self, training: Any) -> None:
         self._aside = self._aside or not self._entering
@@ -224,7 +224,7 @@ class Watch(Observer):
             self._aside = True
             return
         if not self.native.kept and any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
-            raise Refused(
+            raise ScriptRefused(
                 "it turns torch's autocast on in a way of its own",
                 "and take out torch.autocast and GradScaler, whose part a level has",
             )
@@ -238,7 +238,7 @@ class Watch(Observer):
         joined = [t for t in self._taken if any(id(innermost(o)) in held for o in _alive(t.optimizers))]
         earlier = [optimizer for taken in joined for optimizer in _alive(taken.optimizers)]
         if any(stash.gathered for o in earlier if (stash := stash_of(innermost(o))) is not None):
-            raise Refused(
+            raise ScriptRefused(
                 f"{base_class(model).__name__} is called for the first time between backward() and step() of an "
                 "optimizer that it shares with other models",
                 "and give initialize all these models, as a list",
@@ -252,7 +252,7 @@ class Watch(Observer):
             if scales is not None:
                 load_state_dict(scales, optimizers)
         except (ValueError, TypeError, RuntimeError) as error:
-            raise Refused(f"{error}") from error
+            raise ScriptRefused(f"{error}") from error
         finally:
             self._entering = False
         self._taken = [taken for taken in self._taken if all(taken is not each for each in joined)]
@@ -279,7 +279,7 @@ class Watch(Observer):
             if not optimizers:
                 return original(losses, grad_tensors, *args, **kwargs)
             if len(losses) > 1:
-                raise Refused("torch.autograd.backward is given several losses", "and add the losses up before")
+                raise ScriptRefused("torch.autograd.backward is given several losses", "and add the losses up before")
             loss, self._scale = before_scaling(losses[0])
             self._thread.backward = True
             try:
@@ -302,7 +302,7 @@ class Watch(Observer):
         """The optimizers that hold what the backward pass reaches.
 
         Raises:
-            Refused: one of them went through no `initialize`.
+            ScriptRefused: one of them went through no `initialize`.
         """
         if not reach.whole:
             return [optimizer for taken in self._taken for optimizer in _alive(taken.optimizers)]
@@ -316,7 +316,7 @@ class Watch(Observer):
 
     def _refuse_unknown(self, optimizer: Any) -> None:
         if stash_of(innermost(optimizer)) is None:
-            raise Refused(
+            raise ScriptRefused(
                 f"the {base_class(innermost(optimizer)).__name__} here holds tensors of no module that was called "
                 "since it was made, with gradients enabled"
             )
@@ -360,7 +360,7 @@ class Watch(Observer):
         stash = stash_of(optimizer)
         if (stash is None or not stash.bodies) and any(p.grad is not None for p in _params(innermost(optimizer))):
             self._refuse_unknown(optimizer)
-            raise Refused(f"the gradients of {name} were made without backward()")
+            raise ScriptRefused(f"the gradients of {name} were made without backward()")
         return result
 
 
@@ -374,7 +374,7 @@ def _inside(module: nn.Module) -> nn.Module:
 
 def _refuse_lbfgs(optimizer: Any) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise Refused(
+        raise ScriptRefused(
             "LBFGS evaluates its closure again and again inside of step()",
             "inside of the closure, and compare --levels O0,O4: no other level can train so",
         )
@@ -385,7 +385,7 @@ def _refuse_unknown_use(optimizer: Any) -> None:
     _refuse_lbfgs(optimizer)
     base = base_class(optimizer)
     if base.__module__.partition(".")[0] != "torch":
-        raise Refused(
+        raise ScriptRefused(
             f"step() is given a closure, and what a {base.__name__} does with it is not known",
             "and call what the closure does before step(), and step() without it",
         )
