@@ -43,8 +43,8 @@ def _redirect(patches: Patches) -> None:
             continue
         cell = _cell_of(function)
         if cell is not None:
-            # Torch's function is a no_grad wrapper, and what it calls is in a closure cell. Every reference to the
-            # function shares that cell, also one that a script imported by name.
+            # Torch's function is a no_grad wrapper around a closure cell, which every reference to the function shares:
+            # a script's import by name too.
             patches.set_cell(cell, _redirected(cell.cell_contents, name))
             continue
         redirected = _redirected(function, name)

@@ -46,7 +46,7 @@ def _redirect(patches: Patches) -> None:
         patches.set(torch, name, _that_asks(getattr(torch, name)))
 
 
-@functools.cache  # torch.jit knows it by its id from now on, which must not be another function's later
+@functools.cache  # cached for good: torch.jit keeps its id, which no other function may get
 def _that_asks(own: Any) -> Any:
     builtins = importlib.import_module("torch.jit._builtins")
     function = asks_first(own, SplitMaster, opened)

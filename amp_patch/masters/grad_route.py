@@ -63,7 +63,7 @@ def route_through(kind: type, link_of: Callable[[Tensor], HasRoute | None]) -> N
 def _attribute(link_of: Callable[[Tensor], HasRoute | None]) -> property:
     def read(param: Tensor) -> Tensor | None:
         link = link_of(param)
-        if link is None or compiled.is_compiling():  # which makes a stand-in of a parameter, and gives it this gradient
+        if link is None or compiled.is_compiling():  # Dynamo gives this gradient to a stand-in of the parameter
             return own_grad(param)
         if link.route.to_masters and (grad := link.master.grad) is not None:
             return grad
@@ -86,7 +86,7 @@ def _attribute(link_of: Callable[[Tensor], HasRoute | None]) -> property:
             return
         spent = master.stepped_grads if isinstance(master, Master) else None
         if spent is not None and isinstance(value, Tensor) and value.dtype is master.dtype:
-            spent.replace(master, value)  # as `Module.to` gives back what it has read
+            spent.replace(master, value)  # `Module.to` writes back the gradient that it has read
             return
         set_own_grad(param, value)
         if spent:

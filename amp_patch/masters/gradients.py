@@ -44,7 +44,7 @@ def take(param: Tensor) -> Earlier | None:
         return None
     if grad.is_neg() or grad.is_conj():
         grad = grad.resolve_conj().resolve_neg()
-    # A view is a part of a DDP's bucket, into which DDP reduces the next gradient.
+    # A view is part of a DDP bucket: DDP reduces the next gradient into that memory.
     earlier = Earlier(grad, grad.clone() if grad._is_view() else grad)
     set_own_grad(param, None)  # last: an exception in here leaves it
     return earlier
@@ -135,7 +135,7 @@ def gather(
             continue
         if master.device != grad.device:
             raise _apart(param, grad, master)
-        if master.requires_grad is not param.requires_grad:  # it may have been frozen when initialize saw it
+        if master.requires_grad is not param.requires_grad:  # the parameter was frozen, or thawed, after `initialize`
             master.requires_grad_(param.requires_grad)
         total: Tensor | None = master.grad
         if total is not None and not total.is_sparse and not grad.is_sparse:
@@ -192,7 +192,7 @@ class _Batch:
         self.own: list[Tensor] = []
         self.seen: list[Tensor] = []  # not scaled
         self.fresh: list[tuple[Tensor, Tensor]] = []  # (scaled, where the unscaled goes)
-        self.added: list[tuple[Tensor, ...]] = []  # (scaled, what the unscaled is added to, where that goes)
+        self.added: list[tuple[Tensor, ...]] = []  # (scaled gradient, addend, destination)
 
     @without_grad
     def run(self, inverse: Number | None, device: torch.device) -> Tensor:

@@ -37,8 +37,8 @@ class Master(nn.Parameter):
     `connect` gives a parameter this class and `disconnect` takes it away. Copies keep it; pickles are plain parameters.
     """
 
-    waiting: HalfGradients | None = None  # where gradients of this master may wait
-    stepped_grads: SteppedGradients | None = None  # where those of the last step are
+    waiting: HalfGradients | None = None  # of the optimizer; None: its gradients are FP32 at once
+    stepped_grads: SteppedGradients | None = None  # of the optimizer: gradients of its last step
 
     @property
     def grad(self) -> Tensor | None:

@@ -112,7 +112,7 @@ class Masters:
         self.__init__()  # type: ignore[misc]
         for param, master, *written in pairs:
             self._add(param, master)
-            if any(written):  # an edit that its weight has yet to show; a new link would take it for shown
+            if any(written):  # an unpublished edit; a new link would count it as published
                 torch.autograd.graph.increment_version(master)
 
     def _add(self, param: Tensor, master: Tensor) -> Link:
@@ -281,7 +281,7 @@ class Masters:
                 if param.dtype is master.dtype:
                     set_own_grad(param, master.grad)
                 elif link_of(param) is None and param.dtype in LOW_PRECISION and master.grad is not None:
-                    set_own_grad(param, master.grad.to(param.device, param.dtype))  # the type that it came in
+                    set_own_grad(param, master.grad.to(param.device, param.dtype))  # the type of before
 
     def follow(self, wrapper: Any) -> None:
         """Move what `wrapper`, around an optimizer with these masters, keeps for the parameters to the masters."""

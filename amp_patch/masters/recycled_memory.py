@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # Blocks of at least this many bytes a CPU's allocator takes from the system and gives back. The system maps a new block
-# page by page as it is first written, which takes up to ten times as long as the writing itself.
+# page by page at the first write, and that takes up to ten times as long as the write itself.
 _WORTH_KEEPING = 2**16
 
 _use_count = getattr(torch._C, "_storage_Use_Count", None)  # absent from CPU builds of old torch: nothing is kept
@@ -55,7 +55,7 @@ class Recycled:
             self._storage is not None
             and _use_count(self._storage._cdata) == 1  # type: ignore[misc]  # no tensor, so no view and no array either
             and sys.getrefcount(self._storage) == 2  # this attribute, and the argument of getrefcount
-            and self._storage.data_ptr() == self._pointer  # it was not resized, nor moved to be shared
+            and self._storage.data_ptr() == self._pointer  # neither resized nor moved into shared memory
             and self._storage.nbytes() == size
         )
 

@@ -29,7 +29,7 @@ from amp_patch.support import capture, tree
 from amp_patch.support.blocks import without_grad
 
 _DATA: Any = Tensor.data
-_raw = torch._C.DisableTorchFunctionSubclass  # in here a master is what it is, open or not
+_raw = torch._C.DisableTorchFunctionSubclass  # in its `with` block torch reads a master's own memory, joined or not
 _opening = RLock()
 _ATTRIBUTES = ("low_half", "weight", "joined", "captured")
 
@@ -42,9 +42,9 @@ _NO_MEMORY = (
 _C: Any = multi_tensor.extension()
 _deny_memory: Any = getattr(_C, "deny_memory", lambda tensor, _: torch._C._set_throw_on_mutable_data_ptr(tensor))
 
-# id(master) -> those that are open.
+# id(master) -> the masters whose memory has the joined value.
 _open: dict[int, weakref.ref[SplitMaster]] = {}
-_used = False  # whether any master of this process was ever split: nearly always none, which spares a look at each
+_used = False  # whether any master was ever split in this process; if not, no master needs a look
 
 
 class SplitMaster(Master):
@@ -276,7 +276,7 @@ def _join(masters: list[SplitMaster]) -> None:
                 lists.add(param, param, master.low_half, joined)
                 if joined is not value:
                     others.append((value, joined))
-            else:  # somebody gave it another type, and has the whole value there
+            else:  # a script gave the parameter another type: it holds the whole value
                 value.copy_(param)
         for weights, halves, values in lists.of_devices:
             multi_tensor.multi_tensor_join(weights, halves, values)
@@ -368,8 +368,8 @@ def _close(master: SplitMaster) -> bool:
         storage = master.untyped_storage()
         if _holders(storage) != _lone_holders() or (master.device.type == "cpu" and storage.is_shared()):
             master.joined = master._version
-            return False  # another process may have what is shared
-        # Autograd may have saved this master for a backward: that shall refuse, not read what is gone.
+            return False  # another process may hold shared memory
+        # Else a backward pass for which autograd has saved this master would read freed memory.
         torch.autograd.graph.increment_version(master)
         _open.pop(id(master), None)
         _note_stream(master)

@@ -28,7 +28,7 @@ def check(optimizer: Any, stash: Stash) -> None:
             _refuse_first_step(optimizer, stash, index)
         lr = group.get("lr")
         on_device = isinstance(lr, Tensor) and overflow.waits(lr.device)
-        if "initial_lr" in group and not on_device:  # torch's schedulers leave it there
+        if "initial_lr" in group and not on_device:  # torch's schedulers leave `initial_lr` in the group
             warnings.warn(
                 f"{base_class(optimizer).__name__}.step: a CUDA graph is being captured, and the learning rate of "
                 f"group {index}, which has a scheduler, is a number of the host: every replay takes that of now, "

@@ -30,7 +30,7 @@ from amp_patch.support.patches import Installation, Patches
 from amp_patch.training.loss_scaler import LossScaler
 
 _DDP = torch_ddp.DistributedDataParallel
-_FUNCTION = "_sync_module_states"  # by which torch's DDP broadcasts the weights
+_FUNCTION = "_sync_module_states"  # torch's DDP broadcasts the weights by this function
 _installation = Installation()
 _unsynced: list[Any] = []  # the DDPs whose `no_sync()` is entered
 _scalers: WeakKeyDictionary[nn.Module, list[LossScaler]] = WeakKeyDictionary()
@@ -89,7 +89,7 @@ def _make_reducer(ddp: Any) -> None:
     """Give `ddp` new hooks and buckets, as when it is unpickled, and these its communication hooks."""
     builtin = str(ddp._get_ddp_logging_data().get("comm_hook")).removeprefix("BuiltinCommHookType.")
     hooks, ddp._comm_hooks = ddp._comm_hooks, []
-    ddp._remove_autograd_hooks()  # the cast has left those of weights that stay FP32
+    ddp._remove_autograd_hooks()  # weights that stay FP32 have kept their hooks
     if ddp.static_graph:
         ddp._static_graph_delay_allreduce_enqueued = False  # the next backward is the reducer's first
     _DDP.__setstate__(ddp, dict(vars(ddp)))

@@ -36,7 +36,7 @@ class Observer:
     def step_ends(self, optimizer: Any) -> None:
         """`optimizer.step()` has returned."""
 
-    # What a GradScaler of torch's, or of a class made of it, is asked to do. Not told where it is disabled.
+    # Calls of torch's GradScaler and of its subclasses; disabled scalers are left out.
 
     def loss_given_to_scaler(self, scaler: Any, loss: Any, scaled: Any, scale: Any) -> None:
         """`scaler.scale(loss)` has returned `scaled`; `scale`: by how much, a tensor of one element."""
@@ -66,7 +66,7 @@ def add(observer: Observer) -> None:
     """Tell `observer` from now on."""
     with _lock:
         if not _observers:
-            # Torch calls these around an optimizer's own hooks, those of the training among them.
+            # Torch calls these global hooks around an optimizer's own, the training's among them.
             _hooks.append(register_optimizer_step_pre_hook(_step_begins))
             _hooks.append(register_optimizer_step_post_hook(_step_ends))
             scaler_calls.install(tell)

@@ -59,7 +59,7 @@ def step_between_hooks(
             go this way. Asked where gradients may wait.
     """
     own: Any = base.step
-    if not getattr(own, "hooked", False):  # torch does it for the first optimizer of a class, which a pickle may bring
+    if not getattr(own, "hooked", False):  # an unpickled optimizer may be the first of its class
         base.step = own = torch.optim.Optimizer.profile_hook_step(own)
         vars(own)["hooked"] = True
     plain = own.__wrapped__  # beneath the hooks
@@ -78,7 +78,7 @@ def step_between_hooks(
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         stash = stash_of(self)
         given = any(value is not None for value in (*args, *kwargs.values()))
-        if base.step is not own:  # somebody has replaced it since
+        if base.step is not own:  # a script has replaced `step` of the class since
             return base.step(self, *args, **kwargs)
         if stash is None or not stash.enabled or stash.masters.waiting is None or not may(self, given):
             return own(self, *args, **kwargs)
@@ -95,7 +95,7 @@ def step_between_hooks(
 @without_grad
 def _step(optimizer: Any, stash: Stash, plain: Callable[[Any], Any]) -> None:
     """One step, between the hooks; no sync. `stash.step.unpublished` gets the masters that it did not round itself."""
-    stash.masters.links.publish_written()  # what a pre-hook behind ours has written
+    stash.masters.links.publish_written()  # written by a pre-hook that ran after ours
     try:
         parts = None if stash.step.set_aside is not None else list(_parts(optimizer, stash))
     except NotKnown:
@@ -196,7 +196,7 @@ def _parts(optimizer: Any, stash: Stash) -> Iterator[Part]:
             grads, links = [half[key] for key in keys], [link_of[key] for key in keys]
             yield from _by_age(optimizer, Part(group, factors, list(group["params"]), grads, links))
             continue
-        parts: dict[tuple[Any, ...], Part] = {}  # by what one call of a kernel takes
+        parts: dict[tuple[Any, ...], Part] = {}  # one for each call of a kernel
         for master in group["params"]:
             linked = link_of.get(id(master))
             waits = linked is not None and id(master) in half

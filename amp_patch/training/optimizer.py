@@ -48,7 +48,7 @@ class AmpOptimizer(Generated):
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
             return guarded_step(base, self, args, kwargs)
 
-        # `hooked` keeps torch from calling the hooks around this method: it calls them around base's step already.
+        # Without `hooked` torch would call the hooks around this method too: it calls them around the step of `base`.
         step.hooked = True  # type: ignore[attr-defined]
         return {"step": step}
 
@@ -91,7 +91,7 @@ class AmpOptimizer(Generated):
         if stash.policy.patch_torch_functions and stash.policy.cast_model_type is None:
             _widen(stash, group)
         if stash.scales_loss:
-            drop_gradients(group["params"])  # of backward passes before it had an optimizer: they are scaled
+            drop_gradients(group["params"])  # they are scaled: no optimizer had these parameters
         if stash.policy.master_weights:
             stash.masters.attach(self, group, split=stash.policy.splits_masters)
             _note_gathered(stash)
@@ -115,7 +115,7 @@ class AmpOptimizer(Generated):
             parent(state)
         stash = stash_of(self)
         if stash is not None:
-            stash.neighbours.stepped.clear()  # which speaks of the state that was there before
+            stash.neighbours.stepped.clear()  # `stepped` counts the state before the load
             if not stash.neighbours.handles:
                 register_hooks(self, stash)
                 stash.neighbours.siblings.enter(self)
@@ -154,7 +154,7 @@ def enter_training(
         zero_redundancy.repartition(optimizer)
     give_stash(optimizer, stash)
     if stash.policy.changes_nothing and mixin is AmpOptimizer and isinstance(optimizer, torch.optim.Optimizer):
-        _copies.install(_carry_stash)  # it keeps its class: hooks do for its step
+        _copies.install(_carry_stash)  # the optimizer keeps its class, so that its copies need the stash from here
     else:
         generated_class.give(optimizer, mixin)
         _lead_scheduler(optimizer)

@@ -94,7 +94,7 @@ def culprits(optimizer: Any) -> str:
             if master.grad is None:
                 continue
             sharded = sharded or distributed.is_dtensor(master.grad)
-            grad = held(master.grad)  # of a sharded one this process's part: it may be the only process to ask
+            grad = held(master.grad)  # this process's shard: the other processes may not be asking
             if bool(torch.isfinite(grad).all()):
                 continue
             param = next(p for p, m in stash.masters.pairs([{"params": [master]}]))

@@ -143,7 +143,7 @@ class SharedBackward(ScaledBackward):
         added = [param for param in params if param.grad is not None]
         uncleared = owner is None or owner.backward.cleared == cleared
         kept = {id(b.param): b.earlier for b in group if b.earlier and uncleared}
-        # Whether a body of the owner's, inside this one, has unscaled what this backward had added.
+        # Whether an inner body of the owner has unscaled what this backward added.
         own = owner is not None and owner.bodies != bodies
         inverse = None if own else self.now.inverse()
         try:

@@ -28,7 +28,7 @@ from amp_patch.support.device_numbers import DeviceNumbers
 from amp_patch.training import ddp
 from amp_patch.training.loss_scaler import LossScaler
 
-_ATTRIBUTE = "_amp_stash"  # of optimizers: Apex's name, which scripts read
+_ATTRIBUTE = "_amp_stash"  # an attribute of optimizers; scripts read it by Apex's name
 
 
 class Pending:
@@ -307,7 +307,7 @@ class Stash:
         params = [] if owner is None else [param for param, _ in self.masters.pairs(owner.param_groups)]
         narrow = [param for param in params if param.dtype in LOW_PRECISION]
         for model in [model for ref in self.neighbours.models if (model := ref()) is not None]:
-            # The optimizer may hold none of those that were cast; one is enough, and brings no other into its pickle.
+            # The optimizer may hold no cast parameter. One of the model's is enough, and pickles no other.
             narrow += [param for param in model.parameters() if param.dtype in LOW_PRECISION][:1]
         return {**state, "narrow": narrow, "copied_with": (self.neighbours.siblings, self.neighbours.unowned)}
 

@@ -112,7 +112,7 @@ def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if unpublished := step.unpublished if step.in_one_pass else linked:
             publish(unpublished)
         if step.in_one_pass:
-            stash.masters.links.publish_written()  # what a post-hook before this one has written
+            stash.masters.links.publish_written()  # written by a post-hook that ran before this one
     if not capture.is_capturing():
         stash.neighbours.has_stepped = stash.neighbours.has_stepped or not skipped
     clean_up_interrupted_step(optimizer, stash, running=False)

@@ -104,7 +104,7 @@ def begin_training(
         enter(training, models, targets, kept or [], methods, process_group)
         observers.tell("training_begun", training)
     except BaseException:
-        Attempts()(leave, models, targets)  # whose own error, if it has one, would hide the one that came first
+        Attempts()(leave, models, targets)  # an error of `leave` would hide the first one
         trainings.remove(training)
         raise
     return training
@@ -142,7 +142,7 @@ def check_arguments(
     if dialect.takes_any_type:
         known = [known for training in trainings for ref in training.models if (known := ref()) is not None]
         earlier = [model for model in known if model_forward.policy_of(model) is not None]  # and was not left since
-        # A copy of a model of a training is in none, and knows by itself what came in low precision.
+        # A copied model is in no training; its state knows which of its parameters came in low precision.
         earlier += [m for model in models for m in model.modules() if followed_policy(m) is not None]
         incoming.arrive(models, {id(p) for known in earlier for p in known.parameters()})
     kept = kept_modules(models, policy, keep_fp32, low_tables=any(map(incoming.came_low, models)))
@@ -174,7 +174,7 @@ def leave_earlier(models: list[nn.Module], targets: list[Any], kept: list[nn.Mod
     for target in targets:
         if stash_of(target) is not None:
             optimizer_side.restore(target, recast_state=False)
-    if not policy.master_weights:  # what stays cast would else keep masters that nobody steps
+    if not policy.master_weights:  # else weights that stay cast keep masters that no optimizer steps
         left = linked(dict.fromkeys(param for model in again for param in model.parameters()))
         reconcile(left)
         for param, _ in left:

@@ -25,17 +25,17 @@ class AmpWrapper(Generated):
 
         def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
             base.zero_grad(self, *args, **kwargs)  # type: ignore[attr-defined]
-            innermost(self).zero_grad(*args, **kwargs)  # which clears the gradients of low-precision parameters too
+            innermost(self).zero_grad(*args, **kwargs)  # clears the gradients of low-precision parameters too
 
         def first_step(self: Any, *args: Any, **kwargs: Any) -> Any:
             unscale_pending(innermost(self))
             result = base.first_step(self, *args, **kwargs)  # type: ignore[attr-defined]
-            # The model's next forward would publish them, but not a compiled one, nor that of a part of the model.
+            # A compiled forward, or one of a part of the model, would not publish the masters.
             known_stash(innermost(self)).masters.links.publish_written()
             return result
 
         def second_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            unscale_pending(innermost(self))  # this step moves back only those masters that have a gradient
+            unscale_pending(innermost(self))  # the wrapper's step moves back only masters that have a gradient
             return base.second_step(self, *args, **kwargs)  # type: ignore[attr-defined]
 
         # A scheduler may have captured the step of a wrapper that is an Optimizer: that one gets a hook.

@@ -102,7 +102,7 @@ def _unscale(
             _move_nothing(optimizer, stash)
     here = set(map(id, stashes))
     others = {id(other): other for stash in stashes for _, other in sharing(stash) if id(other) not in here}
-    for other in others.values():  # these optimizers would step with shared gradients, which may have overflowed
+    for other in others.values():  # without the flag they would step with shared gradients that have overflowed
         other.note_found(scaler, overall)
     scaler.record(overall * (1 - torch.stack(known).amax()) if known else overall)
 
