@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, SPLIT, resolve
+from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, SPLIT, Options, resolve
 from amp_patch.support.distributed import is_first_rank
 
 logger = logging.getLogger("amp_patch")
@@ -15,19 +16,6 @@ logger = logging.getLogger("amp_patch")
 LEVEL, DTYPE, MASTERS = "AMP_PATCH_OPT_LEVEL", "AMP_PATCH_DTYPE", "AMP_PATCH_MASTER_WEIGHTS"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in LOW_PRECISION}
 _OF_EITHER_DTYPE = ("O1", "O2", "O3")
-
-# The options that say what a level is, and so may contradict one. dtype comes first: the others are tried beside it.
-_OPTIONS = (
-    "dtype",
-    "cast_model_type",
-    "patch_torch_functions",
-    "keep_batchnorm_fp32",
-    "master_weights",
-    "loss_scale",
-    "cast_model_outputs",
-    "skip_nonfinite",
-    "low_precision_norms",
-)
 
 Choice = TypeVar("Choice")
 
@@ -41,8 +29,8 @@ def asked_level() -> str | None:
     return _read(LEVEL, {level: level for level in OPT_LEVELS})
 
 
-def overridden(opt_level: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The level and the options of `resolve` that the environment makes of a script's; without it the very same.
+def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
+    """The level and the options that the environment makes of a script's; without it the very same.
 
     ``AMP_PATCH_OPT_LEVEL`` replaces the level, ``AMP_PATCH_DTYPE`` ("float16", "bfloat16") the dtype at O1, O2 and O3;
     ``AMP_PATCH_MASTER_WEIGHTS=split`` splits the masters of bfloat16 weights, at O5 and O2, and does nothing elsewhere.
@@ -61,8 +49,8 @@ def overridden(opt_level: str, options: dict[str, Any]) -> tuple[str, dict[str, 
     masters = _read(MASTERS, {SPLIT: SPLIT})
     if wanted is None and dtype is None and masters is None:
         return opt_level, options
-    resolve(opt_level, **options)  # the script's own mistakes are errors as ever
-    given = {name: options[name] for name in _OPTIONS if options.get(name) is not None}
+    resolve(opt_level, options)  # the script's own mistakes are errors as ever
+    given = options.given()
     kept: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if level != "O0":
         for name, value in given.items():
@@ -86,7 +74,8 @@ def overridden(opt_level: str, options: dict[str, Any]) -> tuple[str, dict[str, 
             ("" if dtype is None else f" in {dtype}") + ("" if masters is None else ", masters split"),
             ", ".join(dropped) or "nothing",
         )
-    return level, {**options, **dict.fromkeys(given), **kept}
+    nothing = {name: getattr(Options, name) for name in given}
+    return level, replace(options, **nothing | kept)
 
 
 def _accepts(level: str, options: dict[str, Any], undone: bool) -> bool:

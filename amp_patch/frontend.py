@@ -18,7 +18,7 @@ from amp_patch.model import came, fsdp
 from amp_patch.model import tensors as model_tensors
 from amp_patch.model.fsdp import no_masters
 from amp_patch.model.keep_fp32 import kept_modules
-from amp_patch.policy import Policy, resolve, scale_number
+from amp_patch.policy import Options, Policy, resolve, scale_number
 from amp_patch.support import compiled
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Attempts, installations
@@ -141,26 +141,22 @@ def initialize(
         )
     policy = None
     if enabled:
-        opt_level, options = overridden(
-            opt_level,
-            {
-                "dtype": dtype,
-                "cast_model_type": cast_model_type,
-                "patch_torch_functions": patch_torch_functions,
-                "keep_batchnorm_fp32": keep_batchnorm_fp32,
-                "master_weights": master_weights,
-                "loss_scale": loss_scale,
-                "cast_model_outputs": cast_model_outputs,
-                "min_loss_scale": min_loss_scale,
-                "max_loss_scale": max_loss_scale,
-                "allow_banned": allow_banned,
-                "cpu_fp16": cpu_fp16,
-                # False asks for nothing that another level could drop.
-                "skip_nonfinite": skip_nonfinite or None,
-                "low_precision_norms": low_precision_norms or None,
-            },
+        options = Options(
+            dtype=dtype,
+            cast_model_type=cast_model_type,
+            patch_torch_functions=patch_torch_functions,
+            keep_batchnorm_fp32=keep_batchnorm_fp32,
+            master_weights=master_weights,
+            loss_scale=loss_scale,
+            cast_model_outputs=cast_model_outputs,
+            skip_nonfinite=skip_nonfinite,
+            low_precision_norms=low_precision_norms,
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+            allow_banned=allow_banned,
+            cpu_fp16=cpu_fp16,
         )
-        policy = resolve(opt_level, **options)
+        policy = resolve(*overridden(opt_level, options))
     result = initialize_as(
         Dialect(), models, optimizers, policy, num_losses, verbosity, keep_fp32, process_group, methods
     )
@@ -381,10 +377,10 @@ def fsdp_policy(
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    options: dict[str, Any] = {"dtype": dtype, "keep_batchnorm_fp32": keep_batchnorm_fp32}
+    options = Options(dtype=dtype, keep_batchnorm_fp32=keep_batchnorm_fp32)
     if opt_level != "O0":  # asked for here, O0 is for modules that stay FP32 at any level
         opt_level, options = overridden(opt_level, options)
-    policy = resolve(opt_level, **options)
+    policy = resolve(opt_level, options)
     low = policy.cast_model_type
     if low is not None and not policy.master_weights:
         raise ValueError(f"fsdp_policy: {no_masters(policy)}")

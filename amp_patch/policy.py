@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -117,34 +117,47 @@ OPT_LEVELS: dict[str, Policy] = {
 }
 
 
-def resolve(
-    opt_level: str = "O1",
-    *,
-    dtype: torch.dtype | str | None = None,
-    cast_model_type: torch.dtype | str | None = None,
-    patch_torch_functions: bool | str | None = None,
-    keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | str | None = None,
-    loss_scale: float | str | None = None,
-    cast_model_outputs: torch.dtype | None = None,
-    min_loss_scale: float | None = None,
-    max_loss_scale: float = 2.0**24,
-    allow_banned: bool = False,
-    cpu_fp16: str = "auto",
-    skip_nonfinite: bool | str | None = None,
-    low_precision_norms: bool | str | None = None,
-) -> Policy:
-    """The policy of a level with a caller's overrides.
+_OF_ANY_LEVEL = ("min_loss_scale", "max_loss_scale", "allow_banned", "cpu_fp16")  # Options that contradict none
 
-    None means "as the level has it". Booleans may be the strings "True" and "False", and the loss scale a number in a
-    string, because scripts pass argparse's strings through (Apex's examples do).
+
+@dataclass(frozen=True)
+class Options:
+    """A caller's overrides of a level, unchecked; `initialize` documents each. None: as the level has it.
+
+    Booleans may be the strings "True" and "False", and the loss scale a number in a string, because scripts pass
+    argparse's strings through (Apex's examples do).
+    """
+
+    dtype: torch.dtype | str | None = None  # first: the environment tries the others beside it
+    cast_model_type: torch.dtype | str | None = None
+    patch_torch_functions: bool | str | None = None
+    keep_batchnorm_fp32: bool | str | None = None
+    master_weights: bool | str | None = None
+    loss_scale: float | str | None = None
+    cast_model_outputs: torch.dtype | None = None
+    skip_nonfinite: bool | str = False
+    low_precision_norms: bool | str = False
+    min_loss_scale: float | None = None
+    max_loss_scale: float = 2.0**24
+    allow_banned: bool = False
+    cpu_fp16: str = "auto"
+
+    def given(self) -> dict[str, Any]:
+        """Those that ask for something and may contradict a level."""
+        names = [f.name for f in fields(self) if f.name not in _OF_ANY_LEVEL]
+        return {name: value for name in names if (value := getattr(self, name)) is not getattr(Options, name)}
+
+
+def resolve(opt_level: str = "O1", options: Options | None = None, **overrides: Any) -> Policy:
+    """The policy of a level with a caller's `options`, or with `overrides` as their fields.
 
     Raises:
         ValueError: an unknown level or value, or overrides that contradict the level or each other.
         TypeError: a value of the wrong kind.
     """
+    given = Options(**overrides) if options is None else replace(options, **overrides)
     policy = _level(opt_level)
-    low = _low_precision("dtype", dtype)
+    low = _low_precision("dtype", given.dtype)
     if low is not None:
         if policy.opt_level in ("O4", "O5") and low is not torch.bfloat16:
             partner = {"O4": "O1", "O5": "O2"}[policy.opt_level]
@@ -154,10 +167,11 @@ def resolve(
             )
         policy = _with_dtype(policy, low)
 
-    policy = _cast_model_type(policy, cast_model_type, explicit_dtype=low)
-    policy = _with_patching(policy, opt_level, boolean("patch_torch_functions", patch_torch_functions))
-    keep = boolean("keep_batchnorm_fp32", keep_batchnorm_fp32)
-    masters = SPLIT if master_weights == SPLIT else boolean("master_weights", master_weights, f"{SPLIT!r}, ")
+    policy = _cast_model_type(policy, given.cast_model_type, explicit_dtype=low)
+    policy = _with_patching(policy, opt_level, boolean("patch_torch_functions", given.patch_torch_functions))
+    keep = boolean("keep_batchnorm_fp32", given.keep_batchnorm_fp32)
+    masters: Any = given.master_weights
+    masters = SPLIT if masters == SPLIT else boolean("master_weights", masters, f"{SPLIT!r}, ")
     if keep is not None or masters is not None:
         _refuse_where_weights_stay_fp32(policy, opt_level, keep, masters)
     if keep is not None:
@@ -165,21 +179,22 @@ def resolve(
     if masters is not None:
         policy = _with_masters(policy, masters)
 
-    if loss_scale is not None:
-        policy = replace(policy, loss_scale=parse_loss_scale(loss_scale))
-    if cast_model_outputs is not None:
-        if not isinstance(cast_model_outputs, torch.dtype) or not cast_model_outputs.is_floating_point:
+    if given.loss_scale is not None:
+        policy = replace(policy, loss_scale=parse_loss_scale(given.loss_scale))
+    if given.cast_model_outputs is not None:
+        outputs = given.cast_model_outputs
+        if not isinstance(outputs, torch.dtype) or not outputs.is_floating_point:
             raise TypeError(
-                f"initialize: cast_model_outputs is {cast_model_outputs!r}, not a floating dtype such as torch.float32"
+                f"initialize: cast_model_outputs is {outputs!r}, not a floating dtype such as torch.float32"
             )
-        policy = replace(policy, cast_model_outputs=cast_model_outputs)
-    if cpu_fp16 not in CPU_FP16:
-        raise ValueError(f"initialize: cpu_fp16 is {cpu_fp16!r}; wanted {' or '.join(map(repr, CPU_FP16))}")
-    policy = _with_scale_range(policy, min_loss_scale, max_loss_scale)
-    if boolean("low_precision_norms", low_precision_norms):
+        policy = replace(policy, cast_model_outputs=outputs)
+    if given.cpu_fp16 not in CPU_FP16:
+        raise ValueError(f"initialize: cpu_fp16 is {given.cpu_fp16!r}; wanted {' or '.join(map(repr, CPU_FP16))}")
+    policy = _with_scale_range(policy, given.min_loss_scale, given.max_loss_scale)
+    if boolean("low_precision_norms", given.low_precision_norms):
         policy = _with_low_precision_norms(policy, opt_level)
-    skips = bool(boolean("skip_nonfinite", skip_nonfinite))
-    return replace(policy, allow_banned=bool(allow_banned), cpu_fp16=cpu_fp16, skip_nonfinite=skips)
+    skips = bool(boolean("skip_nonfinite", given.skip_nonfinite))
+    return replace(policy, allow_banned=bool(given.allow_banned), cpu_fp16=given.cpu_fp16, skip_nonfinite=skips)
 
 
 def parse_loss_scale(loss_scale: Any) -> float | str:

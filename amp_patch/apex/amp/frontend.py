@@ -16,7 +16,7 @@ from amp_patch.environment import overridden
 from amp_patch.frontend import initialize_as
 from amp_patch.frontend import load_state_dict as load_scales
 from amp_patch.frontend import state_dict as scales
-from amp_patch.policy import OPT_LEVELS, Policy, resolve
+from amp_patch.policy import OPT_LEVELS, Options, Policy, resolve
 from amp_patch.training.stash import stash_of
 from amp_patch.training.training import newest_training
 
@@ -253,9 +253,9 @@ def _without_contradictions(opt_level: str, options: dict[str, Any], patched_typ
 
 def _resolved(opt_level: str, options: dict[str, Any], moves: dict[str, Any]) -> Policy:
     """The policy of a level with these options, on Apex's op lists; the environment has the last word."""
-    opt_level, options = overridden(opt_level, options)
-    policy = replace(resolve(opt_level, **options), op_lists="apex", **moves)
-    if options["cast_model_type"] is False:
+    opt_level, given = overridden(opt_level, Options(**options))
+    policy = replace(resolve(opt_level, given), op_lists="apex", **moves)
+    if given.cast_model_type is False:
         # Weights stay as they came, and those that came in half get masters all the same.
         policy = replace(policy, cast_model_type=None)
     return policy

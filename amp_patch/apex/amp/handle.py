@@ -20,7 +20,7 @@ from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_fp16 import resolve_cpu_fp16
 from amp_patch.environment import LEVEL, overridden
 from amp_patch.model import forward as model_forward
-from amp_patch.policy import OPT_LEVELS, Policy, resolve
+from amp_patch.policy import OPT_LEVELS, Options, Policy, resolve
 from amp_patch.training import optimizer as optimizer_side
 from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.scale_loss import scale_loss as scale_loss_of
@@ -85,9 +85,9 @@ class AmpHandle:
         self._was_default = True
         self._active = True
         if training is None:
-            wanted = {"dtype": patch_type, "loss_scale": loss_scale, "allow_banned": allow_banned}
-            level, options = overridden("O1", wanted)
-            policy = resolve(level, **options)
+            wanted = Options(dtype=patch_type, loss_scale=loss_scale, allow_banned=allow_banned)
+            level, wanted = overridden("O1", wanted)
+            policy = resolve(level, wanted)
             if policy.cast_model_type is not None:
                 raise ValueError(
                     f"amp.init: the environment variable {LEVEL} is {level!r}, which casts a model, and amp.init() is "

@@ -38,7 +38,7 @@ from amp_patch.integrations.unedited.reach import Reach, reach_of
 from amp_patch.integrations.unedited.refusal import ScriptRefused
 from amp_patch.integrations.unedited.source import names_us
 from amp_patch.model import fsdp
-from amp_patch.policy import OPT_LEVELS, resolve
+from amp_patch.policy import OPT_LEVELS, Options, resolve
 from amp_patch.support.compiled import not_traced, uncompiled
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Patches
@@ -82,8 +82,7 @@ class Watch(Observer):
         self.level = level
         self.native = NativePrecision(native, lambda: not (self._aside or self._is_of_ours()))
         self._scale: Tensor | None = None  # by which the script's own GradScaler has scaled the loss of this backward
-        resolved, options = overridden(level, {})
-        self._policy = resolve(resolved, **options)
+        self._policy = resolve(*overridden(level, Options()))
         self.backwards = 0
         self._aside = False  # whether the script calls `initialize` itself
         self._entering = False
