@@ -132,6 +132,7 @@ def compare(folder, *options):
     not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
     reason="this torch does not tell whose saved-tensor hooks are there",
 )
+@pytest.mark.slow
 def test_a_script_s_largest_batch_is_the_one_reckoned_by_hand(tmp_path):
     a_sample = {"O0": 4 * (256 + 8), "O5": 2 * (256 + 8) + 4 * 8}  # ReLU's and the squares'; the cast batch
     gradient = 2 if multi_tensor.backend() == "cpp" else 4  # plain torch steps masters by FP32 ones

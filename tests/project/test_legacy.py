@@ -25,6 +25,10 @@ pytest.importorskip("sklearn", reason="three of the legacy programs train on its
 
 LEGACY = EXAMPLES / "legacy"
 LEVELS = ("O0", "O1", "O2", "O3")
+ALL_BUT_O3_FAST, O2_FAST = (
+    [level if level in fast else pytest.param(level, marks=pytest.mark.slow) for level in LEVELS]
+    for fast in (("O0", "O1", "O2"), ("O2",))
+)
 # Where there is no GPU, the programs written for one are told so; the others look for themselves.
 WITH_GPU = torch.cuda.is_available()
 WITHOUT_GPU = [] if WITH_GPU else ["--device", "cpu"]
@@ -213,7 +217,7 @@ AS_USER = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ALL_BUT_O3_FAST)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_level_trains_to_the_losses_of_plain_fp32(name, level, runs):
     program = PROGRAMS[name]
@@ -228,6 +232,7 @@ def test_every_level_trains_to_the_losses_of_plain_fp32(name, level, runs):
         assert mean(result["norms"]) == pytest.approx(mean(baseline["norms"]), rel=3e-2)
 
 
+@pytest.mark.slow
 def test_a_static_scale_and_half_batch_norms_as_strings(runs):
     program = PROGRAMS["classify"]
     result = runs.ours(program, "--opt-level", "O2", "--keep-batchnorm-fp32", "False", "--loss-scale", "128.0")
@@ -298,7 +303,7 @@ def assert_same(left: Any, right: Any, where: str = "checkpoint") -> None:
         assert left == right, where
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", O2_FAST)
 def test_classify_resumes_to_the_bit(level, runs, tmp_path):
     program, straight, stopped = PROGRAMS["classify"], tmp_path / "straight", tmp_path / "stopped"
     options = ["--opt-level", level]
