@@ -277,7 +277,7 @@ class Training:
         self.optimizer.step()
 
     def skips(self) -> int:
-        self.optimizer._amp_stash.hear(wait=True)
+        self.optimizer._amp_stash.collect_device_skips(wait=True)
         return sum(scaler._skips for scaler in self.optimizer._amp_stash.scalers)
 
 
