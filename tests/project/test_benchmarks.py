@@ -152,7 +152,10 @@ def run(script, folder, *options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "dtype"), [("step", "bf16"), ("step", "fp16"), ("compile", "bf16")])
+@pytest.mark.parametrize(
+    ("script", "dtype"),
+    [("step", "bf16"), pytest.param("step", "fp16", marks=pytest.mark.release), ("compile", "bf16")],
+)
 def test_every_rival_of_the_step_trains_the_same_model(script, dtype, tmp_path):
     output, rows = run(script, tmp_path, "--dtype", dtype, "--models", "convnet", "--batches", "1")
     rows = {row["rival"]: row for row in rows}

@@ -222,6 +222,7 @@ def test_fsdp_resumes_on_another_number_of_processes(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("task", ["digits", "gpt", "lstm"])
 def test_every_level_learns_what_fp32_learns(train, task):
     """At full length. `make accuracy` asks more exactly, of five seeds and all levels."""
