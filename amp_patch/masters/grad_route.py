@@ -84,13 +84,13 @@ def _attribute(link_of: Callable[[Tensor], HasRoute | None]) -> property:
             master.grad = value
             set_own_grad(param, None)
             return
-        spent = master.stepped_grads if isinstance(master, Master) else None
-        if spent is not None and isinstance(value, Tensor) and value.dtype is master.dtype:
-            spent.replace(master, value)  # `Module.to` writes back the gradient that it has read
+        stepped = master.stepped_grads if isinstance(master, Master) else None
+        if stepped is not None and isinstance(value, Tensor) and value.dtype is master.dtype:
+            stepped.replace(master, value)  # `Module.to` writes back the gradient that it has read
             return
         set_own_grad(param, value)
-        if spent:
-            spent.drop(master)
+        if stepped:
+            stepped.drop(master)
 
     def delete(param: Tensor) -> None:
         write(param, None)

@@ -42,16 +42,16 @@ def described(pid: int) -> str:
     return f"{pid}: gone"
 
 
-def wait_until_left(folder: Path, seconds: float = SECONDS) -> None:
-    """Wait until no process has this working directory."""
-    until = time.monotonic() + seconds
-    while left := in_folder(folder):
-        assert time.monotonic() < until, f"left after {seconds:g} s: {'; '.join(map(described, left))}"
-        time.sleep(0.05)
-
-
-def wait_until(happens: Callable[[], object], seconds: float = SECONDS) -> None:
+def wait_until(
+    happens: Callable[[], object], seconds: float = SECONDS, instead: Callable[[], str] = lambda: "it has not happened"
+) -> None:
+    """Wait; `instead` says what is the case when the time is over."""
     until = time.monotonic() + seconds
     while not happens():
-        assert time.monotonic() < until, f"it has not happened in {seconds:g} s"
+        assert time.monotonic() < until, f"{instead()}, in {seconds:g} s"
         time.sleep(0.05)
+
+
+def wait_until_left(folder: Path) -> None:
+    """Wait until no process has this working directory."""
+    wait_until(lambda: not in_folder(folder), instead=lambda: f"left: {'; '.join(map(described, in_folder(folder)))}")

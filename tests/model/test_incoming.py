@@ -64,6 +64,11 @@ def net(half: torch.dtype) -> Net:
     return Net().to(half)
 
 
+def options_of(level: str) -> dict[str, Any]:
+    """Of `initialize`, for a level, or for O5 with split masters."""
+    return {"opt_level": level[:2], "verbosity": 0, "master_weights": "split" if level == "O5, split" else None}
+
+
 def trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
@@ -108,9 +113,7 @@ def states(optimizer: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5", "O5, split"])
 def test_a_training_has_the_bits_of_one_of_the_model_in_fp32(level, make, half):
-    options: dict[str, Any] = {"opt_level": level[:2], "verbosity": 0}
-    if level == "O5, split":
-        options["master_weights"] = "split"
+    options = options_of(level)
     models = [net(half), net(half).float()]
     if level in ("O1", "O4"):  # where frozen ones are cast is another thing
         for model in models:
@@ -163,10 +166,7 @@ def of_torch(name: str, flags: dict[str, bool], half: torch.dtype, wide: bool) -
     "level", [*(pytest.param(level, marks=pytest.mark.slow) for level in ("O1", "O4")), "O2", "O3", "O5", "O5, split"]
 )
 def test_each_of_torchs_optimizers_comes_to_the_bits_of_fp32(level, name, flags, half):
-    options: dict[str, Any] = {"opt_level": level[:2], "verbosity": 0}
-    if level == "O5, split":
-        options["master_weights"] = "split"
-    pairs = [amp.initialize(*of_torch(name, flags, half, wide), **options) for wide in (False, True)]
+    pairs = [amp.initialize(*of_torch(name, flags, half, wide), **options_of(level)) for wide in (False, True)]
     losses = [iterate(*pair) for pair in pairs]
     (model, optimizer), (wide, other) = pairs
     assert losses[0] == losses[1] and losses[0][-1] != losses[0][0]
