@@ -40,9 +40,7 @@ COUNTED: dict[str, dict[str, Any]] = {
 TIMED: dict[str, dict[str, Any]] = {
     "O1, BF16": {"opt_level": "O1", **BF16},
     "O2, BF16": {"opt_level": "O2", **BF16},
-    "O4": {"opt_level": "O4"},
-    "O5": {"opt_level": "O5"},
-    "O5, split": {"opt_level": "O5", "master_weights": "split"},
+    **{name: COUNTED[name] for name in ("O4", "O5", "O5, split")},
 }
 COUNT_COLUMNS = {"training": -16, "calls": 8, "files": 8}
 TIME_COLUMNS = {"training": -16, "over autocast": 15}

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from amp_patch.masters.half_gradients import HalfGradients
 from amp_patch.masters.stepped_gradients import SteppedGradients
-
-GRAD: Any = Tensor.grad  # torch's own attribute, a descriptor
+from amp_patch.multi_tensor.bulk import GRAD
 
 
 def own_grad(tensor: Tensor) -> Tensor | None:

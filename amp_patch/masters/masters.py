@@ -19,10 +19,10 @@ from amp_patch import multi_tensor
 from amp_patch.masters import split_master
 from amp_patch.masters.constructors import take_masters
 from amp_patch.masters.grad_route import GradRoute, route_through
-from amp_patch.masters.master import GRAD, Master
+from amp_patch.masters.master import Master
 from amp_patch.masters.recycled_memory import Recycled
 from amp_patch.masters.split_master import SplitMaster, is_split
-from amp_patch.multi_tensor.bulk import with_gradient
+from amp_patch.multi_tensor.bulk import GRAD, with_gradient
 from amp_patch.support import swaps
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.patches import Installation

@@ -24,7 +24,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_patch import multi_tensor
-from amp_patch.masters.master import GRAD, Master
+from amp_patch.masters.master import Master
+from amp_patch.multi_tensor.bulk import GRAD
 from amp_patch.support import capture, tree
 from amp_patch.support.blocks import without_grad
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from amp_patch.multi_tensor import backends
 
 # Autograd's own field: the attribute `grad` of a parameter with a master is that master's (masters/grad_route.py).
-_GRAD: Any = Tensor.grad
+GRAD: Any = Tensor.grad
 
 
 def with_gradient(tensors: list[Any]) -> Sequence[int]:
@@ -21,7 +21,7 @@ def with_gradient(tensors: list[Any]) -> Sequence[int]:
     if (kernels := backends.active) is not None:
         indices: list[int] = kernels.with_gradient(tensors)
         return indices
-    return [index for index, tensor in enumerate(tensors) if _GRAD.__get__(tensor) is not None]
+    return [index for index, tensor in enumerate(tensors) if GRAD.__get__(tensor) is not None]
 
 
 def drop_gradients(tensors: list[Tensor]) -> None:
@@ -30,4 +30,4 @@ def drop_gradients(tensors: list[Tensor]) -> None:
         kernels.drop_gradients(tensors)
         return
     for tensor in tensors:
-        _GRAD.__set__(tensor, None)
+        GRAD.__set__(tensor, None)
