@@ -5,7 +5,7 @@ the masters of a few parameters, it makes all its passes, and we unscale before 
 
 The optimizer's own code is run on a copy of the optimizer's shell: the state is the optimizer's, and the one group of
 the copy has the same settings and fewer parameters. Groups and gradients stay where they are, so that there is nothing
-to put back after an exception. What was stepped when one comes `clean_up_interrupted_step` publishes and consumes.
+to put back after an exception. What was stepped when one comes `Step.leave` publishes and consumes.
 
 This is sound where parameters are stepped each by itself. So it is done for classes of torch.optim itself alone, and
 for these after a trial: a toy is stepped in portions and as a whole, and all must agree to the bit. A trial shows what
@@ -18,7 +18,7 @@ import inspect
 import logging
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,13 +31,13 @@ from amp_patch.masters.masters import has_gradient, reconcile, round_into_weight
 from amp_patch.masters.split_master import SplitMaster
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.generated_class import base_class
-from amp_patch.training.one_pass import done, is_untouched, step_between_hooks
-from amp_patch.training.stash import Stash, known_stash
+from amp_patch.training.one_pass import done, is_untouched
+from amp_patch.training.stash import Stash
+from amp_patch.training.step import Plain, Step, Whole
 
 logger = logging.getLogger("amp_patch")
 
 Group = dict[str, Any]
-Plain = Callable[[Any], Any]  # an optimizer's step beneath its hooks
 
 # Elements: 2 MB in FP32. Of 1, 2, 4 and 8 MB this took the least time for NAdam (foreach=True, one thread, a cache of
 # 2 MB a core); RMSprop took the same with all four.
@@ -54,11 +54,25 @@ _said: set[tuple[type, str]] = set()
 # The step
 
 
-def step_of(base: Any) -> Callable[..., Any] | None:
-    """The `step` for optimizers of the class `base` in a training; None where that cannot go in portions."""
-    if not _is_torchs(base):
+class InPortions(Whole):
+    """The optimizer's own step on a few parameters at a time, between unscaling and rounding, in the cache."""
+
+    def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
+        if stash.masters.waiting is None or not stash.masters.links.linked or not stash.unobserved:
+            return False
+        if given:
+            _say(optimizer, "step() was given a closure")
+            return False
+        return _is_sound(optimizer)
+
+    def run(self, step: Step, plain: Plain) -> Any:
+        portions = list(_portions(step.optimizer))
+        if not portions or not all(_is_dense(master) for _, masters in portions for master in masters):
+            return super().run(step, plain)  # portions are known to be right for dense gradients alone
+        _reconcile_others(step, portions)
+        _step_each(step, portions, plain)
+        done(step)
         return None
-    return step_between_hooks(base, _step, _may)
 
 
 def suits(optimizer: Any, stash: Stash) -> bool:
@@ -69,52 +83,28 @@ def suits(optimizer: Any, stash: Stash) -> bool:
     return _is_sound(optimizer)
 
 
-def _may(optimizer: Any, given: bool) -> bool:
-    """Whether a step goes in portions; the log says why not."""
-    stash = known_stash(optimizer)
-    if not stash.masters.links.linked or not stash.unobserved:
-        return False
-    if given:
-        _say(optimizer, "step() was given a closure")
-        return False
-    return _is_sound(optimizer)
-
-
-def _step(optimizer: Any, stash: Stash, plain: Plain) -> None:
-    """One step, between the hooks; no sync."""
-    linked = stash.masters.links.linked
-    portions = [] if stash.step.set_aside is not None else list(_portions(optimizer))
-    if not all(_is_dense(master) for _, masters in portions for master in masters):
-        portions = []
-    _reconcile_others(stash, portions)
-    if not portions:  # no gradient at all, or one that only a whole step is known to be right with
-        stash.step.unpublished = list(linked)
-        split_master.materialize(link.master for _, link in linked)
-        plain(optimizer)
-        return
-    _step_each(optimizer, stash, portions, plain)
-    done(stash)
+IN_PORTIONS = InPortions()
 
 
 @without_grad
-def _reconcile_others(stash: Stash, portions: list[tuple[Group, list[Tensor]]]) -> None:
+def _reconcile_others(step: Step, portions: list[tuple[Group, list[Tensor]]]) -> None:
     stepped = {id(master) for _, masters in portions for master in masters}
-    reconcile([pair for pair in stash.masters.links.linked if id(pair[1].master) not in stepped])
+    reconcile([pair for pair in step.linked if id(pair[1].master) not in stepped])
 
 
 @without_grad
-def _step_each(optimizer: Any, stash: Stash, portions: list[tuple[Group, list[Tensor]]], plain: Plain) -> None:
-    waiting, link_of = stash.masters.waiting, stash.masters.by_master
-    stash.step.prepared = False  # Until the first portion runs, written masters are user edits.
+def _step_each(step: Step, portions: list[tuple[Group, list[Tensor]]], plain: Plain) -> None:
+    masters_of = step.stash.masters
+    waiting, link_of = masters_of.waiting, masters_of.by_master
     room = max(sum(map(room_for, masters)) for _, masters in portions)
     for group, masters in portions:
         pairs = [pair for master in masters if (pair := link_of.get(id(master))) is not None]
         reconcile(pairs)
-        shell = _shell(optimizer, group, masters)
+        shell = _shell(step.optimizer, group, masters)
         try:
             if waiting is not None:
-                waiting.lend(masters, stash.step.memory, room)
-            stash.step.prepared = True
+                waiting.lend(masters, room)
+            step.writes = True  # until the first portion runs, written masters are user edits
             split_master.materialize(masters)
             plain(shell)
         finally:
@@ -165,7 +155,7 @@ def _shell(optimizer: Any, group: Group, masters: list[Tensor]) -> Any:
 
 def _is_sound(optimizer: Any) -> bool:
     """Whether its class and the settings of its groups are known to be; the log says why not."""
-    reason = None if _is_torchs(base_class(optimizer)) else "its class is not one of torch.optim"
+    reason = None if is_torchs(base_class(optimizer)) else "its class is not one of torch.optim"
     for group in optimizer.param_groups:
         reason = reason or _reason_against(optimizer, group)
     if reason is not None:
@@ -181,7 +171,8 @@ def _say(optimizer: Any, reason: str) -> None:
         logger.info("%s steps all parameters at once, not in portions: %s", base.__name__, reason)
 
 
-def _is_torchs(base: type) -> bool:
+def is_torchs(base: type) -> bool:
+    """Whether `base` is a class of torch.optim, whose `step` nobody has replaced."""
     return getattr(torch.optim, base.__name__, None) is base and is_untouched(base)
 
 

@@ -53,9 +53,9 @@ def how_many(monkeypatch) -> list[int]:
     counts: list[int] = []
     real = portions._step_each
 
-    def step_each(optimizer: Any, stash: Any, chosen: Any, plain: Any) -> None:
+    def step_each(step: Any, chosen: Any, plain: Any) -> None:
         counts.append(len(chosen))
-        real(optimizer, stash, chosen, plain)
+        real(step, chosen, plain)
 
     monkeypatch.setattr(portions, "_step_each", step_each)
     return counts
@@ -248,7 +248,7 @@ REASONS = {
 
 @pytest.mark.parametrize("kind", REASONS, ids=lambda kind: kind.__name__)
 def test_a_class_that_a_trial_finds_unsound_takes_the_ordinary_way(kind, how_many, monkeypatch, caplog):
-    monkeypatch.setattr(portions, "_is_torchs", lambda base: True)
+    monkeypatch.setattr(portions, "is_torchs", lambda base: True)
     Each([nn.Parameter(torch.zeros(1))])  # torch puts the hooks around its step
     before = torch.get_rng_state(), random.getstate()
     with caplog.at_level(logging.INFO, "amp_patch"):
@@ -265,7 +265,7 @@ def test_a_class_that_a_trial_finds_unsound_takes_the_ordinary_way(kind, how_man
 
 def test_a_class_that_a_trial_finds_sound(how_many, monkeypatch):
     """Else the test above shows nothing."""
-    monkeypatch.setattr(portions, "_is_torchs", lambda base: True)
+    monkeypatch.setattr(portions, "is_torchs", lambda base: True)
     model, optimizer = training(Each, "O5")
     backward(model, optimizer, 0)
     optimizer.step()
@@ -468,7 +468,7 @@ def test_a_gradient_that_the_optimizer_keeps_is_not_written_over(how_many, monke
             self.state[param]["last"] = param.grad
             return param.grad
 
-    monkeypatch.setattr(portions, "_is_torchs", lambda base: True)
+    monkeypatch.setattr(portions, "is_torchs", lambda base: True)
     model, optimizer = training(Keeps, "O5")
     for step in range(3):
         backward(model, optimizer, step)
