@@ -1,0 +1,63 @@
+"""The way of events to the sinks: they queue, travel in batches while their numbers arrive, and are handed on."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+from amp_patch.lab.recording.run import Event
+from amp_patch.lab.recording.sinks import Sink
+from amp_patch.lab.recording.unread_events import UnreadBatch, UnreadEvent
+
+# A recording is handed on this often, whichever comes first: by events, by seconds.
+_FLUSH_EVENTS, _FLUSH_SECONDS = 50, 0.5
+
+
+class Outbox:
+    """Events for the sinks, in order. A sink that cannot write is taken out of the list, with a warning.
+
+    Args:
+        sinks: the list itself, not a copy, is what broken ones are taken out of.
+    """
+
+    def __init__(self, sinks: list[Sink]) -> None:
+        self._sinks = sinks
+        self._queue: list[UnreadEvent] = []
+        self._travelling: list[UnreadBatch] = []
+        self._flushed = time.monotonic()
+
+    def put(self, event: Event) -> None:
+        self._queue.append(UnreadEvent([], lambda _: event))
+
+    def put_unread(self, event: UnreadEvent) -> None:
+        self._queue.append(event)
+
+    def is_due(self) -> bool:
+        """Whether it is time to `flush`."""
+        return len(self._queue) >= _FLUSH_EVENTS or time.monotonic() - self._flushed >= _FLUSH_SECONDS
+
+    def flush(self, step: int, wait: bool = False) -> None:
+        """Send off what is queued, and hand on what has arrived of what was sent off before; all of it if `wait`."""
+        self._flushed = time.monotonic()
+        if self._queue:
+            self._travelling.append(UnreadBatch(self._queue))
+            self._queue = []
+        while self._travelling and (wait or self._travelling[0].here()):
+            for event in self._travelling.pop(0).read():
+                self._each_sink(step, "add", event)
+        self._each_sink(step, "flush")
+
+    def close(self, step: int) -> None:
+        """Close the sinks. What was not flushed is lost."""
+        self._each_sink(step, "close")
+
+    def _each_sink(self, step: int, name: str, *args: Any) -> None:
+        """Call the method of all sinks that have it. A sink that cannot write ends there, and not the training."""
+        for sink in list(self._sinks):
+            try:
+                if callable(method := getattr(sink, name, None)):
+                    method(*args)
+            except OSError as error:
+                self._sinks.remove(sink)
+                warnings.warn(f"record: the recording breaks off at step {step}: {error}", stacklevel=2)
