@@ -120,8 +120,8 @@ class WeighedStep:
             self._patches.set(_checkpoint, "_VersionWrapper", self._see_and_wrap(_checkpoint._VersionWrapper))
         self._peak = PeakAboveRest(cuda) if cuda is not None else None
 
-    def came(self, args: Any, kwargs: Any) -> None:
-        """A forward is given these: what is no activation itself was there before it, at any level."""
+    def leave_out_inputs(self, args: Any, kwargs: Any) -> None:
+        """Do not count what a forward is given and no function of autograd has made: it is there at any level."""
         with suppress(RuntimeError):  # a container that holds itself
             self._bytes.leave_out(tensor for tensor in tree.tensors((args, kwargs)) if tensor.grad_fn is None)
 

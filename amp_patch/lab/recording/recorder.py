@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from numbers import Real
@@ -19,26 +19,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch.lab.recording import compiled_forwards, size_advice
+from amp_patch.lab.recording import size_advice
 from amp_patch.lab.recording.activations import WeighedStep
+from amp_patch.lab.recording.forward_hooks import ForwardHooks
 from amp_patch.lab.recording.inspected_step import InspectedStep
-from amp_patch.lab.recording.outbox import Outbox
+from amp_patch.lab.recording.outbox import Outbox, UnreadEvent
 from amp_patch.lab.recording.peak_memory import PeakMemory
-from amp_patch.lab.recording.run import Event, Run
-from amp_patch.lab.recording.scaler_steps import IDLE, ScalerSteps, recorded, single_value
+from amp_patch.lab.recording.run import NATIVE, Event, Run
+from amp_patch.lab.recording.scaler_losses import ScalerLosses, body_of
 from amp_patch.lab.recording.sinks import Sink, sinks_for
 from amp_patch.lab.recording.size_advice import SizeAdvice
 from amp_patch.lab.recording.sizes import Sizes, alive
-from amp_patch.lab.recording.step import Body, Step, samples_of
-from amp_patch.lab.recording.unread_events import UnreadEvent
+from amp_patch.lab.recording.step import Body, samples_of, single_value
+from amp_patch.lab.recording.step_clock import StepClock
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.support import distributed
 from amp_patch.support.compiled import eager_only
-from amp_patch.support.forward_hook import ForwardHook
 from amp_patch.training import observers
 from amp_patch.training import training as training_module
+from amp_patch.training.innermost_optimizer import innermost
+from amp_patch.training.observers import Observer
 from amp_patch.training.scaled_backward import ScaledBackward
-from amp_patch.training.stash import Stash
+from amp_patch.training.stash import Stash, stash_of
 from amp_patch.training.training import Training
 
 _OTHERS = 100  # so many steps of other optimizers in a row tell that the first one is done
@@ -82,8 +84,12 @@ def record(to: Any = None, *, inspect: bool = False, activations: bool = False) 
         TypeError, OSError: `to` cannot be written to, from the beginning.
     """
     run = Run(level="")
-    with Recorder([run, *sinks_for(to)], inspect=inspect, activations=activations):
-        yield run
+    recorder = Recorder([run, *sinks_for(to)], inspect=inspect, activations=activations)
+    try:
+        with recorder:
+            yield run
+    finally:
+        recorder.close()
 
 
 def log(**scalars: Any) -> None:
@@ -107,7 +113,7 @@ def log(**scalars: Any) -> None:
             recorder.log(scalars)
 
 
-class Recorder(ScalerSteps):
+class Recorder(Observer):
     """Records the trainings of this process while its block runs, as events (see `Run.add`) to the sinks.
 
     A step ends when the first optimizer that ever stepped has stepped again; what others do until then (a GAN's) is in
@@ -115,59 +121,62 @@ class Recorder(ScalerSteps):
     does between two steps is in nobody's time. Where a compiled function hides the model's forward, its time is in
     "data".
 
+    Of a GradScaler of torch's its losses, its scale and the steps that it skips are recorded. The training may be one
+    that `initialize` knows, whose losses go to the scaler in place of `scale_loss`, or torch's alone: its model is not
+    known then, so the time until `scaler.scale(loss)` is "data".
+
     Args:
-        sinks: each has `add(event)`; `flush` and `close`, where it has them, are called too.
+        sinks: each has `add(event)`; `flush` and, in `close` of the recorder, `close` are called where it has them.
         stop_after: leave the training after so many steps, by raising `Enough` out of `optimizer.step()`.
         inspect: emit a "look" of the step after 1, 10, 100, ... steps. The times of such a step are NaN.
         activations: emit a "memory" of the third step, or of the last if that comes before; its times are NaN too.
+        between_steps: called between two steps, each time that the sinks were flushed; its time is in no step.
 
     Attributes:
         trainings: how many calls of `initialize` were seen, those with `enabled=False` among them, and trainings that
             began before the recording.
         enabled: whether any of them was enabled.
-        losses: how many bodies of `scale_loss` were seen.
+        losses: how many losses were seen, of `scale_loss` and of GradScalers.
         steps: how many steps were recorded.
     """
 
     def __init__(
-        self, sinks: Sequence[Any], *, stop_after: int | None = None, inspect: bool = False, activations: bool = True
+        self,
+        sinks: Sequence[Any],
+        *,
+        stop_after: int | None = None,
+        inspect: bool = False,
+        activations: bool = True,
+        between_steps: Callable[[], None] | None = None,
     ) -> None:
         if stop_after is not None and (isinstance(stop_after, bool) or stop_after < 1):
             raise ValueError(f"Recorder: stop_after is {stop_after!r}; wanted a positive integer, or None")
         self.trainings = self.losses = self.steps = 0
         self.enabled = False
         self.process = os.getpid()
-        self._sinks: list[Sink] = list(sinks)
+        self._outbox = Outbox(list[Sink](sinks))
+        self._between_steps = between_steps
         self._stop_after = stop_after
         self._inspect = inspect
         self._weigh_after = min(3, stop_after or 3) - 1 if activations else 0
 
     def __enter__(self) -> Recorder:
-        ScalerSteps.__init__(self)
         self._adopted: list[Training] = []
         self._scalers: set[int] = set()  # ids of their lists of scalers, by which an optimizer's training is known
-        self._handles: list[Any] = []
-        self._hooked: list[weakref.ref[nn.Module]] = []
-        # A compiled model -> which of the hooked ones it is or has inside; None where it is another model.
-        self._compiled = weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module] | None]()
         self._lead: weakref.ref[Any] | None = None
         self._device = ""
-        self._cuda: torch.device | None = None  # on which the training is timed
         self._losses: dict[int, Tensor] = {}  # id of a body that runs -> a copy of its loss
-        self._outbox = Outbox(self._sinks)
+        self._scaler_losses = ScalerLosses()
+        self._stepped_by_scaler: Any = None  # the optimizer whose step a GradScaler has begun
         self._sizes = Sizes(self._adopted)
         self._size_advice = SizeAdvice(lambda lines: self._outbox.put({"event": "advice", "lines": lines}))
         self._measure_after = 1
         self._inspected: InspectedStep | WeighedStep | None = None
         self._peak = PeakMemory()
-        self._phase = IDLE
-        self._stepping = False
-        self._open_bodies = 0
-        self._step = Step()
-        self._last = self._now()
-        compiled_forwards.add(self._compiled_begins)
+        self._clock = StepClock()
+        self._hooks = ForwardHooks(self._forward_begins)
         for training in training_module.trainings:
-            self._hook(training)
+            self._hooks.add(alive(training.models))
         with _lock:
             _recorders.append(self)
         observers.add(self)
@@ -177,26 +186,32 @@ class Recorder(ScalerSteps):
         observers.remove(self)
         with _lock:
             _recorders.remove(self)
-        compiled_forwards.remove(self._compiled_begins)
+        self._hooks.remove()
         self._size_advice.leave()
-        for handle in self._handles:
-            handle.remove()
         if os.getpid() != self.process:  # a fork has left the block too
             return
+        if self._inspected is not None:  # its step never ended
+            self._inspected.abandon()
+            self._inspected = None
+        self._sizes.measure()
+        peak = self._peak.read(self._device or "cpu")
+        self._outbox.put({"event": "end", **self._sizes.bytes, "peak_memory": peak})
+        self._flush(wait=True)
+
+    def close(self, *events: Event) -> None:
+        """Give the sinks these last events, behind the "end", and close them. Does nothing in a fork."""
+        if os.getpid() != self.process:
+            return
         try:
-            if self._inspected is not None:  # its step never ended
-                self._inspected.abandon()
-                self._inspected = None
-            self._sizes.measure()
-            peak = self._peak.read(self._device or "cpu")
-            self._outbox.put({"event": "end", **self._sizes.bytes, "peak_memory": peak})
-            self._flush(wait=True)
+            for event in events:
+                self._outbox.put(event)
+            self._outbox.flush(self.steps, wait=True)
         finally:
             self._outbox.close(self.steps)
 
     def is_recording(self) -> bool:
         """Whether this is the process that records: a fork inherits its parent's recorders. Not while CUDA captures."""
-        capturing = self._cuda is not None and torch.cuda.is_current_stream_capturing()
+        capturing = self._clock.cuda is not None and torch.cuda.is_current_stream_capturing()
         return self.process == os.getpid() and not capturing
 
     # What happens in the training.
@@ -207,10 +222,10 @@ class Recorder(ScalerSteps):
         self.trainings += 1
         if training is not None:
             self._lead = None  # the optimizer of an earlier training may be alive though that training is over
-            self._hook(training)
+            self._hooks.add(alive(training.models))
             self._adopt(training)
             if not self.steps:
-                self._last = self._now()  # the time before the training began is not the first step's
+                self._clock.restart()  # the time before the training began is not the first step's
 
     @eager_only
     def _adopt(self, training: Training) -> None:
@@ -222,9 +237,7 @@ class Recorder(ScalerSteps):
         if len(self._adopted) == 1:
             device = self._sizes.device()
             self._device = device.type
-            if device.type == "cuda":
-                self._cuda = device
-                self._last = self._now()
+            self._clock.time_on(device)
             dtype = None if OPT_LEVELS[begun.opt_level].changes_nothing else str(begun.dtype).removeprefix("torch.")
             self._outbox.put(
                 {
@@ -239,31 +252,7 @@ class Recorder(ScalerSteps):
         elif training.policy != begun:
             self._note(f"initialize was called again, with another policy: {training.policy}")
 
-    def _hook(self, training: Training) -> None:
-        for model in alive(training.models):
-            compiled_forwards.watch(model)
-            if not self._is_hooked(model):
-                self._hooked.append(weakref.ref(model))
-                self._compiled.clear()
-                self._handles.append(
-                    model.register_forward_pre_hook(ForwardHook(self._eager_forward_begins), with_kwargs=True)
-                )
-
-    def _is_hooked(self, model: nn.Module) -> bool:
-        return any(ref() is model for ref in self._hooked)
-
-    def _compiled_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """A compiled model was called, be it one that is trained here or another."""
-        if not self.is_recording():
-            return
-        if model not in self._compiled:
-            # It may be a hooked model itself, or one around it: DistributedDataParallel, or a module with the loss.
-            self._compiled[model] = next((weakref.ref(m) for m in model.modules() if self._is_hooked(m)), None)
-        ref = self._compiled[model]
-        if ref is not None and (trained := ref()) is not None:
-            self._forward_begins(trained, args, kwargs)
-
-    def _know(self, stash: Stash) -> None:
+    def _adopt_earlier(self, stash: Stash) -> None:
         """Adopt the training of an optimizer that was initialized before the recording began."""
         if id(stash.scalers) not in self._scalers:
             for training in training_module.trainings:
@@ -271,88 +260,103 @@ class Recorder(ScalerSteps):
                     self.trainings += 1
                     self._adopt(training)
 
-    def _eager_forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        self._forward_begins(model, args, kwargs)
-        if self._device in size_advice.DEVICES and torch.is_grad_enabled() and self.is_recording():
-            self._size_advice.forward_begins(model)
-
-    def _forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def _forward_begins(self, model: nn.Module, args: Any, kwargs: Any, eager: bool) -> None:
         if not torch.is_grad_enabled() or not self.is_recording():
             return  # an evaluation
-        self._leave_backward()
-        if self._phase is IDLE:
-            self._mark("optimizer" if self._stepping else "data")
-            self._phase = "forward"
-            self._step.forward_seen = True
-            self._step.first = id(model)
-        elif self._phase != "forward" or self._step.first != id(model):
-            return  # this forward is part of another model's, or recomputes one in backward
-        if isinstance(self._inspected, WeighedStep):
-            self._inspected.came(args, kwargs)
-        self._step.came = samples_of(args, kwargs)  # of the newest forward: no body has followed an earlier one
+        if self._clock.forward_begins(model):
+            if isinstance(self._inspected, WeighedStep):
+                self._inspected.leave_out_inputs(args, kwargs)
+            # Of the newest forward: no loss has followed an earlier one.
+            self._clock.step.unclaimed_samples = samples_of(args, kwargs)
+        if eager and self._device in size_advice.DEVICES:
+            self._size_advice.forward_begins(model)
 
     def body_begins(self, body: ScaledBackward) -> None:
         if not self.is_recording():
             return
         for stash in body.stashes:
-            self._know(stash)
-        self._open_bodies += 1
-        if self._open_bodies > 1:
-            return
-        seen = self._phase == "forward" or self._step.forward_seen
-        self._mark("optimizer" if self._stepping and self._phase is IDLE else "forward" if seen else "data")
-        self._phase = "backward"
+            self._adopt_earlier(stash)
+        self._clock.body_begins()
 
     def loss_scaled(self, body: ScaledBackward, loss: Tensor) -> None:
         if self.is_recording():
-            super().loss_scaled(body, loss)
+            # A GradScaler was given this loss too: the body tells of it.
+            if (samples := self._scaler_losses.forget(loss)) is not None:
+                self._clock.step.unclaimed_samples = samples
             self._losses[id(body)] = single_value(loss)
 
     def body_ends(self, body: ScaledBackward) -> None:
         loss = self._losses.pop(id(body), None)
         if not self.is_recording():
             return
-        self._open_bodies = max(0, self._open_bodies - 1)
-        if self._open_bodies == 0:
-            self._mark("backward")
-            self._phase = IDLE
+        self._clock.body_ends()
         if loss is not None and not body.failed:
             self.losses += 1
-            self._step.bodies.append(Body.of(body, loss, self._step.came))
-            self._step.came = 0
+            step = self._clock.step
+            step.bodies.append(Body.of(body, loss, step.claim_samples()))
             if self.steps < 2:
                 self._sizes.measure_gradients()
 
     def step_begins(self, optimizer: Any) -> None:
-        stash = recorded(optimizer)
-        if stash is None or not self.is_recording():
-            return
-        self._know(stash)
-        if not self._stepping:  # else this is the step of a parent class, called by its subclass's step
-            self._mark("between" if self._phase is IDLE else self._phase)
-            self._stepping = True
+        stash = _enabled_stash(optimizer)
+        if stash is not None and self.is_recording():
+            self._adopt_earlier(stash)
+            self._clock.step_begins()
 
     def step_ends(self, optimizer: Any) -> None:
-        stash = recorded(optimizer)
+        stash = _enabled_stash(optimizer)
         if stash is None or stash.step.depth or not self.is_recording():  # a subclass's step has called its parent's
             return
-        if self._by_scaler is not optimizer:
+        if self._stepped_by_scaler is not optimizer:
             self._end_step(optimizer, stash)
 
+    def loss_given_to_scaler(self, scaler: Any, loss: Tensor, scaled: Tensor, scale: Tensor) -> None:
+        if self.is_recording() and scaled.requires_grad:
+            self._clock.loss_given_to_scaler()
+            self._scaler_losses.add(scaler, loss, scale, self._clock.step.claim_samples())
+
+    def scaler_unscales(self, scaler: Any, optimizer: Any) -> None:
+        if self.is_recording() and self._scaler_losses.has_some(scaler):
+            self._clock.backward_ends()
+
+    def scaler_steps(self, scaler: Any, optimizer: Any) -> None:
+        optimizer = innermost(optimizer)
+        losses = self._scaler_losses.take(scaler)
+        if self.is_recording() and self._records(optimizer):
+            self._stepped_by_scaler = optimizer
+            self.losses += len(losses)
+            self._clock.step.bodies += [body_of(loss, scaler, optimizer) for loss in losses]
+            self._clock.step_begins()
+
+    def scaler_stepped(self, scaler: Any, optimizer: Any, skipped: Tensor | None) -> None:
+        stepped, self._stepped_by_scaler = self._stepped_by_scaler, None
+        if stepped is not None and skipped is not None and self.is_recording():
+            self._end_step(stepped, _enabled_stash(stepped), skipped)
+
+    def _records(self, optimizer: Any) -> bool:
+        """Whether the steps of an optimizer that a scaler steps are recorded; of torch's own trainings the first."""
+        if (stash := _enabled_stash(optimizer)) is not None:
+            self._adopt_earlier(stash)
+        elif not (self._adopted or self._device):
+            device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+            self._device = device.type
+            self._clock.time_on(device)
+            policy = "torch's own: a GradScaler"
+            self._outbox.put({"event": "begin", "level": NATIVE, "policy": policy, "device": self._device})
+        return stash is not None or not self._adopted
+
     def _end_step(self, optimizer: Any, stash: Stash | None, skipped: Tensor | None = None) -> None:
-        self._mark("optimizer")
-        self._stepping = False
-        self._phase = "backward" if self._open_bodies else IDLE
+        self._clock.step_ends()
         if self._has_enough():  # the script has caught `Enough`, and trains on
-            self._step = Step()
+            self._clock.take_step()
             raise Enough
-        if self._lead is None or self._lead() is None or self._step.others >= _OTHERS:
+        if self._lead is None or self._lead() is None or self._clock.step.others >= _OTHERS:
             self._lead = weakref.ref(optimizer)
         if self._lead() is not optimizer:
-            self._step.others += 1
+            self._clock.step.others += 1
             return
         self._finish_step(optimizer, stash, skipped)
-        self._last = self._now()
+        self._clock.restart()
         if self._has_enough():
             raise Enough
 
@@ -360,7 +364,7 @@ class Recorder(ScalerSteps):
         return self._stop_after is not None and self.steps >= self._stop_after
 
     def _finish_step(self, optimizer: Any, stash: Stash | None, skipped: Tensor | float | None) -> None:
-        step, self._step = self._step, Step()
+        step = self._clock.take_step()
         self.steps += 1
         if skipped is None:
             assert stash is not None
@@ -375,10 +379,12 @@ class Recorder(ScalerSteps):
             self._sizes.measure()
         if self._outbox.is_due():
             self._flush()
+            if self._between_steps is not None:
+                self._between_steps()
         if self._inspect and stash is not None and not self._has_enough() and _is_power_of_ten(self.steps):
             self._inspect_next(optimizer, stash)
         elif self.steps == self._weigh_after:
-            self._inspected = WeighedStep(self._sizes.at_rest(), self.steps, self._cuda)
+            self._inspected = WeighedStep(self._sizes.at_rest(), self.steps, self._clock.cuda)
 
     # Inspections of single steps.
 
@@ -419,8 +425,17 @@ class Recorder(ScalerSteps):
     @eager_only
     def _flush(self, wait: bool = False) -> None:
         self._outbox.flush(self.steps, wait)
-        if self._cuda is not None:
+        if self._clock.cuda is not None:
             self._peak.bank()  # a script may reset torch's peak itself, once an epoch
+
+
+def _enabled_stash(optimizer: Any) -> Stash | None:
+    """The stash of an optimizer whose training is enabled; None for a copy of such an optimizer."""
+    stash = stash_of(optimizer)
+    if stash is None or not stash.enabled:
+        return None
+    owner = stash.neighbours.owner
+    return stash if owner is not None and owner() is optimizer else None
 
 
 def _logged(event: Event, values: list[float]) -> Event:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from amp_patch.lab.recording.outbox import UnreadEvent
 from amp_patch.lab.recording.run import PARTS, Event
-from amp_patch.lab.recording.unread_events import UnreadEvent
-from amp_patch.support import tree
+from amp_patch.support import distributed, tree
 from amp_patch.training.scaled_backward import ScaledBackward
 
 _NAN = float("nan")
@@ -47,7 +47,7 @@ class Step:
         bodies: those of `scale_loss` that ended without an exception.
         forward_seen: whether a model's forward began.
         first: the id of the model whose forward began first. Forwards inside of that one do not count.
-        came: how many samples the newest forward was given, if no body has followed it yet.
+        unclaimed_samples: how many the newest forward was given, until a loss follows it.
         others: how many steps other optimizers took.
     """
 
@@ -55,8 +55,13 @@ class Step:
     bodies: list[Body] = field(default_factory=list)
     forward_seen: bool = False
     first: int = 0
-    came: int = 0
+    unclaimed_samples: int = 0
     others: int = 0
+
+    def claim_samples(self) -> int:
+        """The samples that came before a loss, which are no other loss's then."""
+        samples, self.unclaimed_samples = self.unclaimed_samples, 0
+        return samples
 
     def unread_event(self, optimizer: Any, skipped: Tensor | float, inspected: bool) -> UnreadEvent:
         """The "step" event. `skipped`: whether the optimizer did, a tensor where only the device knows."""
@@ -86,8 +91,16 @@ class Step:
             "parts": parts,
             "scale": next((scales[i] for i in reversed(own) if bodies[i].loss_id == first_id), _NAN),
             "skipped": bool(skipped),
-            "samples": max(samples.values(), default=self.came),  # several losses (a GAN's) are of the same samples
+            "samples": max(
+                samples.values(), default=self.unclaimed_samples
+            ),  # several losses (a GAN's) are of the same samples
         }
+
+
+def single_value(loss: Tensor) -> Tensor:
+    """A copy of the loss; of several numbers their mean."""
+    value = distributed.local(loss.detach())
+    return value.clone() if value.numel() == 1 else value.double().mean()
 
 
 def samples_of(args: Any, kwargs: Any) -> int:

@@ -189,7 +189,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr("amp_patch.lab.recording.scaler_steps.clock", lambda: self.now)
+        monkeypatch.setattr("amp_patch.lab.recording.step_clock.clock", lambda: self.now)
 
     def wait(self, seconds):
         self.now += seconds
