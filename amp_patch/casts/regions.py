@@ -10,16 +10,8 @@ from typing import Any
 
 from torch.compiler import is_dynamo_compiling
 
-from amp_patch.casts.state import (
-    acting_part,
-    current,
-    default_lock,
-    drop_cache,
-    effective_default,
-    overrides,
-    refresh_default,
-    state,
-)
+from amp_patch.casts import state as casts_state
+from amp_patch.casts.state import acting_part, current, default_lock, effective_default, overrides, refresh_default
 from amp_patch.casts.thread_state import Entry, is_running, stepped_aside, this_thread
 from amp_patch.casts.traced_regions import enter_trace_of, leave_traced
 from amp_patch.policy import Policy
@@ -45,11 +37,17 @@ class region(blocks.Block):
             exception ends that call in between, the next region that this thread enters takes this one away.
     """
 
+    # A subclass's own methods: `on_entry(entry)` runs before the region holds; `on_exit(entry)` undoes `on_entry`, of
+    # which all, a part (after an interrupt) or nothing may have been done. None: the subclass has nothing to do there.
+    on_entry: Any = None
+    on_exit: Any = None
+
     def __init__(self, policy: Policy | None, claims: bool | None = None) -> None:
         self.policy = policy
-        self.acting = acting_part(policy)
+        self.acting = acting = None if policy is None else acting_part(policy)
         # Dynamo cannot trace a `functools.cache`, and traced code does not ask for `aside`.
-        self.aside = None if is_dynamo_compiling() else stepped_aside(self.acting)
+        emulates = acting is not None and acting.emulates and not is_dynamo_compiling()
+        self.aside = stepped_aside(acting) if emulates else None
         self.claims = policy is not None and policy.patch_torch_functions if claims is None else claims
         self.caches = True
         self.call: FrameType | None = None
@@ -64,8 +62,9 @@ class region(blocks.Block):
         entry = Entry(self)
         entry.left = blocks.when_left(self, functools.partial(_leave, entry))
         stack.append(entry)
-        self.on_entry(entry)
-        entry.depth, entry.task, entry.silenced = state().begin(self.claims)
+        if self.on_entry is not None:
+            self.on_entry(entry)
+        entry.depth, entry.task, entry.silenced = casts_state.in_use.begin(self.claims)
         _follow(entry)
         return self
 
@@ -78,12 +77,6 @@ class region(blocks.Block):
                 _leave(entry)
                 return
         self.on_exit_elsewhere()
-
-    def on_entry(self, entry: Entry) -> None:
-        """What a subclass does on entry, before the region holds."""
-
-    def on_exit(self, entry: Entry) -> None:
-        """Undo `on_entry`, of which all, a part (after an interrupt) or nothing may have been done."""
 
     def on_exit_elsewhere(self) -> None:
         """`__exit__` was called on a thread that is not in the region: undo that part of `on_entry` that all share."""
@@ -148,7 +141,7 @@ class everywhere(region):
             refresh_default()
 
     def on_exit(self, entry: Entry) -> None:
-        drop_cache()
+        casts_state.in_use.drop_cache()
         with default_lock:
             if entry in overrides:
                 overrides.remove(entry)
@@ -190,7 +183,7 @@ def _follow(entry: Entry) -> None:
     """Have the thread follow the region of `entry`, now its innermost one."""
     inner = entry.region
     acting, aside = (None, None) if this_thread.firm else (inner.acting, inner.aside)
-    state().follow(acting, aside, inner.caches, entry.depth, entry.task)
+    casts_state.in_use.follow(acting, aside, inner.caches, entry.depth, entry.task)
 
 
 def _is_over(entry: Entry) -> bool:
@@ -206,30 +199,29 @@ def _leave(entry: Entry, _: Any = None) -> None:
     all that is left to do. And any line may run the garbage collector, which may end another region of the thread:
     which region is the innermost now is asked again after it was followed.
     """
-    stack = this_thread.stack
-    if entry not in stack:
-        entry.region.on_exit(entry)  # its generator has ended on another thread: the process default is everyone's
+    stack, on_exit = this_thread.stack, entry.region.on_exit
+    if entry not in stack:  # its generator has ended on another thread: the process default is everyone's
+        if on_exit is not None:
+            on_exit(entry)
         return
     if entry.silenced:
         _unsilence(entry, stack)
-    entry.region.on_exit(entry)
-    while True:
+    if on_exit is not None:
+        on_exit(entry)
+    while len(stack) > 1:
         rest = _innermost_but(entry, stack)
-        if rest is None:
-            state().leave()
-        else:
-            _follow(rest)
-        if _innermost_but(entry, stack) is rest:
+        _follow(rest)
+        if len(stack) > 1 and _innermost_but(entry, stack) is rest:
             break
+    else:
+        casts_state.in_use.leave()
     stack.remove(entry)
     entry.left = None
 
 
-def _innermost_but(entry: Entry, stack: list[Entry]) -> Entry | None:
-    """The innermost entry of `stack` that is not `entry`."""
-    if stack[-1] is not entry:
-        return stack[-1]
-    return stack[-2] if len(stack) > 1 else None
+def _innermost_but(entry: Entry, stack: list[Entry]) -> Entry:
+    """The innermost entry of `stack`, which has two or more, that is not `entry`."""
+    return stack[-2] if stack[-1] is entry else stack[-1]
 
 
 def _unsilence(ended: Entry, stack: list[Entry]) -> None:
@@ -238,7 +230,7 @@ def _unsilence(ended: Entry, stack: list[Entry]) -> None:
         if entry.region.claims and entry.depth == ended.depth:
             entry.silenced |= ended.silenced
             return
-    state().end(ended.silenced, ended.depth)
+    casts_state.in_use.end(ended.silenced, ended.depth)
 
 
 def _inside(entered_region: region, steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:

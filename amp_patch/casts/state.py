@@ -111,12 +111,15 @@ class PythonState:
         return cast
 
 
-_state: Any = PythonState() if (_extension := multi_tensor.extension()) is None else _extension.casts
+# The `PythonState` or `amp_patch._C.casts` that wrappers and regions ask; `use_state` puts another one in its place.
+in_use: Any = PythonState() if (_extension := multi_tensor.extension()) is None else _extension.casts
 
 # The process default is the policy whose casts act outside regions: what `set_default` said, or while regions of the
 # kind `everywhere` last, that of the newest one. Those of several threads may end in any order.
 default_lock = threading.RLock()  # re-entrant: the garbage collector may end a region while this thread holds it
 _base: Policy | None = None  # what `set_default` said
+_UNSET = object()
+_followed_default: Any = None  # the process default that the state in use has; _UNSET while that is being changed
 overrides: list[Entry] = []  # the regions `everywhere` that last, newest last
 
 
@@ -126,7 +129,7 @@ def current() -> Policy | None:
     In a region it is the region's, or None if that policy neither patches nor emulates FP16; elsewhere it is the
     process default. Inside a torch.autocast that was entered later, on or off, it does not patch.
     """
-    return traced() if is_dynamo_compiling() else _state.current()
+    return traced() if is_dynamo_compiling() else in_use.current()
 
 
 def entered() -> Policy | None:
@@ -157,21 +160,21 @@ def default() -> Policy | None:
 
 def state() -> Any:
     """The `PythonState` or `amp_patch._C.casts` that is in use."""
-    return _state
+    return in_use
 
 
 def use_state(state: Any) -> None:
     """Put `state` in the place of the one in use, for `install.use_backend`. No thread may be in a region."""
-    global _state
+    global in_use, _followed_default
     with default_lock:
-        _state.set_default(None, None)
-        _state = state
+        in_use.set_default(None, None)
+        in_use, _followed_default = state, _UNSET
         refresh_default()
 
 
 def drop_cache() -> None:
     """Forget the weights that this thread has cast."""
-    _state.drop_cache()
+    in_use.drop_cache()
 
 
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -185,7 +188,7 @@ def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     The weight is held weakly: when it dies, its cast is forgotten. (A cast that autograd can differentiate holds its
     weight itself, until the region ends.)
     """
-    return weight.to(dtype) if is_dynamo_compiling() else _state.cast_weight(weight, dtype)
+    return weight.to(dtype) if is_dynamo_compiling() else in_use.cast_weight(weight, dtype)
 
 
 def _may_remember(weight: Tensor) -> bool:
@@ -218,9 +221,13 @@ def acting_part(policy: Policy | None) -> Policy | None:
 
 
 def refresh_default() -> None:
-    """Tell the state in use what the process default is now. The caller holds `default_lock`."""
-    acting = effective_default()
-    _state.set_default(acting, stepped_aside(acting))
+    """Have the state in use follow the process default, if another one. The caller holds `default_lock`."""
+    global _followed_default
+    # A loop: the garbage collector may end a region, and call this function again, between any two of these lines.
+    while (acting := overrides[-1].region.acting if overrides else _base) is not _followed_default:
+        _followed_default = _UNSET  # an interrupt before the last line then has the next call do all of them
+        in_use.set_default(acting, None if acting is None else stepped_aside(acting))
+        _followed_default = acting
 
 
 def effective_default() -> Policy | None:

@@ -310,41 +310,46 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
 
     @wraps(getattr(base, name))
     def entering(self: Any, *args: Any, **kwargs: Any) -> Any:
-        method, policy = getattr(self._amp_base, name), followed_policy(self)
-        if policy is None:
+        method, own = getattr(self._amp_base, name), self.__dict__.get("_amp")
+        if own is None:
             return method(self, *args, **kwargs)
-        own: ModelState = self.__dict__["_amp"]
+        policy, compiling = own.policy, is_dynamo_compiling()
+        low = policy.cast_model_type
         if own.wide:
             method = copies.on_casts(method, own.wide, own.calls)
-        if running.policy is policy or _recomputed(policy, args, kwargs):
-            return method(self, *args, **kwargs)
-        # A compiled forward does without: what was written into the masters arrives with the next step. DataParallel's
-        # replicas have it already.
-        if not is_dynamo_compiling() and not getattr(self, "_is_replica", False):
-            own.edits.publish(self)
-        if (policy.cast_model_type is not None or policy.checks_gradients) and torch.is_grad_enabled():
+        outer = running.policy
+        if outer is policy or (low is not None and _in_backward() and _low_precision_of((args, kwargs)) is low):
+            return method(self, *args, **kwargs)  # the second: checkpointing calls again what its parent has cast
+        if not compiling:
+            # A compiled forward does without: what was written into the masters arrives with the next step.
+            # DataParallel's replicas have it already.
+            if not getattr(self, "_is_replica", False):
+                own.edits.publish(self)
+            if own.region is None or own.region.policy is not policy:
+                own.region = regions.region(policy)
+        if own.local is not own.no_sync and torch.is_grad_enabled() and (low is not None or policy.checks_gradients):
             own.local = own.no_sync
-        watch = own.watch if not is_dynamo_compiling() and self.training and torch.is_grad_enabled() else None
+        watch = own.watch
+        watch = watch if watch is not None and not compiling and self.training and torch.is_grad_enabled() else None
         before = [] if watch is None else watch.before()
-        outer, running.policy = running.policy, policy
-        given = args, kwargs
+        edits = None
+        running.policy = policy
         try:
-            with regions.region(policy):
-                if policy.cast_model_type is not None:
-                    args, kwargs = tree.cast_floats(given, policy.cast_model_type)
-                edits = _Edits((*given[0], *given[1].values()), (*args, *kwargs.values()))
-                del given  # the uncast inputs may go while forward runs
+            with regions.region(policy) if compiling else own.region:
+                if low is not None:
+                    args, kwargs, edits = _cast_in(args, kwargs, low)
                 output = method(self, *args, **kwargs)
         except RuntimeError as error:
-            if outer is None and not is_dynamo_compiling():
+            if outer is None and not compiling:
                 _explain_another_type(self, policy, error)
             raise
         finally:
             running.policy = outer
         if watch is not None and not watch.after(before):
             own.watch = None
-        edits.give_back(lambda value: _cast_out(value, policy, outer))
-        return _cast_out(output, policy, outer)
+        if edits is not None:
+            edits.give_back(lambda value: _cast_out(value, policy, outer))
+        return output if low is None and policy.cast_model_outputs is None else _cast_out(output, policy, outer)
 
     return entering
 
@@ -354,10 +359,12 @@ def _in_backward() -> bool:
     return not is_dynamo_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def _recomputed(policy: Policy, args: Any, kwargs: Any) -> bool:
-    """Whether checkpointing runs this forward again, with inputs that its parent has already cast."""
-    cast = policy.cast_model_type
-    return cast is not None and _in_backward() and _low_precision_of((args, kwargs)) is cast
+def _cast_in(args: Any, kwargs: Any, low: torch.dtype) -> tuple[Any, Any, _Edits | None]:
+    """The arguments of forward in the type of the cast, and what gives edits of the dicts among them back, if any."""
+    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
+        return (tree.cast_floats(args[0], low),), kwargs, None
+    cast_args, cast_kwargs = tree.cast_floats((args, kwargs), low)
+    return cast_args, cast_kwargs, _Edits((*args, *kwargs.values()), (*cast_args, *cast_kwargs.values()))
 
 
 class _Edits:

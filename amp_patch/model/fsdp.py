@@ -26,6 +26,12 @@ def is_fsdp(module: Any) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
+def is_used() -> bool:
+    """False where no module of this process can have gone through `fully_shard`, which gives each a class of its own."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and bool(kind.__subclasses__())
+
+
 def is_fsdp1(module: Any) -> bool:
     """Whether `module` is wrapped in the older FullyShardedDataParallel."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 FoundInf = dict[torch.device, Tensor]
 
+_PLAIN = {Tensor, nn.Parameter}  # the types that no DTensor has
+
 # ---------------------------------------------------------------------------------------------------------------------
 # DTensors.
 
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether `tensor` is one process's part of a larger one."""
-    if type(tensor) is Tensor or type(tensor) is nn.Parameter:
+    if type(tensor) in _PLAIN:
         return False
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return dtensor is not None and isinstance(tensor, dtensor)
@@ -52,6 +54,9 @@ def agree(found: FoundInf, params: Iterable[Tensor]) -> FoundInf:
     Returns:
         The same, equal on all processes. `found` itself where nothing is sharded.
     """
+    params = list(params)
+    if set(map(type, params)) <= _PLAIN:
+        return found
     meshes = dict.fromkeys(param.device_mesh for param in params if is_dtensor(param))  # type: ignore[attr-defined]
     if not meshes:
         return found
