@@ -22,7 +22,7 @@ def disable_casts() -> region:
 
     torch.autocast is off there too. FP16 on a CPU is multiplied natively.
     """
-    return region(None, claims=True)
+    return region(None, disables_torch_autocast=True)
 
 
 @constant_in_traces
@@ -59,7 +59,7 @@ class autocast(region):
         enabled: bool = True,
         cache_enabled: bool | None = True,
     ) -> None:
-        super().__init__(autocast_policy(device_type, dtype, enabled), claims=True)
+        super().__init__(autocast_policy(device_type, dtype, enabled), disables_torch_autocast=True)
         self.caches = torch.is_autocast_cache_enabled() if cache_enabled is None else bool(cache_enabled)
 
     def __enter__(self) -> autocast:

@@ -19,7 +19,7 @@ from amp_patch.casts import dynamo
 from amp_patch.casts.oplists import LATE, rules_by_name
 from amp_patch.casts.regions import as_default, as_now
 from amp_patch.casts.state import PythonState, state, use_state
-from amp_patch.casts.wrapped import Wrapped, forget_methods, know, wrapped_by
+from amp_patch.casts.wrapped import Wrapped, forget_methods, register_wrapper, wrapped_by
 from amp_patch.casts.wrappers import BACKENDS, backend, wrapper_at
 from amp_patch.support.imports import when_imported
 from amp_patch.support.patches import Installation, Patches
@@ -233,7 +233,7 @@ def _replace(patches: Patches, owner: Any, name: str, rule: str, apex_rule: str)
         _wrappers[key] = (original, wrapper_at(owner, name, original, rule, apex_rule))
     wrapper = _wrappers[key][1]
     patches.set(owner, name, wrapper)
-    know(owner, name, wrapper, original, rule, apex_rule)
+    register_wrapper(owner, name, wrapper, original, rule, apex_rule)
 
 
 def register(module: Any, name: str, rule: str, caller: str) -> None:

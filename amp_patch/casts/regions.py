@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.state import acting_part, current, default_lock, effective_default, overrides, refresh_default
-from amp_patch.casts.thread_state import Entry, is_running, stepped_aside, this_thread
+from amp_patch.casts.thread_state import Entry, inside_torch_autocast, is_running, this_thread
 from amp_patch.casts.traced_regions import enter_trace_of, leave_traced
 from amp_patch.policy import Policy
 from amp_patch.support import blocks
@@ -29,8 +29,8 @@ class region(blocks.Block):
 
     Args:
         policy: None for a region in which no casts of ours act.
-        claims: torch.autocast is off inside, for all device types, and afterwards on again where it was. None: if the
-            policy patches torch's functions.
+        disables_torch_autocast: torch.autocast is off inside, for all device types, and afterwards on again where it
+            was. None: if the policy patches torch's functions.
 
     Attributes:
         call: the frame of the call for which one hook enters the region and another one leaves it; else None. If an
@@ -42,19 +42,20 @@ class region(blocks.Block):
     on_entry: Any = None
     on_exit: Any = None
 
-    def __init__(self, policy: Policy | None, claims: bool | None = None) -> None:
+    def __init__(self, policy: Policy | None, disables_torch_autocast: bool | None = None) -> None:
         self.policy = policy
         self.acting = acting = None if policy is None else acting_part(policy)
-        # Dynamo cannot trace a `functools.cache`, and traced code does not ask for `aside`.
+        # Dynamo cannot trace a `functools.cache`, and traced code does not read `acting_inside_torch_autocast`.
         emulates = acting is not None and acting.emulates and not is_dynamo_compiling()
-        self.aside = stepped_aside(acting) if emulates else None
-        self.claims = policy is not None and policy.patch_torch_functions if claims is None else claims
+        self.acting_inside_torch_autocast = inside_torch_autocast(acting) if emulates else None
+        patches = policy is not None and policy.patch_torch_functions
+        self.disables_torch_autocast = patches if disables_torch_autocast is None else disables_torch_autocast
         self.caches = True
         self.call: FrameType | None = None
 
     def __enter__(self) -> Any:
         if is_dynamo_compiling():
-            enter_trace_of(self.acting, self.claims)
+            enter_trace_of(self.acting, self.disables_torch_autocast)
             return self
         stack = this_thread.stack
         while stack and _is_over(stack[-1]):
@@ -64,7 +65,7 @@ class region(blocks.Block):
         stack.append(entry)
         if self.on_entry is not None:
             self.on_entry(entry)
-        entry.depth, entry.task, entry.silenced = casts_state.in_use.begin(self.claims)
+        entry.depth, entry.task, entry.silenced = casts_state.in_use.begin(self.disables_torch_autocast)
         _follow(entry)
         return self
 
@@ -99,7 +100,7 @@ class region(blocks.Block):
         @wraps(function)
         def body(*args: Any, **kwargs: Any) -> Any:
             if is_dynamo_compiling():  # which enters no context manager that was made outside of what it compiles
-                enter_trace_of(self.acting, self.claims)
+                enter_trace_of(self.acting, self.disables_torch_autocast)
                 try:
                     return function(*args, **kwargs)
                 finally:
@@ -117,17 +118,17 @@ class no_casts_within(region):
     """
 
     def __init__(self) -> None:
-        super().__init__(None, claims=True)
+        super().__init__(None, disables_torch_autocast=True)
 
     def on_entry(self, entry: Entry) -> None:
-        this_thread.firm.append(entry)
+        this_thread.uncastable_entries.append(entry)
 
     def on_exit(self, entry: Entry) -> None:
-        if entry in this_thread.firm:
-            this_thread.firm.remove(entry)
+        if entry in this_thread.uncastable_entries:
+            this_thread.uncastable_entries.remove(entry)
 
 
-class everywhere(region):
+class process_wide_region(region):
     """A region that is also the process default while it lasts.
 
     For autograd's own threads: they recompute checkpointed activations on CUDA devices, and no region of ours is
@@ -169,7 +170,7 @@ def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
 def as_default(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, to be called on a new thread, in a region of the process default.
 
-    Else the default would step aside for a torch.autocast that somebody has entered on that thread before.
+    Without a region the default does not act inside a torch.autocast that the new thread has entered before.
     """
 
     def later(*args: Any, **kwargs: Any) -> Any:
@@ -182,8 +183,9 @@ def as_default(function: Callable[..., Any]) -> Callable[..., Any]:
 def _follow(entry: Entry) -> None:
     """Have the thread follow the region of `entry`, now its innermost one."""
     inner = entry.region
-    acting, aside = (None, None) if this_thread.firm else (inner.acting, inner.aside)
-    casts_state.in_use.follow(acting, aside, inner.caches, entry.depth, entry.task)
+    acts = not this_thread.uncastable_entries
+    acting, inside = (inner.acting, inner.acting_inside_torch_autocast) if acts else (None, None)
+    casts_state.in_use.follow(acting, inside, inner.caches, entry.depth, entry.task)
 
 
 def _is_over(entry: Entry) -> bool:
@@ -225,9 +227,9 @@ def _innermost_but(entry: Entry, stack: list[Entry]) -> Entry:
 
 
 def _unsilence(ended: Entry, stack: list[Entry]) -> None:
-    """Turn torch.autocast on again, or leave that to a region that began later, claims the thread and still lasts."""
+    """Turn torch.autocast on again, or leave that to a later region that disables it too and still lasts."""
     for entry in stack[stack.index(ended) + 1 :]:
-        if entry.region.claims and entry.depth == ended.depth:
+        if entry.region.disables_torch_autocast and entry.depth == ended.depth:
             entry.silenced |= ended.silenced
             return
     casts_state.in_use.end(ended.silenced, ended.depth)

@@ -375,7 +375,7 @@ class Rule:
 
 _HALF = "register_half_function"
 _TABLE = (
-    Rule("none", _none, shown="none", registered_by="leave_alone", in_cpp=True),
+    Rule("none", _none, shown="none", registered_by="register_without_rule", in_cpp=True),
     Rule("lower", _lower, emulates=True, shown="lower", registered_by=_HALF, in_cpp=True),
     Rule("einsum", _of_several(_lower), emulates=True, shown="lower (einsum)", registered_by=_HALF),
     Rule("fused", _fused, shown="lower"),

@@ -15,10 +15,10 @@ from amp_patch import multi_tensor
 from amp_patch.casts.thread_state import (
     DEVICE_TYPES,
     Entry,
+    inside_torch_autocast,
     is_enabled,
     native_depth,
     set_enabled,
-    stepped_aside,
     this_thread,
 )
 from amp_patch.casts.traced_regions import traced
@@ -40,7 +40,7 @@ class PythonState:
         Inside a torch.autocast it is what of that policy still acts there.
         """
         acting = this_thread.acting if this_thread.inside else self._default
-        return acting if acting is None or self._holds() else stepped_aside(acting)
+        return acting if acting is None or self._holds() else inside_torch_autocast(acting)
 
     def _holds(self) -> bool:
         """Whether no torch.autocast has been entered since the innermost region began; see thread_state.py."""
@@ -48,12 +48,12 @@ class PythonState:
             return False
         return native_depth() <= this_thread.depth or torch._C._current_graph_task_id() not in (-1, this_thread.task)
 
-    def begin(self, claims: bool) -> tuple[int, int, Any]:
+    def begin(self, disables_torch_autocast: bool) -> tuple[int, int, Any]:
         """A region begins: what its `Entry` keeps, (depth, task, silenced).
 
-        If the region `claims` the thread, torch.autocast is off from now on, for the device types in `silenced`.
+        With `disables_torch_autocast` it is off from now on, for the device types in `silenced`.
         """
-        silenced = frozenset(kind for kind in DEVICE_TYPES if claims and is_enabled(kind))
+        silenced = frozenset(kind for kind in DEVICE_TYPES if disables_torch_autocast and is_enabled(kind))
         depth, task = native_depth(), torch._C._current_graph_task_id()
         for kind in silenced:
             set_enabled(kind, False)
@@ -68,10 +68,10 @@ class PythonState:
             for kind in silenced:
                 set_enabled(kind, True)
 
-    def follow(self, acting: Policy | None, aside: Policy | None, caches: bool, depth: int, task: int) -> None:
+    def follow(self, acting: Policy | None, inside: Policy | None, caches: bool, depth: int, task: int) -> None:
         """This thread is in a region: from now on `acting` acts, and casts of weights are remembered if `caches`.
 
-        Inside a torch.autocast (one that is enabled, or makes torch's count exceed `depth`) `aside` acts instead.
+        Inside a torch.autocast (one that is enabled, or makes torch's count exceed `depth`) `inside` acts instead.
         """
         this_thread.inside, this_thread.acting, this_thread.caches = True, acting, caches
         this_thread.depth, this_thread.task = depth, task
@@ -82,8 +82,8 @@ class PythonState:
         this_thread.depth, this_thread.task = 0, -1
         this_thread.casts.clear()
 
-    def set_default(self, acting: Policy | None, aside: Policy | None) -> None:
-        """What acts outside regions, on all threads; `aside` inside a torch.autocast, as for `follow`."""
+    def set_default(self, acting: Policy | None, inside: Policy | None) -> None:
+        """What acts outside regions, on all threads; inside a torch.autocast `inside`, as for `follow`."""
         self._default = acting
 
     def drop_cache(self) -> None:
@@ -114,13 +114,13 @@ class PythonState:
 # The `PythonState` or `amp_patch._C.casts` that wrappers and regions ask; `use_state` puts another one in its place.
 in_use: Any = PythonState() if (_extension := multi_tensor.extension()) is None else _extension.casts
 
-# The process default is the policy whose casts act outside regions: what `set_default` said, or while regions of the
-# kind `everywhere` last, that of the newest one. Those of several threads may end in any order.
+# The process default is the policy whose casts act outside regions: what `set_default` said, or while a
+# `process_wide_region` lasts, that of the newest one. Regions of several threads may end in any order.
 default_lock = threading.RLock()  # re-entrant: the garbage collector may end a region while this thread holds it
 _base: Policy | None = None  # what `set_default` said
 _UNSET = object()
 _followed_default: Any = None  # the process default that the state in use has; _UNSET while that is being changed
-overrides: list[Entry] = []  # the regions `everywhere` that last, newest last
+overrides: list[Entry] = []  # one for each `process_wide_region` that lasts, newest last
 
 
 def current() -> Policy | None:
@@ -226,7 +226,7 @@ def refresh_default() -> None:
     # A loop: the garbage collector may end a region, and call this function again, between any two of these lines.
     while (acting := overrides[-1].region.acting if overrides else _base) is not _followed_default:
         _followed_default = _UNSET  # an interrupt before the last line then has the next call do all of them
-        in_use.set_default(acting, None if acting is None else stepped_aside(acting))
+        in_use.set_default(acting, None if acting is None else inside_torch_autocast(acting))
         _followed_default = acting
 
 

@@ -32,7 +32,7 @@ tensor_methods: dict[str, Wrapped] = {}  # name -> entry, of the wrappers that s
 own_tensor_methods: set[Any] = set()  # torch.Tensor's own methods for which a wrapper ever stood there
 
 
-def know(owner: Any, name: str, wrapper: Any, original: Any, rule: str, apex_rule: str) -> None:
+def register_wrapper(owner: Any, name: str, wrapper: Any, original: Any, rule: str, apex_rule: str) -> None:
     """Note that `wrapper` stands at `owner.name` in place of `original`."""
     wrapped = Wrapped(original, rule, apex_rule)
     by_id[id(wrapper)] = wrapper, wrapped

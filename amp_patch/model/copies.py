@@ -38,7 +38,7 @@ _wide = WeakIdKeyDictionary()  # a wide parameter -> all of its model, and their
 _Place = tuple[dict[str, Any], str, Any]  # a dictionary, a name in it, and what stood there
 
 
-@swaps.let_go_in_swaps
+@swaps.release_in_swaps
 def _forget(param: Tensor) -> None:
     # They are for the time of one deepcopy or load.
     _trained.pop(param, None)

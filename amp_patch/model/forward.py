@@ -140,8 +140,8 @@ class KeptModule(Generated):
                 came = _low_precision_of((args, kwargs)) or (policy.cast_model_type if inside else None)
             args, kwargs = tree.cast_floats((args, kwargs), torch.float32, LOW_PRECISION)
             # At O0, where nothing is cast, a torch.autocast that the script is in acts here as anywhere.
-            claims = policy.patch_torch_functions or policy.cast_model_type is not None
-            with regions.region(_NO_CASTS, claims):
+            disables_torch_autocast = policy.patch_torch_functions or policy.cast_model_type is not None
+            with regions.region(_NO_CASTS, disables_torch_autocast):
                 output = forward(self, *args, **kwargs)
             return output if came is None else tree.cast_floats(output, came, (torch.float32,))
 

@@ -27,7 +27,7 @@ def is_fsdp(module: Any) -> bool:
 
 
 def is_used() -> bool:
-    """False where no module of this process can have gone through `fully_shard`, which gives each a class of its own."""
+    """Whether a module of this process may have gone through `fully_shard`, which makes a subclass for each class."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return kind is not None and bool(kind.__subclasses__())
 

@@ -23,7 +23,7 @@ _holders: list[Holder] = []
 _installation = Installation()
 
 
-def let_go_in_swaps(holder: Holder) -> Holder:
+def release_in_swaps(holder: Holder) -> Holder:
     """Decorates a function that is called before each swap, for both tensors, once `install` was."""
     _holders.append(holder)
     return holder

@@ -75,7 +75,7 @@ def scale_loss(
         take_thawed(target, known_stash(target))
     alone = len(targets) == 1 and known_stash(targets[0]).neighbours.owns_all
     with (ScaledBackward if alone else SharedBackward)(targets, scaler) as backward:
-        with regions.everywhere(known_stash(targets[0]).policy):
+        with regions.process_wide_region(known_stash(targets[0]).policy):
             yield backward.scaled(loss)
         delay_unscale = backward.must_delay() or delay_unscale
         if delay_unscale:

@@ -226,7 +226,7 @@ def test_the_default_changes_under_calls() -> None:
         try:
             for step in range(300):
                 casts_state.set_default(o1((HALF, BF16)[step % 2]))  # the policy before dies
-                with regions.everywhere(o1(HALF)):
+                with regions.process_wide_region(o1(HALF)):
                     assert (x @ weight).dtype is HALF
                 casts_state.set_default(None)
                 assert (x @ weight).dtype is FULL
