@@ -1,7 +1,7 @@
 """The op lists: owner -> rule -> names. Data, and one way to read it.
 
 After today's torch: the CUDA lists of its autocast op reference, on every device. Apex's lists are the ancestor, and
-add what torch's reference leaves to other mechanisms; `APEX` says where they gave another type. The rules:
+add what torch's reference leaves to other mechanisms; apex_oplists.py says where they gave another type. The rules:
 
     lower       FP32 (and the other half type) tensors become `policy.dtype`: products, which are fast in it and are
                 summed in FP32.
@@ -35,6 +35,8 @@ the input's type, as under torch.autocast.) `tests/casts/test_oplists.py` calls 
 """
 
 from __future__ import annotations
+
+from amp_patch.casts.apex_oplists import APEX
 
 _LOSSES = (
     "binary_cross_entropy_with_logits",
@@ -363,98 +365,6 @@ OPTIONAL: frozenset[str] = frozenset(
         "torch.pairwise_distance",
     }
 )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Apex's variant, for scripts written for it (`Policy.op_lists`). Only what differs: a name here has this rule in the
-# variant, all others have that of OPLISTS. It differs where a call that ran in Apex gave another type there: Apex left
-# the function alone (torch.softmax, einsum), or listed what torch promotes by itself. What raised in Apex (mixed types,
-# no half kernel) keeps today's rule, and so does what torch has got since Apex's lists were last edited, in 2020
-# (attention, linalg, rms_norm, huber_loss and others).
-
-_COMPARISONS = ("eq", "equal", "ge", "gt", "le", "lt", "ne")
-
-_APEX_MIXED = ("add", "addcdiv", "addcmul", "atan2", "cross", "div", "mul", *_COMPARISONS)
-
-# The in-place forms of Apex's FP32 list.
-_APEX_IN_PLACE = (
-    "acos_",
-    "asin_",
-    "cosh_",
-    "exp_",
-    "expm1_",
-    "log10_",
-    "log2_",
-    "log_",
-    "reciprocal_",
-    "rsqrt_",
-    "sinh_",
-    "tan_",
-)
-
-# Not Apex's, in whose lists softmax stood for F.softmax alone, and so on.
-_APEX_UNLISTED = ("log1p", "log_softmax", "logsumexp", "softmax")
-
-APEX: dict[str, dict[str, tuple[str, ...]]] = {
-    "torch": {
-        "einsum_widest": ("einsum",),
-        "emulated": ("chain_matmul",),
-        "widest": (
-            *_APEX_UNLISTED,
-            "binary_cross_entropy_with_logits",
-            "cosine_embedding_loss",
-            "cosine_similarity",
-            "frobenius_norm",
-            "group_norm",
-            "hinge_embedding_loss",
-            "kl_div",
-            "layer_norm",
-            "margin_ranking_loss",
-            "native_layer_norm",
-            "pairwise_distance",
-            "poisson_nll_loss",
-            "std_mean",
-            "triplet_margin_loss",
-            "var_mean",
-        ),
-        "mixed_fp32": _APEX_MIXED,
-        "in_place_fp32": _APEX_IN_PLACE,
-    },
-    "torch.functional": {"einsum_widest": ("einsum",), "emulated": ("chain_matmul",)},
-    "torch.nn.functional": {
-        "fp32": ("grid_sample",),
-        "widest": ("pairwise_distance",),
-    },
-    "torch.Tensor": {
-        # `x **= 2` makes a new tensor of a low-precision x; so do `x += y` and the like, of mixed types.
-        "fp32": ("__ipow__", "cpu"),
-        "widest": _APEX_UNLISTED,
-        "mixed_fp32": (
-            *_APEX_MIXED,
-            "__add__",
-            "__div__",
-            "__eq__",
-            "__ge__",
-            "__gt__",
-            "__iadd__",
-            "__idiv__",
-            "__imul__",
-            "__isub__",
-            "__itruediv__",
-            "__le__",
-            "__lt__",
-            "__mul__",
-            "__ne__",
-            "__radd__",
-            "__rmul__",
-            "__rsub__",
-            "__sub__",
-            "__truediv__",
-        ),
-        "match_self": ("addr_",),  # of mixed types its backward fails; other arithmetic in place is torch's as in Apex
-        "in_place_fp32": (*_APEX_IN_PLACE, "cumprod_", "cumsum_", "erfinv_", "pow_", "renorm_"),
-    },
-}
 
 
 def rules_by_name(op_lists: str) -> dict[tuple[str, str], str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,9 +16,9 @@ from amp_patch.casts import state as casts_state
 from amp_patch.masters.masters import connect, has_gradient, link_of, linked, master_of, reconcile
 from amp_patch.model import buffers, came, copies, fsdp, shielded_copies
 from amp_patch.model.fast_path import forbid_fast_path
-from amp_patch.model.keep_fp32 import is_batch_norm
 from amp_patch.model.state import ModelState, followed_policy, running, untouched
 from amp_patch.model.tensors import cast, load_masters, reflatten, refuse_changed, uncast, was_changed
+from amp_patch.model.type_errors import advising, explain_another_type, refuse_another_type
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
 from amp_patch.support import generated_class, tree
 from amp_patch.support.compiled import wraps
@@ -29,9 +28,6 @@ from amp_patch.support.patches import Attempts
 from amp_patch.support.quantized import is_quantized
 
 _NO_CASTS = OPT_LEVELS["O0"]
-_DTYPE_ERROR = re.compile(
-    r"same dtype|scalar type|should be the same|dtype mismatch|mixed dtype|must have the same type", re.I
-)
 
 
 class AmpModel(Generated):
@@ -39,7 +35,7 @@ class AmpModel(Generated):
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
-        overrides = {name: _advising(name, function) for name, function in generated_class.own_methods(base)}
+        overrides = {name: advising(name, function) for name, function in generated_class.own_methods(base)}
         return overrides | {name: _entering(base, name) for name in ("forward", *key)}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -109,7 +105,7 @@ class AmpModel(Generated):
         # .to(device), .float() and .half() end here, also those of a wrapper around this model.
         policy = followed_policy(self)
         if policy is not None and policy.cast_model_type is not None:
-            _refuse_another_type(self, fn, policy)
+            refuse_another_type(self, fn, policy)
         return super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -341,7 +337,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
                 output = method(self, *args, **kwargs)
         except RuntimeError as error:
             if outer is None and not compiling:
-                _explain_another_type(self, policy, error)
+                explain_another_type(self, policy, error, KeptModule)
             raise
         finally:
             running.policy = outer
@@ -394,70 +390,6 @@ def _cast_out(output: Any, policy: Policy, outer: Policy | None) -> Any:
     # A model inside another training's model speaks that one's type.
     dtype = torch.float32 if outer is None or outer.cast_model_type is None else outer.cast_model_type
     return tree.cast_floats(output, dtype, LOW_PRECISION)
-
-
-def _refuse_another_type(model: Any, fn: Callable[[Tensor], Tensor], policy: Policy) -> None:
-    """Raise if `fn`, to be applied to all tensors of a cast model, changes their type, not just their device."""
-    low = policy.cast_model_type
-    for dtype in (torch.float32, low):
-        try:
-            became = fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
-        except Exception:  # `fn` wants a tensor of another kind: nothing can be told of it
-            return
-        if became is not dtype and became in (torch.float32, *LOW_PRECISION):
-            raise RuntimeError(
-                f"{type(model).__name__} went through initialize(opt_level={policy.opt_level!r}), which cast it to "
-                f"{low} and made FP32 masters where it has any: a conversion to {became} would undo half of that. Call "
-                "amp.restore() for the FP32 model, amp.fp32_copy(model) for an FP32 copy, initialize() again for "
-                "another level or type; what is to stay FP32 is named in initialize(..., keep_fp32=...)"
-            )
-
-
-def _explain_another_type(model: nn.Module, policy: Policy, error: RuntimeError) -> None:
-    """Raise `error` with the tensors that lost the type of the cast after `initialize`, if it is about types."""
-    if policy.cast_model_type is None or not _DTYPE_ERROR.search(str(error)) or fsdp.is_fsdp(model):
-        return
-    norms = bool(policy.keep_batchnorm_fp32)
-    kept = (m for m in model.modules() if isinstance(m, KeptModule) or (norms and is_batch_norm(m)))
-    stay = {id(inner) for module in kept for inner in module.modules()}
-    names = [
-        f"{path}.{name}".lstrip(".")
-        for path, module in model.named_modules()
-        for name, tensor in (*module._parameters.items(), *module._buffers.items())
-        if tensor is not None and tensor.is_floating_point()
-        if f"{path}.{name}".lstrip(".") not in vars(model)["_amp"].wide
-        if tensor.dtype is not (torch.float32 if id(module) in stay else policy.cast_model_type)
-    ]
-    if names:
-        shown = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        raise RuntimeError(
-            f"{error}\n{type(model).__name__} was cast to {policy.cast_model_type} by initialize(), and {shown} "
-            "got another type since: by .float(), .half() or .to(dtype) of a part, by torch.func.functional_call "
-            "with values of another type, or as a new tensor. Name what is to stay FP32 in initialize(..., "
-            "keep_fp32=...), give functional_call values of the types that model.named_parameters() has, or run "
-            "amp.fp32_copy(model)"
-        ) from error
-
-
-def _advising(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with advice added to a dtype error, when it is called from outside of the model's forward."""
-
-    @wraps(function)
-    def advising(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(self, *args, **kwargs)
-        except RuntimeError as error:
-            policy = followed_policy(self)
-            if policy is None or policy.cast_model_type is None or running.policy is not None:
-                raise
-            if not _DTYPE_ERROR.search(str(error)):
-                raise
-            raise RuntimeError(
-                f"{error}\n{type(self).__name__}.{name}() was called by itself, so its inputs were not cast to "
-                f"{policy.cast_model_type} as those of forward() are; name it: initialize(..., methods=({name!r},))"
-            ) from error
-
-    return advising
 
 
 def _low_precision_of(value: Any) -> torch.dtype | None:
