@@ -28,7 +28,7 @@ _APEX_IN_PLACE = (
     "tan_",
 )
 
-# Not Apex's, in whose lists softmax stood for F.softmax alone, and so on.
+# Tensor methods and torch functions that Apex left alone: its lists named F.softmax, F.log_softmax and so on only.
 _APEX_UNLISTED = ("log1p", "log_softmax", "logsumexp", "softmax")
 
 APEX: dict[str, dict[str, tuple[str, ...]]] = {
@@ -87,7 +87,7 @@ APEX: dict[str, dict[str, tuple[str, ...]]] = {
             "__sub__",
             "__truediv__",
         ),
-        "match_self": ("addr_",),  # of mixed types its backward fails; other arithmetic in place is torch's as in Apex
+        "match_self": ("addr_",),  # backward of addr_ fails on mixed types; other arithmetic in place is torch's
         "in_place_fp32": (*_APEX_IN_PLACE, "cumprod_", "cumsum_", "erfinv_", "pow_", "renorm_"),
     },
 }

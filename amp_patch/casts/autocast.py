@@ -79,8 +79,8 @@ def autocast_policy(device_type: Any, dtype: Any, enabled: bool) -> Policy | Non
     if dtype is not None and dtype not in LOW_PRECISION:
         raise ValueError(f"autocast: dtype is {dtype!r}; wanted {' or '.join(map(str, LOW_PRECISION))}, or None")
     if enabled and device_type == "cuda" and not torch.cuda.is_available():
-        # torch's GradScaler of "cuda" turns itself off here as well: with casts to FP16, and a loss that nobody scales,
-        # small gradients would be lost.
+        # torch's GradScaler("cuda") is disabled without CUDA too: with casts to FP16, the gradients of an unscaled loss
+        # would underflow.
         warnings.warn(
             "autocast: device_type is 'cuda', but CUDA is not available, so nothing is cast; for tensors on the CPU "
             "say 'cpu', or leave device_type out",

@@ -99,7 +99,7 @@ class region(blocks.Block):
 
         @wraps(function)
         def body(*args: Any, **kwargs: Any) -> Any:
-            if is_dynamo_compiling():  # which enters no context manager that was made outside of what it compiles
+            if is_dynamo_compiling():  # Dynamo enters no context manager made outside of the frame
                 enter_trace_of(self.acting, self.disables_torch_autocast)
                 try:
                     return function(*args, **kwargs)
@@ -149,7 +149,7 @@ class process_wide_region(region):
             refresh_default()
 
     def on_exit_elsewhere(self) -> None:
-        # An entry that a `with` statement made goes with that statement.
+        # `left is None`: the entry of a `with` statement ends with that statement, wherever `__exit__` is called.
         for entry in reversed(overrides):
             if entry.region is self and entry.left is None:
                 self.on_exit(entry)
@@ -202,7 +202,7 @@ def _leave(entry: Entry, _: Any = None) -> None:
     which region is the innermost now is asked again after it was followed.
     """
     stack, on_exit = this_thread.stack, entry.region.on_exit
-    if entry not in stack:  # its generator has ended on another thread: the process default is everyone's
+    if entry not in stack:  # a generator closed on another thread: undo the process-wide part at once
         if on_exit is not None:
             on_exit(entry)
         return

@@ -102,11 +102,11 @@ class PythonState:
         wants_grad = weight.requires_grad and torch.is_grad_enabled()
         key = (id(weight), dtype, wants_grad, torch.is_inference_mode_enabled())
         entry = casts.get(key)
-        version = weight._version  # before the cast: another thread may change the weight meanwhile
+        version = weight._version  # read before the cast: another thread may write the weight during it
         if entry is not None and entry[0]() is weight and entry[1] == version:
             return entry[2]
         cast = weight.to(dtype)
-        if this_thread.caches:  # still: the garbage collector may have ended the region during the cast
+        if this_thread.caches:  # again: the garbage collector may end the region during the cast
             casts[key] = (weakref.ref(weight, functools.partial(_forget, casts, key)), version, cast)
         return cast
 
@@ -117,7 +117,7 @@ in_use: Any = PythonState() if (_extension := multi_tensor.extension()) is None 
 # The process default is the policy whose casts act outside regions: what `set_default` said, or while a
 # `process_wide_region` lasts, that of the newest one. Regions of several threads may end in any order.
 default_lock = threading.RLock()  # re-entrant: the garbage collector may end a region while this thread holds it
-_base: Policy | None = None  # what `set_default` said
+_base: Policy | None = None  # the policy that `set_default` was given
 _UNSET = object()
 _followed_default: Any = None  # the process default that the state in use has; _UNSET while that is being changed
 overrides: list[Entry] = []  # one for each `process_wide_region` that lasts, newest last
@@ -196,7 +196,7 @@ def _may_remember(weight: Tensor) -> bool:
         return False
     if not weight.requires_grad and not issubclass(type(weight), torch.nn.Parameter):
         return False
-    return is_plain_eager()  # else the cast is a stand-in too, which means nothing after the transform or the trace
+    return is_plain_eager()  # under a transform or a trace a cast is a stand-in, dead afterwards
 
 
 def is_plain_eager() -> bool:
@@ -209,7 +209,7 @@ def is_plain_eager() -> bool:
 
 
 def _forget(casts: dict[Any, Any], key: Any, reference: Any) -> None:
-    # Another tensor may have got the id, and an entry under it, before this call came.
+    # Before this callback runs another tensor may have got the id, and an entry under the same key.
     entry = casts.get(key)
     if entry is not None and entry[0] is reference:
         del casts[key]

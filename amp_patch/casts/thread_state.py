@@ -86,14 +86,14 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[Entry] = []  # the regions that the thread is in, innermost last
         self.uncastable_entries: list[Entry] = []  # the entries in `stack` of regions `no_casts_within`
-        # What `PythonState` keeps for the thread.
-        self.inside = False  # whether it is in a region
-        self.acting: Policy | None = None  # in a region: whose casts act
-        self.depth, self.task = 0, -1  # of the innermost region, as in its entry; outside regions these
-        self.caches = False  # whether the casts of weights are remembered now
-        self.casts: dict[Any, tuple[weakref.ref[Tensor], int, Tensor]] = {}  # those that are
-        # The code that torch.compile traces on this thread.
-        self.traced: list[Traced] = []  # the regions in it, innermost last; the first is the frame itself
+        # Fields of `PythonState`:
+        self.inside = False  # whether the thread is in a region
+        self.acting: Policy | None = None  # the policy that acts in the innermost region
+        self.depth, self.task = 0, -1  # as in the innermost `Entry`; these values outside regions
+        self.caches = False  # whether casts of weights are cached now
+        self.casts: dict[Any, tuple[weakref.ref[Tensor], int, Tensor]] = {}  # cached casts: see `cast_weight`
+        # Fields of a trace of torch.compile on this thread:
+        self.traced: list[Traced] = []  # traced regions, innermost last; the first is the frame itself
         self.silence: Callable[[str], Callable[[], object]] | None = None  # see `traced_regions.begin_trace`
 
 

@@ -31,7 +31,7 @@ def begin_trace(acting: Policy | None, silence: Callable[[str], Callable[[], obj
 
 def enter_trace_of(acting: Policy | None, disables_torch_autocast: bool) -> None:
     """A region begins in code that is being traced; `leave_traced` ends it. Both arguments as of `region`."""
-    # As plain constants: Dynamo hands no others to `enter_traced`.
+    # Plain constants: Dynamo hands no other values to a `constant_in_traces` function.
     if acting is None:
         enter_traced(None, disables_torch_autocast)
     else:
@@ -44,8 +44,8 @@ def enter_trace_of(acting: Policy | None, disables_torch_autocast: bool) -> None
         )
 
 
-# Dynamo calls the next three while it traces. Where it comes to a `torch.autocast` it really enters that, so torch
-# itself tells in how many of those the trace is. In a trace that nobody has begun by `begin_trace`, nothing acts.
+# Dynamo calls the next three functions while it traces. At a `torch.autocast` in the code Dynamo really enters one, so
+# `native_depth` counts those around the trace's position. In a trace without `begin_trace` no policy acts.
 
 
 @constant_in_traces

@@ -92,17 +92,17 @@ class AmpModel(Generated):
                 "masters hold; use assign=False (torch's default), or load before initialize()"
             )
         module: nn.Module = self  # type: ignore[assignment]
-        hook = module.register_load_state_dict_pre_hook(load_masters)  # behind the user's, which may rename
+        hook = module.register_load_state_dict_pre_hook(load_masters)  # registered last: users' hooks may rename keys
         try:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
         finally:
             hook.remove()
-        load_masters(module, state_dict, prefix)  # where the user's class has loaded without torch's method
+        load_masters(module, state_dict, prefix)  # a user's override may not have called torch's method, nor the hook
         if cast:
             buffers.load(module, state_dict, prefix, vars(self)["_amp"].low_buffers)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        # .to(device), .float() and .half() end here, also those of a wrapper around this model.
+        # `.to(device)`, `.float()` and `.half()` call `_apply`, also through a wrapper around this model.
         policy = followed_policy(self)
         if policy is not None and policy.cast_model_type is not None:
             refuse_another_type(self, fn, policy)
@@ -113,7 +113,9 @@ class AmpModel(Generated):
         module: nn.Module = self  # type: ignore[assignment]
         if (own := vars(module).get("_amp")) is not None:
             own.cleared += 1
-        for _, link in linked(module.parameters()):  # first: to be asked for `grad` would materialize it
+        for _, link in linked(
+            module.parameters()
+        ):  # `super().zero_grad()` reads `.grad`, which would materialize the master's
             master = link.master
             live = not set_to_none and has_gradient(master)
             master.grad = torch.zeros_like(master.grad) if live else None  # type: ignore[arg-type]
@@ -131,11 +133,11 @@ class KeptModule(Generated):
             if policy is None:
                 return forward(self, *args, **kwargs)
             came = None
-            if policy.cast_model_type is not None:  # there the layers around take one type; those of O1 take any
+            if policy.cast_model_type is not None:  # layers of a cast model take one type, O1's any
                 inside = running.policy is not None or _in_backward()
                 came = _low_precision_of((args, kwargs)) or (policy.cast_model_type if inside else None)
             args, kwargs = tree.cast_floats((args, kwargs), torch.float32, LOW_PRECISION)
-            # At O0, where nothing is cast, a torch.autocast that the script is in acts here as anywhere.
+            # At O0 nothing is cast: the script's own torch.autocast must act in kept modules too.
             disables_torch_autocast = policy.patch_torch_functions or policy.cast_model_type is not None
             with regions.region(_NO_CASTS, disables_torch_autocast):
                 output = forward(self, *args, **kwargs)
@@ -170,9 +172,9 @@ def enter_training(
     stay = {id(module) for module in kept}
     for module in {id(m): m for model in models for m in model.modules()}.values():
         if isinstance(module, KeptModule) and id(module) not in stay:
-            take(module)  # an earlier training kept it
+            take(module)  # a module that an earlier training kept
     for module in kept:
-        # torch's batch norms take low-precision inputs beside FP32 weights, in one kernel; others need casts.
+        # torch's batch norms take low-precision inputs beside FP32 weights, in one kernel; a user's forward may not.
         if type(module).forward is nn.BatchNorm1d.forward:
             continue
         give(module, KeptModule, ModelState(policy))
@@ -182,12 +184,12 @@ def enter_training(
         forbid_fast_path()
     for model in models:
         if isinstance(model, KeptModule):
-            continue  # it was given beside its parent, which keeps it
+            continue  # this model is inside another one of the list, whose `keep_fp32` names it
         state = ModelState(policy, low_buffers_of(model), on_demand, fast_path_off=fused)
         state.sharded = fsdp.is_fsdp(model)
         state.owner = weakref.ref(model)
         if policy.patch_torch_functions:
-            # FSDP frees the gathered weights after a forward to save memory: their casts must go then too.
+            # FSDP frees the gathered weights after a forward to save memory: cached casts would keep that memory.
             state.handles = [m.register_forward_hook(_drop_casts) for m in fsdp.fsdp_modules([model])]
         give(model, AmpModel, state, tuple(name for name in methods if hasattr(model, name)))
 
@@ -199,7 +201,7 @@ def restore(model: nn.Module, *, give_back: bool = True) -> None:
     """
     untouched.pop(model, None)
     if isinstance(model, KeptModule):
-        take(model)  # `keep_fp32` named the whole model, or the model was given beside its parent, which keeps it
+        take(model)  # `keep_fp32` named the whole model, or a parent's `keep_fp32` this one
     if not isinstance(model, AmpModel) or followed_policy(model) is None:
         return
     state, attempt = vars(model)["_amp"], Attempts()
@@ -227,7 +229,7 @@ def to_plain_fp32(model: nn.Module) -> None:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
         if isinstance(module, AmpModel):
-            restore(module, give_back=False)  # in BF16 again the values would be rounded
+            restore(module, give_back=False)  # a BF16 type given back would round the values
         elif isinstance(module, KeptModule | shielded_copies.FP32Copy):
             take(module)
     cast([p for p in model.parameters() if p.dtype in LOW_PRECISION and not is_quantized(p)], torch.float32)
@@ -285,7 +287,7 @@ def _is_under_fsdp(module: nn.Module) -> bool:
 def give(module: nn.Module, mixin: type[Generated], state: ModelState, key: tuple[str, ...] = ()) -> None:
     if isinstance(module, Generated):
         take(module)
-    if not isinstance(module, mixin):  # else it has the class beneath fully_shard's
+    if not isinstance(module, mixin):  # False: `fully_shard` subclassed the class that was given before
         generated_class.give(module, mixin, key)
     elif (given := generated_class.key_of(module)) != key:
         raise ValueError(
@@ -296,7 +298,9 @@ def give(module: nn.Module, mixin: type[Generated], state: ModelState, key: tupl
 
 
 def take(module: nn.Module) -> None:
-    vars(module).pop("_amp", None)  # without it the module behaves as its base, even where it cannot lose its class
+    vars(module).pop(
+        "_amp", None
+    )  # without `_amp` the module behaves as its base class, also where the generated class stays
     if not _is_under_fsdp(module):
         generated_class.take(module)
 
@@ -315,10 +319,12 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
             method = copies.on_casts(method, own.wide, own.calls)
         outer = running.policy
         if outer is policy or (low is not None and _in_backward() and _low_precision_of((args, kwargs)) is low):
-            return method(self, *args, **kwargs)  # the second: checkpointing calls again what its parent has cast
+            return method(
+                self, *args, **kwargs
+            )  # a nested call, or a checkpoint's recomputation: inputs are cast already
         if not compiling:
-            # A compiled forward does without: what was written into the masters arrives with the next step.
-            # DataParallel's replicas have it already.
+            # Written masters reach a compiled forward with the next step only. DataParallel's replicas are copies of
+            # published weights.
             if not getattr(self, "_is_replica", False):
                 own.edits.publish(self)
             if own.region is None or own.region.policy is not policy:
@@ -387,13 +393,13 @@ def _cast_out(output: Any, policy: Policy, outer: Policy | None) -> Any:
         return tree.cast_floats(output, policy.cast_model_outputs)
     if policy.cast_model_type is None:
         return output
-    # A model inside another training's model speaks that one's type.
+    # A model inside another training's model returns the outer model's type.
     dtype = torch.float32 if outer is None or outer.cast_model_type is None else outer.cast_model_type
     return tree.cast_floats(output, dtype, LOW_PRECISION)
 
 
 def _low_precision_of(value: Any) -> torch.dtype | None:
-    # A loop: Dynamo of torch 2.6 does not know `next` with a default.
+    # A loop: Dynamo of torch 2.6 cannot trace `next` with a default.
     for tensor in tree.tensors(value):
         if tensor.dtype in LOW_PRECISION:
             return tensor.dtype

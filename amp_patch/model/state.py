@@ -67,7 +67,7 @@ class ModelState:
     region: regions.region | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has parameters of its own.
+        # These fields are of the original's parameters and hooks; a copy starts without.
         fresh = {"handles": [], "no_sync": False, "local": False, "watch": None, "owner": None, "region": None}
         state = {**vars(self), **fresh}
         del state["edits"], state["calls"]
@@ -86,7 +86,7 @@ class ModelState:
             came.note(param, dtype)
         vars(self).update(state, edits=Edits(), calls=copies.Calls())
         if self.policy.patch_torch_functions or self.policy.emulates:
-            install.install(self.policy.op_lists)  # this may be another process
+            install.install(self.policy.op_lists)  # an unpickled model may be in a new process
         if self.fast_path_off:
             forbid_fast_path()
 
@@ -105,11 +105,11 @@ def refuse_sharded_since(models: Iterable[nn.Module | None], caller: str) -> Non
             )
 
 
-# The models of trainings that change nothing, which keep their own classes and dictionaries (untouched.py): the state
-# of each, and the methods that `initialize` was told of.
+# Models of trainings that change nothing, which keep their own classes and dictionaries (untouched.py) -> the state,
+# and the `methods` that were given to `initialize`.
 untouched: weakref.WeakKeyDictionary[nn.Module, tuple[ModelState, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
 def followed_policy(module: Any) -> Policy | None:
-    state = module.__dict__.get("_amp")  # as `vars` of a module, which torch 2.6 cannot compile
+    state = module.__dict__.get("_amp")  # in place of `vars(module)`, which Dynamo of torch 2.6 cannot trace
     return None if state is None else state.policy

@@ -26,7 +26,7 @@ def refuse_another_type(model: Any, fn: Callable[[Tensor], Tensor], policy: Poli
     for dtype in (torch.float32, low):
         try:
             became = fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
-        except Exception:  # `fn` wants a tensor of another kind: nothing can be told of it
+        except Exception:  # `fn` fails on an empty CPU tensor: no prediction
             return
         if became is not dtype and became in (torch.float32, *LOW_PRECISION):
             raise RuntimeError(

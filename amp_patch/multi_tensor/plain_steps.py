@@ -180,9 +180,10 @@ def sgd(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Around torch's fused functions. Of each list the tensors at a place lie alike: torch reads others in the wrong order.
+# Around torch's fused functions, which read tensors of unlike strides in the wrong order: the tensors at one index of
+# all lists are alike in strides.
 
-# At this count of steps every bias correction `1 - beta ** count` is 1: there is none.
+# A count of steps at which every bias correction `1 - beta ** count` is 1.
 _FOREVER = 1e30
 
 

@@ -31,7 +31,7 @@ def local(tensor: Tensor) -> Tensor:
         return tensor
     with torch.no_grad():
         part: Any = tensor.to_local()  # type: ignore[attr-defined]
-    return part.wait() if hasattr(part, "wait") else part  # a collective that made it may be under way
+    return part.wait() if hasattr(part, "wait") else part  # AsyncCollectiveTensor: the collective may be running
 
 
 def refuse(model: nn.Module, caller: str) -> None:
@@ -66,7 +66,7 @@ def agree(found: FoundInf, params: Iterable[Tensor]) -> FoundInf:
         overall = torch.maximum(overall, flag.to(device).reshape(()))
     groups = {id(group): (group, mesh.device_type) for mesh in meshes for group in mesh.get_all_groups()}
     for group, kind in groups.values():
-        # Gradients that are offloaded to the CPU are reduced where their mesh is.
+        # Flags of gradients that are offloaded to the CPU are reduced on their mesh's devices.
         flag = overall if device.type == kind else overall.to(kind)
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)
         overall = flag.to(device)

@@ -10,7 +10,7 @@ from typing import Any
 
 Then = Callable[[types.ModuleType], object]
 
-_waiting: dict[str, list[Then]] = {}  # name of a module that is not imported -> what is to be called once it is
+_waiting: dict[str, list[Then]] = {}  # name of a module that is not imported yet -> callbacks
 
 
 def when_imported(name: str, then: Then) -> None:

@@ -51,7 +51,7 @@ def cast_floats(value: Any, dtype: torch.dtype, only: Iterable[torch.dtype] | No
     `object.to(dtype)`, as in Apex; where that raises TypeError the object is left as it is.
     """
     wanted = None if only is None else frozenset(only)
-    if isinstance(value, Tensor):  # most models give one
+    if isinstance(value, Tensor):  # the common case: no walk
         found = value.dtype
         if found is dtype or not found.is_floating_point or (wanted is not None and found not in wanted):
             return value
@@ -62,7 +62,7 @@ def cast_floats(value: Any, dtype: torch.dtype, only: Iterable[torch.dtype] | No
         found = tensor.dtype
         if found is dtype or not found.is_floating_point or (wanted is not None and found not in wanted):
             return tensor
-        if is_dynamo_compiling():  # an id is a guard on that very tensor, which is another one next time
+        if is_dynamo_compiling():  # `id` would guard on this very tensor object
             return tensor.to(dtype)
         if id(tensor) not in done:
             done[id(tensor)] = tensor.to(dtype)
@@ -73,7 +73,7 @@ def cast_floats(value: Any, dtype: torch.dtype, only: Iterable[torch.dtype] | No
             return other
         try:
             return other.to(dtype)
-        except TypeError:  # its `.to` means something else, for instance a device only
+        except TypeError:  # `.to` takes something else, for instance a device only
             return other
 
     return _map(value, cast, convert)
@@ -128,7 +128,7 @@ def _sequence(value: Any, items: list[Any]) -> Any:
         return clone
     if hasattr(cls, "n_sequence_fields"):  # torch.return_types: built by their own constructor only
         return cls(items)
-    clone = tuple.__new__(cls, items)  # the constructor of a subclass may take anything
+    clone = tuple.__new__(cls, items)  # a subclass's constructor may take other arguments
     if hasattr(value, "__dict__"):
         vars(clone).update(vars(value))
     return clone
@@ -149,7 +149,7 @@ def _dict(value: dict[Any, Any], fn: TensorFn, other: ObjectFn) -> Any:
             result[key] = new
     if dataclasses.is_dataclass(value):
         # A dict that is a dataclass too (the output classes of transformers) holds each value twice, as item and as
-        # field; most keep the two equal by themselves.
+        # field. Most classes keep the two equal; for others the field is set here.
         aliases = {id(item): result[key] for key, item in items}
         for field in dataclasses.fields(value):
             item = getattr(value, field.name, None)
@@ -162,11 +162,11 @@ def _fields(value: Any, result: Any, fn: TensorFn, other: ObjectFn) -> Any:
     for field in dataclasses.fields(value):
         try:
             item = getattr(value, field.name)
-        except AttributeError:  # init=False and not set yet
+        except AttributeError:  # a field with init=False that is not set yet
             continue
         new = _map(item, fn, other)
         if new is not item:
             if result is value:
                 result = copy.copy(value)
-            object.__setattr__(result, field.name, new)  # frozen ones too
+            object.__setattr__(result, field.name, new)  # `object.__setattr__` works on frozen dataclasses too
     return result
