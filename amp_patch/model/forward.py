@@ -113,9 +113,8 @@ class AmpModel(Generated):
         module: nn.Module = self  # type: ignore[assignment]
         if (own := vars(module).get("_amp")) is not None:
             own.cleared += 1
-        for _, link in linked(
-            module.parameters()
-        ):  # `super().zero_grad()` reads `.grad`, which would materialize the master's
+        # First: `super().zero_grad()` reads `.grad`, which would materialize the masters' gradients.
+        for _, link in linked(module.parameters()):
             master = link.master
             live = not set_to_none and has_gradient(master)
             master.grad = torch.zeros_like(master.grad) if live else None  # type: ignore[arg-type]
@@ -298,9 +297,8 @@ def give(module: nn.Module, mixin: type[Generated], state: ModelState, key: tupl
 
 
 def take(module: nn.Module) -> None:
-    vars(module).pop(
-        "_amp", None
-    )  # without `_amp` the module behaves as its base class, also where the generated class stays
+    # Without `_amp` the module behaves as its base class, also where the generated class stays.
+    vars(module).pop("_amp", None)
     if not _is_under_fsdp(module):
         generated_class.take(module)
 
@@ -319,9 +317,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
             method = copies.on_casts(method, own.wide, own.calls)
         outer = running.policy
         if outer is policy or (low is not None and _in_backward() and _low_precision_of((args, kwargs)) is low):
-            return method(
-                self, *args, **kwargs
-            )  # a nested call, or a checkpoint's recomputation: inputs are cast already
+            return method(self, *args, **kwargs)  # a nested call or a checkpoint's recomputation: inputs are cast
         if not compiling:
             # Written masters reach a compiled forward with the next step only. DataParallel's replicas are copies of
             # published weights.

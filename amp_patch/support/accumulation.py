@@ -62,9 +62,7 @@ def _hooks(param: Tensor) -> list[tuple[str, Any]]:
     node = _node(param)
     found = []
     for register in _KINDS:
-        probe = getattr(node, register)(
-            lambda *_: None
-        )  # a handle has a reference to the node's one dictionary of this kind
+        probe = getattr(node, register)(lambda *_: None)  # the handle refers to the node's one dictionary of a kind
         hooks = probe.hooks_dict_ref()
         probe.remove()
         values = list(hooks.values())

@@ -124,9 +124,8 @@ def without_grad(function: Callable[P, Result]) -> Callable[P, Result]:
 def saving_through(pack: Callable[[Any], Any], unpack: Callable[[Any], Any], call: Callable[[], Result]) -> Result:
     """`call()` as inside of `torch.autograd.graph.saved_tensors_hooks(pack, unpack)`."""
     try:
-        torch._C._autograd._push_saved_tensors_default_hooks(
-            pack, unpack
-        )  # looked up at each call: a recording may replace it
+        # Not bound at import, as `_pop_hooks` is: a recording may replace this one, to count.
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
         return call()
     finally:
         _pop_hooks()

@@ -35,8 +35,8 @@ class Guard:
         self._process: subprocess.Popen[bytes] | None = None
         if os.name != "posix":
             return
-        # A scheduler signals the guard too, which must outlive this process: the guard inherits the blocked signals, and
-        # ends when the pipe does.
+        # A scheduler signals the guard too, which must outlive this process: the guard inherits the blocked signals,
+        # and ends when the pipe does.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
         try:
             self._process = subprocess.Popen(
@@ -44,9 +44,8 @@ class Guard:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={
-                    name: value for name, value in os.environ.items() if name != _VARIABLE
-                },  # unmarked: an outer guard must not end this one
+                # Without the mark of an outer guard, which would end this one.
+                env={name: value for name, value in os.environ.items() if name != _VARIABLE},
                 start_new_session=True,
             )
         finally:
