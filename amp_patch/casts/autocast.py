@@ -73,6 +73,7 @@ class autocast(region):
 
 
 def autocast_policy(device_type: Any, dtype: Any, enabled: bool) -> Policy | None:
+    """The policy of `autocast(device_type, dtype, enabled)`; None where nothing is cast. Raises as `autocast`."""
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     default = _autocast_dtype(device_type)

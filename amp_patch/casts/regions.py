@@ -121,9 +121,11 @@ class no_casts_within(region):
         super().__init__(None, disables_torch_autocast=True)
 
     def on_entry(self, entry: Entry) -> None:
+        """No region inside of this one acts, until `on_exit`."""
         this_thread.uncastable_entries.append(entry)
 
     def on_exit(self, entry: Entry) -> None:
+        """Undo `on_entry`."""
         if entry in this_thread.uncastable_entries:
             this_thread.uncastable_entries.remove(entry)
 
@@ -137,11 +139,13 @@ class process_wide_region(region):
     """
 
     def on_entry(self, entry: Entry) -> None:
+        """The region's policy becomes the process default, over those of other such regions."""
         with default_lock:
             overrides.append(entry)
             refresh_default()
 
     def on_exit(self, entry: Entry) -> None:
+        """Take the policy back, and the thread's cast weights; also on a thread that is not in the region."""
         casts_state.in_use.drop_cache()
         with default_lock:
             if entry in overrides:
@@ -149,6 +153,7 @@ class process_wide_region(region):
             refresh_default()
 
     def on_exit_elsewhere(self) -> None:
+        """Take back the newest policy of this region whose entry no `with` statement made."""
         # `left is None`: the entry of a `with` statement ends with that statement, wherever `__exit__` is called.
         for entry in reversed(overrides):
             if entry.region is self and entry.left is None:

@@ -284,6 +284,14 @@ def _is_under_fsdp(module: nn.Module) -> bool:
 
 
 def give(module: nn.Module, mixin: type[Generated], state: ModelState, key: tuple[str, ...] = ()) -> None:
+    """Give `module` a generated class with the overrides of `mixin`, and `state`; in place of earlier ones.
+
+    Args:
+        key: names of the methods, besides `forward`, that run under the policy.
+
+    Raises:
+        ValueError: `fully_shard` came between two trainings, and the second has another `key`.
+    """
     if isinstance(module, Generated):
         take(module)
     if not isinstance(module, mixin):  # False: `fully_shard` subclassed the class that was given before
@@ -297,6 +305,7 @@ def give(module: nn.Module, mixin: type[Generated], state: ModelState, key: tupl
 
 
 def take(module: nn.Module) -> None:
+    """Take the state of `give` away, and the class, unless `fully_shard` has subclassed that."""
     # Without `_amp` the module behaves as its base class, also where the generated class stays.
     vars(module).pop("_amp", None)
     if not _is_under_fsdp(module):
@@ -376,6 +385,7 @@ class _Edits:
         ]
 
     def give_back(self, cast_out: Callable[[Any], Any]) -> None:
+        """Write what forward did to the copies into the caller's dicts, in place; new values through `cast_out`."""
         for mine, copy, before in self.copies:
             for key in before.keys() - copy.keys():
                 mine.pop(key, None)

@@ -71,6 +71,7 @@ def with_forward(module: nn.Module) -> list[nn.Module]:
 
 
 def is_batch_norm(module: nn.Module) -> bool:
+    """Whether `module` is a batch norm of torch's, or of a subclass (SyncBatchNorm)."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 

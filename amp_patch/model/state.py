@@ -111,5 +111,6 @@ untouched: weakref.WeakKeyDictionary[nn.Module, tuple[ModelState, tuple[str, ...
 
 
 def followed_policy(module: Any) -> Policy | None:
+    """The policy of the training that `module` is a model, or a kept module, of; None outside of trainings."""
     state = module.__dict__.get("_amp")  # in place of `vars(module)`, which Dynamo of torch 2.6 cannot trace
     return None if state is None else state.policy

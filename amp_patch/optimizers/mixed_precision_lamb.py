@@ -87,6 +87,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     @property
     def param_groups_full_precision(self) -> list[dict[str, list[Tensor | None]]]:
+        """Per group the FP32 masters of low-precision parameters; None for FP32 ones, and before the first step."""
         of = [[self.state.get(p, {}).get("master_param") for p in group["params"]] for group in self.param_groups]
         return [{"params": masters} for masters in of]
 

@@ -57,6 +57,7 @@ class _MixinFirst(type):
     """
 
     def mro(cls) -> list[type]:
+        """The generated class, the mixin's, then the base's."""
         if "_amp_base" not in vars(cls):  # a subclass that fully_shard or a parametrization made of a generated class
             return super().mro()
         bases: Any = cls.__bases__
