@@ -71,7 +71,7 @@ class ScaledBackward(Block):
     def __enter__(self) -> Tensor:
         self._exit_watch = when_left(self, lambda _: self.close())
         self.begin()
-        self._casts = regions.everywhere(self.stashes[0].policy)
+        self._casts = regions.process_wide_region(self.stashes[0].policy)
         self._casts.__enter__()
         loss, self.loss = self.loss, None  # type: ignore[assignment]  # whose graph is the user's to keep
         observers.tell("loss_scaled", self, loss)
