@@ -30,7 +30,7 @@ from typing import Any
 import amp_patch.apex
 from amp_patch.environment import asked_level
 from amp_patch.lab.commands import no_cuda
-from amp_patch.lab.unedited.watch import Watch
+from amp_patch.lab.unedited.script import UneditedScript
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = N
     # The second name is what a spawned process has for it, and multiprocessing made it one for our own main module.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     try:
-        with watched() if around is None else around:
+        with at_asked_level() if around is None else around:
             execute()
     except BaseException:
         sys.excepthook = partial(_report, sys.excepthook, main.__dict__)
@@ -78,19 +78,19 @@ def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = N
 
 
 @contextmanager
-def watched() -> Iterator[None]:
+def at_asked_level() -> Iterator[None]:
     """Train what torch alone would train in the body at AMP_PATCH_OPT_LEVEL, if that is set; say so if nothing was."""
     try:
-        watch = None if (level := asked_level()) is None else Watch(level)
+        script = None if (level := asked_level()) is None else UneditedScript(level)
     except ValueError as error:
         print(f"python -m amp_patch run: {error}", file=sys.stderr)
         sys.exit(2)
-    if watch is None:
+    if script is None:
         yield
         return
-    with watch:
+    with script:
         yield
-    if (missing := watch.missing()) is not None:
+    if (missing := script.missing()) is not None:
         print(f"amp_patch: AMP_PATCH_OPT_LEVEL={level} has changed nothing: {missing.why}", file=sys.stderr)
 
 
@@ -107,10 +107,10 @@ def begin(device: str | None) -> None:
 
 
 def _begin_spawned(device: str | None) -> None:
-    """`begin`, and a watch over this process until it ends."""
+    """`begin`, and train this process at AMP_PATCH_OPT_LEVEL, if that is set, until it ends."""
     begin(device)
     if (level := asked_level()) is not None:
-        Watch(level).__enter__()
+        UneditedScript(level).__enter__()
 
 
 def _leave_working_directory() -> bool:

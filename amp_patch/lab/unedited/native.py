@@ -1,4 +1,4 @@
-"""torch's own mixed precision in a watched script: its `torch.autocast` and its GradScaler."""
+"""torch's own mixed precision in an unedited script: its `torch.autocast` and its GradScaler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NativePrecision:
 
     Args:
         kept: see above.
-        applies: whether the script is one that is watched; in another nothing is changed.
+        applies: whether the script is trained at a level now; where not, autocasts and GradScalers are torch's.
 
     Attributes:
         seen: whether the script has entered an enabled autocast, or made an enabled GradScaler.
