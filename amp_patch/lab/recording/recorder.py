@@ -305,8 +305,8 @@ class Recorder(Observer):
 
     def step_ends(self, optimizer: Any) -> None:
         stash = _enabled_stash(optimizer)
-        if stash is None or stash.step.depth or not self.is_recording():  # a subclass's step has called its parent's
-            return
+        if stash is None or stash.step is not None or not self.is_recording():
+            return  # with a `step` set this is the parent's step, called by that of a subclass
         if self._stepped_by_scaler is not optimizer:
             self._end_step(optimizer, stash)
 
