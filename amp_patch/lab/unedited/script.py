@@ -82,11 +82,11 @@ class UneditedScript(Observer):
                 f"UneditedScript: level {level!r} is none of {', '.join(OPT_LEVELS)} (the letter O, not zero)"
             )
         self.level = level
-        self.native = NativePrecision(native, lambda: not (self._script_initializes or self._is_of_ours()))
+        self.native = NativePrecision(native, lambda: not (self._left_alone or self._is_of_ours()))
         self._scale: Tensor | None = None  # the script's own GradScaler's, of the loss of this backward
         self._policy = resolve(*overridden(level, Options()))
         self.backwards = 0
-        self._script_initializes = False  # then its losses and steps are left alone
+        self._left_alone = False  # whether the script calls `initialize` itself
         self._initializing = False
         self._optimizers_made: list[weakref.ref[Any]] = []  # in order
         self._initialized: list[_Initialized] = []
@@ -120,7 +120,7 @@ class UneditedScript(Observer):
 
     def missing(self) -> ScriptRefused | None:
         """When the script has ended: why no loss of it was scaled, if none was and the script does not import us."""
-        if self._script_initializes or self.backwards or self._is_of_ours():
+        if self._left_alone or self.backwards or self._is_of_ours():
             return None
         if not self._optimizers_made:
             return ScriptRefused("it made no optimizer of torch.optim in this process", line=False)
@@ -129,7 +129,7 @@ class UneditedScript(Observer):
         return ScriptRefused("it never called backward() of a loss of its model", line=False)
 
     def training_begun(self, training: Any) -> None:
-        self._script_initializes = self._script_initializes or not self._initializing
+        self._left_alone = self._left_alone or not self._initializing
 
     def body_begins(self, body: Any) -> None:
         if self._scale is not None:
@@ -208,7 +208,7 @@ class UneditedScript(Observer):
 
     @not_traced
     def _forward_begins(self, module: nn.Module) -> None:
-        if self._script_initializes or not torch.is_grad_enabled() or self._checked.get(module) == self._groups_version:
+        if self._left_alone or not torch.is_grad_enabled() or self._checked.get(module) == self._groups_version:
             return
         if torch._C._get_tracing_state() is not None or torch._C._current_graph_task_id() != -1:
             return
@@ -222,7 +222,7 @@ class UneditedScript(Observer):
         if not fresh and all(id(p) in known or id(p) not in self._owners for p in model.parameters()):
             return
         if self._is_of_ours():
-            self._script_initializes = True
+            self._left_alone = True
             return
         if not self.native.kept and any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
             raise ScriptRefused(
@@ -272,9 +272,7 @@ class UneditedScript(Observer):
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
             # A graph task other than -1: a checkpoint recomputes its part inside of the outer backward, which scales.
             plain = (
-                self._script_initializes
-                or getattr(self._thread, "backward", False)
-                or torch._C._current_graph_task_id() != -1
+                self._left_alone or getattr(self._thread, "backward", False) or torch._C._current_graph_task_id() != -1
             )
             losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             if plain or not all(isinstance(loss, Tensor) for loss in losses):
@@ -316,7 +314,7 @@ class UneditedScript(Observer):
             for optimizer in found:
                 self._refuse_unknown(optimizer)
             return found
-        self._script_initializes = True
+        self._left_alone = True
         return []
 
     def _refuse_unknown(self, optimizer: Any) -> None:
@@ -353,11 +351,7 @@ class UneditedScript(Observer):
 
     @not_traced
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if (
-            self._script_initializes
-            or all(ref() is not optimizer for ref in self._optimizers_made)
-            or self._is_of_ours()
-        ):
+        if self._left_alone or all(ref() is not optimizer for ref in self._optimizers_made) or self._is_of_ours():
             return None
         name, result = base_class(optimizer).__name__, None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")

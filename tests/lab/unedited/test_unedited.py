@@ -1,4 +1,4 @@
-"""Scripts that train with torch alone, as an UneditedScript: what three lines of ours would make of them, at each level."""
+"""Scripts that train with torch alone, at each level: what three lines of ours would make of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loops of Lightning, transformers and accelerate as an UneditedScript, with no line of ours: what ours make of them."""
+"""The loops of Lightning, transformers and accelerate at a level, with no line of ours: what ours make of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts that train over two processes with torch alone, as an UneditedScript on each: as with three lines of ours."""
+"""Scripts that train over two processes with torch alone, at a level: as with three lines of ours."""
 
 from __future__ import annotations
 
