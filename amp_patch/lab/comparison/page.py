@@ -126,7 +126,7 @@ def _finding(level: LevelResult, comparison: Comparison) -> Cell | str:
 def _speed(level: LevelResult) -> Cell | str:
     if level.speedup is None:
         return ""
-    median, low, high = (f"{value:.2f}" for value in level.speedup)
+    median, low, high = map(wording.ratio, level.speedup)
     return Cell(f"{median}x", f"{low} to {high}" if low != high else "")
 
 

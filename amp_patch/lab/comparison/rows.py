@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from amp_patch.lab.comparison import headline
+from amp_patch.lab.comparison import headline, wording
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.drawing import line, rect, share, text, ticks, var
 from amp_patch.lab.comparison.level_result import LevelResult
@@ -51,9 +51,9 @@ def rows(comparison: Comparison) -> list[Row]:
         cells = ("", "", "")
         if level.runs:
             cells = (_speed(level, state, fastest), _memory(level, state, largest), _dots(comparison, level, scale))
-        ends = ", ".join(f"{value:.4g}" for value in level.final)
-        speed = f"speed {level.speedup.median:.2f}" if level.speedup else "speed not known"
-        memory = f"memory {level.memory:.2f}" if level.memory else "memory not known"
+        ends = ", ".join(wording.figure(value) for value in level.final)
+        speed = f"speed {wording.ratio(level.speedup.median)}" if level.speedup else "speed not known"
+        memory = f"memory {wording.ratio(level.memory)}" if level.memory else "memory not known"
         alt = f"{level.heading}: {short}" + (f"; {speed}, {memory} of the baseline's; {ends}" if level.runs else "")
         made.append(Row(state, level, short, *cells, alt))
     return made
@@ -134,7 +134,7 @@ def _dots(comparison: Comparison, level: LevelResult, scale: _Scale | None) -> s
     said = [f"{missing} of {len(level.final)} not finite"] if missing else []
     for beyond, arrow in ((above, "{} →"), (below, "← {}")):
         if beyond:
-            span = " to ".join(dict.fromkeys(f"{v:.4g}" for v in (min(beyond), max(beyond))))
+            span = " to ".join(dict.fromkeys(wording.figure(v) for v in (min(beyond), max(beyond))))
             said.append(arrow.format(span))
     if said:
         right = bool(above) or not any(scale.share(value) > 0.5 for value in inside)
