@@ -47,7 +47,7 @@ def recorded(
         error = raised
         raise
     finally:
-        if recorder is not None and recorder.process == os.getpid():  # else a fork has left the script
+        if recorder is not None and recorder.process == os.getpid():  # a fork's record is its parent's
             refused = error if isinstance(error, ScriptRefused) else None
             failed = failure(recorder, run, error)
             if failed is not None and error is None:

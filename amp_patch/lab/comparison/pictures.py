@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from amp_patch.lab.comparison.level_result import LevelResult
     from amp_patch.lab.recording.run import Run
 
-_LARGEST = 1e30  # an axis cannot be much longer
+_LARGEST = 1e30  # values beyond it overflow in the arithmetic of the axes
 _Value = float | None
 
 

@@ -53,7 +53,7 @@ class Plan:
         if not set(self.levels) - {BASELINE}:
             raise ValueError(f"compare: levels is {','.join(self.levels) or 'empty'}; wanted one beside O0, as O0,O2")
         if BASELINE not in self.levels:
-            object.__setattr__(self, "levels", (BASELINE, *self.levels))  # frozen
+            object.__setattr__(self, "levels", (BASELINE, *self.levels))  # the dataclass is frozen
         for name, value in ("seeds", self.seeds), ("steps", self.steps):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"compare: {name} is {value!r}; wanted a positive integer")
@@ -89,7 +89,7 @@ def newest_figures(run: Run) -> tuple[str, str]:
     """The newest loss, and the median time of the newest steps in milliseconds."""
     if not run.steps:
         return "", ""
-    times = [seconds for seconds in run.seconds[-20:] if not math.isnan(seconds)]  # NaN: that step was inspected
+    times = [seconds for seconds in run.seconds[-20:] if not math.isnan(seconds)]  # NaN: an inspected step
     return figure(run.loss[-1]), f"{1000 * statistics.median(times):.3g}" if times else ""
 
 
