@@ -53,6 +53,7 @@ OTHERS = {
     "_NormalAccessor",
     *("_GeneratorContextManager", "_args_from_interpreter_flags", "_asdict", "_getframe", "_reconstruct"),
     *("_NormalAccessor", "_process_optimizer", "_run_module_as_main"),
+    "_cuda",  # names of Apex's extensions end so
 }
 # Ours, though an object of torch's has an attribute of the same name.
 OURS_TOO = {"_base", "_device", "_native", "_verbose", "_warn"}

@@ -24,11 +24,11 @@ import torch
 
 from amp_patch.support.patches import Patches
 
-# Processes that these start write nothing that a training reads back.
+# Packages whose processes (compilers, probes) write nothing that a training reads back.
 _HARMLESS = ("torch", "triton", "platform", "ctypes", "uuid")
 _NOT_HARMLESS = ("torch.multiprocessing", "torch.distributed")
 _STARTERS = ("subprocess", "multiprocessing", "concurrent", "os", __name__)
-_OF_TWO = ("rename", "replace", "link", "symlink")  # functions of os, of two paths
+_OF_TWO = ("rename", "replace", "link", "symlink")  # functions of os that take two paths
 _NAMELESS = getattr(os, "O_TMPFILE", -1)
 
 
@@ -45,7 +45,7 @@ class _Announced:
         return self._original(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
-        return _itself, (self._original,)  # a process that is started anew has what was there before
+        return _itself, (self._original,)  # a spawned process takes no turns: the original
 
 
 def _itself(value: Any) -> Any:
@@ -87,7 +87,7 @@ def announce(
             on_temporary(path)
 
     def first(path: Any = None, *_: Any, dir_fd: Any = None, **__: Any) -> None:
-        if dir_fd is None:  # else the path is of that folder, and shutil.rmtree has told of it
+        if dir_fd is None:  # relative to `dir_fd`: shutil.rmtree calls so, and was announced itself
             on_write(path)
 
     def second(_: Any = None, path: Any = None, *__: Any, **named: Any) -> None:
@@ -105,16 +105,16 @@ def announce(
         announced(os, name, first)
     for name in _OF_TWO:
         announced(os, name, both)
-    if (accessor := getattr(pathlib, "_NormalAccessor", None)) is not None:  # Python 3.10's paths have what was there
+    if (accessor := getattr(pathlib, "_NormalAccessor", None)) is not None:  # holds the originals, in Python 3.10
         patches.set(accessor, "open", opened)
         for name in ("mkdir", "unlink", *_OF_TWO):
             patches.set(accessor, name, getattr(os, name))
     announced(shutil, "rmtree", first)
     announced(sqlite3, "connect", first)
-    announced(torch._C, "PyTorchFileWriter", first)  # torch.save's, in C++
+    announced(torch._C, "PyTorchFileWriter", first)  # torch.save writes by it, in C++
     announced(torch.jit, "save", second)
     if importlib.util.find_spec("safetensors") is not None:
-        import safetensors  # first: its modules take the function from it
+        import safetensors  # before its submodules, which import the function by name
 
         for module in (safetensors, *map(sys.modules.get, ("safetensors.torch", "safetensors.numpy"))):
             if module is not None:
@@ -142,7 +142,7 @@ def _announce_processes(patches: Patches, on_process: Callable[[str], None]) -> 
     for name in ("system", "fork", "forkpty", "posix_spawn", "posix_spawnp", "execv", "execve"):
         if hasattr(os, name):
             patches.set(os, name, _Announced(getattr(os, name), starts))
-    if torch.distributed.is_available():  # the port of its store is one for all levels
+    if torch.distributed.is_available():  # the levels' process groups would meet at one port
         join = torch.distributed.init_process_group
         joins = _Announced(join, lambda *_, **__: on_process("joins other processes"))
         patches.set(torch.distributed, "init_process_group", joins)

@@ -26,7 +26,7 @@ from amp_patch.support.patches import Patches
 TURN, LAST = b".", b"!"  # what the scheduler sends: train for a while, or to your end
 _SECONDS = 0.5  # of a turn, or one step where that takes longer
 
-# torch's own function: `run --device cpu` puts another in its place.
+# torch's function at import: `run --device cpu` replaces it by one that says True.
 _has_cuda = torch.cuda.is_initialized
 
 _NO_FILES = ("/dev/", "/proc/", "/sys/")
@@ -47,7 +47,7 @@ class TurnClient:
     """
 
     def __init__(self, channel: int, own: str, native: Callable[[], bool], steps: Callable[[], int]) -> None:
-        os.set_inheritable(channel, False)  # a program that takes this process's place trains on in its turn
+        os.set_inheritable(channel, False)  # closed by exec: a program in place of this process keeps the turn
         self.kept_for: str | None = None
         self._kept_at = 0
         self._native = native
@@ -55,7 +55,7 @@ class TurnClient:
         self._process = os.getpid()
         self._socket = socket.socket(fileno=channel)
         self._inode = os.fstat(channel).st_ino
-        self._lock = threading.RLock()  # held while this process waits: a thread that would write waits too
+        self._lock = threading.RLock()  # held while this process waits: other threads must not write meanwhile
         self._begun = time.monotonic()
         self._waits = False  # whether the turn is handed on and no other has come
         self._is_last = False  # whether the turn lasts until the process ends
@@ -87,7 +87,7 @@ class TurnClient:
         if self.kept_for is not None or os.getpid() != self._process:
             return
         with self._lock:
-            if self._waits:  # on another thread, or behind an interrupt
+            if self._waits:  # true where an interrupt has ended the wait
                 self._wait()
             if self.kept_for is None:
                 self.kept_for, self._kept_at = why, self._steps()
@@ -131,12 +131,12 @@ class TurnClient:
     def _is_shared(self, path: Any) -> bool:
         """Whether a file of this name may be one that the script reads in another run."""
         if not isinstance(path, str | bytes | os.PathLike):
-            return False  # a number: the file is open already
+            return False  # a file descriptor: `open` was announced
         text = os.path.abspath(os.fsdecode(path))
         parts = text.split(os.sep)
         return not (
             text.startswith(_NO_FILES)
             or any(text == each or text.startswith(each + os.sep) for each in self._ours)
             or any(part in ("__pycache__", ".triton") or part.startswith("torchinductor_") for part in parts)
-            or parts[-1].startswith("events.out.tfevents.")  # TensorBoard's, which has the process's number in its name
+            or parts[-1].startswith("events.out.tfevents.")  # TensorBoard's name has the process id in it
         )

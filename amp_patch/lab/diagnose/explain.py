@@ -77,7 +77,7 @@ def at_next_forward(model: nn.Module) -> None:
 # Logging a forward
 
 
-_one_at_a_time = threading.Lock()  # functions are replaced for the whole process: one forward at a time
+_one_at_a_time = threading.Lock()  # held while functions are replaced, for the whole process
 
 
 class _Here(threading.local):
@@ -109,7 +109,7 @@ class _Waiting:
     def __call__(self, model: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if _here.busy:  # this forward is part of another one that is being explained
+        if _here.busy:  # a forward inside of one that is being explained
             self.handle.remove()
         elif _one_at_a_time.acquire(blocking=False):
             self.handle.remove()
@@ -121,7 +121,7 @@ class _Printing:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.type_log = model, _TypeLog(model)
-        self.found = sys.exc_info()[1]  # an exception that the caller is handling is not one of this forward
+        self.found = sys.exc_info()[1]  # set where the caller handles an exception: not one of this forward
         self.handle = model.register_forward_hook(self, always_call=True)
         try:
             self.type_log.start()
@@ -152,14 +152,14 @@ class _TypeLog(CallLog):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        # The policy is that of a model inside where `model` is a wrapper (DistributedDataParallel).
+        # A wrapper (DistributedDataParallel) has no policy: the first module inside that has one gives it.
         policy = next((found for inner in model.modules() if (found := policy_of(inner)) is not None), None)
         self.explanation = Explanation(policy, _kept(model, policy), autocast=native_autocast.state())
         self.calls, self.products = self.explanation.calls, self.explanation.products
-        self.products_before: dict[int, int] = {}  # a call's index -> how many products there were when it began
-        self.inside = False  # within a function whose inner calls are not noted
-        self.expected: Any = None  # the function that a spy is about to call
-        self.originals: dict[int, Any] = {}  # id of what stands in place of a function -> the function
+        self.products_before: dict[int, int] = {}  # index of a call -> `len(self.products)` when it began
+        self.inside = False  # inside of a function whose own calls are not logged
+        self.expected: Any = None  # the function that a spy is about to call: the mode would log it once more
+        self.originals: dict[int, Any] = {}  # id of a frame -> the function in whose place it stands
         self.stack = ExitStack()
 
     def start(self) -> None:
@@ -169,7 +169,7 @@ class _TypeLog(CallLog):
         patches = Patches()
         stack.callback(patches.remove)
         patches.set(tree, "cast_floats", self._casting(tree.cast_floats))
-        # torch's fused encoder layers are not taken where there is a mode. This mode changes no result: hide it.
+        # Hides the mode from torch's encoder layers, which would leave their fused path: other kernels, other bits.
         patches.set(torch.overrides, "has_torch_function", _has_subclass)
         for place in install.places():
             patches.set(place.owner, place.name, self._frame(place))
@@ -218,7 +218,7 @@ class _TypeLog(CallLog):
             rule = place.wrapped.rule_of(policy)
             if policy is None or rule is None:
                 return call(*args, **kwargs)
-            if rule.shown is None:  # what follows it computes nothing
+            if rule.shown is None:  # functions under such a rule compute nothing
                 with self._unseen():
                     return call(*args, **kwargs)
             return self._follow(place, rule, policy, function, args, kwargs)
@@ -231,7 +231,7 @@ class _TypeLog(CallLog):
     def _follow(self, place: install.Place, rule: Rule, policy: Policy, function: Any, args: Any, kwargs: Any) -> Any:
         """Do what the wrapper does: call `function` by its rule. See rules.py."""
         index = self._begin(_address_at(place), (args, kwargs))
-        inner: Types = ()  # what the function itself gave
+        inner: Types = ()  # types of the function's own result, before the wrapper's casts
 
         @functools.wraps(function)
         def spy(*args: Any, **kwargs: Any) -> Any:
@@ -252,7 +252,7 @@ class _TypeLog(CallLog):
         decided = [why] if policy.patch_torch_functions else []
         if policy.emulates and not keeps_type and _types(result) != inner:
             decided.append(EMULATED)
-            # The function was called with FP32 tensors, but O1 has rounded their values to FP16: that is what counts.
+            # The spy saw FP32 tensors, but O1 has rounded their values to FP16: FP16 is the type to show.
             got = self.calls[index].got
             ran = tuple(_rounded(dtype) for dtype in got) if policy.patch_torch_functions else got
             self.calls[index] = replace(self.calls[index], ran=ran)
@@ -330,13 +330,13 @@ def _has_subclass(values: Any) -> bool:
 
 def _types(value: Any) -> Types:
     """The dtypes of the tensors in a value, in all its containers."""
-    with torch._C.DisableTorchFunction():  # else a mode is told of each look at a dtype
+    with torch._C.DisableTorchFunction():  # else each `tensor.dtype` is a call that the mode logs
         return tuple(tensor.dtype for tensor in tree.tensors(value))
 
 
 def _ran(rule: Rule, given: Any) -> Types:
     types = _types(given)
-    if rule.name == "rnn" and torch.is_autocast_enabled("cuda"):  # which casts the weights into cuDNN's one buffer
+    if rule.name == "rnn" and torch.is_autocast_enabled("cuda"):  # casts weights into cuDNN's buffer
         low = torch.get_autocast_dtype("cuda")
         types = tuple(low if dtype.is_floating_point else dtype for dtype in types)
     return types
@@ -375,7 +375,7 @@ def _kept(model: nn.Module, policy: Policy | None) -> dict[str, str]:
     found: dict[str, str] = {}
     inner: set[int] = set()
     for name, module in model.named_modules():
-        # torch's batch norms take low-precision inputs beside FP32 weights: they are kept without a class of ours.
+        # torch's batch norms take low-precision inputs beside FP32 weights: `initialize` leaves them torch's class.
         cast = policy is not None and policy.cast_model_type is not None
         is_norm = cast and isinstance(module, nn.modules.batchnorm._BatchNorm)
         is_kept = isinstance(module, KeptModule) or (

@@ -96,7 +96,7 @@ class _NumberLog(CallLog):
     It does not sync before `conclude`. There may be several at once, of which `busy` is shared.
     """
 
-    busy = False  # whether one of them computes something for itself, which none is to log
+    busy = False  # while a log computes for itself, no log's calls count; tensor hooks run on autograd's threads
 
     def __init__(self, model: nn.Module, targets: list[Any], scaler: Any, seen: Inspection, stack: ExitStack) -> None:
         super().__init__()
@@ -104,11 +104,11 @@ class _NumberLog(CallLog):
         self.found = FoundScaler(scaler, targets, self._scaler_begins, self._scaler_ends)
         observers.add(self.found)
         stack.callback(observers.remove, self.found)
-        self.steps_before = 0  # how many steps there were when a scaler began one
+        self.steps_before = 0  # `seen.step` when a scaler began a step
         self.model = model
         self.called: set[str] = set()
-        self.scale: Tensor | None = None  # of the last backward
-        self.stepping = False  # inside of an optimizer's step, unless an exception has left it
+        self.scale: Tensor | None = None  # loss scale of the last backward
+        self.stepping = False  # inside of an optimizer's step, or of one that an exception has ended
         self.handles: list[Any] = []
         self.forget()
         for name, param in model.named_parameters():
@@ -119,7 +119,7 @@ class _NumberLog(CallLog):
         self.hook(((_plain(name), module) for name, module in model.named_modules()), stack)
         for target in targets:
             if isinstance(target, torch.optim.Optimizer):
-                # The log of a step ends before its optimizer computes, which is no part of the model.
+                # The log is read before the optimizer computes: its calls are not the model's.
                 stack.callback(target.register_step_pre_hook(self._conclude_step).remove)
                 stack.callback(target.register_step_post_hook(self._stepped).remove)
 
@@ -128,11 +128,11 @@ class _NumberLog(CallLog):
             handle.remove()
         self.handles = []
         self.calls: list[Call] = []
-        self.keys = WeakTensorKeyDictionary()  # tensor -> (its key, its version then)
-        self.nodes: dict[tuple[int, int], int] = {}  # a graph node's number, and which output of it -> the key of that
+        self.keys = WeakTensorKeyDictionary()  # tensor -> (its key, its version when it got the key)
+        self.nodes: dict[tuple[int, int], int] = {}  # (number of a graph node, output) -> its key
         self.hooked: set[int] = set()
         self.outside: set[int] = set()  # keys of tensors that no call of the model made, nor a cast of O1's
-        self.values: list[Tensor] = []  # by key
+        self.values: list[Tensor] = []  # key -> lowest and highest value
         self.gradients: dict[int, Tensor] = {}
         self.errors: dict[str, Tensor] = {}
 
@@ -152,7 +152,7 @@ class _NumberLog(CallLog):
             return result
         with _own():
             outputs = _given(args[0] if op == "__setitem__" else result)
-            if func == _GRAD:  # reading `.grad` makes nothing: backward did
+            if func == _GRAD:  # `.grad` is no call that makes a tensor: backward made it
                 self.outside.update(self._key(grad) for grad in outputs)
             elif outputs:
                 made = [self._key(t, new=True) for t in outputs]
@@ -163,20 +163,20 @@ class _NumberLog(CallLog):
     def _key(self, tensor: Tensor, new: bool = False) -> int:
         """The tensor's place in the log; another one once it was written to (`new`)."""
         key, version = self.keys.get(tensor, (None, 0))
-        changed = key is not None and version != _version(tensor)  # through a view, say
+        changed = key is not None and version != _version(tensor)  # by a write through a view, say
         if new or changed or key is None:
             key = len(self.values)
             self.seen.all_fp32 &= tensor.dtype not in LOW_PRECISION
             self.keys[tensor] = key, _version(tensor)
             self.values.append(_range(tensor))
-            # A tensor that no call made is from outside of the model, where nobody is to blame for an infinity. But an
-            # FP16 tensor may come from a cast of O1's, which is not logged, and in which a number has overflowed: the
-            # search goes on to the call that uses it.
+            # A tensor that no logged call made comes from outside: no call of the model made its infinity. Not so an
+            # FP16 tensor, in which a cast of O1's, which is not logged, may have overflowed: the search goes on to the
+            # call that uses it.
             if not new and (changed or tensor.dtype is not torch.float16) and not isinstance(tensor, nn.Parameter):
                 self.outside.add(key)
         if tensor.requires_grad and key not in self.hooked:
             self.hooked.add(key)
-            gradients = self.gradients  # a graph can outlive the log
+            gradients = self.gradients  # bound here: a graph can outlive the log, and `forget` replaces the dict
             handle = tensor.register_hook(lambda grad: gradients.__setitem__(key, _range(grad)))
             node = tensor.grad_fn
             if node is None:
@@ -204,7 +204,7 @@ class _NumberLog(CallLog):
                     found = self.nodes.get((source._sequence_nr(), place))
                 if found is not None:
                     given.append(found)
-                elif len(todo) < 16:  # a graph from before the block has no known node, however far one goes
+                elif len(todo) < 16:  # bounded: a graph from before the block has no known node at all
                     todo.append(source)
         if given and key not in given:
             op = re.sub(r"Backward\d*$|^.*::", "", made_by.name())
@@ -215,7 +215,7 @@ class _NumberLog(CallLog):
         scale = self.found.scale()
         if scale is None:
             stashes = map(stash_of, self.targets)
-            # Of several optimizers only those whose loss is in `scale_loss` now have one.
+            # Only an optimizer whose loss is in `scale_loss` now has a scale.
             scales = (stash.backward.scale for stash in stashes if stash is not None)
             scale = next((scale for scale in scales if scale is not None), None)
         self.scale = self.scale if scale is None else scale.clone()
@@ -246,13 +246,13 @@ class _NumberLog(CallLog):
             outputs = floats(output)
             for tensor in (tensor for tensor in outputs if tensor.requires_grad):
                 if seen.not_finite is None and not _in_backward():
-                    self._key(tensor)  # if an autograd function made it, log that in this module
+                    self._key(tensor)  # logs an autograd function, which no mode sees, as this module's call
                 tensor.register_hook(gradient_arrives)
-            if _in_backward():  # checkpointing computes again what was counted in forward
+            if _in_backward():  # a recomputation by a checkpoint: the forward was counted
                 return
             for tensor in outputs:
                 seen.activations.setdefault(name, Histogram()).add(tensor)
-            # A module that writes to its input cannot be computed again on that input.
+            # `relative_error` runs the module again: on an input that it has written to, the result would differ.
             in_place = any(_version(tensor) != version for tensor, version in frame.inputs)
             if outputs and not (frame.calls_others or in_place or is_random(module)):
                 error = relative_error(module, args, kwargs, outputs)
@@ -276,14 +276,14 @@ class _NumberLog(CallLog):
         self.seen.step += 1
 
     def _scaler_begins(self, steps: bool) -> None:
-        self.stepping = True  # what it computes is no part of the model
+        self.stepping = True  # the scaler's calls are not the model's
         self.steps_before = self.seen.step
         if steps:
             self.conclude()
 
     def _scaler_ends(self, stepped: bool) -> None:
         self.stepping = False
-        if stepped and self.seen.step == self.steps_before:  # it has skipped the step
+        if stepped and self.seen.step == self.steps_before:  # skipped: the optimizer's post-hook did not run
             self.seen.step += 1
 
     def conclude(self) -> None:
@@ -325,7 +325,7 @@ class _NumberLog(CallLog):
             return ()
         kept = [_plain(name) for name, module in self.model.named_modules() if isinstance(module, KeptModule)]
         if not any(param.dtype in LOW_PRECISION for param in self.model.parameters()):
-            # At O1 what a kept module returns stays FP32: it is enough to keep each of them for itself.
+            # At O1 the output of a kept module stays FP32: each module can be kept by itself.
             return tuple(dict.fromkeys(name for name in modules if name and not _is_inside(name, kept)))
         # In a cast model the output of a kept module is cast back: only a module around all of them keeps the numbers
         # between them in FP32.
@@ -336,7 +336,7 @@ class _NumberLog(CallLog):
         for path in paths:
             same = [a == b for a, b in zip(common, path, strict=False)]
             common = common[: same.index(False) if False in same else len(same)]
-        while common and ".".join(common) not in self.called:  # a ModuleList has no forward that could be kept
+        while common and ".".join(common) not in self.called:  # a ModuleList has no forward, so it cannot be kept
             common = common[:-1]
         return (".".join(common),) if any(common) and not _is_inside(".".join(common), kept) else ()
 

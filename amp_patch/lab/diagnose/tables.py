@@ -10,7 +10,7 @@ from amp_patch.lab.text_table import in_columns
 
 _WIDTH = 100  # of a page of text
 
-# Colours are the page's own, which may be light or dark.
+# No colour of text or ground: the notebook's page may be light or dark.
 _CELL = "padding:2px 12px 2px 0;border-bottom:1px solid rgba(128,128,128,.35);vertical-align:top"
 _TABLE = "border-collapse:collapse;color:inherit;font-size:inherit;margin:0 0 .6em"
 _PARAGRAPH = "margin:.6em 0;color:inherit"
@@ -80,7 +80,7 @@ def _html_of(table: Table) -> str:
     body = "".join(_html_row(line, columns, "td", table.numbers) for line in table.rows)
     title = f'<p style="{_PARAGRAPH};font-weight:600">{escape(table.title)}</p>' if table.title else ""
     head = f"<thead>{head}</thead>" if head else ""
-    # Notebooks have a style for tables of their own, which the one of each cell goes before.
+    # Each cell has its style: a notebook's own rules for tables would win over one style on top.
     return f'{title}<div style="overflow-x:auto"><table style="{_TABLE}">{head}<tbody>{body}</tbody></table></div>'
 
 
