@@ -174,7 +174,7 @@ MUTATIONS = (
         "compare: faster is what is faster in every round",
         "level.speedup is not None and level.speedup.low > 1]",
         "level.speedup is not None and level.speedup.high > 1]",
-        ("test_verdict.py",),
+        ("test_page.py",),
     ),
     Mutation(
         "unedited scripts: the script's own GradScaler does nothing",
