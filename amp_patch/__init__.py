@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from torch.amp import is_autocast_available
+from torch.nn import Module
 
 from amp_patch import cpu, cuda, multi_tensor
 from amp_patch.casts.autocast import autocast, disable_casts
@@ -23,18 +24,27 @@ from amp_patch.casts.functions import (
     register_half_function,
     register_promote_function,
 )
-from amp_patch.frontend import fsdp_policy, initialize, load_state_dict, loss_scale, master_params, restore, state_dict
+from amp_patch.frontend import (
+    fsdp_policy,
+    initialize,
+    load_state_dict,
+    loss_scale,
+    master_params,
+    restore,
+    state_dict,
+    verbose_subscribers,
+)
 from amp_patch.grad_scaler import GradScaler
 from amp_patch.model.fp32_copy import fp32_copy
 from amp_patch.training.scale_loss import scale_loss
 
 if TYPE_CHECKING:
     from amp_patch import graph
-    from amp_patch.comparison.notebook import compare
-    from amp_patch.diagnose.explain import explain
-    from amp_patch.diagnose.find_loss_scale import find_loss_scale
-    from amp_patch.diagnose.inspect import inspect
-    from amp_patch.recording.recorder import log, record
+    from amp_patch.lab.comparison.notebook import compare
+    from amp_patch.lab.diagnose.explain import explain
+    from amp_patch.lab.diagnose.find_loss_scale import find_loss_scale
+    from amp_patch.lab.diagnose.inspect import inspect
+    from amp_patch.lab.recording.recorder import log, record
 
 __version__ = "0.4.0"
 
@@ -78,13 +88,13 @@ __all__ = [
 
 # Name -> the module that defines it, which is imported at the name's first use. `graph` is such a module itself.
 _LAZY = {
-    "compare": "amp_patch.comparison.notebook",
-    "explain": "amp_patch.diagnose.explain",
-    "find_loss_scale": "amp_patch.diagnose.find_loss_scale",
+    "compare": "amp_patch.lab.comparison.notebook",
+    "explain": "amp_patch.lab.diagnose.explain",
+    "find_loss_scale": "amp_patch.lab.diagnose.find_loss_scale",
     "graph": "amp_patch.graph",
-    "inspect": "amp_patch.diagnose.inspect",
-    "log": "amp_patch.recording.recorder",
-    "record": "amp_patch.recording.recorder",
+    "inspect": "amp_patch.lab.diagnose.inspect",
+    "log": "amp_patch.lab.recording.recorder",
+    "record": "amp_patch.lab.recording.recorder",
 }
 
 
@@ -97,6 +107,14 @@ if not TYPE_CHECKING:  # a type checker has these names from the imports above, 
         module = importlib.import_module(_LAZY[name])
         value = globals()[name] = module if name == "graph" else getattr(module, name)
         return value
+
+
+def _explain_at_next_forward(model: Module) -> None:
+    """Load the lab's `explain`, which most trainings never ask for, and have it report the model's next forward."""
+    importlib.import_module("amp_patch.lab.diagnose.explain").at_next_forward(model)
+
+
+verbose_subscribers.append(_explain_at_next_forward)
 
 
 def __dir__() -> list[str]:

@@ -13,8 +13,8 @@ import torch
 
 from amp_patch import __version__, multi_tensor
 from amp_patch.casts import wrappers as cast_wrappers
-from amp_patch.commands import check, compare, installation, run
-from amp_patch.comparison.machine import low_precision
+from amp_patch.lab.commands import check, compare, installation, run
+from amp_patch.lab.comparison.machine import low_precision
 
 
 def info(_: argparse.Namespace) -> None:
@@ -51,7 +51,7 @@ class Command(NamedTuple):
     split: Callable[[list[str]], tuple[list[str], list[str]]] | None = None
 
 
-# A new subcommand is a file of commands/ and a line here.
+# A new subcommand is a file of lab/commands/ and a line here.
 COMMANDS = {
     "info": Command(info),
     "run": Command(run.run, run.add_arguments),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -39,6 +39,9 @@ from amp_patch.training.training import (
 from amp_patch.training.two_passes import enter_wrappers
 
 logger = logging.getLogger("amp_patch")
+
+# Called with each model of an `initialize` whose verbosity is 2 or more.
+verbose_subscribers: list[Callable[[nn.Module], None]] = []
 
 
 def initialize(
@@ -204,10 +207,9 @@ def initialize_as(
     for optimizer in optimizer_list:
         enter_wrappers(optimizer)
     if int(verbosity) > 1:
-        from amp_patch.diagnose.explain import at_next_forward  # here: most trainings never ask for it
-
-        for model in model_list:
-            at_next_forward(model)
+        for subscriber in verbose_subscribers:
+            for model in model_list:
+                subscriber(model)
     return _apex_form(models, optimizers, optimizer_list)
 
 

@@ -18,9 +18,9 @@ from amp_patch.model.state import refuse_sharded_since
 from amp_patch.policy import scale_number
 from amp_patch.support import distributed
 from amp_patch.support.compiled import eager_only
-from amp_patch.training import step as optimizer_step
 from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.stash import distinct_pairs, stash_of
+from amp_patch.training.step import consume
 from amp_patch.training.unscale import drop, first_gradient
 
 
@@ -195,7 +195,7 @@ class GradScaler(torch.amp.GradScaler):
         if not stepped and (stash := _stash(optimizer)) is not None:
             stash.step_skipped = True
             # as after a step that it skips itself
-            optimizer_step.consume(innermost(optimizer), stash)
+            consume(stash)
         return stepped if result is None else result
 
     @eager_only
@@ -319,7 +319,6 @@ class GradScaler(torch.amp.GradScaler):
             return self._everywhere(found, inv_scale.device)
         target = innermost(optimizer)
         refuse_sharded_since((ref() for ref in stash.neighbours.models), "GradScaler.unscale_")
-        optimizer_step.clean_up_interrupted_step(target, stash)
         stash.masters.drop_stepped_grads()
         pairs = distinct_pairs([target])
         try:

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from poster import dots
 
-from amp_patch.comparison.comparison import Comparison
-from amp_patch.comparison.level_result import LevelResult
-from amp_patch.recording.run import loads
+from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.comparison.level_result import LevelResult
+from amp_patch.lab.recording.run import loads
 from amp_patch.support.guard import Guard
 
 ROOT = Path(__file__).parents[1]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from poster import poster
 
-from amp_patch.comparison.comparison import Comparison
-from amp_patch.recording.run import loads
+from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.recording.run import loads
 
 ROOT = Path(__file__).parents[1]
 

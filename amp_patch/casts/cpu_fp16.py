@@ -46,7 +46,7 @@ def _machine_has_fp16() -> bool:
     return has_fp16_arithmetic()
 
 
-_is_autocast_enabled = torch.is_autocast_enabled  # torch's own: commands/no_cuda.py shows scripts another
+_is_autocast_enabled = torch.is_autocast_enabled  # torch's own: lab/commands/no_cuda shows scripts another
 
 
 @constant_in_traces

@@ -58,7 +58,7 @@ _USED = tuple(
 
 # Parts of amp_patch that Dynamo passes over. They keep books on optimizers and gradients in Python: Dynamo would try to
 # compile that, and find nothing to compile.
-NEVER_TRACED = ("frontend", "masters", "multi_tensor", "recording", "training")
+NEVER_TRACED = ("frontend", "masters", "multi_tensor", "lab.recording", "training")
 
 # Parts of amp_patch that Dynamo traces where a frame calls them, and never as frames of their own. Where a graph breaks
 # inside a region, the rest of that forward runs as plain Python, and so do its casts: else each wrapped function would

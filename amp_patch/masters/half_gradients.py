@@ -53,6 +53,7 @@ class HalfGradients:
         self._factors_of_norms = 0
         self._first: TensorWeakRef | None = None
         self._memory: dict[int, Recycled] = {}
+        self._lent_memory = Recycled()
         self._making = RLock()
 
     def serve(self, master: Tensor, memory: Recycled) -> None:
@@ -171,19 +172,19 @@ class HalfGradients:
             self._made.update(made)
             self.grads = {}
 
-    def lend(self, masters: Sequence[Tensor], memory: Recycled, count: int) -> None:
-        """Give those of the `masters` (on the CPU) that wait FP32 gradients, in `memory`, until `lent` is cleared.
+    def lend(self, masters: Sequence[Tensor], count: int) -> None:
+        """Give those of the `masters` (on the CPU) that wait FP32 gradients, until `lent` is cleared.
 
         Nothing moves: what waits stays here meanwhile, so that an exception finds all as it was.
 
         Args:
             masters: under no_grad.
-            count: the elements of the memory: at least `room_for` all of them.
+            count: the elements of the memory for them: at least `room_for` all of them, and better ever the same.
         """
         grads = {id(master): self.grads[id(master)] for master in masters if id(master) in self.grads}
         if not grads:
             return
-        flat, offset, results = memory.flat(count), 0, []
+        flat, offset, results = self._lent_memory.flat(count), 0, []
         for grad in grads.values():
             results.append(flat.as_strided(grad.shape, grad.stride(), offset))
             offset += room_for(grad)

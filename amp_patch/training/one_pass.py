@@ -1,4 +1,4 @@
-"""Steps of optimizers that we know, in one pass over the memory: unscale, clip, moments, master, the model's weight.
+"""The strategy of optimizers that we know: unscale, clip, moments, master, the model's weight in one pass.
 
 The state is torch's own, so that an optimizer may go from this way to torch's and back at any step. What the kernels do
 not take (sparse gradients, capturable=True, a state that somebody has replaced) goes the optimizer's own way.
@@ -6,7 +6,7 @@ not take (sparse gradients, capturable=True, a state that somebody has replaced)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import compress
 from typing import Any
 
@@ -18,9 +18,9 @@ from amp_patch.masters import split_master
 from amp_patch.masters.half_gradients import can_wait
 from amp_patch.masters.masters import Linked, add_gradients, note_published, reconcile
 from amp_patch.support.blocks import without_grad
-from amp_patch.support.compiled import eager_only, wraps
 from amp_patch.training.known_optimizers import KERNELS, Group, NotKnown, Part, counts, kernel_of, version_of
-from amp_patch.training.stash import Stash, known_stash, stash_of
+from amp_patch.training.stash import Stash
+from amp_patch.training.step import Plain, Step, Whole
 
 _NUMBERS = ("weight_decay", "momentum", "dampening", "eps")  # settings that the kernels do not read from the device
 
@@ -30,12 +30,9 @@ def knows(optimizer: Any) -> bool:
     return kernel_of(optimizer) is not None and can_wait()
 
 
-def step_of(base: type) -> Callable[..., Any] | None:
-    """The `step` for optimizers of the class `base` in a training; None where torch's stays."""
-    if base not in KERNELS or not is_untouched(base):
-        return None
-    # With the backend "torch" torch's own kernels are nearer to torch's numbers.
-    return step_between_hooks(base, _step, lambda _, given: not given and multi_tensor.backend() != "torch")
+def suits_class(base: Any) -> bool:
+    """Whether `base` is exactly a class of the table, whose `step` nobody has replaced."""
+    return base in KERNELS and is_untouched(base)
 
 
 def is_untouched(base: Any) -> bool:
@@ -47,132 +44,91 @@ def is_untouched(base: Any) -> bool:
     return all(module.partition(".")[0] in ("torch", "amp_patch") for module in modules)
 
 
-def step_between_hooks(
-    base: Any, inner: Callable[[Any, Stash, Callable[[Any], Any]], None], may: Callable[[Any, bool], bool]
-) -> Callable[..., Any]:
-    """The `step` of optimizers of the class `base` with `inner` in place of what is beneath the hooks.
+class InOnePass(Whole):
+    """Unscale, clip, moments, master, the model's weight: in one pass over the memory."""
 
-    Args:
-        inner: takes the optimizer, its stash, and what is beneath the hooks. It brings masters and weights in step by
-            itself, and tells by `done` and `StepState.unpublished` which.
-        may: takes the optimizer, and whether a step is given a closure, or what Apex's once took; whether that step can
-            go this way. Asked where gradients may wait.
-    """
-    own: Any = base.step
-    if not getattr(own, "hooked", False):  # an unpickled optimizer may be the first of its class
-        base.step = own = torch.optim.Optimizer.profile_hook_step(own)
-        vars(own)["hooked"] = True
-    plain = own.__wrapped__  # beneath the hooks
+    def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
+        # With the backend "torch" torch's own kernels are nearer to torch's numbers.
+        return not given and stash.masters.waiting is not None and multi_tensor.backend() != "torch"
 
-    def unhooked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        stash = known_stash(self)
-        if not args and not kwargs:
-            return inner(self, stash, plain)
-        stash.step.unpublished = list(stash.masters.links.linked)  # a pre-hook has brought a closure
-        reconcile(stash.step.unpublished)
-        return plain(self, *args, **kwargs)
-
-    hooked = torch.optim.Optimizer.profile_hook_step(wraps(plain)(unhooked))
-
-    @wraps(own)
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        stash = stash_of(self)
-        given = any(value is not None for value in (*args, *kwargs.values()))
-        if base.step is not own:  # a script has replaced `step` of the class since
-            return base.step(self, *args, **kwargs)
-        if stash is None or not stash.enabled or stash.masters.waiting is None or not may(self, given):
-            return own(self, *args, **kwargs)
+    @without_grad
+    def run(self, step: Step, plain: Plain) -> None:
+        optimizer, stash = step.optimizer, step.stash
+        stash.masters.links.publish_written()
         try:
-            stash.step.in_one_pass = True
-            return hooked(self)
-        finally:
-            stash.step.in_one_pass = False
-
-    step.hooked = True  # type: ignore[attr-defined]
-    return eager_only(step)
-
-
-@without_grad
-def _step(optimizer: Any, stash: Stash, plain: Callable[[Any], Any]) -> None:
-    """One step, between the hooks; no sync. `stash.step.unpublished` gets the masters that it did not round itself."""
-    stash.masters.links.publish_written()  # written by a pre-hook that ran after ours
-    try:
-        parts = None if stash.step.set_aside is not None else list(_parts(optimizer, stash))
-    except NotKnown:
-        parts = None
-    if parts is None:
-        linked = stash.masters.links.linked
-        reconcile(linked)
-        stash.step.unpublished = list(linked)
-        split_master.materialize(link.master for _, link in linked)
-        plain(optimizer)
-        return
-    stash.step.unpublished = []
-    counted = counts(optimizer) if parts else []
-    try:
-        _step_all(optimizer, stash, parts, counted, plain)
-    except BaseException:
-        if any(part.is_made for part in parts) and not any(part.is_left for part in parts):
-            _step_all(optimizer, stash, parts, counted, plain)  # all or nothing, also where somebody interrupts
-        raise
+            parts = list(_parts(optimizer, stash))
+        except NotKnown:
+            super().run(step, plain)
+            return
+        step.writes = True
+        counted = counts(optimizer) if parts else []
+        try:
+            _step_all(step, parts, counted, plain)
+        except BaseException:
+            if any(part.is_made for part in parts) and not any(part.is_left for part in parts):
+                _step_all(step, parts, counted, plain)  # all or nothing, also where somebody interrupts
+            raise
 
 
-def _step_all(optimizer: Any, stash: Stash, parts: list[Part], counted: list[int], plain: Callable[[Any], Any]) -> None:
+IN_ONE_PASS = InOnePass()
+
+
+def _step_all(step: Step, parts: list[Part], counted: list[int], plain: Plain) -> None:
     """Step those parts that have not been: in one pass, or the optimizer's own way, which counts by itself."""
+    optimizer, linked = step.optimizer, step.linked
     held = split_master.release(master for part in parts for master in part.masters)
     try:
-        left = [part for part in parts if not _run(optimizer, part)]
+        left = [part for part in parts if not _run(step, part)]
     finally:
         for master in held:  # a graph may have saved a view of it
             torch.autograd.graph.increment_version(master)
         split_master.follow(held)
     stepped = {id(link.master) for part in parts if part.is_made for _, link in part.links}
-    linked = stash.masters.links.linked
     if len(stepped) < len(linked):
         reconcile([pair for pair in linked if id(pair[1].master) not in stepped])
     if not left:
         for group, count in zip(optimizer.param_groups, counted, strict=False):
             group["step"] = count
-        done(stash)
+        done(step)
         return
-    stash.step.unpublished = [pair for part in left for pair in part.links]
+    step.unpublished = [pair for part in left for pair in part.links]
     _step_with_torch(optimizer, left, plain)
-    done(stash, [pair for pair in linked if id(pair[1].master) not in stepped])
+    done(step, [pair for pair in linked if id(pair[1].master) not in stepped])
 
 
-def done(stash: Stash, left: Sequence[Linked] = ()) -> None:
-    """Note that a step in one pass is over, which has brought all masters and weights in step but those of `left`."""
+def done(step: Step, left: Sequence[Linked] = ()) -> None:
+    """Note that the strategy has made the step, and brought all masters and weights in step but those of `left`."""
     # Set `stepped` first: after an interrupt in here `note_published` has erased the other sign of a finished step.
-    stash.step.stepped = True
+    step.stepped = True
     if left:
         others = {id(link) for _, link in left}
-        note_published([pair for pair in stash.masters.links.linked if id(pair[1]) not in others])
+        note_published([pair for pair in step.linked if id(pair[1]) not in others])
     else:
-        stash.masters.links.watch.note()
+        step.stash.masters.links.watch.note()
 
 
-def _run(optimizer: Any, part: Part) -> bool:
+def _run(step: Step, part: Part) -> bool:
     """Step the parameters of `part`, if they have not been; returns whether the kernels took them."""
+    optimizer, flag = step.optimizer, step.overflow
     kernel = kernel_of(optimizer)
-    part.refused = part.refused or kernel is None or not _is_ordinary(optimizer, part.group)
+    part.refused = part.refused or kernel is None or not _is_ordinary(optimizer, part.group, flag)
     if part.refused or kernel is None:
         return False
     if not part.is_made:
         try:
             with torch._C.DisableTorchFunctionSubclass():  # split masters are asked for anything but their value
-                told = known_stash(optimizer).step.flag_on_optimizer
-                kernel(optimizer, part, optimizer.found_inf.to(part.grads[0].device) if told else None)
+                kernel(optimizer, part, None if flag is None else flag.to(part.grads[0].device))
         except (NotKnown, TypeError, ValueError):  # before the first write
             part.refused = True
             return False
     return True
 
 
-def _is_ordinary(optimizer: Any, group: Group) -> bool:
+def _is_ordinary(optimizer: Any, group: Group, flag: Tensor | None) -> bool:
     """Whether the group has no setting that the kernels do not know."""
     if group.get("capturable") or group.get("differentiable") or getattr(optimizer, "grad_scale", None) is not None:
         return False
-    if getattr(optimizer, "found_inf", None) is not None and not known_stash(optimizer).step.flag_on_optimizer:
+    if flag is None and getattr(optimizer, "found_inf", None) is not None:  # a GradScaler's
         return False
     settings = (*map(group.get, _NUMBERS), *group.get("betas", ()))
     return not [setting for setting in settings if isinstance(setting, Tensor)]
@@ -229,7 +185,7 @@ def _by_age(optimizer: Any, part: Part) -> Iterator[Part]:
         yield Part(part.group, part.factors, masters, grads, links, first_run=first_run, version=version_of(masters[0]))
 
 
-def _step_with_torch(optimizer: Any, parts: list[Part], plain: Callable[[Any], Any]) -> None:
+def _step_with_torch(optimizer: Any, parts: list[Part], plain: Plain) -> None:
     """Step the parameters of `parts` as the optimizer does it by itself."""
     before = [group["params"] for group in optimizer.param_groups]
     try:

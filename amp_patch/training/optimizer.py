@@ -1,8 +1,4 @@
-"""An optimizer enters a training: its class, its hooks, the masters in its groups; and leaves it again.
-
-`step` is reached through torch's own hooks, because a scheduler built before `initialize` has captured the method; the
-other methods are overridden in a generated subclass.
-"""
+"""An optimizer enters a training: its generated class, the masters in its groups; and leaves it again."""
 
 from __future__ import annotations
 
@@ -24,10 +20,10 @@ from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Attempts, Installation, Patches
 from amp_patch.support.quantized import is_quantized
-from amp_patch.training import ddp, one_pass, portions, zero_redundancy
+from amp_patch.training import ddp, one_pass, portions, untouched, zero_redundancy
 from amp_patch.training.overflow import drop_overflowed
 from amp_patch.training.stash import Stash, give_stash, note_sharing, siblings, stash_of, take_stash
-from amp_patch.training.step import after_step, before_step, clean_up_interrupted_step, guarded_step, refuse_thawed
+from amp_patch.training.step import WHOLE, Whole, refuse_thawed, step_of
 from amp_patch.training.unscale import unscale_pending
 
 _copies = Installation()
@@ -38,19 +34,7 @@ class AmpOptimizer(Generated):
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
-        if (known := one_pass.step_of(base) or portions.step_of(base)) is not None:
-            return {"step": known}
-        # torch's optimizers, and ours, do nothing at all where there is no gradient: hooks suffice to skip their step.
-        if issubclass(base, torch.optim.Optimizer) and base.__module__.partition(".")[0] in ("torch", "amp_patch"):
-            return {}
-
-        @wraps(base.step)  # type: ignore[attr-defined]
-        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return guarded_step(base, self, args, kwargs)
-
-        # Without `hooked` torch would call the hooks around this method too: it calls them around the step of `base`.
-        step.hooked = True  # type: ignore[attr-defined]
-        return {"step": step}
+        return {"step": step_of(base, _strategy_of(base))}
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """torch's, and the low-precision gradients of the model's parameters with it."""
@@ -63,7 +47,6 @@ class AmpOptimizer(Generated):
         else:
             super().zero_grad(*args, **kwargs)  # type: ignore[misc]
         if stash is not None:
-            clean_up_interrupted_step(self, stash)
             drop_gradients(stash.masters.links.params)
             stash.pending = stash.backward.first_unscaled_grad = None
             stash.gathered = False
@@ -116,10 +99,17 @@ class AmpOptimizer(Generated):
         stash = stash_of(self)
         if stash is not None:
             stash.neighbours.stepped.clear()  # `stepped` counts the state before the load
-            if not stash.neighbours.handles:
-                register_hooks(self, stash)
+            if stash.neighbours.owner is None:
+                enter_step(self, stash)
                 stash.neighbours.siblings.enter(self)
                 note_sharing([other for other, _ in siblings(stash)])
+
+
+def _strategy_of(base: Any) -> Whole:
+    """How steps of optimizers of the class `base` are made, where that suits."""
+    if one_pass.suits_class(base):
+        return one_pass.IN_ONE_PASS
+    return portions.IN_PORTIONS if portions.is_torchs(base) else WHOLE
 
 
 def check_optimizer(optimizer: Any, policy: Policy) -> None:
@@ -158,7 +148,7 @@ def enter_training(
     else:
         generated_class.give(optimizer, mixin)
         _lead_scheduler(optimizer)
-    register_hooks(optimizer, stash)
+    enter_step(optimizer, stash)
 
 
 def take_thawed(optimizer: Any, stash: Stash) -> None:
@@ -196,7 +186,7 @@ def _carry_stash(patches: Patches) -> None:
         put(self, state)
         stash = stash_of(self)
         if stash is not None and stash.enabled and not stash.neighbours.handles and not isinstance(self, Generated):
-            register_hooks(self, stash)
+            enter_step(self, stash)
 
     patches.set(cls, "__getstate__", with_stash)
     patches.set(cls, "__setstate__", with_hooks)
@@ -218,16 +208,13 @@ def _lead_scheduler(optimizer: Any) -> None:
         captured.__closure__[captured.__code__.co_freevars.index("func")].cell_contents = type(optimizer).step
 
 
-def register_hooks(optimizer: Any, stash: Stash) -> None:
-    """Register what runs before and after every `step` of `optimizer`."""
+def enter_step(optimizer: Any, stash: Stash) -> None:
+    """Let `stash` know whose it is, and have gradients wait where the optimizer's strategy takes them so."""
     stash.neighbours.owner = weakref.ref(optimizer)
     if stash.policy.master_weights and (one_pass.knows(optimizer) or portions.suits(optimizer, stash)):
         stash.masters.let_gradients_wait()
-    if isinstance(optimizer, torch.optim.Optimizer):
-        stash.neighbours.handles = [
-            optimizer.register_step_pre_hook(before_step),
-            optimizer.register_step_post_hook(after_step),
-        ]
+    if not isinstance(optimizer, Generated):
+        stash.neighbours.handles = untouched.hook(optimizer)
 
 
 def restore(optimizer: Any, *, recast_state: bool = True) -> None:
@@ -236,7 +223,6 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     if stash is None:
         return
     attempt = Attempts()
-    attempt(clean_up_interrupted_step, optimizer, stash)
     attempt(unscale_pending, optimizer)
     attempt(drop_overflowed, optimizer, stash)
     for handle in stash.neighbours.handles:

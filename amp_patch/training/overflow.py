@@ -1,7 +1,7 @@
 """What a step does about an overflow: it is skipped, on the host or on the device, and the culprits are named.
 
 The flag comes from the backward passes before it (`unscale.py`), and the scale falls at their end (`loss_scaler.py`).
-Here the flag takes the gradients away, or goes to the optimizer. `step.py` calls this, and puts back what a skip took.
+`Step` asks here whether the optimizer's own step is called at all, or given the flag.
 """
 
 from __future__ import annotations
@@ -15,47 +15,38 @@ from amp_patch.masters.gradients import held
 from amp_patch.masters.master import Master
 from amp_patch.masters.masters import has_gradient
 from amp_patch.masters.split_master import SplitMaster
-from amp_patch.support import capture, distributed
+from amp_patch.support import distributed
 from amp_patch.support.generated_class import base_class
 from amp_patch.training.loss_scaler import LossScaler
-from amp_patch.training.stash import DeviceSkip, SkippedStep, Stash, known_stash, overflowed
+from amp_patch.training.stash import DeviceSkip, Stash, known_stash, overflowed
 
 
-def skip_if_overflowed(optimizer: Any, stash: Stash) -> None:
-    """Let the coming step do nothing if a gradient that went into it overflowed.
+def decide(optimizer: Any, stash: Stash, is_capturing: bool) -> tuple[bool, Tensor | None]:
+    """Whether the coming step is skipped; or the flag by which the optimizer decides that on the device.
 
     An optimizer that can (`skips_on_device`) is given the flag. For any other the host reads it, which is one sync
-    where a loss is scaled; after an overflow it takes all gradients away: without them an optimizer does nothing.
+    where a loss is scaled. While a CUDA graph is captured nothing can be read: the flag stays on the device.
 
-    While a CUDA graph is captured nothing can be read: the flag stays on the device, and the host does not hear of it.
+    Returns:
+        (skipped, flag): `flag` is FP32, shape [], on the device, or None.
 
     Raises:
         RuntimeError: a CUDA graph is being captured, and the optimizer cannot skip on the device.
     """
-    captured = capture.is_capturing() and any(waits(found_inf.device) for _, found_inf in stash.found)
+    captured = is_capturing and any(waits(found_inf.device) for _, found_inf in stash.found)
     if skips_on_device(optimizer, stash, captured):
         flags = torch.stack([found_inf.reshape(()) for _, found_inf in stash.found])
         overflow = flags.amax()
         if not captured:
             stash.device_skips.append(DeviceSkip([scaler for scaler, _ in stash.found], flags, overflow))
-        optimizer.grad_scale, optimizer.found_inf = None, overflow
-        stash.step.flag_on_optimizer = True
-        return
+        return False, overflow
     if captured:
         _refuse_in_capture(optimizer, stash)
     scalers = read_found(stash)
     stash.step_skipped = bool(scalers)
     for scaler in scalers:
         scaler.skipped(lambda: culprits(optimizer))
-    if scalers:
-        waiting = stash.masters.waiting
-        half = waiting.hand_over(stash.masters.links.masters) if waiting else None
-        grads = [(m, m.grad) for group in optimizer.param_groups for m in group["params"] if m.grad is not None]
-        # What some optimizers count per group is put back afterwards.
-        values = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        stash.step.set_aside = SkippedStep(grads, half, values)
-        for master, _ in grads:
-            master.grad = None
+    return bool(scalers), None
 
 
 def drop_overflowed(optimizer: Any, stash: Stash) -> None:
@@ -146,19 +137,10 @@ def may_skip_on_device(optimizer: Any, stash: Stash) -> bool:
 
 def note_stepped(optimizer: Any, stash: Stash) -> None:
     """Note how much state the optimizer has of each master that it has just updated, which `skips_on_device` asks."""
+    if not may_skip_on_device(optimizer, stash):
+        return
     stepped = stash.neighbours.stepped
     for group in optimizer.param_groups:
         for master in group["params"]:
             if has_gradient(master):
                 stepped[id(master)] = len(optimizer.state.get(master, ()))
-
-
-def put_back(optimizer: Any, stash: Stash) -> None:
-    """Give the groups the values that they had before a skipped step, if the last one was; the gradients stay away."""
-    if stash.step.set_aside is None:
-        return
-    for group, values in zip(optimizer.param_groups, stash.step.set_aside.group_values, strict=False):
-        for added in group.keys() - values.keys() - {"params"}:
-            del group[added]
-        group.update(values)
-    stash.step.set_aside = None

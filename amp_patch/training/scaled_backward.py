@@ -21,7 +21,6 @@ from amp_patch.support.blocks import Block, when_left
 from amp_patch.training import observers
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.stash import BackwardState, Pending, Stash, known_stash
-from amp_patch.training.step import clean_up_interrupted_step
 from amp_patch.training.unscale import unscale
 
 
@@ -79,14 +78,13 @@ class ScaledBackward(Block):
         self.begun = True
         BackwardState.body_events += 1
         self.claim_other_gradients()
-        for optimizer, stash in zip(self.optimizers, self.stashes, strict=True):
+        for stash in self.stashes:
             own = stash.backward
             own.open, own.scale, own.checking = True, self.scale, self.checking
             stash.route_grads()
             stash.masters.drop_stepped_grads()
             own.strays.clear()
             stash.bodies += 1
-            clean_up_interrupted_step(optimizer, stash)
         accumulating = []
         for stash, pairs, new in self.parts():
             if stash.pending is None:

@@ -5,20 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from types import FrameType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from amp_patch.casts import regions
 from amp_patch.masters import clipping
 from amp_patch.masters.gradients import Earlier
 from amp_patch.masters.master import own_grad
-from amp_patch.masters.masters import Linked
 from amp_patch.masters.of_optimizer import Masters
-from amp_patch.masters.recycled_memory import Recycled
-from amp_patch.masters.stepped_gradients import Gradients
 from amp_patch.model import copies
 from amp_patch.multi_tensor import inverse_of
 from amp_patch.multi_tensor.checks import Number
@@ -59,21 +54,6 @@ class Pending:
         """Whether `scaler` surely still has the scale of these gradients; the host knows, without a sync."""
         moved = scaler.dynamic and self.updates != scaler.updates
         return self.scaler is scaler and not moved and self.edits == scaler.edits
-
-
-@dataclass
-class SkippedStep:
-    """What is put back after a skipped step.
-
-    Attributes:
-        grads: the masters with the gradients that were taken off them.
-        half: those that waited in low precision.
-        group_values: per group all its values but its parameters, as they were before the step.
-    """
-
-    grads: list[tuple[Tensor, Tensor]]
-    half: Gradients | None
-    group_values: list[dict[str, Any]]
 
 
 class DeviceSkip:
@@ -133,35 +113,6 @@ class BackwardState(OfThisProcess):
     earlier: dict[int, Earlier] = field(default_factory=dict)
     first_unscaled_grad: Callable[[], Tensor | None] | None = None
     strays: set[int] = field(default_factory=set)
-
-
-@dataclass
-class StepState(OfThisProcess):
-    """What one `step` of an optimizer needs, from its pre-hook to its post-hook, or to the next that looks after it.
-
-    Attributes:
-        depth: how many calls of `step` are running: a subclass's may call its parent's.
-        frame: the outermost of these calls, if no exception has left it.
-        prepared: whether the pre-hook is done: what writes to a master from then on is the step.
-        in_one_pass: whether this step brings weights and masters in step by itself (`one_pass.py`).
-        unpublished: the masters that such a step has not rounded into the weights.
-        stepped: whether such a step is done, and its masters are noted as published, but its gradients not consumed.
-        flag_on_optimizer: whether the optimizer was given the overflow flag of this step, on the device.
-        no_casts_region: the region without casts that the step runs in.
-        set_aside: what a skipped step must find again afterwards.
-        memory: that FP32 gradients of a portion of the masters are made in (`portions.py`).
-    """
-
-    depth: int = 0
-    frame: FrameType | None = None
-    prepared: bool = False
-    in_one_pass: bool = False
-    unpublished: list[Linked] = field(default_factory=list)
-    stepped: bool = False
-    flag_on_optimizer: bool = False
-    no_casts_region: regions.region | None = None
-    set_aside: SkippedStep | None = None
-    memory: Recycled = field(default_factory=Recycled, compare=False)
 
 
 class Siblings(list[weakref.ref[Any]]):
@@ -240,6 +191,7 @@ class Stash:
         device_skips: the steps that skipped on the device, or did not, which it has not heard of yet; the newest last.
         wrapped: whether something around the optimizer may look at gradients after its step.
         two_passes: whether weights are moved between backward and step, by a wrapper such as SAM.
+        step: the `Step` that is running; None in copies and pickles.
     """
 
     policy: Policy
@@ -255,7 +207,7 @@ class Stash:
     wrapped: bool = False
     two_passes: bool = False
     backward: BackwardState = field(default_factory=BackwardState)
-    step: StepState = field(default_factory=StepState)
+    step: Any = field(default=None, compare=False)
     neighbours: Neighbours = field(default_factory=Neighbours)
 
     @property
@@ -309,7 +261,8 @@ class Stash:
         for model in [model for ref in self.neighbours.models if (model := ref()) is not None]:
             # The optimizer may hold no cast parameter. One of the model's is enough, and pickles no other.
             narrow += [param for param in model.parameters() if param.dtype in LOW_PRECISION][:1]
-        return {**state, "narrow": narrow, "copied_with": (self.neighbours.siblings, self.neighbours.unowned)}
+        copied_with = (self.neighbours.siblings, self.neighbours.unowned)
+        return {**state, "step": None, "narrow": narrow, "copied_with": copied_with}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)

@@ -1,13 +1,18 @@
-"""Around one step of an optimizer: all gradients unscaled before it, skipped on overflow, published after it."""
+"""One `step` of an optimizer: settled before users' hooks, decided, made by a strategy and published inside of them.
+
+The order is a contract (tests/training/test_step_order.py). Users' pre-hooks find unscaled gradients, whenever they
+were registered, and what they write into masters is where the step begins. Users' post-hooks find published weights.
+"""
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from amp_patch.casts import regions, thread_state
+import torch
+
+from amp_patch.casts import regions
 from amp_patch.casts import state as casts_state
 from amp_patch.masters import split_master
 from amp_patch.masters.master import own_grad
@@ -15,13 +20,15 @@ from amp_patch.masters.masters import Linked, has_gradient, publish, reconcile
 from amp_patch.model import came
 from amp_patch.multi_tensor.bulk import with_gradient
 from amp_patch.support import capture
-from amp_patch.support.compiled import not_traced
+from amp_patch.support.blocks import Block, when_left
+from amp_patch.support.compiled import eager_only, wraps
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.scripts_line import stacklevel
-from amp_patch.training import captured, observers
-from amp_patch.training.overflow import may_skip_on_device, note_stepped, put_back, skip_if_overflowed
-from amp_patch.training.stash import BackwardState, Stash, sharing, stash_of
+from amp_patch.training import captured, observers, overflow
+from amp_patch.training.stash import BackwardState, Stash, known_stash, sharing, stash_of
 from amp_patch.training.unscale import unscale_pending
+
+Plain = Callable[..., Any]  # the `step` of an optimizer's own class
 
 
 class ClosureAlreadyRun:
@@ -34,117 +41,226 @@ class ClosureAlreadyRun:
         return self.result
 
 
-@not_traced
-def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Pre-hook of `step`; `args` begins with the optimizer. Returns other arguments, or None to keep these.
+class Whole:
+    """The strategy that suits every optimizer: its own step, on all parameters at once."""
 
-    Where gradients are checked, the host asks the device whether one was not finite, which is one sync. There is none
-    with an optimizer that skips on the device, and such a step can be captured in a CUDA graph.
+    def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
+        """Whether the coming step can be made so; `given`: it has a closure, or what Apex's once took. Logs why not."""
+        return True
+
+    def run(self, step: Step, plain: Plain) -> Any:
+        """Make the step, on weights and masters that are brought in step before; no sync.
+
+        `step.unpublished` gets the masters that are still to be rounded into the weights.
+        """
+        step.unpublished = list(step.linked)
+        reconcile(step.linked)
+        step.writes = True
+        split_master.materialize(link.master for _, link in step.linked if has_gradient(link.master))
+        return plain(step.optimizer, *step.args, **step.kwargs)
+
+
+WHOLE = Whole()
+
+
+class Step(Block):
+    """What lies between users' pre-hooks and post-hooks, in the order of its methods: a `with` block around `run`.
+
+    On leaving, the masters that the strategy has left are published and the gradients consumed. After an exception
+    those masters are that were written, and the gradients are consumed if any was; else both are as before.
+
+    Args:
+        optimizer: the innermost one.
+        stash: the optimizer's.
+        args, kwargs: what `step` was given.
+
+    Attributes:
+        linked: the parameters that have masters.
+        skipped: whether the host knows of an overflow, so that no strategy is asked.
+        overflow: FP32, shape []: the flag on the device by which the optimizer skips there; None: it does not.
+        writes: whether what is written into masters from now on is the step, and not an edit of the user's.
+        stepped: whether a strategy has made the whole step, and brought masters and weights in step by itself.
+        unpublished: the masters that a strategy has not rounded into the weights.
     """
-    stash = stash_of(optimizer)
-    if stash is None or not stash.enabled:
-        return None
-    clean_up_interrupted_step(optimizer, stash)
-    if stash.backward.open or stash.backward.other_open_bodies:
-        _refuse_in_body(optimizer, stash)
-    step = stash.step
-    step.depth += 1
-    if step.depth > 1:  # a subclass's step that calls super().step() fires the hooks twice
-        return None
-    step.frame = sys._getframe(1)
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is not None and stash.checks_gradients and not isinstance(closure, ClosureAlreadyRun):
-        clean_up_interrupted_step(optimizer, stash, running=False)
-        raise RuntimeError(
-            f"{base_class(optimizer).__name__}.step: a closure computes new gradients inside step(), after "
-            "the check for overflow; under loss scaling, and with skip_nonfinite=True, call the closure's body first, "
-            "then step() without it"
-        )
-    refuse_thawed(optimizer, stash)
-    stash.masters.drop_stepped_grads()
-    if capture.is_capturing():
-        captured.check(optimizer, stash)
-    unscale_pending(optimizer)
-    linked = stash.masters.links.linked
-    if step.in_one_pass:  # edits of weights are adopted on the way
-        stash.masters.links.publish_written()
-    else:
-        reconcile(linked)
-    _warn_of_ungathered(optimizer, stash, linked)
-    stash.collect_device_skips()
-    skip_if_overflowed(optimizer, stash)
-    if not step.in_one_pass and step.set_aside is None:
-        split_master.materialize(link.master for _, link in linked if has_gradient(link.master))
-    watched = None if closure is None else regions.as_now(closure)
-    if casts_state.current() is not None:  # the casts that act here are not for the optimizer's own arithmetic
-        step.no_casts_region = regions.region(None)
-        step.no_casts_region.call = step.frame
-        step.no_casts_region.__enter__()
-    step.prepared = True
-    if watched is None:
-        return None
-    return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
+
+    def __init__(self, optimizer: Any, stash: Stash, args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
+        self.optimizer, self.stash = optimizer, stash
+        self.args, self.kwargs = args, kwargs or {}
+        self.linked = stash.masters.links.linked
+        self.skipped = self.writes = self.stepped = False
+        self.overflow: torch.Tensor | None = None
+        self.unpublished: Sequence[Linked] = ()
+        self._made = self._is_consumed = False
+        self._no_casts: regions.region | None = None
+        self._exit_watch: Any = None
+
+    def __enter__(self) -> Step:
+        optimizer, stash = self.optimizer, self.stash
+        self._exit_watch = when_left(self, lambda _: self.leave())
+        stash.step = self
+        if self.args or self.kwargs:
+            self._check_closure()
+        is_capturing = capture.is_capturing()
+        if is_capturing:
+            captured.check(optimizer, stash)
+        settle_gradients(optimizer, stash)  # a pre-hook may have run a backward
+        if self.linked:
+            _warn_of_ungathered(optimizer, stash, self.linked)
+        if stash.device_skips:
+            stash.collect_device_skips()
+        self.skipped, self.overflow = overflow.decide(optimizer, stash, is_capturing)
+        if self.overflow is not None:
+            optimizer.grad_scale, optimizer.found_inf = None, self.overflow
+        if casts_state.current() is not None:  # the casts that act here are not for the optimizer's own arithmetic
+            self._no_casts = regions.region(None)
+            self._no_casts.__enter__()
+        return self
+
+    def run(self, strategy: Whole, plain: Plain) -> Any:
+        """Have `strategy` make the step, if it is not skipped; returns what `step` returns."""
+        if self.skipped:
+            reconcile(self.linked)
+            closure = self._closure()
+            return closure() if isinstance(closure, ClosureAlreadyRun) else None
+        result = strategy.run(self, plain)
+        self._made = True
+        return result
+
+    def __exit__(self, *raised: Any) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """End the step; called again after an exception in here, it does the rest."""
+        stash, optimizer = self.stash, self.optimizer
+        if stash.step is not self:
+            return
+        if self._no_casts is not None:
+            self._no_casts.__exit__(None, None, None)
+            self._no_casts = None
+        if self._made or self.skipped:
+            self._finish()
+        elif self.writes:
+            links = stash.masters.links
+            self.stepped = self.stepped or bool(links.watch.written())
+            links.publish_written()
+            if self.stepped:
+                self._consume()
+        if self.overflow is not None:
+            vars(optimizer).pop("grad_scale", None)
+            vars(optimizer).pop("found_inf", None)
+        stash.step = self._exit_watch = None
+
+    def _finish(self) -> None:
+        stash = self.stash
+        if self._made and self.overflow is None and stash.found and not self._is_consumed:
+            overflow.note_stepped(self.optimizer, stash)
+        casts_state.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
+        self._consume()
+        if self.unpublished and self._made:  # after a skip on the device these are the values that are there already
+            publish(self.unpublished)
+        if self._made and not stash.neighbours.has_stepped and not capture.is_capturing():
+            stash.neighbours.has_stepped = True
+
+    def _consume(self) -> None:
+        if not self._is_consumed:
+            consume(self.stash)
+            self._is_consumed = True
+
+    def _closure(self) -> Any:
+        return self.args[0] if self.args else self.kwargs.get("closure")
+
+    def _check_closure(self) -> None:
+        """Refuse a closure that would make gradients nobody checks; have any other run with the casts of now."""
+        closure = self._closure()
+        if closure is None or isinstance(closure, ClosureAlreadyRun):
+            return
+        if self.stash.checks_gradients:
+            raise RuntimeError(
+                f"{base_class(self.optimizer).__name__}.step: a closure computes new gradients inside step(), after "
+                "the check for overflow; under loss scaling, and with skip_nonfinite=True, call the closure's body "
+                "first, then step() without it"
+            )
+        closure = regions.as_now(closure)
+        if self.args:
+            self.args = (closure, *self.args[1:])
+        else:
+            self.kwargs = {**self.kwargs, "closure": closure}
 
 
-@not_traced
-def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Post-hook of `step`: publish the masters, or put back what a skipped step must not have changed."""
-    stash = stash_of(optimizer)
-    if stash is None or not stash.enabled or stash.step.depth == 0:
-        return
-    step = stash.step
-    step.depth -= 1
-    if step.depth > 0:
-        return
-    skipped = step.set_aside is not None
-    if step.set_aside is not None:
-        for master, grad in step.set_aside.grads:
-            master.grad = grad
-        if step.set_aside.half is not None and stash.masters.waiting is not None:
-            stash.masters.waiting.take_back(step.set_aside.half)
-    elif not step.flag_on_optimizer and may_skip_on_device(optimizer, stash):
-        note_stepped(optimizer, stash)
-    casts_state.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
-    linked = stash.masters.links.linked
-    # Keep this order: the clean-up reads "master newer than its weight" as "gradients not cleared yet".
-    consume(optimizer, stash)
-    if not skipped:  # a step that the device skipped publishes the values that are there already
-        if unpublished := step.unpublished if step.in_one_pass else linked:
-            publish(unpublished)
-        if step.in_one_pass:
-            stash.masters.links.publish_written()  # written by a post-hook that ran before this one
-    if not capture.is_capturing():
-        stash.neighbours.has_stepped = stash.neighbours.has_stepped or not skipped
-    clean_up_interrupted_step(optimizer, stash, running=False)
+# ----------------------------------------------------------------------------------------------------------------------
+# The method
 
 
-def guarded_step(base: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    """The step of an optimizer whose class `base` is not torch's, with what the hooks do for torch's around it.
+_HOOKS_AROUND = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
-    Such an optimizer may have no hooks. Without gradients it may divide by their number, or count a step wherever it
-    likes; so its step is not called at all where it is skipped. Observers are told here: of the other optimizers'
-    steps torch's global hooks tell them.
-    """
+
+def step_of(base: Any, strategy: Whole = WHOLE) -> Callable[..., Any]:
+    """The `step` of optimizers of the class `base` in a training: `strategy` where that suits, else torch's own way."""
+    with_hooks = issubclass(base, torch.optim.Optimizer)
+    if with_hooks and _is_of_torch_or_ours(base) and not getattr(base.step, "hooked", False):
+        base.step = torch.optim.Optimizer.profile_hook_step(base.step)  # an unpickled optimizer is the first of `base`
+        vars(base.step)["hooked"] = True
+    own: Any = base.step
+    if getattr(own, "__code__", None) is _HOOKS_AROUND:
+        plain = own.__wrapped__
+    else:  # with `hooked` somebody has wrapped what torch gave its hooks: these are called inside
+        plain, with_hooks = own, with_hooks and not getattr(own, "hooked", False)
+
+    def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stash = known_stash(self)
+        given = bool(args or kwargs) and any(value is not None for value in (*args, *kwargs.values()))
+        with Step(self, stash, args, kwargs) as step:
+            return step.run(strategy if strategy.suits(self, stash, given) else WHOLE, plain)
+
+    between_hooks = torch.optim.Optimizer.profile_hook_step(wraps(plain)(inside)) if with_hooks else None
+
+    @wraps(own)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stash = stash_of(self)
+        if stash is None or not stash.enabled or stash.step is not None:
+            return base.step(self, *args, **kwargs)
+        settle(self, stash)
+        if between_hooks is not None and base.step is own and "_optimizer_step_pre_hooks" in vars(self):
+            result = between_hooks(self, *args, **kwargs)
+        else:  # no hooks, or a script has replaced `step` of the class since
+            result = _around(base.step, self, stash, args, kwargs)
+        if stash.enabled:
+            stash.masters.links.publish_written()  # by users' post-hooks
+        return result
+
+    step.hooked = True  # type: ignore[attr-defined]  # else torch would call the hooks around this method too
+    return eager_only(step)
+
+
+def _is_of_torch_or_ours(base: type) -> bool:
+    return base.__module__.partition(".")[0] in ("torch", "amp_patch")
+
+
+def _around(whole: Plain, optimizer: Any, stash: Stash, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A step whose hooks, if it has any, are called by `whole`, so that observers are told here."""
     observers.tell("step_begins", optimizer)
-    result = _guarded_step(base, optimizer, args, kwargs)
+    with Step(optimizer, stash, args, kwargs) as step:
+        result = step.run(WHOLE, whole)
     observers.tell("step_ends", optimizer)
     return result
 
 
-def _guarded_step(base: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    stash = stash_of(optimizer)
-    if stash is not None:
-        clean_up_interrupted_step(optimizer, stash)
-    if stash is None or not stash.enabled or stash.step.depth > 0:
-        return base.step(optimizer, *args, **kwargs)
-    called, kwargs = before_step(optimizer, (optimizer, *args), kwargs) or ((optimizer, *args), kwargs)
-    skipped = stash.step.set_aside is not None
-    result = None if skipped else base.step(*called, **kwargs)
-    after_step(optimizer, called, kwargs)
-    return result
+def settle(optimizer: Any, stash: Stash) -> None:
+    """Before users' pre-hooks: refuse a step that cannot be, and leave unscaled gradients on masters; no sync."""
+    if stash.backward.open or stash.backward.other_open_bodies:
+        _refuse_in_body(optimizer, stash)
+    refuse_thawed(optimizer, stash)
+    stash.masters.drop_stepped_grads()
+    settle_gradients(optimizer, stash)
 
 
-def consume(optimizer: Any, stash: Stash) -> None:
+def settle_gradients(optimizer: Any, stash: Stash) -> None:
+    """Unscale what delayed exits of `scale_loss` left for this optimizer, or others with its parameters; no sync."""
+    if stash.pending is not None or stash.neighbours.sharing:
+        unscale_pending(optimizer)
+
+
+def consume(stash: Stash) -> None:
     """Forget the gradients that a step, taken or skipped, was for: those of its masters that nobody awaits.
 
     Another optimizer of the training awaits a gradient of a master that it holds too and has yet to step with.
@@ -153,12 +269,10 @@ def consume(optimizer: Any, stash: Stash) -> None:
     stash.backward.strays.clear()
     stash.route_grads()
     stash.found.clear()
-    awaited = _awaited_by_others(stash)
     masters = stash.masters.links.masters
-    if awaited:
+    if stash.neighbours.sharing and (awaited := _awaited_by_others(stash)):
         masters = [master for master in masters if id(master) not in awaited]
     stash.masters.spend(masters)
-    stash.step.stepped = False
 
 
 def _awaited_by_others(stash: Stash) -> set[int]:
@@ -168,38 +282,6 @@ def _awaited_by_others(stash: Stash) -> set[int]:
         if known.gathered:
             awaited.update(id(link.master) for _, link in known.masters.links.linked)
     return awaited
-
-
-def clean_up_interrupted_step(optimizer: Any, stash: Stash, running: bool | None = None) -> None:
-    """Put back what the pre-hook changed for a step that is over; an exception in it kept the post-hook from running.
-
-    Does nothing while the step is running: this may be called in its closure, or in the step of its parent class.
-    Gradients that overflowed stay away: they may have been cleared since. What the step has written into masters is
-    published. After an exception in here the next call does the rest.
-
-    Args:
-        running: whether the step is running, if the caller knows; None: its frame tells.
-    """
-    step = stash.step
-    if step.depth == 0 and step.frame is None:
-        return
-    left = running is None
-    if thread_state.is_running(step.frame) if running is None else running:
-        return
-    if step.flag_on_optimizer:
-        optimizer.grad_scale = optimizer.found_inf = None
-        del optimizer.grad_scale, optimizer.found_inf
-        step.flag_on_optimizer = False
-    if step.no_casts_region is not None:
-        step.no_casts_region.__exit__(None, None, None)
-        step.no_casts_region = None
-    put_back(optimizer, stash)
-    if left and (stash.masters.links.publish_written() or step.stepped) and step.prepared:
-        consume(optimizer, stash)
-    if (waiting := stash.masters.waiting) is not None:
-        waiting.lent = {}
-    step.unpublished, step.stepped = [], False
-    step.depth, step.frame, step.prepared = 0, None, False
 
 
 def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
@@ -231,7 +313,6 @@ def refuse_thawed(optimizer: Any, stash: Stash) -> None:
     thawed = next((p for p in bare if p.requires_grad and came.type_of(p) is not None), None)
     if thawed is None:
         return
-    clean_up_interrupted_step(optimizer, stash, running=False)
     way = "call scale_loss for its loss" if policy.master_weights else "call initialize() again, then step"
     name = stash.neighbours.names.get(id(thawed), "of a later group")
     raise RuntimeError(

@@ -10,7 +10,7 @@ import pytest
 import amp_patch
 
 # Wings that a training need not have.
-WINGS = ("diagnose", "recording", "comparison", "commands", "graph", "apex", "integrations")
+WINGS = ("lab", "graph", "apex", "integrations")
 
 LOADED = f"""
 import sys
@@ -27,7 +27,7 @@ assert not loaded(), loaded()
 amp_patch.initialize(torch.nn.Linear(2, 2))
 assert not loaded(), loaded()
 amp_patch.initialize(torch.nn.Linear(2, 2), verbosity=2)
-assert "amp_patch.diagnose.explain" in loaded()
+assert "amp_patch.lab.diagnose.explain" in loaded()
 """
     subprocess.run([sys.executable, "-c", LOADED + code], check=True)
 
@@ -59,9 +59,9 @@ def test_a_star_import_gives_all_names():
 
 
 def test_functions_are_not_hidden_by_modules_of_their_name():
-    import amp_patch.commands.compare
-    import amp_patch.diagnose.explain
-    import amp_patch.diagnose.inspect
+    import amp_patch.lab.commands.compare
+    import amp_patch.lab.diagnose.explain
+    import amp_patch.lab.diagnose.inspect
 
     assert all(map(callable, (amp_patch.compare, amp_patch.explain, amp_patch.inspect)))
 

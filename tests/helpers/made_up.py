@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from amp_patch.recording.run import PARTS, Look, Run
+from amp_patch.lab.recording.run import PARTS, Look, Run
 
 
 def made_up_run(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from amp_patch.recording.run import Event, loads
+from amp_patch.lab.recording.run import Event, loads
 
 
 def read_lines(lines: Iterable[str]) -> list[Event]:

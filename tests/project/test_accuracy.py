@@ -12,8 +12,8 @@ import pytest
 from made_up import made_up_run
 from paths import BENCHMARKS
 
-from amp_patch.comparison.comparison import Comparison
-from amp_patch.recording.run import dumps
+from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.recording.run import dumps
 
 SCRIPT = BENCHMARKS / "accuracy.py"
 SEEDS = 5

@@ -274,9 +274,10 @@ def test_a_source_distribution_holds_the_cuda_sources_wherever_it_is_made(source
 
 def test_source_distributions_and_wheels_hold_the_templates_of_the_page(sources):
     shutil.copy(ROOT / "MANIFEST.in", sources)
-    templates = Path("amp_patch", "comparison", "templates")
+    templates = Path("amp_patch", "lab", "comparison", "templates")
     shutil.copytree(ROOT / templates, sources / templates)
-    (sources / templates.parent / "__init__.py").touch()
+    for package in ("lab", "lab/comparison"):
+        (sources / "amp_patch" / package / "__init__.py").touch()
     wanted = {path.name for path in (ROOT / templates).iterdir()}
     assert wanted == {"report.html", "report.css"}
     for command in ("sdist", "--formats=tar"), ("build_py", "--build-lib", "built"):  # a wheel holds what that copies

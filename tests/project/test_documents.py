@@ -66,7 +66,7 @@ def test_each_source_that_a_page_names_is_there(page):
     """
     text = page.read_text()
     named = re.findall(r"(?<![\w./-])(?!torch/|ATen/|c10/)((?:[\w*-]+/)+[\w*-]+\.(?:py|sh|h|cpp|cu|toml))\b", text)
-    for folder, files in re.findall(r"^\| `(\w+/)` \| (.*) \|$", text, re.MULTILINE):
+    for folder, files in re.findall(r"^\| `((?:\w+/)+)` \| (.*) \|$", text, re.MULTILINE):
         named += [folder + name for name in re.findall(r"`(\w+\.py)`", files)]
     bases = (ROOT, ROOT / "amp_patch", ROOT / "tests")
     missing = [path for path in named if not any(any(base.glob(path)) for base in bases)]

@@ -17,8 +17,8 @@ import torch
 from paths import EXAMPLES, ROOT
 
 from amp_patch import amp
-from amp_patch.comparison.comparison import Comparison
-from amp_patch.recording.run import loads
+from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.recording.run import loads
 
 pytest.importorskip("sklearn", reason="the examples' digits come with scikit-learn")
 

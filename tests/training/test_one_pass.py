@@ -414,4 +414,4 @@ def test_nothing_grows(level, recipe):
     go_on(model, optimizer, range(10, 300))
     assert tensors_there_are() <= first and len(pickle.dumps(optimizer)) <= held + 16
     stash = optimizer._amp_stash
-    assert not stash.step.unpublished and not stash.masters.waiting and not stash.step.in_one_pass
+    assert stash.step is None and not stash.masters.waiting

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import random
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
@@ -12,6 +11,7 @@ from weakref import WeakValueDictionary
 import pytest
 import torch
 from conftest import DEVICES
+from in_portions import Each, equal
 from torch import Tensor, nn
 
 from amp_patch import amp
@@ -40,9 +40,8 @@ IN_PORTIONS = sorted(OPTIMIZERS)
 
 @pytest.fixture(autouse=True)
 def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each portion has one parameter or two here; nothing is known from other tests."""
+    """Each portion has one parameter or two here; nothing was said in other tests."""
     monkeypatch.setattr(portions, "PORTION", 24)
-    monkeypatch.setattr(portions, "_tried", {})
     monkeypatch.setattr(portions, "_said", set())
     monkeypatch.setattr(generated_class, "_classes", WeakValueDictionary())
 
@@ -53,9 +52,9 @@ def how_many(monkeypatch) -> list[int]:
     counts: list[int] = []
     real = portions._step_each
 
-    def step_each(optimizer: Any, stash: Any, chosen: Any, plain: Any) -> None:
+    def step_each(step: Any, chosen: Any, plain: Any) -> None:
         counts.append(len(chosen))
-        real(optimizer, stash, chosen, plain)
+        real(step, chosen, plain)
 
     monkeypatch.setattr(portions, "_step_each", step_each)
     return counts
@@ -158,118 +157,11 @@ def test_portions_give_the_numbers_of_the_whole(name, level, foreach, how_many, 
     whole = fifty_steps(OPTIMIZERS[name] if name == "Muon" else make, level)
     assert how_many == []
     for step, (one, other) in enumerate(zip(portioned, whole, strict=True)):
-        assert portions._equal(one, other), step
+        assert equal(one, other), step
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What takes the ordinary way
-
-
-class Each(torch.optim.Optimizer):
-    """Steps each parameter by itself."""
-
-    def __init__(self, params: Any, lr: float = 0.1, **more: Any) -> None:
-        super().__init__(params, {"lr": lr, **more})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.add_(self.direction(group, param), alpha=-group["lr"])
-
-    def direction(self, group: Any, param: Tensor) -> Tensor:
-        return param.grad
-
-
-class CountsInGroup(Each):
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
-        super().step.__wrapped__(self)
-
-
-class CountsByItself(Each):
-    count = 0
-
-    def step(self, closure: Any = None) -> None:
-        self.count += 1
-        super().step.__wrapped__(self)
-
-
-class CountsInState(Each):
-    def step(self, closure: Any = None) -> None:
-        self.state["count"] = self.state.get("count", 0) + 1
-        super().step.__wrapped__(self)
-
-
-class ByOneNorm(Each):
-    """Clips by the norm of all gradients, once that is over 100."""
-
-    def direction(self, group: Any, param: Tensor) -> Tensor:
-        grads = [p.grad for each in self.param_groups for p in each["params"] if p.grad is not None]
-        return param.grad * (100.0 / nn.utils.get_total_norm(grads)).clamp(max=1.0)
-
-
-class Noisy(Each):
-    def direction(self, group: Any, param: Tensor) -> Tensor:
-        return param.grad + torch.randn_like(param)
-
-
-class NoisyByPython(Each):
-    def direction(self, group: Any, param: Tensor) -> Tensor:
-        return param.grad * random.random()
-
-
-class FiresHooks(Each):
-    def step(self, closure: Any = None) -> None:
-        super().step()
-
-
-class NotBuilt(Each):
-    def __init__(self, params: Any, first: Tensor | None = None) -> None:
-        self.first = params[0]["params"][0] if first is None else first
-        if self.first.shape != (7, 5):
-            raise RuntimeError("that is another model")
-        super().__init__(params)
-
-
-REASONS = {
-    CountsInGroup: "keeps numbers in its groups",
-    CountsByItself: "keeps numbers of its own",
-    CountsInState: "stepped differently",
-    ByOneNorm: "stepped differently",
-    Noisy: "draws random numbers",
-    NoisyByPython: "draws random numbers",
-    FiresHooks: "calls hooks inside",
-    NotBuilt: "could not be tried",
-}
-
-
-@pytest.mark.parametrize("kind", REASONS, ids=lambda kind: kind.__name__)
-def test_a_class_that_a_trial_finds_unsound_takes_the_ordinary_way(kind, how_many, monkeypatch, caplog):
-    monkeypatch.setattr(portions, "_is_torchs", lambda base: True)
-    Each([nn.Parameter(torch.zeros(1))])  # torch puts the hooks around its step
-    before = torch.get_rng_state(), random.getstate()
-    with caplog.at_level(logging.INFO, "amp_patch"):
-        model, optimizer = training(kind, "O5")
-        for step in range(2):
-            backward(model, optimizer, step)
-            if step == 0:
-                assert torch.equal(torch.get_rng_state(), before[0]) or kind is not Noisy
-            optimizer.step()
-    assert REASONS[kind] in caplog.text and kind.__name__ in caplog.text and how_many == []
-    assert sum("not in portions" in record.message for record in caplog.records) == 1
-    assert random.getstate() == before[1] or kind is NoisyByPython
-
-
-def test_a_class_that_a_trial_finds_sound(how_many, monkeypatch):
-    """Else the test above shows nothing."""
-    monkeypatch.setattr(portions, "_is_torchs", lambda base: True)
-    model, optimizer = training(Each, "O5")
-    backward(model, optimizer, 0)
-    optimizer.step()
-    assert how_many == [4]
 
 
 ORDINARY = {
@@ -364,25 +256,7 @@ def test_only_on_the_cpu(device):
     assert (optimizer._amp_stash.masters.waiting is not None) == (device == "cpu")
 
 
-@pytest.fixture
-def trials(monkeypatch) -> list[Any]:
-    made: list[Any] = []
-    real = portions._trial
-    monkeypatch.setattr(portions, "_trial", lambda *args: made.append(args) or real(*args))
-    return made
-
-
-def test_a_trial_is_made_once(trials):
-    model, optimizer = training(torch.optim.NAdam, "O5")
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    for step in range(4):
-        backward(model, optimizer, step)
-        optimizer.step()
-        schedule.step()
-    assert len(trials) == 1
-
-
-def test_what_a_script_keeps_in_its_groups_makes_no_trial_more(trials, how_many):
+def test_what_a_script_keeps_in_its_groups_is_no_reason_against_portions(how_many):
     """A name of each group's own, a list, a tensor: no optimizer of torch's reads them."""
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(200)))
     own: list[Any] = ["name", ["a", "list"], torch.ones(2), None, 0.0]
@@ -394,17 +268,8 @@ def test_what_a_script_keeps_in_its_groups_makes_no_trial_more(trials, how_many)
     with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
-    assert len(trials) == 1 and how_many == [200]
+    assert how_many == [200]
     assert [group["name"] for group in optimizer.param_groups] == [f"layer {index}" for index in range(200)]
-
-
-@pytest.mark.skipif("Muon" not in OPTIMIZERS, reason="this torch has no Muon")
-def test_a_string_that_the_optimizer_reads_makes_a_trial_of_its_own(trials):
-    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
-    ways = ["original", "match_rms_adamw"] * 2
-    groups = [{"params": [layer.weight], "adjust_lr_fn": way} for layer, way in zip(model, ways, strict=True)]
-    amp.initialize(model, torch.optim.Muon(groups), opt_level="O5", verbosity=0)
-    assert [settings["adjust_lr_fn"] for _, settings, _ in trials] == ways[:2]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -432,7 +297,7 @@ def test_hooks_run_once_a_step_and_see_the_gradients(monkeypatch):
         optimizer.step()
         assert len(calls) == 2
         seen.append(calls)
-    assert portions._equal(seen[0], seen[1])
+    assert equal(seen[0], seen[1])
 
 
 def test_what_a_hook_writes_into_masters_reaches_the_weights():
@@ -468,7 +333,8 @@ def test_a_gradient_that_the_optimizer_keeps_is_not_written_over(how_many, monke
             self.state[param]["last"] = param.grad
             return param.grad
 
-    monkeypatch.setattr(portions, "_is_torchs", lambda base: True)
+    monkeypatch.setattr(portions, "reason_against", lambda optimizer: None)
+    monkeypatch.setattr(portions, "is_torchs", lambda base: True)
     model, optimizer = training(Keeps, "O5")
     for step in range(3):
         backward(model, optimizer, step)

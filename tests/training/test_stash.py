@@ -13,7 +13,7 @@ from torch import nn
 from amp_patch import amp
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.training.loss_scaler import LossScaler
-from amp_patch.training.stash import BackwardState, Neighbours, OfThisProcess, Stash, StepState
+from amp_patch.training.stash import BackwardState, Neighbours, OfThisProcess, Stash
 
 
 @dataclass
@@ -36,15 +36,10 @@ def test_all_that_is_declared_to_be_of_this_process_begins_afresh(way):
     scaler = LossScaler(128.0, min_loss_scale=1.0, max_loss_scale=2.0**24)
     stash = _Extended(OPT_LEVELS["O2"], [scaler], bodies=3, wrapped=True, outlives="yes", note=_Note("here"))
     stash.backward.open, stash.backward.ended, stash.backward.earlier = True, 5, {1: None}
-    stash.step.depth, stash.step.flag_on_optimizer = 2, True
+    stash.step = lambda: None  # as while a step is running
     stash.neighbours.names, stash.neighbours.handles = {1: "weight"}, [lambda: None]  # which nothing can pickle
     twin = duplicate(stash, way)
-    assert (twin.backward, twin.step, twin.neighbours, twin.note) == (
-        BackwardState(),
-        StepState(),
-        Neighbours(),
-        _Note(),
-    )
+    assert (twin.backward, twin.step, twin.neighbours, twin.note) == (BackwardState(), None, Neighbours(), _Note())
     assert (twin.bodies, twin.wrapped, twin.outlives, twin.scalers[0].loss_scale()) == (3, True, "yes", 128.0)
     assert vars(twin).keys() == {part.name for part in fields(_Extended)}
     assert stash.note.text == "here" and stash.backward.open and stash.neighbours.names == {1: "weight"}
@@ -62,6 +57,6 @@ def test_an_optimizer_between_backward_and_step_is_copied_with_what_outlives_it(
     twin = copied._amp_stash
     assert stash.backward.first_unscaled_grad is not None and twin.backward.first_unscaled_grad is None
     assert twin.gathered and twin.bodies == 1 and len(twin.found) == 1
-    assert twin.neighbours.owner() is copied and len(twin.neighbours.handles) == 2
+    assert twin.neighbours.owner() is copied
     assert [ref() for ref in twin.neighbours.siblings] == [copied]
     assert not twin.neighbours.names and len(stash.neighbours.names) == 1

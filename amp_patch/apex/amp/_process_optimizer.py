@@ -13,7 +13,6 @@ from amp_patch.masters.gradients import take
 from amp_patch.masters.masters import publish
 from amp_patch.multi_tensor import inverse_of
 from amp_patch.training import optimizer as optimizer_side
-from amp_patch.training import step as optimizer_step
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.stash import Pending, Stash
 from amp_patch.training.unscale import unscale
@@ -134,7 +133,6 @@ class AmpOptimizer(optimizer_side.AmpOptimizer):
         """Leave no gradient on the model that a backward pass could add to; `_post_amp_backward` adds them."""
         self._amp_lazy_init()
         stash = self._amp_stash
-        optimizer_step.clean_up_interrupted_step(self, stash)
         stash.backward.earlier.clear()
         for route in stash.masters.links.routes:
             route.to_masters, route.scaled = False, True

@@ -1,0 +1,406 @@
+"""`python -m amp_patch check train.py folder`: which names of Apex do these files use, and does amp_patch serve them?
+Which of torch's own mixed precision, and what changes if they are amp_patch's?
+
+The files are read, not run. Followed are imports under any name, wherever they stand, `importlib.import_module` with a
+literal, `hasattr` and `getattr` with a literal, attribute chains, a name that is set to one, and the arguments by name
+of `amp.initialize`. What a function was given, or a call returned, is not followed, save the optimizer's private names,
+which are recognised on any object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import amp_patch.apex
+from amp_patch.lab.commands import apex_surface
+from amp_patch.lab.commands.apex_served import (
+    CALL,
+    DIFFERS,
+    ELEMENT,
+    EXTENSIONS,
+    MISSING,
+    SERVED,
+    Finding,
+    finding,
+    modules,
+)
+
+WIDTH = 80
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paths", nargs="+", metavar="path", help="a Python file, a notebook, or a folder of them")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def check(args: argparse.Namespace) -> None:
+    """list the names of Apex and of torch's mixed precision that files use, without running them; exit code 1 if one of
+    Apex is missing, 2 if a file is bad"""
+    paths = [Path(path) for path in args.paths]
+    uses, errors = read(paths)
+    findings = [finding(name, places) for name, places in sorted(uses.items())]
+    natives = native(paths)
+    if args.json:
+        told = {"names": [asdict(found) for found in findings], "native": [asdict(found) for found in natives]}
+        print(json.dumps({**told, "errors": errors}, indent=2))
+    else:
+        print("\n".join([*report(findings, errors, quiet=bool(natives)), *native_report(natives)]))
+    sys.exit(2 if errors else int(any(found.status == MISSING for found in findings)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch's own mixed precision
+
+
+@dataclass
+class Native(Finding):
+    """One name of torch's mixed precision.
+
+    Attributes:
+        becomes: the name in amp_patch; None where torch's is used as it is.
+        imported, in_full: those of its places where it is imported, and where it is reached through `torch` by name.
+    """
+
+    becomes: str | None
+    imported: list[str]
+    in_full: list[str]
+
+
+_NATIVE = {path: row for row in apex_surface.NATIVE for path in row.paths()}
+_NATIVE_MODULES = {row.owner for row in apex_surface.NATIVE} - {"torch"}
+
+
+def native(paths: list[Path]) -> list[Native]:
+    """The names of torch's mixed precision in the files, and what becomes of each."""
+    uses, imported, in_full = (read(paths, kind)[0] for kind in (Natives, Imported, InFull))
+    found = []
+    for name, places in sorted(uses.items()):
+        row = _NATIVE.get(name)
+        becomes = None if row is not None and row.served_by == "torch" else _ours(name)
+        difference = "" if row is None else row.difference
+        status = DIFFERS if difference else SERVED
+        found.append(Native(name, status, difference, places, becomes, imported.get(name, []), in_full.get(name, [])))
+    return found
+
+
+def _ours(name: str) -> str:
+    return "amp_patch" + name.removeprefix("torch")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which names a file uses
+
+
+def read(paths: list[Path], kind: type[Names] | None = None) -> tuple[dict[str, list[str]], list[str]]:
+    """The names of Apex, or of another kind, in the files, each with its places; what could not be read, and why."""
+    uses: dict[str, list[str]] = {}
+    errors = []
+    for path in _files(paths):
+        try:
+            trees = list(_trees(path))
+            names = (kind or Names)()
+            for _, tree in trees:
+                names.collect(tree)
+            for prefix, tree in trees:
+                for name, line in names.uses(tree):
+                    places = uses.setdefault(name, [])
+                    if (place := f"{prefix}{line}") not in places:
+                        places.append(place)
+        except (OSError, SyntaxError, ValueError) as error:
+            errors.append(_unreadable(path, error))
+    return uses, errors
+
+
+def _files(paths: list[Path]) -> Iterator[Path]:
+    for path in paths:
+        if not path.is_dir():
+            yield path
+            continue
+        for found in sorted(path.rglob("*")):
+            hidden = any(part.startswith(".") or part == "site-packages" for part in found.relative_to(path).parts)
+            if found.suffix in (".py", ".ipynb") and found.is_file() and not hidden:
+                yield found
+
+
+def _trees(path: Path) -> Iterator[tuple[str, ast.AST]]:
+    """The file, or each cell of a notebook: how its lines are called, and its syntax tree."""
+    if path.suffix != ".ipynb":
+        yield f"{path}:", _parsed(path.read_bytes(), path)
+        return
+    cells = json.loads(path.read_text(encoding="utf-8")).get("cells", [])
+    for number, cell in enumerate(cells, 1):
+        if cell.get("cell_type") == "code":
+            source = "".join(cell.get("source", ""))
+            if not source.startswith("%%"):  # another language, or a timing
+                # Lines for the shell and for the notebook; what is left may be a block's only line.
+                source = re.sub(r"^(\s*)[%!].*", r"\1pass", source, flags=re.MULTILINE)
+                yield f"{path}[{number}]:", _parsed(source, path)
+
+
+def _parsed(source: str | bytes, path: Path) -> ast.AST:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the script's own doubtful literals
+        return ast.parse(source, str(path))
+
+
+PYTHON2 = re.compile(r"^\s*(print\s+[^=(\s]|except\s[^:(]+,\s*\w+\s*:|raise\s+\w+\s*,|exec\s+[\"'])")
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    if isinstance(error, SyntaxError):
+        line = error.text or ""
+        way_out = "; it looks like Python 2: convert it first, for example with 2to3" if PYTHON2.match(line) else ""
+        return f"{path}:{error.lineno or 0}: not Python 3: {error.msg}{way_out}"
+    return f"{path}: {getattr(error, 'strerror', None) or error}"
+
+
+class Import(NamedTuple):
+    """What one clause of an import statement says: the name that it binds, to what, and what it asks for."""
+
+    bound: str
+    to: str
+    asked: str
+
+
+def _imported(node: ast.AST) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            first = alias.name.partition(".")[0]
+            yield Import(alias.asname or first, alias.name if alias.asname else first, alias.name)
+    elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        for alias in node.names:
+            path = f"{node.module}.{alias.name}"
+            if alias.name != "*":
+                yield Import(alias.asname or alias.name, path, path)
+                continue
+            yield Import("*", path, path)
+            natives = [name for row in apex_surface.NATIVE if row.owner == node.module for name in row.names.split()]
+            for name in getattr(modules().get(node.module), "__all__", natives):
+                yield Import(name, f"{node.module}.{name}", path)
+
+
+def _is_apex(path: str) -> bool:
+    first = path.partition(".")[0]
+    return first in ("apex", *amp_patch.apex.TOP_LEVEL) or EXTENSIONS.match(first) is not None
+
+
+@cache
+def _optimizers_own() -> set[str]:
+    return {name for row in apex_surface.ROWS if row.owner == apex_surface.OPTIMIZER for name in row.names.split()}
+
+
+class Names:
+    """The names of one file that stand for something of Apex, whatever the scope."""
+
+    follows = staticmethod(_is_apex)  # whether a full name may be one, or lead to one
+
+    @staticmethod
+    def own() -> set[str]:
+        """Attributes that are recognised on any object."""
+        return _optimizers_own()
+
+    @staticmethod
+    def knows(path: str) -> bool:
+        return finding(path, []).status != MISSING
+
+    def __init__(self) -> None:
+        self.paths: dict[str, str] = {}
+        self.others: set[str] = set()  # names that stand for something else as well, perhaps in another branch
+
+    def collect(self, tree: ast.AST) -> None:
+        """Follow imports, and what is set to something of Apex."""
+        for node in ast.walk(tree):
+            for clause in _imported(node):
+                if self.follows(clause.to):
+                    self.paths[clause.bound] = clause.to
+                else:
+                    self.others.add(clause.bound)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Name):
+                path = self.path(node.value)
+                if path is not None:
+                    self.paths.setdefault(target.id, path)
+                elif not isinstance(node.value, ast.Constant):  # `amp = None`
+                    self.others.add(target.id)
+
+    def path(self, node: ast.AST) -> str | None:
+        """The name of Apex that an expression stands for."""
+        if isinstance(node, ast.Name):
+            return self.paths.get(node.id)
+        if isinstance(node, ast.Attribute):
+            owner = self.path(node.value)
+            if owner is None and node.attr in self.own():
+                owner = apex_surface.OPTIMIZER
+            return None if owner is None else f"{owner}.{node.attr}"
+        if isinstance(node, ast.Subscript):
+            owner = self.path(node.value)
+            return None if owner is None else owner + ELEMENT
+        if isinstance(node, ast.Call):
+            called = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            words = [arg.value if isinstance(arg, ast.Constant) else None for arg in node.args]
+            if called in ("import_module", "__import__") and words and isinstance(words[0], str):
+                return words[0] if self.follows(words[0]) else None
+            if called in ("getattr", "hasattr") and len(words) > 1 and isinstance(words[1], str):
+                return self.path(ast.Attribute(node.args[0], words[1], ast.Load()))
+        return None
+
+    def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
+        """Every use of something of Apex in `tree`: its name, and its line."""
+        for clause in _imported(tree):
+            if self.follows(clause.asked):
+                yield clause.asked, tree.lineno  # type: ignore[attr-defined]
+        if isinstance(tree, ast.Call) and (called := self.path(tree.func)) is not None:
+            yield from _arguments(called, tree)
+        path = self.path(tree)
+        if path is None or (isinstance(tree, ast.Name) and isinstance(tree.ctx, ast.Store)):
+            for child in ast.iter_child_nodes(tree):
+                yield from self.uses(child)
+            return
+        root: ast.AST = tree
+        while isinstance(root, (ast.Attribute, ast.Subscript)):
+            if isinstance(root, ast.Subscript):
+                yield from self.uses(root.slice)
+            root = root.value
+        path = path.removesuffix(ELEMENT)
+        # A question, an attribute that is only written, or what another package has under a name that is one of Apex's
+        # elsewhere, need not be there.
+        written = isinstance(getattr(tree, "ctx", None), ast.Store)
+        asks = isinstance(root, ast.Call) and (getattr(root.func, "id", "") == "hasattr" or len(root.args) == 3)
+        if self.knows(path) or not (asks or written or getattr(root, "id", "") in self.others):
+            yield path, tree.lineno  # type: ignore[attr-defined]
+        if not isinstance(root, ast.Name):
+            for child in ast.iter_child_nodes(root):
+                yield from self.uses(child)
+
+
+class Natives(Names):
+    """The names of one file that stand for something of torch's mixed precision."""
+
+    @staticmethod
+    def own() -> set[str]:
+        return set()
+
+    @staticmethod
+    def follows(path: str) -> bool:
+        return path.partition(".")[0] == "torch"
+
+    @staticmethod
+    def knows(path: str) -> bool:
+        return path in _NATIVE or path.removesuffix(".*") in _NATIVE_MODULES
+
+    def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
+        return ((name, line) for name, line in super().uses(tree) if self.knows(name))
+
+
+class Imported(Natives):
+    """As `Natives`; of the import statements alone that bind the name itself, as `import torch.cuda.amp` does not."""
+
+    def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
+        for clause in _imported(tree):
+            if clause.to == clause.asked and self.knows(clause.asked):
+                yield clause.asked, tree.lineno  # type: ignore[attr-defined]
+        for child in ast.iter_child_nodes(tree):
+            yield from self.uses(child)
+
+
+class InFull(Natives):
+    """As `Natives`; of chains that begin with torch alone, which no import of theirs changes."""
+
+    def collect(self, tree: ast.AST) -> None:
+        super().collect(tree)
+        self.paths = {bound: to for bound, to in self.paths.items() if to in ("torch", "torch.cuda", "torch.cpu")}
+
+    def uses(self, tree: ast.AST) -> Iterator[tuple[str, int]]:
+        return iter(()) if isinstance(tree, (ast.Import, ast.ImportFrom)) else super().uses(tree)
+
+
+def _arguments(called: str, call: ast.Call) -> Iterator[tuple[str, int]]:
+    """Of a call of a function whose arguments the table speaks of: those of the table, and those that it has not."""
+    owner = called + CALL
+    told = {name for row in apex_surface.ROWS if row.owner == owner for name in row.names.split()}
+    for keyword in call.keywords if told else ():
+        name = f"{owner}.{keyword.arg}"
+        if keyword.arg in told or (keyword.arg is not None and finding(name, []).status == MISSING):
+            yield name, keyword.value.lineno
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report
+
+
+def report(findings: list[Finding], errors: list[str], quiet: bool = False) -> Iterator[str]:
+    """Lines of at most 80 columns where names and paths allow it: what is missing first."""
+    column = min(max((len(found.name) for found in findings), default=0), 42)
+    for status in MISSING, DIFFERS, SERVED:
+        for found in findings:
+            if found.status == status:
+                yield from _lines(found, column)
+    for error in errors:
+        yield from _wrapped(error, "", "  ")
+    counts = [sum(found.status == status for found in findings) for status in (SERVED, DIFFERS, MISSING)]
+    if findings:
+        yield "{} names of Apex: {} served, {} of them otherwise than by Apex, {} missing".format(
+            len(findings), counts[0] + counts[1], *counts[1:]
+        )
+    elif not quiet:
+        yield "no names of Apex"
+
+
+def native_report(natives: list[Native]) -> Iterator[str]:
+    """What becomes of a script that never had Apex: its names, and in the last lines all that there is to change."""
+    column = min(max((len(found.name) for found in natives), default=0), 42)
+    for found in natives:
+        yield from _lines(found, column)
+    if natives:
+        words = [f"{len(natives)} names of torch's mixed precision: the script can stay as it is"]
+        imports: dict[str, list[str]] = {}
+        for found in natives:
+            if found.becomes is not None and found.imported:
+                module, _, name = found.becomes.rpartition(".")
+                imports.setdefault(module, []).append(name)
+        if imports:
+            lines = [f"from {module} import {', '.join(names)}" for module, names in imports.items()]
+            words.append(f"to use amp_patch's, its imports become {', and '.join(lines)}")
+        for found in natives:
+            if found.becomes is not None and found.in_full:
+                words.append(f"{found.name} in full becomes {found.becomes}: {_places(found.in_full)}")
+        yield from _wrapped("; ".join(words), "", "  ")
+
+
+def _lines(found: Finding, column: int) -> Iterator[str]:
+    head = f"{found.status:<8} {found.name:<{column}}  "
+    places = _places(found.places)
+    if len(head) + len(places) > WIDTH:
+        yield head.rstrip()
+        yield from _wrapped(places, 11 * " ", 11 * " ")
+    else:
+        yield head + places
+    if found.note:
+        yield from _wrapped(found.note, 11 * " ", 11 * " ")
+
+
+def _places(places: list[str], most: int = 4) -> str:
+    """`a.py:1, 5, b.py:3 and 4 more`."""
+    shown, last = "", ""
+    for place in places[:most]:
+        file, _, line = place.rpartition(":")
+        shown += f"{', ' if shown else ''}{line if file == last else place}"
+        last = file
+    return shown + (f" and {len(places) - most} more" if len(places) > most else "")
+
+
+def _wrapped(text: str, first: str, later: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+    )

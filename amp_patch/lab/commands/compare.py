@@ -1,0 +1,143 @@
+"""`python -m amp_patch compare`: a script once per opt level and seed, each in a process of its own, and the report."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+
+from amp_patch.lab.commands import batch_search
+from amp_patch.lab.commands.compare_turns import ComparisonRefused, TurnOrder
+from amp_patch.lab.commands.interrupts import as_interrupts
+from amp_patch.lab.comparison import page, table
+from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.comparison.machine import SLOW, machine, products_in_words, time_of_products
+from amp_patch.lab.comparison.other_work import OtherWork
+from amp_patch.lab.comparison.plan import LEVELS, Plan
+from amp_patch.lab.recording.run import Run
+from amp_patch.policy import OPT_LEVELS
+
+_EPILOG = """
+The script is not changed: AMP_PATCH_OPT_LEVEL (and with --dtype AMP_PATCH_DTYPE) overrides what it gives to
+amp.initialize, and AMP_PATCH_SEED tells it the seed, should it ask. Its loss, times, memory and loss scale are recorded
+from amp.scale_loss and optimizer.step; it may add figures of its own with amp.log(held_out_loss=...).
+
+Seeds: all levels of a seed start from the same random state. Seed 0 leaves the seeds that the script sets as they are;
+for seed n, 1,000,003 n is added to what it gives to torch.manual_seed, random.seed and numpy.random.seed, and not to
+Generator.manual_seed or numpy.random.default_rng. With --seed-flag --seed the script is given `--seed n` instead.
+
+The levels of a seed train in turns of half a second, one at a time, so that other work on the machine falls on all of
+them alike; on a GPU the runs follow each other. From the first file that the script writes, or process that it starts,
+a run goes on to its end by itself: what it reads back is its own. A script that ends by the clock wants --one-by-one,
+and one that resumes from a checkpoint it finds in the working directory has to be told not to. What it prints goes to
+runs/LEVEL-seedN.log in the folder of --out. What a run has started ends with it. Ctrl-C keeps what has finished, as
+do SIGTERM and SIGHUP. The exit status is 0 if two levels can be compared, 1 if not, 130 if Ctrl-C is why (143 and 129:
+the others), and 2 for arguments that cannot be.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "python -m amp_patch compare [options] [-m] script [options] [-- the script's own arguments]"
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add(
+        "--levels",
+        default=",".join(LEVELS),
+        help=f"of {', '.join(OPT_LEVELS)}; O0 is always there (default %(default)s)",
+    )
+    add("--dtype", help="float16 or bfloat16 at O1, O2 and O3; O4 and O5 are bfloat16 (default: as the script has it)")
+    add("--steps", type=int, help="end each run after so many optimizer steps, before an evaluation that follows them")
+    add("--seeds", type=int, default=3, help="repetitions; the verdict needs several (default %(default)s)")
+    add("--seed-flag", metavar="FLAG", help="the script's own option for a seed")
+    add("--metric", default="loss", help="compare by this name of amp.log's (default: the training loss)")
+    add("--maximize", action="store_true", help="more of the metric is better")
+    add("--inspect", action="store_true", help="look at exponents, overflows and errors with amp.inspect; costs time")
+    add("--one-by-one", action="store_true", help="let each run end before the next begins")
+    batch_search.add_arguments(parser)
+    add("--device", choices=["cpu"], help="cpu: where the script says CUDA, take the CPU")
+    add("--out", type=Path, default=Path("amp_compare"), help="folder of the report (default %(default)s)")
+    add("-m", dest="module", action="store_true", help="script is a module, as in python -m")
+    add("script", help="a script, or a folder or zip file with a __main__.py, or with -m a module")
+
+
+def split(given: list[str]) -> tuple[list[str], list[str]]:
+    """The arguments that are ours, and those after `--`, the script's."""
+    end = given.index("--") if "--" in given else len(given)
+    own = given[:end]
+    for flag in ("--seed-flag", "--batch-flag"):
+        if flag in own[:-1]:  # argparse does not take `--seed` for its value
+            at = own.index(flag)
+            own[at : at + 2] = ["=".join(own[at : at + 2])]
+    return own, given[end + 1 :]
+
+
+def compare(args: argparse.Namespace) -> None:
+    """run a script at several opt levels, compare speed, memory and loss, and write a report"""
+    try:
+        plan = Plan(
+            levels=tuple(level.strip() for level in args.levels.split(",")),
+            seeds=args.seeds,
+            steps=args.steps,
+            dtype=args.dtype,
+            metric=args.metric,
+            maximize=args.maximize,
+            inspect=args.inspect,
+        )
+        if not args.module and not os.path.exists(args.script):
+            raise ValueError(f"compare: there is no {args.script!r} here")
+        folder = args.out / "runs"
+        if folder.is_symlink():  # as with the files in it: what it stands for is somebody else's
+            folder.unlink()
+        folder.mkdir(parents=True, exist_ok=True)
+        if args.batch_search is not None:
+            with as_interrupts():
+                sys.exit(batch_search.run(args, plan))
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what it has no letter for is not worth a comparison
+        sys.stdout.reconfigure(errors="replace")
+    _warn_of_slow_products(plan)
+    try:
+        runs, interrupted, load = _measure(plan, args)
+    except ComparisonRefused as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    script = ["-m", args.script] if args.module else [Path(args.script).name]
+    title = shlex.join([*script, *args.arguments])
+    comparison = Comparison(title, runs, plan.metric, plan.maximize, plan.steps, machine(load))
+    failure, where = _write(comparison, args.out)  # first: whoever reads the table may hang up
+    for line in table.lines(comparison, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ):
+        print(line)
+    print(f"report: {where}")
+    if failure is not None or not comparison.comparable:
+        sys.exit(interrupted or 1)
+
+
+def _measure(plan: Plan, args: argparse.Namespace) -> tuple[list[Run], int, OtherWork]:
+    """The runs that were begun, the exit status of what interrupted them, and what other work took of the machine."""
+    turns = TurnOrder(plan, args)
+    with as_interrupts():
+        interrupted = turns.take()
+    return turns.runs, interrupted, turns.load
+
+
+def _write(comparison: Comparison, folder: Path) -> tuple[OSError | None, str]:
+    """Write the report: why that failed, and where it is or why it is not."""
+    try:
+        return None, str(page.write(comparison, folder))
+    except OSError as error:
+        return error, f"not written: {error}"
+
+
+def _warn_of_slow_products(plan: Plan) -> None:
+    """Say before the run where BF16 is slower than FP32, on a machine without a GPU."""
+    with_bf16 = any(OPT_LEVELS[level].dtype is torch.bfloat16 for level in plan.levels) or plan.dtype == "bfloat16"
+    if with_bf16 and not torch.cuda.is_available() and (ratio := time_of_products(torch.bfloat16)) > SLOW:
+        print(f"BF16: {products_in_words(ratio)}", flush=True)

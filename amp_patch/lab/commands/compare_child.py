@@ -1,0 +1,245 @@
+"""One run of a comparison as `compare` sees it: a process that trains when it is its turn."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from amp_patch.lab.commands.run import wanted_cuda
+from amp_patch.lab.commands.turns import TURN
+from amp_patch.lab.comparison.other_work import OtherWork
+from amp_patch.lab.comparison.outcome import interrupted
+from amp_patch.lab.comparison.plan import Plan, name_as_asked
+from amp_patch.lab.recording.run import EXITED, KILLED, NATIVE, OUT_OF_MEMORY, Failure, Run, loads
+from amp_patch.support.files import fresh
+from amp_patch.support.guard import Guard
+
+_END = 8.0  # seconds that the guard has to end a run, more than it takes
+_POLL = 0.2  # seconds between two looks at what a run has recorded
+
+
+class Child:
+    """A script at the level and seed of `run`, which fills up as it trains, and says at the end what went wrong.
+
+    Its first turn begins with the process itself: imports, data and model are made in it.
+
+    Args:
+        in_turns: whether it hands its turns on; else its first one lasts until it ends.
+        load: reads how busy the machine is while it trains.
+        more: further arguments of the script, in a run whose files have this name.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        args: argparse.Namespace,
+        run: Run,
+        in_turns: bool,
+        load: OtherWork,
+        more: tuple[str, Sequence[str]] | None = None,
+    ) -> None:
+        self.run = run
+        self.pid = 0
+        self._asked = copy.deepcopy(run)
+        self._args = args
+        self._load = load
+        name, arguments = more or (f"{run.level}-seed{run.seed}", ())
+        self._name = Path("runs") / f"{name}.log"
+        self._log = fresh(args.out / self._name)  # instead of an earlier comparison's, or of a link to elsewhere
+        self._record = fresh(self._log.with_suffix(".jsonl").absolute())  # the script may change directory
+        self._record.open("xb").close()
+        self._lines = self._record.open("rb")
+        self._rest = self._said = b""
+        self._socket: socket.socket | None
+        self._socket, theirs = socket.socketpair() if in_turns else (None, None)
+        # A set of strings has another order with each seed of their hashes: let the levels agree on that, too.
+        environment = {"PYTHONHASHSEED": "0", **os.environ, **plan.environment(run)}
+        channel = () if theirs is None else (theirs.fileno(),)
+        self._guard = Guard()
+        try:
+            with open(self._log, "xb") as output:
+                self._process = subprocess.Popen(
+                    [*_command(plan, args, self._record, self._asked, *channel), *arguments],
+                    env={**environment, **self._guard.environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=channel,
+                    start_new_session=True,  # all that the script starts is of one group
+                )
+            self._guard.watch(-self._process.pid)
+        except BaseException:
+            self._guard.join()
+            raise
+        if theirs is not None:
+            theirs.close()
+        self.pid = self._process.pid
+        self._waits = False
+
+    def train(self, look: Callable[[Run], Any], turn: bytes = TURN) -> dict[str, Any] | None:
+        """Give it the turn, and what it says when it hands that on; None: it has ended. `look` is called meanwhile."""
+        self._load.watch(self.pid)
+        if self._waits and self._socket is not None:
+            with suppress(OSError):  # it has ended, by a signal
+                self._socket.send(turn)
+        self._waits = False
+        while True:
+            said = self._hear(_POLL)
+            self._take()
+            self._load.read()
+            look(self.run)
+            if said is not None:
+                self._waits = True
+                return said
+            if self._has_ended(0):
+                self._close()
+                self._conclude()
+                return None
+
+    def tell(self) -> None:
+        """Tell it, and what it has started, of an interrupt: no terminal does, in a session of its own."""
+        if self._socket is not None:
+            self._socket.close()
+        self._signal(signal.SIGINT)
+
+    def interrupt(self, until: float) -> None:
+        """End it, which was told; it has until then (`time.monotonic`) to do so by itself."""
+        self._has_ended(until - time.monotonic())
+        self.kill()
+        self.run.error, self.run.error_kind = interrupted(self.run)
+
+    def kill(self) -> None:
+        """End it, and what it has started, wherever that is."""
+        if not self._has_ended(0):
+            self._guard.end()
+            if not self._has_ended(_END):
+                self._signal(signal.SIGKILL)
+                self._process.wait()
+        self._guard.join()
+        self._close()
+
+    def _signal(self, number: int) -> None:
+        with suppress(OSError):
+            if os.name == "posix":
+                os.killpg(self._process.pid, number)
+            else:
+                self._process.send_signal(number)
+
+    def _hear(self, seconds: float) -> dict[str, Any] | None:
+        """What it says within so many seconds."""
+        if self._socket is None:
+            self._has_ended(seconds)
+            return None
+        try:
+            found = self._socket.recv(4096) if select.select([self._socket], [], [], seconds)[0] else None
+        except OSError:
+            found = b""
+        if found == b"":  # it has ended, or is another program now, whose turn lasts until that ends
+            self._socket.close()
+            self._socket = None
+        self._said += found or b""
+        line, end, rest = self._said.partition(b"\n")
+        if not end:
+            return None
+        self._said = rest
+        return json.loads(line)
+
+    def _has_ended(self, seconds: float) -> bool:
+        try:
+            self._process.wait(max(0.0, seconds))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _close(self) -> None:
+        self._signal(signal.SIGKILL)  # what the script has left behind would train on beside the others
+        self._guard.release()
+        self._guard.join()
+        if self._socket is not None:
+            self._socket.close()
+        self._take()
+        self._lines.close()
+        name_as_asked(self.run, self._asked)
+
+    def _take(self) -> None:
+        self._rest = take(self.run, self._rest + self._lines.read())
+
+    def _conclude(self) -> None:
+        run, code = self.run, self._process.returncode
+        if run.error is not None and run.error_kind == EXITED and (last := _last_line(self._log)):
+            run.error = f"{run.error}: {last}"[:300]  # as argparse does it, who prints what is wrong
+        elif run.error is None and code:
+            run.error, run.error_kind = _died(code, self._log)
+        elif run.error is None and not _is_whole(self._record):
+            run.error = (
+                f"the recording breaks off after {run.steps} steps: by os._exit or exec in the script, or a full disk"
+            )
+        if run.error is not None and not run.refused:
+            wanted = self._args.device is None and wanted_cuda(run.error)
+            run.error += f"{'; --device cpu takes the CPU instead' if wanted else ''} (see {self._name})"
+
+
+def was_out_of_memory(run: Run) -> bool:
+    """Whether it ended for want of memory, or was killed, perhaps for that."""
+    return run.error_kind in (OUT_OF_MEMORY, KILLED)
+
+
+def take(run: Run, recorded: bytes) -> bytes:
+    """Add the events of the lines that are complete, and return the rest."""
+    *lines, rest = recorded.split(b"\n")
+    for line in lines:
+        with suppress(json.JSONDecodeError):  # the disk was full in the middle of it
+            run.add(loads(line.decode()))
+    return rest
+
+
+def _is_whole(record: Path) -> bool:
+    *_, last = [b"", *record.read_bytes().splitlines()]
+    return last.startswith(b'{"event": "end"')
+
+
+def _command(plan: Plan, args: argparse.Namespace, record: Path, run: Run, channel: int | None = None) -> list[str]:
+    python = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
+    options = ["--record", str(record)]
+    if channel is not None:
+        options += ["--turns", str(channel)]
+    if plan.steps is not None:
+        options += ["--steps", str(plan.steps)]
+    if run.level == NATIVE:
+        options += ["--native"]
+    elif plan.inspect:
+        options += ["--inspect"]
+    if args.seed_flag is None:
+        options += ["--shift"]
+    if args.device is not None:
+        options += ["--device", args.device]
+    if args.module:
+        options += ["-m"]
+    own = [args.seed_flag, str(run.seed)] if args.seed_flag is not None else []
+    return [*python, "-m", "amp_patch.lab.commands.compare_worker", *options, args.script, *args.arguments, *own]
+
+
+def _died(code: int, log: Path) -> Failure:
+    """What can be said of a process that could not say itself why it ended."""
+    if code < 0:
+        name = signal.Signals(-code).name if -code in list(signal.Signals) else ""
+        words = f"killed by signal {-code} ({name})"
+        return Failure(f"{words}, perhaps for memory", KILLED) if -code == signal.SIGKILL else Failure(words)
+    return Failure(f"exit status {code}: {_last_line(log)}"[:300])
+
+
+def _last_line(log: Path) -> str:
+    printed = log.read_text(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(printed) if line.strip()), "")

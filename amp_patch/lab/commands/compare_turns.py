@@ -1,0 +1,156 @@
+"""Whose turn it is among the runs that are compared.
+
+The levels of a seed train in turns of half a second, or a step where that takes longer: load that comes and goes falls
+on all of them alike. One trains at a time. The first level begins, and the others when it has taken a step: a script
+that cannot be compared is refused by then.
+
+On a GPU, and where the memory would not do for all, each run ends before the next begins. What a GPU has left decides
+how cuDNN computes and how large a batch some scripts take: beside others a run would not be what it is alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+from amp_patch.lab.commands.compare_child import Child, was_out_of_memory
+from amp_patch.lab.commands.compare_progress import Progress
+from amp_patch.lab.commands.interrupts import status_of
+from amp_patch.lab.commands.turns import LAST, TURN
+from amp_patch.lab.comparison.other_work import OtherWork
+from amp_patch.lab.comparison.plan import Plan
+from amp_patch.lab.comparison.processes import free_bytes, private_bytes
+from amp_patch.lab.recording.run import INTERRUPTED, NATIVE, Run
+
+_PATIENCE = 5.0  # seconds that interrupted scripts have to end by themselves
+_FILLED = 0.8  # of the memory that is left; the first step may not be the largest
+
+
+class ComparisonRefused(Exception):
+    """The script cannot be trained at another level unedited; the message names the lines to add."""
+
+
+class TurnOrder:
+    """The runs of a plan, made: all levels of a seed, then the next seed.
+
+    Attributes:
+        runs: those of the plan, as far as it is known: a script with mixed precision of its own gets one more a seed.
+        load: what other work took of the machine meanwhile.
+    """
+
+    def __init__(self, plan: Plan, args: argparse.Namespace) -> None:
+        self.runs = plan.runs()
+        self.load = OtherWork()
+        self._plan = plan
+        self._args = args
+        self._progress = Progress(self.runs, plan.steps)
+        self._in_turns = not args.one_by_one and os.name == "posix"
+        self._grown = False  # whether there are runs of the script's own mixed precision
+        self._looked = False  # whether the memory would do for all
+        self._queue: deque[Run | Child] = deque()  # who has the turn next comes first
+        self._again: list[Run] = []
+        self._alive: list[Child] = []
+
+    def take(self) -> int:
+        """Make the runs; the exit status of an interrupt that has ended them, else 0.
+
+        After an interrupt `runs` has those that ended and those that took steps.
+
+        Raises:
+            ComparisonRefused: the script cannot be compared.
+        """
+        try:
+            for seed in range(self._plan.seeds):
+                self._take_seed(seed)
+        except KeyboardInterrupt as interrupt:
+            self._interrupt()
+            return status_of(interrupt)
+        finally:
+            for child in self._alive:
+                child.kill()
+            with suppress(OSError):  # a terminal that has closed
+                self._progress.close()
+        return 0
+
+    def _interrupt(self) -> None:
+        until = time.monotonic() + _PATIENCE
+        for child in self._alive:
+            child.tell()
+        for child in self._alive:
+            child.interrupt(until)
+        self.runs = [run for run in self.runs if run.steps or _has_failed(run)] or self.runs[:1]
+        ended, self._alive = self._alive, []
+        with suppress(OSError):  # a terminal that has closed
+            for child in ended:
+                if any(child.run is run for run in self.runs):
+                    self._progress.end(child.run)
+
+    def _take_seed(self, seed: int) -> None:
+        self._queue.extend(run for run in self.runs if run.seed == seed)
+        while self._queue:
+            if not self._in_turns:  # those that have begun end before another one begins
+                self._queue = deque(sorted(self._queue, key=lambda each: isinstance(each, Run)))
+            child = self._begun(self._queue.popleft(), self._in_turns)
+            said = child.train(self._progress.show, TURN if self._in_turns else LAST)
+            if said is None:
+                self._end(child)
+            else:
+                self._hear(said, child)
+                self._queue.append(child)
+        while self._again:
+            run = self._again.pop(0)
+            child = self._begun(run, False)
+            child.train(self._progress.show)
+            run.notes.append("the memory did not do for all levels at once: this run was made again by itself")
+            self._end(child)
+
+    def _begun(self, of: Run | Child, in_turns: bool) -> Child:
+        if isinstance(of, Child):
+            return of
+        child = Child(self._plan, self._args, of, in_turns, self.load)
+        self._alive.append(child)
+        return child
+
+    def _hear(self, said: dict[str, Any], child: Child) -> None:
+        """Take what a process says when it hands its turn on."""
+        if said["native"]:
+            self._grow(child.run.seed)
+        if not self._looked:
+            self._looked = True
+            waiting = sum(run.seed == child.run.seed for run in self.runs) - 1
+            free = free_bytes()
+            fits = free is None or waiting * private_bytes(child.pid) < _FILLED * free
+            self._in_turns = fits and not said["cuda"]
+
+    def _end(self, child: Child) -> None:
+        run = child.run
+        self._alive.remove(child)
+        if self._alive and was_out_of_memory(run):
+            fresh = Run(run.level, run.seed)
+            self.runs[next(i for i, each in enumerate(self.runs) if each is run)] = fresh
+            self._again.append(fresh)
+            self._in_turns = False  # nor would it do for the next seed
+            return
+        self._progress.end(run)
+        if run.native:
+            self._grow(run.seed)
+        if run.refused and (run is self.runs[0] or not any(each.steps for each in self.runs)):
+            raise ComparisonRefused(run.error)  # the other levels and seeds would say the same
+
+    def _grow(self, seed: int) -> None:
+        """Let each seed from this one on have a run of the script's own mixed precision too."""
+        if self._grown:  # the levels of the runs do not tell: one that trains now has that of its recording
+            return
+        self._grown = True
+        added = [Run(NATIVE, each) for each in range(seed, self._plan.seeds)]
+        self.runs += added
+        self.runs.sort(key=lambda run: run.seed)
+        self._queue.append(added[0])
+
+
+def _has_failed(run: Run) -> bool:
+    return run.error is not None and run.error_kind != INTERRUPTED

@@ -1,0 +1,77 @@
+"""One run of a comparison, in a process of its own: `python -m amp_patch run`, recorded."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from amp_patch.lab.commands import run as runner
+from amp_patch.lab.commands.turns import Turns
+from amp_patch.lab.comparison.outcome import failure
+from amp_patch.lab.comparison.seeds import seeded
+from amp_patch.lab.recording.recorder import Recorder
+from amp_patch.lab.recording.run import Failure, Run, dumps
+from amp_patch.lab.recording.sinks import JsonLines
+from amp_patch.lab.unedited.refusal import ScriptRefused
+from amp_patch.lab.unedited.watch import Watch
+
+
+@contextmanager
+def recorded(
+    path: str, *, steps: int | None, inspect: bool, shift: bool, native: bool = False, turns: int | None = None
+) -> Iterator[None]:
+    """Write the events of the training in the body to `path`, and last why it failed, if it did.
+
+    The level and the seed are in the environment: AMP_PATCH_OPT_LEVEL, AMP_PATCH_SEED. `turns`: number of the socket by
+    which the process takes turns with those of other levels.
+    """
+    level, seed = os.environ["AMP_PATCH_OPT_LEVEL"], int(os.environ["AMP_PATCH_SEED"])
+    run, recorder, error = Run(level, seed), None, None
+    watch = Watch(level, native=native)
+    taken = None
+    if turns is not None:
+        taken = Turns(turns, path, lambda: watch.native.seen, lambda: 0 if recorder is None else recorder.steps)
+    try:
+        with seeded(seed, shift=shift):
+            recorder = Recorder([JsonLines(path), run, *filter(None, [taken])], stop_after=steps, inspect=inspect)
+            with recorder, watch, taken or nullcontext():
+                yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        if recorder is not None and recorder.process == os.getpid():  # else a fork has left the script
+            refused = error if isinstance(error, ScriptRefused) else None
+            failed = failure(recorder, run, error)
+            if failed is not None and error is None:
+                refused = watch.missing()
+            if refused is not None:
+                failed = Failure(str(refused))
+            note = None if taken is None else taken.note()
+            if failed is not None or note is not None or watch.native.seen:
+                words, kind = failed or (None, "")
+                told = {"refused": refused is not None, "native": watch.native.seen}
+                end = {"event": "end", "error": words, "error_kind": kind, **told}
+                events = [end] if note is None else [{"event": "note", "text": note}, end]
+                with open(path, "a") as lines:
+                    lines.write("".join(f"{dumps(event)}\n" for event in events))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m amp_patch.lab.commands.compare_worker", allow_abbrev=False)
+    parser.add_argument("--record", required=True)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--inspect", action="store_true")
+    parser.add_argument("--shift", action="store_true")
+    parser.add_argument("--native", action="store_true")
+    parser.add_argument("--turns", type=int)
+    runner.add_arguments(parser)
+    args = parser.parse_args()
+    options = {name: getattr(args, name) for name in ("steps", "inspect", "shift", "native", "turns")}
+    runner.run(args, recorded(args.record, **options))
+
+
+if __name__ == "__main__":
+    main()

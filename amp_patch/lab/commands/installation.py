@@ -1,0 +1,78 @@
+"""Which amp_patch is in use: an installed one or a clone, which Python finds first in the working directory."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+_NAME = "amp_patch"
+_BUILD = "`pip install --no-build-isolation -e .`"
+
+
+class Installed(NamedTuple):
+    """What pip has installed: its version, the package's folder, and whether that is a clone's (`pip install -e`)."""
+
+    version: str
+    package: Path
+    editable: bool
+
+
+def package_in_words(package: Path | None = None, installed: list[Installed] | None = None) -> str:
+    """The folder that this amp_patch is in, what it is, and what is installed elsewhere.
+
+    Args:
+        package: the folder; default: of the amp_patch that runs.
+        installed: what pip has installed, on the paths that this Python looks for modules in; default: found.
+    """
+    package = _own() if package is None else package.resolve()
+    installed = [*_installed()] if installed is None else installed
+    same = [each for each in installed if each.package == package]
+    others = [each for each in installed if each.package != package]
+    elsewhere = ", ".join(f"{each.version} in {each.package}" for each in others)
+    if same:
+        kind = "a clone, installed by pip install -e" if same[0].editable else "installed"
+        return f"{package} ({kind}{f'; another: {elsewhere}' if elsewhere else ''})"
+    kind, first = "a clone" if _is_clone(package) else "a copy", "stands behind it on sys.path"
+    if package.parent == Path.cwd().resolve():
+        kind, first = f"{kind} in the working directory, where `python -m` looks first", "is used in other directories"
+    rest = f"NOT the installed one: {elsewhere} {first}" if elsewhere else "none is installed"
+    return f"{package} ({kind}; {rest})"
+
+
+def extension_in_words(package: Path | None = None) -> str:
+    """The file of the extension, and whether its sources, where they are beside it, have changed since it was built."""
+    package = _own() if package is None else package
+    file = next(iter(sorted(each for each in package.glob("_C.*") if each.suffix in (".so", ".pyd"))), None)
+    if file is None:
+        return "none"
+    if not _is_clone(package):
+        return str(file)
+    sources = [each for each in (package.parent / "csrc").rglob("*") if each.is_file()]
+    newest = max(sources, key=lambda each: each.stat().st_mtime, default=None)
+    if newest is None or newest.stat().st_mtime <= file.stat().st_mtime:
+        return f"{file}, newer than its sources"
+    changed = newest.relative_to(package.parent).as_posix()
+    return f"{file}, OLDER than its sources ({changed}): build it with {_BUILD}"
+
+
+def _own() -> Path:
+    return Path(__file__).resolve().parents[2]
+
+
+def _is_clone(package: Path) -> bool:
+    return (package.parent / "csrc").is_dir() and (package.parent / "setup.py").is_file()
+
+
+def _installed() -> Iterator[Installed]:
+    for found in importlib.metadata.distributions(name=_NAME):
+        if found.read_text("RECORD") is None:
+            continue  # an .egg-info that a build has left in a clone
+        origin = json.loads(found.read_text("direct_url.json") or "{}")
+        editable = bool(origin.get("dir_info", {}).get("editable"))
+        folder = Path(url2pathname(urlsplit(origin["url"]).path)) if editable else Path(str(found.locate_file("")))
+        yield Installed(found.version, (folder / _NAME).resolve(), editable)

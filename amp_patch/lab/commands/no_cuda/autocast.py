@@ -1,0 +1,139 @@
+"""torch's autocast of CUDA, and amp_patch's, are those of the CPU, in FP16 as there.
+
+Torch's FP16 kernels are ten to a hundred times slower than FP32's on a CPU without FP16 arithmetic (cpu_fp16.py), and
+its autocast leads to them. On such a CPU a torch.autocast in FP16 is entered as one of amp_patch, which emulates FP16.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from amp_patch.casts import autocast as casts_autocast
+from amp_patch.casts import state as casts_state
+from amp_patch.casts.cpu_fp16 import resolve_cpu_fp16
+from amp_patch.lab.commands.no_cuda.devices import is_cuda
+from amp_patch.policy import Policy
+from amp_patch.support.compiled import constant_in_traces
+from amp_patch.support.patches import Patches
+
+
+def redirect_autocast(patches: Patches) -> None:
+    """Autocasts of "cuda" become those of "cpu", and so do the functions that tell of them."""
+    autocast = torch.amp.autocast_mode.autocast
+    make, asked, told = autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    @functools.wraps(make)
+    def cast_on_cpu(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
+        if is_cuda(device_type):
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        make(self, device_type, dtype, *args, **kwargs)
+        self._amp_area = _instead(self)
+
+    patches.set(autocast, "__init__", cast_on_cpu)
+    _enter_instead(patches, autocast)
+    for name in "custom_fwd", "custom_bwd":
+        patches.set(torch.amp, name, _cuda_type_is_cpu(getattr(torch.amp, name)))
+
+    def is_enabled(device_type: Any = "cuda") -> bool:
+        kind = "cpu" if is_cuda(device_type) else device_type
+        return asked(kind) or (kind == "cpu" and _emulates())
+
+    def dtype_of(device_type: str) -> torch.dtype:
+        if not (is_cuda(device_type) or device_type == "cpu") or not is_enabled(device_type):
+            return told(device_type)
+        return torch.float16 if _emulates() else told("cpu")
+
+    for function, asked_for in ((is_enabled, "is_autocast_enabled"), (dtype_of, "get_autocast_dtype")):
+        constant_in_traces(function)
+        patches.set(torch, asked_for, function)
+    policy_of = casts_autocast.autocast_policy
+
+    def of_cpu(device_type: Any, dtype: Any, enabled: bool) -> Policy | None:
+        if device_type is None or (isinstance(device_type, str) and is_cuda(device_type)):
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        return policy_of(device_type, dtype, enabled)
+
+    patches.set(casts_autocast, "autocast_policy", of_cpu)
+
+
+class _Torchs(threading.local):
+    """The torch.autocasts of a thread.
+
+    Attributes:
+        areas: what was entered in their place, innermost last.
+        compiled: whether compiled code makes one. Only torch's own autocast casts what runs in there.
+    """
+
+    def __init__(self) -> None:
+        self.areas: list[casts_autocast.autocast] = []
+        self.compiled = False
+
+
+_torchs = _Torchs()
+
+
+def _instead(autocast: Any) -> casts_autocast.autocast | None:
+    """What to enter in place of a torch.autocast; None where FP16 is not emulated, or is not the type."""
+    fp16 = Policy("O1", dtype=torch.float16, patch_torch_functions=True)
+    if (
+        _torchs.compiled
+        or (autocast.device, autocast.fast_dtype) != ("cpu", torch.float16)
+        or not resolve_cpu_fp16(fp16, on_cpu=True).emulates
+    ):
+        return None
+    return casts_autocast.autocast("cpu", torch.float16, autocast._enabled, autocast._cache_enabled)
+
+
+def _enter_instead(patches: Patches, autocast: type) -> None:
+    enter, leave = autocast.__enter__, autocast.__exit__  # type: ignore[attr-defined]
+
+    @functools.wraps(enter)
+    def __enter__(self: Any) -> Any:
+        area = vars(self).get("_amp_area")
+        if area is None:
+            return enter(self)
+        area.__enter__()
+        _torchs.areas.append(area)
+        return self
+
+    @functools.wraps(leave)
+    def __exit__(self: Any, *error: Any) -> Any:
+        area = vars(self).get("_amp_area")
+        if area is None:
+            return leave(self, *error)
+        _torchs.areas.pop()
+        return area.__exit__(*error)
+
+    patches.set(autocast, "__enter__", __enter__)
+    patches.set(autocast, "__exit__", __exit__)
+    in_graphs = torch.amp.autocast_mode._enter_autocast
+
+    @functools.wraps(in_graphs)
+    def compiled(*args: Any) -> Any:
+        _torchs.compiled = True
+        try:
+            return in_graphs(*args)
+        finally:
+            _torchs.compiled = False
+
+    for owner in torch.amp, torch.amp.autocast_mode:
+        patches.set(owner, "_enter_autocast", compiled)
+
+
+def _emulates() -> bool:
+    """Whether the innermost region of this thread is a torch.autocast that was entered as one of amp_patch."""
+    areas = _torchs.areas
+    return bool(areas) and areas[-1].acting is not None and casts_state.current() is areas[-1].acting
+
+
+def _cuda_type_is_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, device_type: str, **kwargs: Any) -> Any:
+        return function(*args, device_type="cpu" if is_cuda(device_type) else device_type, **kwargs)
+
+    return call

@@ -1,0 +1,229 @@
+"""What `torch.cuda` answers of a machine with one GPU, which is this CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from amp_patch.lab.recording.peak_memory import PeakMemory
+from amp_patch.support.patches import Patches
+
+CAPABILITY = (7, 0)  # the first with FP16 tensor cores, and the oldest that the kernels here serve
+NAME = "CPU as CUDA (amp_patch)"
+
+peak: PeakMemory | None = None  # measures from the install on, and until the uninstall
+
+
+class Stream:
+    """A CUDA stream on a CPU: everything given to it is done already."""
+
+    cuda_stream = 0
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        self.device = torch.device("cuda", 0)
+        self.priority = priority
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+
+class Event:
+    """A CUDA event on a CPU: a point in wall-clock time."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any):
+        self._seconds: float | None = None
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds of wall-clock time between the two records."""
+        if self._seconds is None or end_event._seconds is None:
+            raise RuntimeError("Event.elapsed_time: both events must have been recorded")
+        return 1e3 * (end_event._seconds - self._seconds)
+
+    def query(self) -> bool:
+        return True
+
+    def record(self, stream: Any = None) -> None:
+        self._seconds = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+
+class EmptyBlock:
+    """torch.cuda.device(...), device_of(...) and stream(...): a block of code that changes nothing."""
+
+    def __init__(self, place: Any = None) -> None:
+        self.stream = place
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+class Nothing:
+    """torch.cuda.cudart(): whatever is called, nothing happens and it went well."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *args: 0
+
+
+def _memory() -> int:
+    """Bytes of memory of this machine."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # not Unix
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 16 << 30
+
+
+def _free_memory() -> int:
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return _memory()
+
+
+def _rng_state() -> torch.Tensor:
+    """As many bytes as CUDA's has."""
+    return torch.zeros(16, dtype=torch.uint8, device="cpu")
+
+
+def _held(*_: Any, **__: Any) -> int:
+    """Bytes by which this process has grown since `install`."""
+    return _or_say_why(None if peak is None else peak.held())
+
+
+def _most_held(*_: Any, **__: Any) -> int:
+    """The most of them at any time since `install`, or since the script's last reset."""
+    return _or_say_why(None if peak is None else peak.read("cpu"))
+
+
+def _reset_peak(*_: Any, **__: Any) -> None:
+    if peak is not None:
+        peak.restart()
+
+
+def _or_say_why(number: int | None) -> int:
+    if number is None:
+        _say_that_nothing_tells()
+    return number or 0
+
+
+@functools.cache
+def _say_that_nothing_tells() -> None:
+    print("amp_patch: torch.cuda's memory is 0: this system does not tell what a process holds", file=sys.stderr)
+
+
+def _memory_stats(*_: Any, **__: Any) -> Counter[str]:
+    """Of every other statistic 0."""
+    told = Counter[str]()
+    for kind in ("allocated", "active", "reserved"):
+        told[f"{kind}_bytes.all.current"], told[f"{kind}_bytes.all.peak"] = _held(), _most_held()
+    return told
+
+
+def _memory_summary(*_: Any, **__: Any) -> str:
+    mib = 2**20
+    return f"{NAME}: the process has grown by {_held() // mib} MiB, at most by {_most_held() // mib} MiB"
+
+
+def _properties(device: Any = None) -> Any:
+    major, minor = CAPABILITY
+    return SimpleNamespace(
+        name=NAME, major=major, minor=minor, total_memory=_memory(), multi_processor_count=os.cpu_count() or 1
+    )
+
+
+@contextlib.contextmanager
+def _block(*args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
+
+
+# What a function of torch.cuda, or of one of its modules, returns: a value, or a function that makes it.
+_ANSWERS: tuple[tuple[Any, str], ...] = (
+    (True, "is_available is_initialized is_bf16_supported"),
+    (False, "is_current_stream_capturing is_tf32_supported can_device_access_peer"),
+    (1, "device_count"),
+    (
+        0,
+        "current_device current_blas_handle get_sync_debug_mode initial_seed "
+        "memory_usage utilization temperature power_draw clock_rate "
+        "nvtx.range_push nvtx.range_pop nvtx.range_start",
+    ),
+    (
+        None,
+        "init set_device synchronize empty_cache ipc_collect set_stream set_sync_debug_mode "
+        "manual_seed manual_seed_all seed seed_all set_rng_state set_rng_state_all reset_accumulated_memory_stats "
+        "set_per_process_memory_fraction nvtx.mark nvtx.range_end profiler.init profiler.start profiler.stop",
+    ),
+    ("", "list_gpu_processes"),
+    (_held, "memory_allocated memory_reserved memory_cached device_memory_used"),
+    (_most_held, "max_memory_allocated max_memory_reserved max_memory_cached"),
+    (_reset_peak, "reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached"),
+    (1.0, "get_per_process_memory_fraction"),
+    (NAME, "get_device_name"),
+    (CAPABILITY, "get_device_capability"),
+    (_properties, "get_device_properties"),
+    (lambda *_: (_free_memory(), _memory()), "mem_get_info"),
+    (_memory_stats, "memory_stats"),
+    (_memory_summary, "memory_summary"),
+    (lambda *_: [], "get_arch_list memory_snapshot"),
+    (lambda *_: _rng_state(), "get_rng_state"),
+    (lambda *_: [_rng_state()], "get_rng_state_all"),
+    (lambda *_: Stream(), "current_stream default_stream"),
+    (lambda *_: Nothing(), "cudart"),
+    (_block, "nvtx.range profiler.profile"),
+)
+_CLASSES: tuple[tuple[type, str], ...] = (
+    (Stream, "Stream ExternalStream"),
+    (Event, "Event"),
+    (EmptyBlock, "device device_of stream StreamContext"),
+)
+
+
+def redirect_machine(patches: Patches) -> None:
+    for answer, names in (*_ANSWERS, *_CLASSES):
+        for path in names.split():
+            owner, name = _find(torch.cuda, path)
+            if name not in vars(owner):
+                continue  # torch's versions differ
+            stand_in = answer if callable(answer) else _answering(answer)
+            # Where it is defined too: torch.cuda.memory, random and streams are used by their own names.
+            home = importlib.import_module(getattr(vars(owner)[name], "__module__", owner.__name__))
+            for place in {owner, home}:
+                patches.set(place, name, stand_in)
+
+
+def _find(module: ModuleType, path: str) -> tuple[Any, str]:
+    inner, _, name = path.rpartition(".")
+    return (getattr(module, inner) if inner else module), name
+
+
+def _answering(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value

@@ -1,0 +1,187 @@
+"""`python -m amp_patch run train.py`: a script written for Apex runs as it is.
+
+The script cannot tell `python -m amp_patch run train.py` from `python train.py`, save that `import apex` works and that
+torch is imported already. It becomes `sys.modules["__main__"]` itself, so what it pickles is found again; a module, a
+folder and a zip file go through the function of runpy that the interpreter calls for them.
+
+Child processes: a forked one has everything. One that multiprocessing spawns (torch.multiprocessing, DataLoader
+workers) imports the script anew and needs the install before that; it is told in the data that multiprocessing sends
+ahead of the script's name. The alternative, PYTHONPATH with a `sitecustomize`, would reach every Python that the script
+starts, other people's tools too, and hide the machine's own `sitecustomize`. A launcher names us itself: `torchrun
+--nproc-per-node 2 -m amp_patch run train.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import multiprocessing.spawn
+import os
+import pkgutil
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from importlib.machinery import SourceFileLoader
+from types import ModuleType, TracebackType
+from typing import Any
+
+import amp_patch.apex
+from amp_patch.environment import asked_level
+from amp_patch.lab.commands import no_cuda
+from amp_patch.lab.unedited.watch import Watch
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "python -m amp_patch run [-h] [--device cpu] [-m] script ..."
+    parser.add_argument("--device", choices=["cpu"], help="cpu: where the script says CUDA, take the CPU")
+    parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module, as in python -m")
+    parser.add_argument("script", help="a script, or a folder or zip file with a __main__.py, or after -m a module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments, --help included")
+
+
+def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = None) -> None:
+    """run a script as it is: its `import apex` finds amp_patch; AMP_PATCH_OPT_LEVEL trains plain torch at a level"""
+    main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins  # which exec would give as a dict, as for any module but this one
+    execute: Callable[[], Any]
+    if args.module:
+        # sys.path begins with the working directory already, as it should.
+        execute = partial(_run_module, args.script)
+    elif pkgutil.get_importer(args.script) is not None:  # a folder or a zip file
+        _leave_working_directory()
+        sys.path.insert(0, os.path.abspath(args.script))
+        execute = partial(runpy._run_module_as_main, "__main__", False)  # type: ignore[attr-defined]
+    else:
+        loader = SourceFileLoader("__main__", os.path.abspath(args.script))
+        try:
+            source = loader.get_data(loader.path)
+        except OSError as error:
+            print(f"python -m amp_patch run: can't open file {loader.path!r}: {error}", file=sys.stderr)
+            sys.exit(2)
+        if _leave_working_directory():
+            sys.path.insert(0, os.path.dirname(os.path.realpath(loader.path)))
+        execute = partial(_run_file, loader, source, main)
+    sys.argv = ["-m" if args.module else args.script, *args.arguments]
+    begin(args.device)  # after sys.path: a real Apex beside the script is the one that it would import
+    if args.device == "cpu":
+        print("amp_patch: CUDA is the CPU for this process (--device cpu)", file=sys.stderr)
+    # The second name is what a spawned process has for it, and multiprocessing made it one for our own main module.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+    try:
+        with watched() if around is None else around:
+            execute()
+    except BaseException:
+        sys.excepthook = partial(_report, sys.excepthook, main.__dict__)
+        raise
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Train what torch alone would train in the body at AMP_PATCH_OPT_LEVEL, if that is set; say so if nothing was."""
+    try:
+        watch = None if (level := asked_level()) is None else Watch(level)
+    except ValueError as error:
+        print(f"python -m amp_patch run: {error}", file=sys.stderr)
+        sys.exit(2)
+    if watch is None:
+        yield
+        return
+    with watch:
+        yield
+    if (missing := watch.missing()) is not None:
+        print(f"amp_patch: AMP_PATCH_OPT_LEVEL={level} has changed nothing: {missing.why}", file=sys.stderr)
+
+
+def begin(device: str | None) -> None:
+    """Install amp_patch's apex in this process and in those that multiprocessing will start from it.
+
+    With `device="cpu"`, what the script does on CUDA happens on the CPU (no_cuda.py).
+    """
+    amp_patch.apex.install()
+    if device == "cpu":
+        no_cuda.install()
+    original = multiprocessing.spawn.get_preparation_data
+    multiprocessing.spawn.get_preparation_data = partial(_preparation_data, original, device)
+
+
+def _begin_spawned(device: str | None) -> None:
+    """`begin`, and a watch over this process until it ends."""
+    begin(device)
+    if (level := asked_level()) is not None:
+        Watch(level).__enter__()
+
+
+def _leave_working_directory() -> bool:
+    """Take from sys.path what `python -m` put first; False if it was told to put nothing there (`python -P`)."""
+    if getattr(sys.flags, "safe_path", False):  # Python 3.11 has it
+        return False
+    del sys.path[0]
+    return True
+
+
+def _run_module(name: str) -> None:
+    """As `python -m name`."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    if spec is not None and spec.name != name:  # a module of our apex, which runpy knows by its own name alone
+        name = spec.name
+        del sys.modules[name]  # it warns of one that is imported already
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+
+
+def _run_file(loader: SourceFileLoader, source: bytes, main: ModuleType) -> None:
+    main.__dict__.update(__loader__=loader, __file__=loader.path, __cached__=None)
+    exec(loader.source_to_code(source, loader.path), main.__dict__)
+
+
+def wanted_cuda(error: str) -> bool:
+    """Whether an error's words say that there is no CUDA here; the last is what a CPU's torch says to set_device."""
+    words = ("not compiled with CUDA", "Found no NVIDIA driver", "module 'torch._C' has no attribute '_cuda_")
+    return any(each in error for each in words)
+
+
+def _report(
+    hook: Callable[..., Any],
+    namespace: dict[str, Any],
+    kind: type[BaseException],
+    error: BaseException,
+    traceback: TracebackType | None,
+) -> None:
+    """`hook`, for the part of the traceback that the script would have had without us."""
+    found = traceback
+    while found is not None and found.tb_frame.f_globals is not namespace:
+        found = found.tb_next
+    if found is not None or isinstance(error, SyntaxError):  # without a frame of its own the script does not compile
+        error.__traceback__ = traceback = found  # Python's own hook prints that, not its argument
+    hook(kind, error, traceback)
+    if wanted_cuda(str(error)):
+        print("amp_patch: to try this script on the CPU: python -m amp_patch run --device cpu ...", file=sys.stderr)
+
+
+class _Call:
+    """Pickles as a call: whoever unpickles it calls `function(*arguments)`."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.function = function
+        self.arguments = arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.function, self.arguments
+
+
+def _preparation_data(original: Callable[[str], dict[str, Any]], device: str | None, name: str) -> dict[str, Any]:
+    """What multiprocessing tells a new process before that imports the script, and with it: what `run` would do."""
+    data = original(name)
+    if name == "ignore":
+        # These are for a fork server, which is told no more than the script's path and would import it without Apex.
+        # Its children are told all of it, and import the script then.
+        return {key: value for key, value in data.items() if not key.startswith("init_main")}
+    # The child reads this with a sys.path of its own, on which amp_patch need not be. `prepare` sets that, and will
+    # again, from the rest of the data.
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(amp_patch.apex.__path__[0])))
+    data["amp_patch"] = (
+        _Call(multiprocessing.spawn.prepare, {"sys_path": [*data["sys_path"], ours]}),
+        _Call(_begin_spawned, device),
+    )
+    return data

@@ -1,0 +1,265 @@
+"""The largest batch of a training that fits a given memory: which batches to try, and what the trials say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from amp_patch.lab.comparison.plan import BASELINE
+from amp_patch.lab.comparison.wording import level_name, listed
+
+_FIRST = 8  # small enough for most, large enough for a batch norm
+_GROWTH = 8  # a line through two batches is not trusted further than this
+_STRAIGHT = 0.01  # a line that meets a third trial as well as this is trusted
+_MOST = 16  # trials of a level
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]?)(i?)b?", re.IGNORECASE)
+
+
+def size_in_bytes(text: str) -> int:
+    """ "8GiB" is 8 * 2**30, "8GB" 8 * 10**9.
+
+    Raises:
+        ValueError: anything else than a positive number with such a unit.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is not None:
+        number, unit, binary = found.groups()
+        bytes_ = int(float(number) * (1024 if binary else 1000) ** " kmgt".index(unit.lower() or " "))
+    if found is None or not bytes_:
+        raise ValueError(f"compare: --batch-search is {text!r}; wanted a size, as 8GiB or 512MiB")
+    return bytes_
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A short run with one batch.
+
+    Attributes:
+        batch: what the script was given.
+        memory: bytes, by `measures.memory_bytes`; None where the run failed.
+        samples: what a step gave the model, in all its micro-batches; 0 where that is not known.
+        samples_per_second: of these few steps; None where that is not known.
+        error: why there are no figures.
+        ran_out: whether that is for want of memory.
+    """
+
+    batch: int
+    memory: int | None = None
+    samples: int = 0
+    samples_per_second: float | None = None
+    error: str | None = None
+    ran_out: bool = False
+
+
+@dataclass(frozen=True)
+class Search:
+    """The trials of a level.
+
+    Attributes:
+        dtype: the level's low-precision type; None at O0.
+        limit: bytes.
+        tried: in the order in which they ran.
+        first: the batch to begin with.
+    """
+
+    level: str
+    dtype: str | None
+    limit: int
+    tried: list[Trial]
+    first: int = _FIRST
+
+    @property
+    def name(self) -> str:
+        return level_name(self.level, self.dtype)
+
+    @property
+    def best(self) -> Trial | None:
+        """The largest that fits; None if none does."""
+        return max((t for t in self.tried if self._fits(t)), key=lambda t: t.batch, default=None)
+
+    @property
+    def over(self) -> Trial | None:
+        """The smallest that does not."""
+        return min((t for t in self.tried if not self._fits(t)), key=lambda t: t.batch, default=None)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the search has no answer, or only a lower bound, in words; None if all is well."""
+        failed = next((t for t in self.tried if t.error is not None and not t.ran_out), None)
+        if failed is not None:
+            return f"failed with {failed.batch}: {failed.error}"
+        if self.best is None:
+            smallest = self.over
+            took = (
+                f" takes {in_unit_of(self.limit, smallest.memory)}"
+                if smallest is not None and smallest.memory
+                else " runs out"
+            )
+            return f"a batch of {smallest.batch}{took}" if smallest is not None else "was not tried"
+        if self._flat:
+            return f"the batch changes nothing: {listed([str(t.batch) for t in self.tried])} take the same memory"
+        return f"the data gave no more than {self.best.samples} samples" if self._data_ended else None
+
+    def following(self) -> int | None:
+        """The batch to try next; None: there is nothing more to learn."""
+        best, over = self.best, self.over
+        if len(self.tried) >= _MOST or any(t.error is not None and not t.ran_out for t in self.tried):
+            return None
+        if best is None:
+            return self.first if over is None else max(1, over.batch // _GROWTH) if over.batch > 1 else None
+        top = best.batch * _GROWTH if over is None else over.batch - 1
+        if self._data_ended or self._flat or top <= best.batch:
+            return None
+        line = self._line
+        if line is None:  # as yet, or something else than the batch takes most of the memory
+            return min((2 if len(self.tried) == 1 else _GROWTH) * best.batch, top)
+        if over is None and self._straight:
+            top = line.batch_at(self.limit)
+        guess = line.batch_at(self.limit)
+        if guess <= best.batch:
+            return None  # by the line, the next one does not fit
+        # Where memory ends before the limit no line tells.
+        return min(guess, top if over is None or over.memory is not None else (best.batch + over.batch) // 2)
+
+    def next_memory(self) -> int | None:
+        """The bytes of one batch more than the best, reckoned from two trials; None without two."""
+        return None if self.best is None or self._line is None else self._line.memory_at(self.best.batch + 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        best = self.best
+        return {
+            "level": self.level,
+            "dtype": self.dtype,
+            "name": self.name,
+            "batch": None if best is None else best.batch,
+            "memory_bytes": None if best is None else best.memory,
+            "samples_per_second": None if best is None else best.samples_per_second,
+            "next_memory_bytes": self.next_memory(),
+            "problem": self.problem,
+            "tried": [asdict(trial) for trial in self.tried],
+        }
+
+    def _fits(self, trial: Trial) -> bool:
+        return trial.memory is not None and trial.memory <= self.limit
+
+    @property
+    def _line(self) -> _Line | None:
+        """Through the best trial and the one next to it, above if there is one."""
+        known = sorted((t for t in self.tried if t.memory is not None), key=lambda t: t.batch)
+        if self.best is None or len(known) < 2:
+            return None
+        at = min(known.index(self.best), len(known) - 2)
+        line = _Line(known[at], known[at + 1])
+        return line if line.slope[0] > 0 else None
+
+    @property
+    def _straight(self) -> bool:
+        """Whether the line through two trials meets a third one, measured by what lies between them."""
+        line = self._line
+        if line is None:
+            return False
+        others = [(t.batch, t.memory) for t in self.tried if t.memory is not None and t not in (line.low, line.high)]
+        top = line.memory_at(line.high.batch)
+        return any(abs(line.memory_at(batch) - memory) < _STRAIGHT * abs(top - memory) for batch, memory in others)
+
+    @property
+    def _flat(self) -> bool:
+        """Whether the batch changes nothing: neither the memory nor, where that is known, the model's samples."""
+        known = [t for t in self.tried if t.memory is not None]
+        enough = 2 if any(t.samples for t in known) else 4
+        return len(known) >= enough and len({(t.memory, t.samples) for t in known}) == 1
+
+    @property
+    def _data_ended(self) -> bool:
+        """Whether the best trial got fewer samples than the smallest one's part of its batch."""
+        first, best = min(self.tried, key=lambda t: t.batch), self.best
+        return best is not None and best.samples * first.batch < first.samples * best.batch
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Bytes over the batch, through two trials."""
+
+    low: Trial
+    high: Trial
+
+    @property
+    def slope(self) -> tuple[int, int]:
+        """Bytes, and by how much batch: whole numbers, so that what is exactly linear stays so."""
+        assert self.low.memory is not None and self.high.memory is not None
+        return self.high.memory - self.low.memory, self.high.batch - self.low.batch
+
+    def batch_at(self, memory: int) -> int:
+        bytes_, batch = self.slope
+        assert self.low.memory is not None
+        return self.low.batch + (memory - self.low.memory) * batch // bytes_
+
+    def memory_at(self, batch: int) -> int:
+        bytes_, wide = self.slope
+        assert self.low.memory is not None
+        return self.low.memory + (batch - self.low.batch) * bytes_ // wide
+
+
+def lines(searches: Sequence[Search], flag: str) -> list[str]:
+    """The table for a terminal, and under it what was measured and what was not."""
+    limit = searches[0].limit
+    unit = "GiB" if limit >= 2**30 else "MiB"
+    rows = [("level", "batch", f"memory, {unit}", "samples/s")]
+    for search in searches:
+        best = search.best
+        rate = "" if best is None or best.samples_per_second is None else f"{best.samples_per_second:.4g}"
+        memory = "" if best is None or best.memory is None else in_unit_of(limit, best.memory).split()[0]
+        rows.append((search.name, "none" if best is None else str(best.batch), memory, rate))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+    said = [f"{search.name}: {problem}." for search in searches if (problem := search.problem) is not None]
+    return [f"The largest {flag} in {in_unit_of(limit, limit)}", *table, *said, *_sure(searches)]
+
+
+def in_unit_of(limit: int, memory: int) -> str:
+    """ "7.93 GiB": all sizes of a search have the unit of its limit."""
+    return f"{memory / 2**30:.2f} GiB" if limit >= 2**30 else f"{memory / 2**20:.2f} MiB"
+
+
+def _sure(searches: Sequence[Search]) -> list[str]:
+    found = [search for search in searches if search.best is not None and search.problem is None]
+    tried: list[str] = []
+    reckoned: list[str] = []
+    for search in found:
+        assert search.best is not None
+        next_was_tried = search.over is not None and search.over.batch == search.best.batch + 1
+        (tried if next_was_tried else reckoned).append(search.name)
+    texts = ["Each batch above was run for a few steps; samples/s are of these." if found else ""]
+    texts.append(f"One more does not fit: tried at {listed(tried)}." if tried else "")
+    texts.append(f"One more does not fit by the line through two trials: {listed(reckoned)}." if reckoned else "")
+    base = next((search for search in found if search.level == BASELINE), None)
+    if base is not None and len(found) > 1:
+        assert base.best is not None
+        ratios = [(s.best.batch / base.best.batch, s.name) for s in found if s is not base and s.best is not None]
+        ratio, name = max(ratios)
+        texts.append(f"{name} takes {ratio:.2f} times O0's batch.")
+    return [text for text in texts if text]
+
+
+def search(
+    level: str, limit: int, trial: Callable[[int], tuple[Trial, str | None]], near: Search | None = None
+) -> Search:
+    """Try batches until the largest is known.
+
+    Args:
+        level, limit: of the `Search`.
+        trial: runs a batch, and gives the level's low-precision type, too.
+        near: of another level, whose answer is where this one begins.
+    """
+    first = _FIRST if near is None or near.best is None else max(1, near.best.batch // 2)
+    found = Search(level, None, limit, [], first)
+    while (batch := found.following()) is not None:
+        done, dtype = trial(batch)
+        found = Search(level, dtype or found.dtype, limit, [*found.tried, done], first)
+    return found

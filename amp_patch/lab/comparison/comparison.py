@@ -1,0 +1,235 @@
+"""Comparison: trainings at several opt levels side by side, and what they say about each level, by a stated test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from amp_patch.lab.comparison import measures
+from amp_patch.lab.comparison.judge import SIGNIFICANCE, SKIPPED_SHARE, SKIPPED_STEPS, judge
+from amp_patch.lab.comparison.level_result import LevelResult, level_dict, measured, seeds_change_nothing, went_well
+from amp_patch.lab.comparison.measures import LOSS
+from amp_patch.lab.comparison.plan import BASELINE
+from amp_patch.lab.comparison.recommendation import Recommendation, recommend, summary
+from amp_patch.lab.comparison.verdict import failures_in_words, verdict
+from amp_patch.lab.comparison.wording import listed
+from amp_patch.lab.recording.run import Run
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Trainings at several levels, and what they say. What is computed from the runs is computed once, when asked for.
+
+    How a level is judged is in `test`, in words; `measures` has the sums.
+
+    Attributes:
+        title: what was trained: the script's name.
+        runs: in the order in which the levels were asked for.
+        metric: "loss", or a name given to `amp.log`.
+        maximize: whether more of the metric is better.
+        asked_steps: how many steps each run should have trained, if that was said.
+        machine: what it ran on, as `machine()` tells.
+
+    Raises:
+        ValueError: two runs of one level that went well have the same seed.
+    """
+
+    title: str
+    runs: list[Run]
+    metric: str = LOSS
+    maximize: bool = False
+    asked_steps: int | None = None
+    machine: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for level in self._groups:
+            twice = [seed for seed in level.seeds if level.seeds.count(seed) > 1]
+            if twice:
+                raise ValueError(
+                    f"Comparison: runs has two of {level.name} with seed {twice[0]}; runs are paired by their seeds: "
+                    "give each run of a level its own"
+                )
+
+    @cached_property
+    def steps(self) -> int:
+        """How many steps all runs that went well trained: the losses are compared over these."""
+        return measures.common_steps([run for run in self.runs if went_well(run)])
+
+    @cached_property
+    def levels(self) -> list[LevelResult]:
+        """In the order in which the runs name them."""
+        levels = [measured(level, self._base) for level in self._groups]
+        base = self._same_level(levels, self._base)
+        found = [judge(level, base, self.metric, self.maximize, self.comparable) for level in levels]
+        return [
+            replace(level, finding=each, verdict=verdict(level, base, each, self.metric))
+            for level, each in zip(levels, found, strict=True)
+        ]
+
+    @cached_property
+    def baseline(self) -> LevelResult | None:
+        """O0 if it has figures, else the first level that does; None if none does."""
+        return self._same_level(self.levels, self._base)
+
+    @cached_property
+    def comparable(self) -> bool:
+        """Whether there are two levels with runs that went well, and figures of at least one of them."""
+        return self._base is not None and sum(bool(level.runs) for level in self._groups) > 1
+
+    @property
+    def test(self) -> str:
+        """How it was decided, in words."""
+        base = self._base.name if self._base is not None else "the baseline"
+        what = (
+            f"the mean training loss over the last tenth of the {self.steps} steps that all runs trained"
+            if self.metric == LOSS
+            else f"the last value of {self.metric} that the run gave to amp.log"
+        )
+        better = "higher" if self.maximize else "lower"
+        return " ".join(
+            [
+                f"The result of a run is {what}; {better} is better. Runs are paired by seed with {base}'s.",
+                f"Within: the mean over the level's seeds that {base} has too lies between the lowest and the highest",
+                f"result of {base}'s seeds; a difference smaller than this spread is not seen.",
+                "Differs: it lies outside, and Student's paired t-test over the seeds (two-sided) rejects at",
+                f"{SIGNIFICANCE:.0%} that there is no difference; each level is tested by itself.",
+                "Undecided: it lies outside, and the test does not reject that, or there is only one seed.",
+                "To lie outside on the better side is no reason against a level. One of which a run diverged (its",
+                "result is missing or not finite) is not to be used; one of which a run skipped more than half of its",
+                f"steps, or more than {SKIPPED_SHARE:.0%} and {SKIPPED_STEPS} of them, is not recommended.",
+                "Times: the median step of each run, without the first tenth of the steps; the ratio is taken for each",
+                "seed, and a level is faster only if it is with all of them (with one seed: if the quartiles of its",
+                "step times are). O3, which keeps no FP32 weights, is recommended only where it is compared alone.",
+            ]
+        )
+
+    @cached_property
+    def recommendation(self) -> Recommendation | None:
+        """None where there is nothing to compare."""
+        return recommend(self.levels, self.baseline) if self.baseline is not None and self.comparable else None
+
+    @property
+    def recommended(self) -> LevelResult | None:
+        """The level to use: the baseline where no other is better; None where there is nothing to compare."""
+        return None if self.recommendation is None else self.recommendation.level
+
+    @cached_property
+    def summary(self) -> str:
+        """What to use, and why, in one or two sentences."""
+        if self.baseline is not None and self.recommendation is not None:
+            return summary(self.recommendation, self.baseline)
+        what = f" {self.baseline.name} with" if self.baseline is not None else ""
+        failed = "".join(f" {level.name}: {failures_in_words(level)}." for level in self._groups if level.failed)
+        return f"Nothing to compare{what}: {self.why_nothing(lambda level: level.name)}{failed}"
+
+    def why_nothing(self, name: Callable[[LevelResult], str]) -> str:
+        """Why there is nothing to compare, in words; levels by this `name`."""
+        if not self.runs:
+            return "there is no run."
+        well = [level for level in self._groups if level.runs]
+        if not well:
+            return "no run went well."
+        if self._base is None and self.metric != LOSS and not any(self.metric in run.logged for run in self.runs):
+            logged = sorted({name for run in self.runs for name in run.logged})
+            known = f"they logged {listed(logged)}" if logged else f"call amp.log({self.metric}=...) in the script"
+            if self.asked_steps is not None:
+                known += f", within the {self.asked_steps} steps asked for"
+            return f"no run gave {self.metric}; {known}."
+        if self._base is None:
+            return f"all runs of {listed([name(level) for level in well])} diverged."
+        return "it is the only level with results."
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What the reader should know of the runs: what they noted, and where they are not alike."""
+        notes: dict[str, list[str]] = {}
+        well = [run for run in self.runs if went_well(run)]
+        for run in well:
+            if self.asked_steps is not None and run.steps < self.asked_steps:
+                text = f"trained {run.steps} of the {self.asked_steps} steps asked for"
+                notes.setdefault(text, []).append(_name(run))
+            elif run.steps < max(each.steps for each in well):
+                notes.setdefault(f"trained only {run.steps} steps", []).append(_name(run))
+            for text in run.notes:
+                notes.setdefault(text, []).append(_name(run))
+        lines = [self.load_note] if self.load_note else []
+        lines += [f"{'all runs' if len(names) == len(well) else listed(names)}: {t}" for t, names in notes.items()]
+        if self.metric == LOSS and len({run.steps for run in well}) > 1:
+            lines.append(f"the losses are compared over the {self.steps} steps that all runs have in common")
+        base = self._base
+        if base is not None and base.level != BASELINE and any(level.level == BASELINE for level in self._groups):
+            lines.append(f"{BASELINE} gave no results; the others are compared with {base.name}")
+        if base is not None and seeds_change_nothing(base):
+            lines.append(f"all seeds of {base.name} gave the same losses to the bit: they are one seed to the test")
+        return lines
+
+    @cached_property
+    def load_note(self) -> str:
+        """What other work on the machine does to the figures, the first of the notes; "" if nothing to speak of."""
+        if "load" not in self.machine:
+            return ""
+        ranges = [level.speedup for level in self.levels if level.speedup is not None]
+        width = max((r.high / r.low - 1 for r in ranges if r.low > 0), default=0.0)
+        sure = f"a level's speeds lie up to {width:.0%} apart" if width >= 0.005 else "the speeds may be off"
+        return f"{self.machine['load']}: {sure}, the losses are not touched by it"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every figure, for `run.dumps`."""
+        return {
+            "title": self.title,
+            "metric": self.metric,
+            "maximize": self.maximize,
+            "asked_steps": self.asked_steps,
+            "machine": self.machine,
+            "comparable": self.comparable,
+            "summary": self.summary,
+            "test": self.test,
+            "notes": self.notes,
+            "baseline": self.baseline.name if self.baseline is not None else None,
+            "levels": [level_dict(level) for level in self.levels],
+            "runs": [run.to_dict() for run in self.runs],
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Comparison:
+        """The comparison of which `to_dict` gave `values`; what is computed is computed again, from the runs."""
+        given = {name: values[name] for name in ("title", "metric", "maximize", "asked_steps", "machine")}
+        return cls(runs=[Run.from_dict(run) for run in values["runs"]], **given)
+
+    @cached_property
+    def _groups(self) -> list[LevelResult]:
+        """The levels with their runs and figures. A run that failed before its dtype was known joins its level."""
+        keys: dict[tuple[str, str | None], list[Run]] = {}
+        of_level: dict[str, tuple[str, str | None]] = {}
+        for run in sorted(self.runs, key=lambda run: run.dtype is None):
+            key = (run.level, run.dtype)
+            if run.dtype is None and not went_well(run):
+                key = of_level.get(run.level, key)
+            of_level.setdefault(run.level, key)
+            keys.setdefault(key, []).append(run)
+        order = {id(run): i for i, run in enumerate(self.runs)}
+        groups = []
+        for (level, dtype), runs in sorted(keys.items(), key=lambda each: min(order[id(run)] for run in each[1])):
+            runs = sorted(runs, key=lambda run: run.seed)
+            well = [run for run in runs if went_well(run)]
+            final = [measures.final(run, self.metric, self.steps) for run in well]
+            groups.append(LevelResult(level, dtype, well, [run for run in runs if not went_well(run)], final))
+        return groups
+
+    @cached_property
+    def _base(self) -> LevelResult | None:
+        with_figures = [level for level in self._groups if level.finite]
+        return next((level for level in with_figures if level.level == BASELINE), next(iter(with_figures), None))
+
+    @staticmethod
+    def _same_level(levels: list[LevelResult], wanted: LevelResult | None) -> LevelResult | None:
+        """The one of `levels` that has the level and the dtype of `wanted`; its other figures may be known by now."""
+        if wanted is None:
+            return None
+        return next(each for each in levels if (each.level, each.dtype) == (wanted.level, wanted.dtype))
+
+
+def _name(run: Run) -> str:
+    return f"{run.level} seed {run.seed}"

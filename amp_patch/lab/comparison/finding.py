@@ -1,0 +1,105 @@
+"""What the figures of a level say beside the baseline's, as data and in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from amp_patch.lab.recording.run import Run
+
+
+class Lost(NamedTuple):
+    """Runs without a figure, for one reason.
+
+    Attributes:
+        kind: "diverged"; "not finite", of a metric that was logged; "missing".
+        step: of the first loss that is not finite, where they diverged.
+        as_base: whether the baseline's runs of these seeds have none, too.
+        eps: `Run.lost_eps`.
+        seeds: of these runs.
+    """
+
+    kind: str
+    step: int | None
+    as_base: bool
+    eps: float | None
+    seeds: list[int]
+
+
+class Skips(NamedTuple):
+    """Of the run that skipped the largest share of its steps."""
+
+    skipped: int
+    steps: int
+    seed: int
+
+
+class Distance(NamedTuple):
+    """The means over the seeds that a level and the baseline both have a figure of."""
+
+    mean: float
+    of_base: float
+    seeds: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is found of a level, by the test that `Comparison.test` puts in words.
+
+    Attributes:
+        kind: "baseline"; "within" the baseline's spread; "differs" (`better`, or not to be used); "undecided", which
+            may be chance; "failed", without a run that went well; "alone", with nothing to compare it with.
+        better: whether the level lies outside of the baseline's spread on the better side.
+        to_the_bit: whether every loss is the baseline's.
+        diverged: the runs without a figure.
+        skips: None unless a run skipped more than a dynamic loss scale does that looks for its height.
+        fallen_scale: what the loss scale ended at, where it fell below 1.
+        faults: the runs that failed by themselves.
+        p: of the paired t-test; None for fewer than two pairs.
+        distance: None without a pair, and for the baseline.
+    """
+
+    kind: str
+    better: bool = False
+    to_the_bit: bool = False
+    diverged: list[Lost] = field(default_factory=list)
+    skips: Skips | None = None
+    fallen_scale: float | None = None
+    faults: list[Run] = field(default_factory=list)
+    p: float | None = None
+    distance: Distance | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether nothing found speaks against the level's accuracy."""
+        return self.kind in ("baseline", "within") or self.better
+
+    @property
+    def rejected(self) -> bool:
+        """Whether the level is not to be used: it diverged, or is worse than chance would make it."""
+        return self.kind == "differs" and not self.better
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing speaks against the level but, perhaps, its skips."""
+        return self.usable and not self.faults
+
+
+class Verdict(NamedTuple):
+    """A finding in words.
+
+    Attributes:
+        kind, better: as of `Finding`.
+        text: a sentence without the level's name, without a full stop.
+        reason: of the text what does not tell of speed and memory; nothing where all is as it should be.
+    """
+
+    kind: str
+    text: str
+    better: bool = False
+    reason: str = ""
+
+    @property
+    def usable(self) -> bool:
+        """As of `Finding`."""
+        return Finding(self.kind, self.better).usable

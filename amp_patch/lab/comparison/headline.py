@@ -1,0 +1,168 @@
+"""What the card of a report says: which level, how much faster, how much memory, why, and how sure that is."""
+
+from __future__ import annotations
+
+from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.comparison.level_result import LevelResult, seeds_change_nothing
+from amp_patch.lab.comparison.recommendation import of_others
+from amp_patch.lab.comparison.verdict import ALIKE
+from amp_patch.lab.comparison.wording import relative_size, shortest_distinct, times, type_name, unsigned_percent
+from amp_patch.lab.recording.run import NATIVE
+
+
+def headline(comparison: Comparison) -> str:
+    """ "Use O5 (BF16)"."""
+    found = comparison.recommendation
+    if found is None:
+        return "Nothing to compare"
+    if found.level is comparison.baseline:
+        return f"Stay with {label(found.level)}{'' if found.sure else ' for now'}"
+    return f"Use {label(found.level)}"
+
+
+def label(level: LevelResult) -> str:
+    """ "O5 (BF16)"."""
+    what = "the script's own mixed precision" if level.level == NATIVE else level.level
+    return f"{what} ({type_name(level.dtype)})"
+
+
+def gains(comparison: Comparison) -> str:
+    """ "1.4x faster, 10 % less memory, same loss over 3 seeds"; "" where no level but the baseline is recommended."""
+    found = comparison.recommendation
+    if found is None or found.level is comparison.baseline:
+        return ""
+    best = found.level
+    said = [speed_in_words(best), memory_in_words(best)]
+    if "smaller" in found.because:
+        said.reverse()
+    seeds = best.finding.distance.seeds if best.finding.distance is not None else 0
+    what = "loss" if "loss" in comparison.metric else comparison.metric
+    said.append(f"{'better' if best.finding.better else 'same'} {what} over {_count(seeds, 'seed')}")
+    return _capital(", ".join(filter(None, said)))
+
+
+def speed_in_words(level: LevelResult) -> str:
+    if level.speedup is None:
+        return ""
+    median, low, high = level.speedup
+    if low <= 1 <= high:
+        return "as fast" if low >= 1 / ALIKE and high <= ALIKE else "speed not clear"
+    return f"{times(median)[0]}x faster" if median > 1 else f"{times(1 / median)[0]}x slower"
+
+
+def memory_in_words(level: LevelResult) -> str:
+    if level.memory is None:
+        return ""
+    percent = round(100 * (level.memory - 1))
+    what = "memory" if level.memory_ratio is not None else "memory for weights and optimizer"
+    return f"same {what}" if percent == 0 else f"{abs(percent)} % {'more' if percent > 0 else 'less'} {what}"
+
+
+def what_memory(comparison: Comparison) -> str:
+    """What the bars of memory are of."""
+    known = all(level.memory_ratio is not None for level in comparison.levels if level.runs)
+    return "shorter is less" if known else "shorter is less; some without activations"
+
+
+def why(comparison: Comparison) -> str:
+    """The one reason."""
+    found, base = comparison.recommendation, comparison.baseline
+    if found is None or base is None:
+        return _capital(comparison.why_nothing(_heading))  # the table has the errors
+    best = found.level
+    if best is base:
+        return _capital(f"{of_others(found, base, _heading)}.")
+    first = f"The {'fastest' if 'faster' in found.because else 'smallest'} level that is as good as {base.name}"
+    first += f"; none as good is faster than {base.name}" if "smaller" in found.because else ""
+    if best.finding.to_the_bit:
+        return f"{first}: every loss is {base.name}'s, to the bit."
+    mean, low, high = shortest_distinct(best.mean or 0.0, min(base.finite.values()), max(base.finite.values()))
+    where = "better than" if best.finding.better else "within"
+    span = f"the range of {base.name}'s seeds ({low} to {high})"
+    return f"{first}: its final {comparison.metric}, {mean}, is {where} {span}."
+
+
+def how_sure(comparison: Comparison) -> str:
+    """What the seeds and the machine let one say."""
+    best, base = comparison.recommended, comparison.baseline
+    if best is None or base is None:
+        return ""
+    said = []
+    if seeds_change_nothing(base):
+        said.append("The script does not use its seeds: they count as one.")
+    elif len(base.finite) < 2:
+        said.append("From one seed, so how the loss varies is not known: run three seeds or more.")
+    if best is not base and best.speedup is not None:
+        low, high = best.speedup.low, best.speedup.high
+        each = f"with each of {len(best.runs)} seeds" if len(best.runs) > 1 else "in one run"
+        span = f"{low:.2f}x to {high:.2f}x" if f"{low:.2f}" != f"{high:.2f}" else f"{low:.2f}x"
+        said.append(f"{'Faster' if low > 1 else 'Its speed'} {each}: {span}.")
+    if len(base.finite) > 1 and not seeds_change_nothing(base) and not best.finding.to_the_bit:
+        width = relative_size(max(base.finite.values()), min(base.finite.values()))
+        said.append(f"{base.name}'s own seeds lie {width} apart in {comparison.metric}: less than that is not seen.")
+        if best is not base and (pairs := [(best.finite[s], base.finite[s]) for s in best.finite if s in base.finite]):
+            ours, theirs = max(pairs, key=lambda pair: abs(pair[0] - pair[1]) / (abs(pair[1]) or 1))
+            off = f"at most {unsigned_percent(ours, theirs)} from {base.name}"
+            where = f"where {base.name} does" if ours == theirs else off
+            said.append(f"With the same seed it ends {where}.")
+    load = comparison.load_note
+    return " ".join([*said, *([f"{_capital(load)}."] if load else [])])
+
+
+def in_short(level: LevelResult, comparison: Comparison) -> str:
+    """The `outcome`, and why a level is not to be used."""
+    what = "diverged" if level.finding.diverged else "worse"
+    return outcome(level, comparison) + (f": {what}" if level.finding.rejected else "")
+
+
+def outcome(level: LevelResult, comparison: Comparison) -> str:
+    """Why a level is, or is not, the one to use, in two or three words."""
+    base, best, found = comparison.baseline, comparison.recommended, level.finding
+    if not level.runs:
+        return "failed"
+    if base is None or best is None:
+        return ""
+    if level is best and level is not base:
+        return "use this"
+    if level is base:
+        return "the baseline"
+    if found.rejected:
+        return "do not use"
+    if found.kind == "undecided" and not found.better:
+        return "undecided"
+    if found.faults:
+        return "failed with some seeds"
+    if found.skips is not None:
+        return "skips too many steps"
+    good = "better" if found.kind == "differs" else "as good"
+    if level.speedup is None:
+        return good
+    if level.speedup.high < 1:
+        return f"{good}, slower"
+    if level.speedup.low <= 1:
+        return f"{good}, {speed_in_words(level)}"
+    return f"{good}, faster" if level.keeps_fp32_weights else f"{good}; no FP32 weights"
+
+
+def state(level: LevelResult, comparison: Comparison) -> str:
+    """How a level is shown: "best", "base", "bad", "unsure" or "plain"."""
+    found = level.finding
+    if level is comparison.baseline:
+        return "base"
+    if level is comparison.recommended:
+        return "best"
+    if found.rejected or found.kind == "failed":
+        return "bad"
+    return "plain" if found.sound and found.skips is None else "unsure"
+
+
+def _heading(level: LevelResult) -> str:
+    return level.heading
+
+
+def _capital(words: str) -> str:
+    return words[:1].upper() + words[1:]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

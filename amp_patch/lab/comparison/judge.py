@@ -1,0 +1,90 @@
+"""What is found of each level, by the test that `Comparison.test` puts in words."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import replace
+
+from amp_patch.lab.comparison import measures
+from amp_patch.lab.comparison.finding import Distance, Finding, Lost, Skips
+from amp_patch.lab.comparison.level_result import LevelResult, same_losses, seeds_change_nothing
+from amp_patch.lab.comparison.measures import LOSS
+from amp_patch.lab.recording.run import INTERRUPTED
+
+SIGNIFICANCE = 0.05
+# A level is not recommended if a run skipped more than half of its steps, or more than this share and this number: as
+# many halvings take the largest dynamic scale, 2**24, to 1.
+SKIPPED_SHARE, SKIPPED_STEPS = 0.1, 24
+
+
+def judge(level: LevelResult, base: LevelResult | None, metric: str, maximize: bool, comparable: bool) -> Finding:
+    """
+    Args:
+        base: the level that the others are compared with; None if no level has figures.
+        metric, maximize: of the comparison.
+        comparable: whether there is anything to compare: two levels with runs that went well, figures of one of them.
+    """
+    found = Finding(
+        "failed" if not level.runs else "baseline" if comparable and level is base else "alone",
+        diverged=_lost(level, base, metric),
+        skips=_skips(level),
+        fallen_scale=_fallen_scale(level),
+        faults=[run for run in level.failed if run.error_kind != INTERRUPTED],
+    )
+    return found if not level.runs or base is None or level is base else _beside(level, base, found, maximize)
+
+
+def _beside(level: LevelResult, base: LevelResult, found: Finding, maximize: bool) -> Finding:
+    seeds = [seed for seed in level.finite if seed in base.finite]
+    if not seeds:
+        return replace(found, kind="differs" if found.diverged else "undecided")
+    ours, theirs = [level.finite[seed] for seed in seeds], [base.finite[seed] for seed in seeds]
+    mean, of_base = statistics.mean(ours), statistics.mean(theirs)
+    p = measures.paired_t_test(ours, theirs) if len(seeds) > 1 else None
+    found = replace(found, distance=Distance(mean, of_base, len(seeds)), p=p)
+    if found.diverged:
+        return replace(found, kind="differs")
+    of_seed = {run.seed: run for run in base.runs}
+    if ours == theirs and all(same_losses(run, of_seed[run.seed]) for run in level.runs if run.seed in seeds):
+        return replace(found, kind="within", to_the_bit=True)
+    if has_no_spread(base):
+        return replace(found, kind="undecided")
+    if min(base.finite.values()) <= mean <= max(base.finite.values()):
+        return replace(found, kind="within")
+    if p is None:
+        return replace(found, kind="undecided")
+    better = (mean > of_base) is maximize and mean != of_base
+    return replace(found, kind="differs" if p < SIGNIFICANCE else "undecided", better=better)
+
+
+def has_no_spread(base: LevelResult) -> bool:
+    """Whether the baseline's seeds do not tell how far chance alone moves a result."""
+    return len(base.finite) < 2 or seeds_change_nothing(base)
+
+
+def _lost(level: LevelResult, base: LevelResult | None, metric: str) -> list[Lost]:
+    reasons: dict[tuple[str, int | None, bool, float | None], list[int]] = {}
+    for run, figure in zip(level.runs, level.final, strict=True):
+        if math.isfinite(figure):
+            continue
+        step = next((step for step, loss in enumerate(run.loss) if not math.isfinite(loss)), None)
+        if step is None or metric != LOSS:
+            kind, step = ("not finite" if metric != LOSS and metric in run.logged else "missing"), None
+        else:
+            kind = "diverged"
+        as_base = base is not None and level is not base and run.seed in set(base.seeds) - set(base.finite)
+        reasons.setdefault((kind, step, as_base, run.lost_eps), []).append(run.seed)
+    return [Lost(*reason, seeds) for reason, seeds in reasons.items()]
+
+
+def _skips(level: LevelResult) -> Skips | None:
+    several = [Skips(sum(run.skipped), run.steps, run.seed) for run in level.runs]
+    much = any(n > steps / 2 or n > max(SKIPPED_STEPS, SKIPPED_SHARE * steps) for n, steps, _ in several)
+    return max(several, key=lambda each: each.skipped / max(1, each.steps)) if much else None
+
+
+def _fallen_scale(level: LevelResult) -> float | None:
+    return min(
+        (run.scale[-1] for run in level.runs if run.scale and run.scale[-1] < min(1.0, run.scale[0])), default=None
+    )

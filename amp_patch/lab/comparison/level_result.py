@@ -1,0 +1,192 @@
+"""One level of a comparison: its runs, its figures beside the baseline's, and what is said of it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from amp_patch.lab.comparison import measures
+from amp_patch.lab.comparison.finding import Finding, Verdict
+from amp_patch.lab.comparison.measures import Ratio
+from amp_patch.lab.comparison.wording import level_name, listed, type_name
+from amp_patch.lab.recording.run import Run
+from amp_patch.policy import OPT_LEVELS
+
+_LESS_MEMORY = 0.95  # a level is recommended for its memory only below this share of the baseline's
+
+
+@dataclass(frozen=True)
+class LevelResult:
+    """The runs of one level. Ratios are to the baseline's, None where one of the two is not known.
+
+    Attributes:
+        level, dtype: "O2", "float16"; the dtype is None at O0.
+        runs: those that went well, by seed.
+        failed: the others.
+        final: a figure for each of `runs`; NaN if the run diverged or has none.
+        step_ms: milliseconds a step: the median over the runs of each one's median.
+        speedup: how many times faster than the baseline; with one seed, the range is the step times' quartiles'.
+        activations: bytes that a step saves for its backward: the median over the runs that know them.
+        memory_bytes: what the training takes at its peak (`measures.memory_bytes`): the median likewise.
+        memory_ratio: of `memory_bytes`.
+        bytes_ratio: of weights, masters, gradients and the optimizer's state.
+        samples_per_second: the median over the runs.
+        skips: how many steps each of `runs` skipped.
+        scales: the loss scale at the end of each of `runs`.
+        finding, verdict: what they say beside the baseline's, as data and in words.
+    """
+
+    level: str
+    dtype: str | None
+    runs: list[Run]
+    failed: list[Run]
+    final: list[float]
+    step_ms: float | None = None
+    speedup: Ratio | None = None
+    activations: float | None = None
+    memory_bytes: float | None = None
+    memory_ratio: float | None = None
+    bytes_ratio: float | None = None
+    samples_per_second: float | None = None
+    skips: list[int] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    finding: Finding = field(default_factory=lambda: Finding("alone"))
+    verdict: Verdict = field(default_factory=lambda: Verdict("alone", ""))
+
+    @property
+    def name(self) -> str:
+        """ "O2 fp16", as a terminal has it."""
+        return level_name(self.level, self.dtype)
+
+    @property
+    def heading(self) -> str:
+        """ "O2 FP16", as a page has it."""
+        return f"{self.level} {self.type_name}".rstrip()
+
+    @property
+    def type_name(self) -> str:
+        """ "FP16"; "" at O0."""
+        return type_name(self.dtype) if self.dtype else ""
+
+    @property
+    def keeps_fp32_weights(self) -> bool:
+        """Whether what is trained has FP32 weights, or masters: torch's own mixed precision has."""
+        policy = OPT_LEVELS.get(self.level)
+        return policy is None or policy.keeps_fp32_weights
+
+    @property
+    def advice(self) -> list[str]:
+        """On sizes of layers: what any of the runs said, each line once."""
+        return [*dict.fromkeys(line for run in self.runs for line in run.advice)]
+
+    @property
+    def memory(self) -> float | None:
+        """`memory_ratio`, or where that is not known the ratio of the tensors alone."""
+        return self.memory_ratio if self.memory_ratio is not None else self.bytes_ratio
+
+    @property
+    def seeds(self) -> list[int]:
+        return [run.seed for run in self.runs]
+
+    @property
+    def finite(self) -> dict[int, float]:
+        """Seed -> figure, of the runs that have one."""
+        return {run.seed: figure for run, figure in zip(self.runs, self.final, strict=True) if math.isfinite(figure)}
+
+    @property
+    def mean(self) -> float | None:
+        """Of the finite figures."""
+        return statistics.mean(self.finite.values()) if self.finite else None
+
+
+def measured(level: LevelResult, base: LevelResult | None) -> LevelResult:
+    """The level with its times, sizes and skips, and the ratios to those of `base`."""
+    runs = level.runs
+    medians = [statistics.median(seconds) for run in runs if (seconds := measures.step_times(run))]
+    rates = [rate for run in runs if (rate := measures.samples_per_second(run)) is not None]
+    found: dict[str, Any] = {
+        "step_ms": 1000 * statistics.median(medians) if medians else None,
+        "samples_per_second": statistics.median(rates) if rates else None,
+        "skips": [sum(run.skipped) for run in runs],
+        "scales": [run.scale[-1] for run in runs if run.scale],
+        "activations": _median(run.activations for run in runs),
+        "memory_bytes": _median(map(measures.memory_bytes, runs)),
+    }
+    if base is not None:
+        of_seed = {run.seed: run for run in base.runs}
+        pairs = [(of_seed[run.seed], run) for run in runs if run.seed in of_seed]
+        found["speedup"] = measures.speedup(pairs)
+        found["memory_ratio"] = _ratio(map(measures.memory_bytes, runs), map(measures.memory_bytes, base.runs))
+        found["bytes_ratio"] = _ratio(map(measures.held_bytes, runs), map(measures.held_bytes, base.runs))
+    return replace(level, **found)
+
+
+def went_well(run: Run) -> bool:
+    """Whether the run ended without an error and recorded something."""
+    return run.error is None and bool(run.loss or run.logged)
+
+
+def failures(level: LevelResult) -> list[str]:
+    """The errors of a level, each once, behind the seeds that had it."""
+    errors: dict[str, list[int]] = {}
+    for run in level.failed:
+        errors.setdefault(run.error or "recorded no step", []).append(run.seed)
+    return [f"{seeds_in_words(seeds)}: {error}" for error, seeds in errors.items()]
+
+
+def seeds_in_words(seeds: Sequence[int]) -> str:
+    return f"seed{'s' if len(seeds) > 1 else ''} {listed([str(seed) for seed in seeds])}"
+
+
+def same_losses(run: Run, other: Run) -> bool:
+    """Whether all losses are finite, and the same to the bit."""
+    return bool(run.loss) and run.loss == other.loss and all(map(math.isfinite, run.loss))
+
+
+def seeds_change_nothing(base: LevelResult) -> bool:
+    """Whether its runs, two or more, gave the same losses to the bit: the script does not use the seeds."""
+    return len(base.runs) > 1 and len(set(base.final)) == 1 and all(same_losses(run, base.runs[0]) for run in base.runs)
+
+
+def is_smaller(level: LevelResult, base: LevelResult) -> bool:
+    """Whether all runs took less than all of the baseline's, by more than a little; where that is not known of one, by
+    what they hold between steps.
+    """
+    sizes = [[measures.memory_bytes(run) for run in each.runs] for each in (level, base)]
+    ours, theirs = ([size for size in each if size is not None] for each in sizes)
+    if sizes == [ours, theirs]:
+        return max(ours) < _LESS_MEMORY * min(theirs)
+    return level.bytes_ratio is not None and level.bytes_ratio < _LESS_MEMORY
+
+
+def level_dict(level: LevelResult) -> dict[str, Any]:
+    """What `Comparison.to_dict` says of a level."""
+    plain = {
+        name: value
+        for name, value in vars(level).items()
+        if name
+        not in ("runs", "failed", "speedup", "finding", "verdict")  # `to_dict` has the runs in a list of their own
+    }
+    return {
+        **plain,
+        "name": level.name,
+        "seeds": level.seeds,
+        "failed_seeds": [run.seed for run in level.failed],
+        "speedup": level.speedup._asdict() if level.speedup else None,
+        "verdict": level.verdict._asdict(),
+    }
+
+
+def _median(sizes: Iterable[int | None]) -> float | None:
+    """Of those that are known."""
+    known = [size for size in sizes if size is not None]
+    return statistics.median(known) if known else None
+
+
+def _ratio(ours: Iterable[int | None], theirs: Iterable[int | None]) -> float | None:
+    """Of the medians; None if one of them is not known, or there is nothing to divide by."""
+    one, other = _median(ours), _median(theirs)
+    return one / other if one is not None and other else None

@@ -1,0 +1,82 @@
+"""What a comparison ran on."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+
+import torch
+
+from amp_patch.casts.cpu_fp16 import has_fp16_arithmetic
+from amp_patch.lab.comparison.other_work import OtherWork
+
+_SIZE, _TURNS = 256, 5  # of the products that are timed: the slowest kernels take a second for all of them
+SLOW = 1.5  # times FP32's
+
+
+def machine(load: OtherWork | None = None) -> dict[str, str]:
+    """What this process runs on. Asks CUDA for its devices' names, which starts it where there is one; times a product.
+
+    With a "load" where other work took so much of it that the speeds are less sure.
+    """
+    busy = load.words() if load is not None else None
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "cpu": f"{_cpu_name()} ({torch.backends.cpu.get_cpu_capability()})",
+        "threads": str(torch.get_num_threads()),
+        "gpu": ", ".join(devices) or "none",
+        **low_precision(),
+        **({"load": busy} if busy is not None else {}),
+    }
+
+
+def low_precision() -> dict[str, str]:
+    """What FP16 and BF16 are on this machine. Times a product of matrices, up to a second where it is slow."""
+    has = has_fp16_arithmetic()
+    fp16 = f"auto is {'native' if has else 'emulate'}: this CPU has {'' if has else 'no '}FP16 arithmetic"
+    found = {"bfloat16": products_in_words(time_of_products(torch.bfloat16)), "cpu_fp16": fp16}
+    capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    if capabilities:
+        least = min(capabilities)
+        found["tensor_cores"] = "FP16 and BF16" if least >= (8, 0) else "FP16" if least >= (7, 0) else "none"
+    return found
+
+
+def time_of_products(dtype: torch.dtype) -> float:
+    """The time of a product of matrices of this type over FP32's, on one thread of this CPU: a median."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(_SIZE, _SIZE, generator=generator, dtype=torch.float32, device="cpu")
+    low = wide.to(dtype)
+    ratios = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a second one would wait for a core that other work has
+    try:
+        for turn in range(_TURNS + 1):
+            begun = time.perf_counter()
+            _ = low @ low
+            between = time.perf_counter()
+            _ = wide @ wide
+            if turn > 0:  # the first finds cold caches, and kernels that are compiled at first use
+                ratios.append((between - begun) / (time.perf_counter() - between))
+    finally:
+        torch.set_num_threads(threads)
+    return statistics.median(ratios)
+
+
+def products_in_words(ratio: float) -> str:
+    """What `time_of_products` means for who trains here."""
+    if ratio > SLOW:
+        return f"products take {ratio:.3g} times FP32's time on this CPU: it shows a level's accuracy, not its speed"
+    return f"products take {ratio:.2f} of FP32's time on this CPU"
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,153 @@
+"""What a run comes to in single figures, and the statistics of a few of them: no words."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+from amp_patch.lab.recording.run import PARTS, Look, Run
+
+T = TypeVar("T")
+LOSS = "loss"  # the metric that every recording has
+
+
+class Ratio(NamedTuple):
+    """How many times faster than the baseline: above 1 is faster."""
+
+    median: float
+    low: float
+    high: float
+
+
+def common_steps(runs: Sequence[Run]) -> int:
+    """How many steps all of `runs` trained, not counting those that ended with a loss that is not finite."""
+    finite = [run.steps for run in runs if run.loss and math.isfinite(run.loss[-1])]
+    return min(finite or [run.steps for run in runs], default=0)
+
+
+def final(run: Run, metric: str, steps: int) -> float:
+    """The figure of a run: NaN if it has none, or one that is not finite.
+
+    For "loss" the mean over the last tenth (at least one) of the first `steps` steps, if the run's last loss, too, is
+    finite; for any other metric the last value that the run gave to `amp.log`.
+    """
+    if metric == LOSS:
+        ended_well = 0 < steps <= run.steps and math.isfinite(run.loss[-1])
+        values = run.loss[steps - max(1, steps // 10) : steps] if ended_well else []
+    else:
+        values = [value for _, value in run.logged.get(metric, [])[-1:]]
+    if not values or not all(map(math.isfinite, values)):
+        return math.nan
+    return statistics.mean(values)  # rounded once: the mean of equal numbers is that number
+
+
+def warm(values: Sequence[T]) -> Sequence[T]:
+    """Without the first tenth of the steps, and without the first, which warm up."""
+    return values[max(1, len(values) // 10) :]
+
+
+def step_times(run: Run) -> list[float]:
+    """Seconds of the `warm` steps that were measured."""
+    return [seconds for seconds in warm(run.seconds) if math.isfinite(seconds) and seconds > 0]
+
+
+def part_ms(runs: Sequence[Run], step_ms: float | None) -> dict[str, float]:
+    """Name in PARTS -> milliseconds of a step: `step_ms`, shared out as the medians of the `warm` steps' parts are."""
+    medians = dict.fromkeys(PARTS, 0.0)
+    for run in runs:
+        for part, seconds in run.parts.items():
+            measured = [each for each in warm(seconds) if math.isfinite(each)]
+            medians[part] += statistics.median(measured) if measured else 0.0
+    total = sum(medians.values())
+    return {part: (step_ms or 0.0) * median / total if total else 0.0 for part, median in medians.items()}
+
+
+def samples_per_second(run: Run) -> float | None:
+    """The median over the `warm` steps that were measured; None where the batch is not known."""
+    pairs = zip(warm(run.samples), warm(run.seconds), strict=False)
+    rates = [samples / seconds for samples, seconds in pairs if samples > 0 and math.isfinite(seconds) and seconds > 0]
+    return statistics.median(rates) if rates else None
+
+
+def speedup(pairs: Sequence[tuple[Run, Run]]) -> Ratio | None:
+    """Of pairs (baseline's run, the level's run of the same seed): their ratio of median step times.
+
+    The median, lowest and highest over the pairs. Of one pair, `low` and `high` are what the quartiles of its step
+    times leave possible: the baseline's lower one over the level's upper one, and the reverse. None without times.
+    """
+    times = [(step_times(base), step_times(run)) for base, run in pairs]
+    times = [(base, run) for base, run in times if base and run]
+    if not times:
+        return None
+    ratios = [statistics.median(base) / statistics.median(run) for base, run in times]
+    if len(ratios) == 1:
+        (base_low, base_high), (low, high) = (_quartiles(each) for each in times[0])
+        return Ratio(ratios[0], base_low / high, base_high / low)
+    return Ratio(statistics.median(ratios), min(ratios), max(ratios))
+
+
+def held_bytes(run: Run) -> int:
+    """Weights, masters, gradients and the optimizer's state together."""
+    return run.weights + run.masters + run.gradients + run.state
+
+
+def errors(looks: Iterable[Look]) -> dict[str, float]:
+    """Name of a module -> the largest relative error of all looks, the worst first; NaN is infinite, 0 left out."""
+    worst: dict[str, float] = {}
+    for look in looks:
+        for name, error in look.errors.items():
+            worst[name] = max(worst.get(name, 0.0), math.inf if math.isnan(error) else error)
+    return {name: error for name, error in sorted(worst.items(), key=lambda item: (-item[1], item[0])) if error}
+
+
+def memory_bytes(run: Run) -> int | None:
+    """What a training takes at once, at most; None where it is not known.
+
+    On CUDA the most that was allocated. Elsewhere what is held between steps, and the activations beside it: what a
+    process came to hold would tell of its libraries and data, and of an allocator that gives nothing back.
+    """
+    if run.device == "cuda":
+        return run.peak_memory
+    return None if run.activations is None else held_bytes(run) + run.activations
+
+
+def paired_t_test(first: Sequence[float], second: Sequence[float]) -> float:
+    """The p of Student's two-sided paired t-test that the two have the same mean; 1 for fewer than two pairs.
+
+    t = mean(d) / (s(d) / sqrt(n)) of the differences d, on n - 1 degrees of freedom.
+    Source: Student, The probable error of a mean, Biometrika 6 (1908).
+    """
+    differences = [a - b for a, b in zip(first, second, strict=True)]
+    largest = max(map(abs, differences), default=0.0)
+    if len(differences) < 2 or largest == 0:
+        return 1.0
+    scaled = [d / largest for d in differences]  # t does not change; Python 3.10 squares floats
+    spread = statistics.stdev(scaled)
+    t = statistics.mean(scaled) / (spread / math.sqrt(len(scaled))) if spread else math.inf
+    return 1 - student(abs(t), len(scaled) - 1)
+
+
+def student(t: float, freedom: int) -> float:
+    """The probability that |T| <= t, for t >= 0, under Student's distribution with `freedom` degrees of freedom.
+
+    Source: the finite sums for whole degrees of freedom, 26.7.3 and 26.7.4 of Abramowitz and Stegun, Handbook of
+    Mathematical Functions (1964).
+    """
+    angle = math.atan(t / math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    # Powers of the cosine from `start` up to freedom - 2, each with the ratio of its factor to the one before.
+    start = freedom % 2
+    total, term = 0.0, cosine**start
+    for power in range(start, freedom - 1, 2):
+        total += term
+        term *= cosine**2 * (power + 1) / (power + 2)
+    return 2 / math.pi * (angle + sine * total) if start else sine * total
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    if len(values) == 1:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high

@@ -1,0 +1,215 @@
+"""amp.compare: what `python -m amp_patch compare` does to a script, for a function, inside this process."""
+
+from __future__ import annotations
+
+import gc
+import html
+import os
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch.casts import install
+from amp_patch.frontend import initialize, restored
+from amp_patch.lab.comparison import page
+from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.comparison.machine import machine
+from amp_patch.lab.comparison.other_work import OtherWork
+from amp_patch.lab.comparison.outcome import failure
+from amp_patch.lab.comparison.plan import LEVELS, Plan, name_as_asked, progress_line
+from amp_patch.lab.comparison.seeds import seeded
+from amp_patch.lab.recording.recorder import Enough, Recorder, log
+from amp_patch.lab.recording.run import Run
+from amp_patch.support.patches import Patches
+from amp_patch.training.scale_loss import scale_loss
+
+_EVALUATION = "evaluation"
+
+
+class Compared(Comparison):
+    """A comparison that a notebook shows as its report, and a terminal as what it says of each level."""
+
+    def __repr__(self) -> str:
+        levels = [f"{level.name}: {level.verdict.text}" for level in self.levels]
+        return "\n".join([f"{self.title}, {self.steps} steps", *levels, *self.notes, self.summary])
+
+    def _repr_html_(self) -> str:
+        # In a frame: the page has a style of its own.
+        return f'<iframe srcdoc="{html.escape(page.html(self))}" style="width:100%;height:48em;border:0"></iframe>'
+
+
+def compare(
+    build_fn: Callable[[], Any],
+    levels: Sequence[str] = LEVELS,
+    *,
+    seeds: int = 3,
+    steps: int | None = None,
+    dtype: torch.dtype | None = None,
+    metric: str | None = None,
+    maximize: bool = False,
+    inspect: bool = False,
+    evaluate: Callable[[nn.Module], Any] | None = None,
+    verbosity: int = 1,
+) -> Comparison:
+    """Train once per opt level and seed, and compare speed, memory and loss::
+
+        def build():
+            model = Net()
+            return model, torch.optim.Adam(model.parameters()), torch.nn.functional.cross_entropy, loader
+
+        amp.compare(build, ["O2", "O4"], steps=200)
+
+    A notebook shows the result as a report; `.summary` and `.levels` are its words and figures. The runs follow each
+    other, every level of a seed before the next seed, and all levels of a seed start from the same random state; for
+    seed n, 1,000,003 n is added to the seeds that `build_fn` gives to `torch.manual_seed`, `random.seed` and
+    `numpy.random.seed`. Afterwards random states, torch's namespace and all earlier trainings are as they were. A run
+    that raises is a row with its error, and an interrupt keeps the rows until then. On a CPU the peak memory is not
+    known: one process has made all runs.
+
+    Args:
+        build_fn: called once a run, makes everything new. It returns (model, optimizer, loss_fn, batches), which are
+            trained here: `loss_fn(model(*inputs), targets)` for each (inputs, ..., targets) of `batches`, once
+            through, or over and over until `steps`. Or it trains by itself, with `amp.initialize`, whose level is
+            overridden, and `amp.scale_loss`, and returns None.
+        levels: of "O0" to "O5". O0, with which the others are compared, is there without being named.
+        seeds: how many repetitions; the verdicts need three or more.
+        steps: after how many optimizer steps a run ends. A `build_fn` that trains by itself is left then.
+        dtype: torch.float16 or torch.bfloat16 at O1 to O3.
+        metric: what is compared: "loss" of the training, or a name given to `amp.log`. Default: "loss", or the number
+            of `evaluate`.
+        maximize: whether more of the metric is better.
+        inspect: look at exponents, overflows and errors with `amp.inspect`.
+        evaluate: called with the trained model, in eval mode, under no_grad: returns a number, which is logged as
+            "evaluation", or a dict of numbers, which are logged by their names. For models that are trained here.
+        verbosity: 0 prints no line when a run has finished.
+
+    Raises:
+        ValueError, TypeError: an argument that cannot be honoured, or a `build_fn` that returns something else, or
+        the same model twice.
+    """
+    named = str(dtype).removeprefix("torch.") if dtype is not None else None
+    if isinstance(levels, str):
+        raise TypeError(f"compare: levels is {levels!r}; wanted a list, as ['O0', 'O2']")
+    plan = Plan(tuple(levels), seeds, steps, named, metric or "loss", maximize, inspect)
+    load = OtherWork()
+    runs = _train_all(build_fn, plan, evaluate, verbosity, load)
+    if metric is None and any(_EVALUATION in run.logged for run in runs):
+        metric = _EVALUATION
+    title = getattr(build_fn, "__name__", type(build_fn).__name__)
+    return Compared(title, runs, metric or "loss", maximize, steps, machine(load))
+
+
+def _train_all(
+    build_fn: Callable[[], Any],
+    plan: Plan,
+    evaluate: Callable[[nn.Module], Any] | None,
+    verbosity: int,
+    load: OtherWork,
+) -> list[Run]:
+    """Make the runs of the plan; those that were begun when an interrupt came."""
+    runs = plan.runs()
+    known: list[weakref.ref[nn.Module]] = []
+    for index, run in enumerate(runs):
+        load.watch(os.getpid())
+        try:
+            _train_once(build_fn, plan, run, evaluate, known)
+        except KeyboardInterrupt:
+            runs = runs[: index + 1]
+        load.read()
+        if verbosity:
+            print(progress_line(run, plan.steps))
+        if run is runs[-1]:
+            break
+    return runs
+
+
+def _train_once(
+    build_fn: Callable[[], Any],
+    plan: Plan,
+    run: Run,
+    evaluate: Callable[[nn.Module], Any] | None,
+    known: list[weakref.ref[nn.Module]],
+) -> None:
+    """Fill `run`; an exception becomes its error, save a KeyboardInterrupt and what is wrong with `build_fn` itself."""
+    gc.collect()  # what the run before this one trained may hang in circles; its memory should be free
+    asked, error = Run(run.level, run.seed), None
+    environment = Patches()
+    recorder = Recorder([run], stop_after=plan.steps, inspect=plan.inspect)
+    try:
+        for name, value in plan.environment(run).items():
+            environment.set_item(os.environ, name, value)
+        with seeded(run.seed), restored(), recorder, suppress(Enough):
+            built = build_fn()
+            if built is not None:
+                model, optimizer, loss_fn, batches = _checked(built, known)
+                _train(model, optimizer, loss_fn, batches, plan.steps, evaluate)
+    except _Misuse as misuse:
+        raise misuse.args[0] from None
+    except (Exception, SystemExit, KeyboardInterrupt) as raised:
+        error = raised
+    finally:
+        environment.remove()
+        if run.device == "cpu":
+            run.peak_memory = None  # the process has been larger, perhaps, in an earlier run
+    name_as_asked(run, asked)
+    if (failed := failure(recorder, run, error)) is not None:
+        run.error, run.error_kind = failed
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+
+
+class _Misuse(Exception):
+    """Carries the error that ends the comparison."""
+
+
+def _checked(built: Any, known: list[weakref.ref[nn.Module]]) -> Any:
+    if not isinstance(built, tuple | list) or len(built) != 4 or not isinstance(built[0], nn.Module):
+        came = f"{len(built)} values" if isinstance(built, tuple | list) else f"a {type(built).__name__}"
+        wanted = "(model, optimizer, loss_fn, batches), or None after training by itself"
+        raise _Misuse(TypeError(f"compare: build_fn returned {came}; wanted {wanted}"))
+    if any(ref() is built[0] for ref in known):
+        raise _Misuse(ValueError("compare: build_fn returned the same model twice; make a new one at each call"))
+    known.append(weakref.ref(built[0]))
+    return built
+
+
+def _train(
+    model: nn.Module,
+    optimizer: Any,
+    loss_fn: Callable[..., Tensor],
+    batches: Iterable[Any],
+    steps: int | None,
+    evaluate: Callable[[nn.Module], Any] | None,
+) -> None:
+    model, optimizer = initialize(model, optimizer)  # the environment has the level
+    loss_fn = install.in_force(loss_fn)  # build_fn had torch's function, before there were casts
+    with suppress(Enough):
+        if not _epoch(model, optimizer, loss_fn, batches):
+            words = "nothing; an iterator is used up by one run: make a new one at each call"
+            raise _Misuse(ValueError(f"compare: the batches of build_fn gave {words}"))
+        while steps is not None and _epoch(model, optimizer, loss_fn, batches):
+            pass
+    if evaluate is None:
+        return
+    model.eval()
+    with torch.no_grad():
+        found = evaluate(model)
+    figures = found if isinstance(found, dict) else {_EVALUATION: found}
+    log(**{name: float(value) for name, value in figures.items()})
+
+
+def _epoch(model: nn.Module, optimizer: Any, loss_fn: Callable[..., Tensor], batches: Iterable[Any]) -> bool:
+    """Whether there was a batch: an iterator has none the second time."""
+    batch = None
+    for batch in batches:
+        *inputs, targets = batch
+        optimizer.zero_grad()
+        loss = loss_fn(model(*inputs), targets)
+        with scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    return batch is not None

@@ -1,0 +1,136 @@
+"""html, write: a comparison as one page that needs nothing but itself, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template, select_autoescape
+
+from amp_patch.lab.comparison import headline, wording
+from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.comparison.drawing import COLOURS
+from amp_patch.lab.comparison.level_result import LevelResult, failures
+from amp_patch.lab.comparison.rows import axis, rows
+from amp_patch.lab.comparison.sections import Cell, Entries, Table, number, sections, table
+from amp_patch.lab.recording.run import NATIVE, dumps
+from amp_patch.policy import OPT_LEVELS
+from amp_patch.support.files import write_whole
+
+
+def write(comparison: Comparison, folder: str | Path) -> Path:
+    """Write report.html and report.json into `folder`, which is made if it is not there; the page's path.
+
+    Each is there whole or not at all; a symbolic link in its place is replaced.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    # The numbers first: they took hours, perhaps, and a picture can fail.
+    write_whole(folder / "report.json", dumps(comparison.to_dict()) + "\n")
+    path = folder / "report.html"
+    write_whole(path, html(comparison))
+    return path
+
+
+def html(comparison: Comparison) -> str:
+    """The page: pictures inline, no script, no request to anything; light and dark as the reader's system is."""
+    base, best, cards = comparison.baseline, comparison.recommended, rows(comparison)
+    won = best is not None and best is not base
+    better = "higher" if comparison.maximize else "lower"
+    grey = f"{base.name if base is not None else 'the baseline'}'s range"
+    return _template().render(
+        comparison=comparison,
+        colours=COLOURS,
+        base=base.name if base is not None else "",
+        headline=headline.headline(comparison),
+        about=_about(comparison),
+        won=won,
+        gains=headline.gains(comparison),
+        said={"Why": headline.why(comparison), "How sure": headline.how_sure(comparison)},
+        use=_argument(best) if best is not None and won and best.level != NATIVE else "",
+        rows=cards if any(row.speed for row in cards) else [],
+        axis=axis(comparison),
+        what_memory=headline.what_memory(comparison),
+        what_dots=f"{better} is better; a dot a seed, a line their mean; grey: {grey}",
+        levels=_levels(comparison),
+        notes=[note for note in comparison.notes if note != comparison.load_note],
+        **sections(comparison),
+    )
+
+
+@cache
+def _template() -> Template:
+    return Environment(
+        loader=PackageLoader("amp_patch.lab.comparison"),
+        autoescape=select_autoescape(["html"]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    ).get_template("report.html")
+
+
+def _about(comparison: Comparison) -> str:
+    """What was compared, and on what."""
+    machine = comparison.machine
+    seeds = len({run.seed for run in comparison.runs})
+    said = [f"{len(comparison.levels)} levels", f"{seeds} seed{'s' if seeds != 1 else ''}"]
+    said += [f"{comparison.steps} steps"] if comparison.steps else []
+    devices = {run.device for run in comparison.runs if run.device}
+    processor = machine.get("gpu" if devices == {"cuda"} else "cpu", "")
+    said += [processor] if processor and processor != "none" else sorted(devices)
+    return " · ".join([*said, *([f"torch {machine['torch']}"] if "torch" in machine else [])])
+
+
+def _argument(level: LevelResult) -> str:
+    unasked = OPT_LEVELS[level.level].dtype is torch.bfloat16
+    also = ", dtype=torch.bfloat16" if level.dtype == "bfloat16" and not unasked else ""
+    return f'amp.initialize(..., opt_level="{level.level}"{also})'
+
+
+def _levels(comparison: Comparison) -> Table | None:
+    base, levels = comparison.baseline, comparison.levels
+    of_base = f"from {base.name}" if base is not None else "difference"
+    unit, sizes = wording.sizes([level.memory_bytes or 0 for level in levels])
+    head = ["level", "finding", f"final {comparison.metric}", of_base, "step, ms", "speed", "samples/s"]
+    head += [f"memory, {unit}", "last loss scale", "skipped steps", "failed runs"]
+    lines: list[Entries] = []
+    for level, size in zip(levels, sizes, strict=True):
+        other = base is not None and level is not base
+        lines.append(
+            [
+                level.heading,
+                _finding(level, comparison),
+                Cell(number(level.mean), _several(level.final) if len(level.final) > 1 else ""),
+                wording.signed_percent(level.mean, base.mean) if base is not None and other else "",
+                wording.three(level.step_ms) if level.step_ms else "",
+                _speed(level) if other else "",
+                wording.three(level.samples_per_second) if level.samples_per_second else "",
+                size if level.memory_bytes else "",
+                _several(level.scales, wording.power) if any(scale != 1 for scale in level.scales) else "",
+                _several(level.skips, str) if any(level.skips) else "",
+                f"{len(level.failed)} of {len(level.failed) + len(level.runs)}" if level.failed else "",
+            ]
+        )
+    return table("The levels", head, lines, texts=["finding"])
+
+
+def _finding(level: LevelResult, comparison: Comparison) -> Cell | str:
+    word = headline.outcome(level, comparison)  # the reason has the rest
+    reason = level.verdict.reason if level.runs else "; failed with ".join(failures(level))
+    return Cell(reason, finding=word, state=headline.state(level, comparison)) if word else reason
+
+
+def _speed(level: LevelResult) -> Cell | str:
+    if level.speedup is None:
+        return ""
+    median, low, high = (f"{value:.2f}" for value in level.speedup)
+    return Cell(f"{median}x", f"{low} to {high}" if low != high else "")
+
+
+def _several(values: Sequence[float], words: Callable[[float], str] = number) -> str:
+    """One number a seed; one for all where they agree."""
+    texts = [words(value) for value in values]
+    return ", ".join(texts if len(set(texts)) > 1 else texts[:1])

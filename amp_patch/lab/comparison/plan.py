@@ -1,0 +1,99 @@
+"""What is compared: levels, seeds, steps; and whether a script can be."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from amp_patch.lab.recording.run import NATIVE, Run
+from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
+
+# The level that the others are compared with.
+BASELINE = next(level for level, policy in OPT_LEVELS.items() if policy.changes_nothing)
+
+# The levels that one would train with, in both types; O3, which keeps no FP32 weights, shows what that costs.
+LEVELS = ("O0", "O1", "O2", "O4", "O5")
+
+_MOST_SEEDS = 1000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to compare: each level from each seed.
+
+    Attributes:
+        levels: of "O0" to "O5", each once, and one at least beside O0, which comes first where it is not named.
+        seeds: how many repetitions.
+        steps: after how many optimizer steps a run ends; None lets it end by itself.
+        dtype: "float16" or "bfloat16" for the levels O1 to O3; None leaves it to the script.
+        metric: what is compared: "loss", or a name that is given to `amp.log`.
+        maximize: whether more of it is better.
+        inspect: look at exponents and errors with `amp.inspect`.
+    """
+
+    levels: tuple[str, ...] = LEVELS
+    seeds: int = 3
+    steps: int | None = None
+    dtype: str | None = None
+    metric: str = "loss"
+    maximize: bool = False
+    inspect: bool = False
+
+    def __post_init__(self) -> None:
+        unknown = [level for level in self.levels if level not in OPT_LEVELS]
+        if unknown:
+            raise ValueError(
+                f"compare: level {unknown[0]!r} is none of {', '.join(OPT_LEVELS)} (the letter O, not zero)"
+            )
+        twice = [level for level in OPT_LEVELS if self.levels.count(level) > 1]
+        if twice:
+            raise ValueError(f"compare: {twice[0]} is in levels twice; give each once (seeds=N repeats them)")
+        if not set(self.levels) - {BASELINE}:
+            raise ValueError(f"compare: levels is {','.join(self.levels) or 'empty'}; wanted one beside O0, as O0,O2")
+        if BASELINE not in self.levels:
+            object.__setattr__(self, "levels", (BASELINE, *self.levels))  # frozen
+        for name, value in ("seeds", self.seeds), ("steps", self.steps):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"compare: {name} is {value!r}; wanted a positive integer")
+        if self.seeds > _MOST_SEEDS:
+            raise ValueError(f"compare: seeds is {self.seeds}; wanted at most {_MOST_SEEDS} repetitions")
+        names = [str(dtype).removeprefix("torch.") for dtype in LOW_PRECISION]
+        if self.dtype is not None and self.dtype not in names:
+            raise ValueError(f"compare: dtype is {self.dtype!r}; wanted {' or '.join(names)}")
+
+    def runs(self) -> list[Run]:
+        """Those to be made, in order: every level of a seed, then the next seed: levels share the machine's moods."""
+        return [Run(level, seed) for seed in range(self.seeds) for level in self.levels]
+
+    def environment(self, run: Run) -> dict[str, str]:
+        """What tells a run's `initialize` its level."""
+        level = BASELINE if run.level == NATIVE else run.level
+        named = {"AMP_PATCH_OPT_LEVEL": level, "AMP_PATCH_SEED": str(run.seed)}
+        return named if self.dtype is None else {**named, "AMP_PATCH_DTYPE": self.dtype}
+
+
+def progress_line(run: Run, asked_steps: int | None) -> str:
+    """How a run went, in a line."""
+    if run.error is not None:
+        return f"{run.level} seed {run.seed}: failed: {run.error}"
+    loss, ms = newest_figures(run)
+    of = f" of {asked_steps}" if asked_steps is not None else ""
+    return f"{run.level} seed {run.seed}: " + "; ".join(
+        [f"{run.steps}{of} steps, loss {loss}, {ms} ms a step", *run.notes]
+    )
+
+
+def newest_figures(run: Run) -> tuple[str, str]:
+    """The newest loss, and the median time of the newest steps in milliseconds."""
+    if not run.steps:
+        return "", ""
+    times = [seconds for seconds in run.seconds[-20:] if not math.isnan(seconds)]  # NaN: that step was inspected
+    return f"{run.loss[-1]:.4g}", f"{1000 * statistics.median(times):.3g}" if times else ""
+
+
+def name_as_asked(run: Run, asked: Run) -> None:
+    """Give `run` the level and the seed of `asked`, and note it if the script trained at another level."""
+    if run.level != asked.level and asked.level != NATIVE:
+        run.notes.append(f"asked for {asked.level}, the script trained at {run.level}")
+    run.level, run.seed = asked.level, asked.seed

@@ -1,0 +1,98 @@
+"""Which level to use, and why, as data and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from amp_patch.lab.comparison.level_result import LevelResult, is_smaller
+from amp_patch.lab.comparison.measures import Ratio
+from amp_patch.lab.comparison.verdict import more_seeds
+from amp_patch.lab.comparison.wording import listed, times
+
+# Why the baseline is the one to use: what is said of the other levels.
+_OF_OTHERS = {
+    "slower": "{} would do as well in less memory, but slower",
+    "no gain": "{} would do as well, but not faster, nor in much less memory",
+    "not timed": "{} would do as well, but how fast is not known",
+    "undecided": "{} cannot be told from chance yet, {more}",
+    "no FP32 weights": "{} keeps no FP32 weights, and is for whoever compares it alone",
+    "skips": "{} skipped too many steps",
+    "differs": "do not use {}",
+    "failed with some": "{} failed with some seeds",
+    "failed": "{} failed",
+}
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """Of levels of which two at least can be compared.
+
+    Attributes:
+        level: the baseline where no other is better.
+        because: "faster" or "smaller", of another level than the baseline; of the baseline the names in _OF_OTHERS ->
+            the other levels of which this is so.
+        sure: whether no level is undecided.
+    """
+
+    level: LevelResult
+    because: dict[str, list[LevelResult]]
+    sure: bool
+
+
+def recommend(levels: Sequence[LevelResult], base: LevelResult) -> Recommendation:
+    others = [level for level in levels if level is not base and level.runs]
+    sure = not any(level.finding.kind == "undecided" for level in levels)
+    sound = [level for level in others if level.finding.sound]
+    well = [level for level in sound if level.finding.skips is None]
+    # What keeps no FP32 weights is meant by whoever compares it with the baseline alone.
+    asked = not any(level.keeps_fp32_weights and level.level != base.level for level in levels)
+    usable = [level for level in well if asked or level.keeps_fp32_weights]
+    faster = [level for level in usable if level.speedup is not None and level.speedup.low > 1]
+    if faster:
+        best = max(faster, key=lambda level: level.speedup or Ratio(0, 0, 0))
+        return Recommendation(best, {"faster": [best]}, sure)
+    smaller = [level for level in usable if is_smaller(level, base)]
+    as_fast = [level for level in smaller if level.speedup is None or level.speedup.high >= 1]
+    if as_fast:
+        best = min(as_fast, key=lambda level: level.memory or 1.0)
+        return Recommendation(best, {"smaller": [best]}, sure)
+    timed = [level for level in usable if level.speedup is not None]
+    because = {
+        "slower": smaller,
+        "no gain": [level for level in timed if level not in smaller],
+        "not timed": [level for level in usable if level not in timed],
+        "undecided": [level for level in others if level.finding.kind == "undecided" and not level.finding.better],
+        "no FP32 weights": [level for level in well if level not in usable],
+        "skips": [level for level in sound if level not in well],
+        "differs": [level for level in others if level.finding.rejected],
+        "failed with some": [level for level in others if level.finding.usable and level.finding.faults],
+        "failed": [level for level in levels if not level.runs],
+    }
+    return Recommendation(base, {why: found for why, found in because.items() if found}, sure)
+
+
+def summary(found: Recommendation, base: LevelResult) -> str:
+    """What to use, and why, in one or two sentences."""
+    best = found.level
+    if "faster" in found.because:
+        return f"Use {best.name}: {best.verdict.text}."
+    if best is not base:
+        return f"Use {best.name} for its memory; none is faster than {base.name}: {best.verdict.text}."
+    for_now = " for now" if "undecided" in found.because else ""
+    return f"Stay with {base.name}{for_now}: {of_others(found, base, lambda level: level.name)}."
+
+
+def of_others(found: Recommendation, base: LevelResult, name: Callable[[LevelResult], str]) -> str:
+    """Why the baseline is the one to use, without a full stop; levels by this `name`."""
+
+    def promise(level: LevelResult) -> str:
+        """The name, and of a level that may yet be recommended how much faster it is."""
+        if level.finding.kind != "undecided" or level.speedup is None or level.speedup.low <= 1:
+            return name(level)
+        return f"{name(level)} ({times(level.speedup.median)[0]}x faster)"
+
+    return "; ".join(
+        _OF_OTHERS[why].format(listed([promise(level) for level in levels]), more=more_seeds(base))
+        for why, levels in found.because.items()
+    )

@@ -1,0 +1,246 @@
+"""What a report has below its card: tables, pictures and lines, as templates/report.html shows them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from amp_patch.lab.comparison import measures, number_pictures, pictures, wording
+from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.comparison.drawing import Picture, stack
+from amp_patch.lab.comparison.level_result import LevelResult
+from amp_patch.lab.recording.run import PARTS, Look, Run
+
+_LISTED = 12  # modules, and parameters, that a table names: the worst
+
+
+class Cell(NamedTuple):
+    """An entry of a table.
+
+    Attributes:
+        words: the entry.
+        small: what stands below, in small letters.
+        colour: the one that stands for it.
+        finding, state: what stands in front, and how that is shown.
+        picture: an SVG.
+    """
+
+    words: str = ""
+    small: str = ""
+    colour: str = ""
+    finding: str = ""
+    state: str = ""
+    picture: str = ""
+
+    def __bool__(self) -> bool:
+        return any(self)
+
+
+Entries = list[Cell | str]
+
+
+class Table(NamedTuple):
+    """
+    Attributes:
+        title: what it is called where it is read aloud.
+        head: headings of the columns.
+        rows: the first entry of each is its heading.
+        named: whether these are names of the user's, which can be long: they are broken into lines.
+        texts: the headings of columns of words.
+    """
+
+    title: str
+    head: Entries
+    rows: list[Entries]
+    named: bool = False
+    texts: Sequence[str] = ()
+
+
+class Seen(NamedTuple):
+    """What `amp.inspect` saw at a level."""
+
+    heading: str
+    when: str
+    pictures: list[Picture]
+    not_finite: list[str]
+    keep_fp32: str
+    errors: Table | None
+    lost: Table | None
+
+
+def table(
+    title: str,
+    head: Sequence[Cell | str],
+    rows: Sequence[Entries],
+    *,
+    named: bool = False,
+    texts: Sequence[str] = (),
+) -> Table | None:
+    """Without the columns that have no entry; None without a row."""
+    if not rows:
+        return None
+    kept = [place for place in range(len(head)) if place == 0 or any(row[place] for row in rows)]
+    return Table(title, [head[i] for i in kept], [[row[i] for i in kept] for row in rows], named, texts)
+
+
+def sections(comparison: Comparison) -> dict[str, Any]:
+    """By the names that the template has for them; what there is nothing to say of is empty."""
+    return {
+        "failures": _failures(comparison),
+        "losses": pictures.losses(comparison),
+        "times": _times(comparison),
+        "memory": _memory(comparison),
+        "advice": _advice(comparison),
+        "scales": pictures.scales(comparison),
+        "seen": [seen for level in comparison.levels if (seen := _seen(level)) is not None],
+        "policies": _policies(comparison),
+        "every_run": _runs(comparison),
+    }
+
+
+def number(value: float | None) -> str:
+    return "" if value is None else wording.digits(value, 5) if math.isfinite(value) else "not finite"
+
+
+def _times(comparison: Comparison) -> Table | None:
+    levels = [level for level in comparison.levels if level.step_ms]
+    splits = [measures.part_ms(level.runs, level.step_ms) for level in levels]
+    longest = max((sum(split.values()) for split in splits), default=0.0)
+    if not longest:
+        return None
+    head: Entries = ["level", *(Cell(wording.PARTS_IN_WORDS[part], colour=part) for part in PARTS), "step, ms", ""]
+    rows: list[Entries] = []
+    for level, split in zip(levels, splits, strict=True):
+        times = [*(split[part] for part in PARTS), level.step_ms or 0]
+        rows.append([level.heading, *map(wording.three, times), Cell(picture=stack(split, longest))])
+    return table("Milliseconds of a step, by its parts", head, rows)
+
+
+def _memory(comparison: Comparison) -> Table | None:
+    """What the training takes, by its kinds, and on CUDA its peak: means over the seeds."""
+    levels = [level for level in comparison.levels if level.runs]
+    kinds = [{kind: _mean([getattr(run, kind) for run in level.runs]) for kind in wording.SIZES} for level in levels]
+    peaks = [_mean([run.peak_memory for run in level.runs if run.device == "cuda"]) for level in levels]
+    every = [[*each.values(), sum(each.values()), peak] for each, peak in zip(kinds, peaks, strict=True)]
+    longest = max((sum(each.values()) for each in kinds), default=0.0)
+    if not longest and not any(peaks):
+        return None
+    unit, _ = wording.sizes([size for row in every for size in row])
+    rows: list[Entries] = []
+    for level, each, row in zip(levels, kinds, every, strict=True):
+        cells = [wording.in_unit(size, unit) for size in row]
+        cells[-3:] = [cell if size else "" for cell, size in zip(cells[-3:], row[-3:], strict=True)]
+        rows.append([level.heading, *cells, Cell(picture=stack(each, longest))])
+    names = [Cell(words, colour=kind) for kind, words in wording.SIZES.items()]
+    return table(f"Memory by its kinds, in {unit}", ["level", *names, f"together, {unit}", f"peak, {unit}", ""], rows)
+
+
+def _advice(comparison: Comparison) -> dict[str, list[str]]:
+    """Lines without a heading where all levels have the same, as they mostly do; else those of each level."""
+    of_level = {level.heading: level.advice for level in comparison.levels}
+    first = next(iter(of_level.values()), [])
+    return {"": first} if all(lines == first for lines in of_level.values()) else of_level
+
+
+def _failures(comparison: Comparison) -> dict[str, list[str]]:
+    """The errors, each once, with the runs that had it."""
+    runs_of: dict[str, list[str]] = {}
+    for level in comparison.levels:
+        for run in level.failed:
+            where = f"{level.heading}, seed {run.seed}" + (f", after {run.steps} steps" if run.steps else "")
+            runs_of.setdefault(run.error or "recorded no step", []).append(where)
+    return runs_of
+
+
+def _seen(level: LevelResult) -> Seen | None:
+    looked = [(run, look) for run in (*level.runs, *level.failed) for look in run.looks]
+    if not looked:
+        return None
+    looks = [look for _, look in looked]
+    steps = sorted({look.step + 1 for look in looks})
+    when = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, from {steps[0]} to {steps[-1]}"
+    bad = [
+        f"Seed {run.seed}: {look.not_finite}" + ("" if look in run.overflows else "; later looks saw nothing like it")
+        for run, look in looked
+        if look.not_finite
+    ]
+    names = list(dict.fromkeys(module for run in (*level.runs, *level.failed) for module in run.keep_fp32))
+    lost = _lost(looks) if level.dtype != "bfloat16" else None
+    seen = number_pictures.numbers(level)
+    return Seen(level.heading, when, seen, bad, repr(names) if names else "", _errors(looks), lost)
+
+
+def _errors(looks: Sequence[Look]) -> Table | None:
+    errors = [*measures.errors(looks).items()][:_LISTED]
+    longest = max((error for _, error in errors if math.isfinite(error)), default=0.0) or 1.0
+    rows: list[Entries] = []
+    for module, error in errors:
+        bar = {"base" if error <= longest else "lost": min(error, longest)}
+        rows.append([module or "the model itself", number(error), Cell(picture=stack(bar, longest))])
+    return table("Modules whose output differs most from FP32's", ["module", "relative error", ""], rows, named=True)
+
+
+def _lost(looks: Sequence[Look]) -> Table | None:
+    """Of which gradients FP16 loses most: the largest shares of all looks."""
+    none = [0.0, 0.0, 0.0]
+    shares: dict[str, list[float]] = {}
+    for look in looks:
+        for parameter in {**look.flushed, **look.overflowed}:
+            here = [*look.flushed.get(parameter, none), look.overflowed.get(parameter, none)[0]]
+            shares[parameter] = [max(pair) for pair in zip(here, shares.get(parameter, [0.0] * 4), strict=True)]
+    worst = sorted(
+        ((parameter, each) for parameter, each in shares.items() if any(each)), key=lambda item: -max(item[1])
+    )
+    when = ("at the loss scale used", "without loss scaling", "at the best loss scale")
+    head = ["parameter", *(f"become 0 {each}" for each in when), f"overflow {when[0]}"]
+    rows: list[Entries] = [[parameter, *map(wording.percent, each)] for parameter, each in worst[:_LISTED]]
+    return table("Gradients of which FP16 loses most", head, rows, named=True)
+
+
+def _policies(comparison: Comparison) -> dict[str, str]:
+    """label of a level -> its policy, in words."""
+    policies = {
+        level.heading: [*dict.fromkeys(run.policy for run in (*level.runs, *level.failed) if run.policy)]
+        for level in comparison.levels
+    }
+    return {level: "; ".join(words) for level, words in policies.items() if words}
+
+
+def _runs(comparison: Comparison) -> Table | None:
+    metric = comparison.metric
+    pairs = [
+        (level, run)
+        for level in comparison.levels
+        for run in sorted((*level.runs, *level.failed), key=lambda run: run.seed)
+    ]
+    of_runs = [(run.weights, run.activations or 0, run.peak_memory or 0) for _, run in pairs]
+    unit, _ = wording.sizes([size for each in of_runs for size in each])
+    logged = [metric] if metric != measures.LOSS else []
+    head = ["level", "seed", "steps", "last loss", *logged, "median step, ms", "skipped steps"]
+    head += [f"{what}, {unit}" for what in ("weights", "activations", "peak")] + ["notes"]
+    rows: list[Entries] = []
+    for (level, run), each in zip(pairs, of_runs, strict=True):
+        sizes = [wording.in_unit(size, unit) if size else "" for size in each]
+        notes = "; ".join([*(["failed"] if run.error else []), *run.notes])
+        rows.append([level.heading, *_run(run, metric), *sizes, notes])
+    return table("Every run", head, rows, texts=["notes"])
+
+
+def _run(run: Run, metric: str) -> list[str]:
+    seconds = sorted(each for each in run.seconds if math.isfinite(each))
+    logged = run.logged.get(metric, [])
+    return [
+        str(run.seed),
+        str(run.steps),
+        number(run.loss[-1] if run.loss else None),
+        *([number(logged[-1][1] if logged else None)] if metric != measures.LOSS else []),
+        wording.three(1000 * seconds[len(seconds) // 2]) if seconds else "",
+        str(sum(run.skipped)),
+    ]
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    """Of those that are known."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else 0.0

@@ -1,0 +1,195 @@
+"""lines: a comparison for the terminal."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import textwrap
+from collections.abc import Sequence
+
+from amp_patch.lab.comparison import measures, wording
+from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.comparison.level_result import LevelResult
+from amp_patch.lab.recording.run import PARTS, Run
+
+_WIDTH = 80
+_NAMES = ("level", "module")
+_MODULES = 3  # of each level, the worst
+_COLOURS = {"bold": 1, "red": 31, "green": 32, "yellow": 33}  # ECMA-48's numbers
+_STYLES = {"within": "green", "differs": "red", "failed": "red", "undecided": "yellow"}
+
+
+def lines(comparison: Comparison, *, colours: bool = False) -> list[str]:
+    """What to print: at most 80 columns, whatever the numbers; with `colours`, in the words of a terminal.
+
+    The levels with their figures, the verdicts, where the time of a step and the memory went, what `amp.inspect` saw
+    (of the worst modules), the notes, sizes that a GPU would be faster with, and last the recommendation.
+    """
+    parts: list[list[str]] = []
+    if comparison.levels:
+        parts += [_overview(comparison), _verdicts(comparison, colours)]
+    if any(level.runs for level in comparison.levels):
+        parts += [_times(comparison), _sizes(comparison)]
+    parts += [_looks(comparison), _machine(comparison.machine)]
+    parts += [[line for note in comparison.notes for line in _wrapped(f"Note: {note}.")]]
+    sizes = dict.fromkeys(line for level in comparison.levels for line in level.advice)
+    parts += [[line for advice in sizes for line in _wrapped(f"Size: {advice}.")]]
+    parts += [[_coloured(line, "bold", colours) for line in _wrapped(comparison.summary)]]
+    return [line for part in parts if part for line in ("", *part)][1:]
+
+
+def _overview(comparison: Comparison) -> list[str]:
+    base = comparison.baseline
+    of_base = f"vs\n{base.level}" if base is not None else "vs"
+    headings = ("level", "seeds", f"final\n{comparison.metric}", of_base, "ms per\nstep", "speed", "memory")
+    rows: list[Sequence[str]] = []
+    for level in comparison.levels:
+        seeds = f"{len(level.runs)}/{len(level.runs) + len(level.failed)}" if level.failed else str(len(level.runs))
+        cells = (
+            seeds,
+            "missing" if _gave_none(level, comparison.metric) else _with_range(level.final),
+            _against(level, base),
+            wording.short(level.step_ms),
+            f"{wording.ratio(level.speedup.median)}x" if level.speedup else "",
+            wording.ratio(level.memory),
+            wording.power_in_ascii(level.scales[-1]) if level.scales else "",
+            f"{max(level.skips)}" if level.skips else "",
+        )
+        rows.append((level.name, *cells))
+    return _table(f"{comparison.title}, {comparison.steps} steps", (*headings, "loss\nscale", "skipped\nsteps"), rows)
+
+
+def _verdicts(comparison: Comparison, colours: bool) -> list[str]:
+    found = []
+    width = max(len(level.name) for level in comparison.levels)
+    for level in comparison.levels:
+        first, *others = _wrapped(level.verdict.text, _WIDTH - width - 1) or [""]
+        style = "green" if level.finding.better else _STYLES.get(level.finding.kind, "")
+        found.append(f"{_coloured(f'{level.name:{width}}', style, colours)} {first}".rstrip())
+        found += [" " * (width + 1) + line for line in others]
+    return found
+
+
+def _times(comparison: Comparison) -> list[str]:
+    headings = [wording.PARTS_IN_WORDS[part].replace(", ", ",\n") for part in PARTS]
+    rows: list[Sequence[str]] = []
+    for level in filter(_went_well, comparison.levels):
+        split = measures.part_ms(level.runs, level.step_ms)
+        parts = [wording.short(split[part] if level.step_ms is not None else None) for part in PARTS]
+        rows.append((level.name, *parts, wording.short(level.samples_per_second)))
+    return _table("Time of a step, ms", ("level", *headings, "samples\nper second"), rows)
+
+
+def _sizes(comparison: Comparison) -> list[str]:
+    headings = ("level", "weights", "masters", "gradients", "optimizer\nstate", "activations", "peak")
+    rows: list[Sequence[str]] = []
+    for level in filter(_went_well, comparison.levels):
+        sizes = (_mib(level.runs, size) for size in ("weights", "masters", "gradients", "state", "activations"))
+        peak = None if level.memory_bytes is None else level.memory_bytes / 2**20
+        rows.append((level.name, *map(wording.short, (*sizes, peak))))
+    return _table("Memory, MiB", headings, rows)
+
+
+def _machine(machine: dict[str, str]) -> list[str]:
+    """What it ran on, and what the levels' types are worth there."""
+    words = [machine["gpu"] if machine["gpu"] != "none" else machine["cpu"]] if machine else []
+    said = {"threads": "threads", "bfloat16": "BF16", "cpu_fp16": "cpu_fp16", "tensor_cores": "tensor cores"}
+    words += [f"{name}: {machine[key]}" for key, name in said.items() if key in machine]
+    return _wrapped("; ".join(words) + ".") if words else []
+
+
+def _looks(comparison: Comparison) -> list[str]:
+    """The worst modules of each level that was inspected, what FP16 would lose of their gradients, and what to do."""
+    headings = ("level", "module", "error", "at the\nscale", "at\nscale 1", "at the\nbest")
+    rows: list[Sequence[str]] = []
+    said: dict[str, list[str]] = {}  # a line -> the levels of which it is true
+    for level in comparison.levels:
+        runs = [*level.runs, *level.failed]
+        looks = [look for run in runs for look in run.looks]
+        errors = measures.errors(looks)
+        flushed: dict[str, list[float]] = {}
+        for look in looks:
+            for name, shares in look.flushed.items():
+                module = name.rpartition(".")[0]
+                flushed[module] = list(map(max, flushed.get(module, shares), shares))
+        badness = {name: (errors.get(name, 0.0), *flushed.get(name, [0.0])) for name in {**errors, **flushed}}
+        for name in sorted(badness, key=lambda name: badness[name], reverse=True)[:_MODULES]:
+            if any(badness[name]):
+                worst = f"{errors[name]:.2g}" if name in errors else ""
+                lost = [f"{100 * share:.3g}" for share in flushed.get(name, [])] or [""] * 3
+                rows.append((level.name, name or "(itself)", worst, *lost))
+        found = [str(look.not_finite) for run in runs for look in run.overflows][:1]
+        keep = [*dict.fromkeys(name for run in runs for name in run.keep_fp32)]
+        if keep and level.dtype is not None:
+            found.append(f"keep_fp32={keep} would keep the worst modules in FP32")
+        for line in found:
+            said.setdefault(line, []).append(level.name)
+    words = [line for text, names in said.items() for line in _wrapped(f"{', '.join(names)}: {text}.")]
+    if not rows:
+        return words
+    return _table("Gradients that FP16 would flush to zero, %, and errors against FP32", headings, rows) + words
+
+
+def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns, those of names to the left; where lines would be too long, the widest cells take several."""
+    widths = [max(map(len, (*heading.split("\n"), *cells))) for heading, *cells in zip(headings, *rows, strict=True)]
+    widest = max(range(len(widths)), key=lambda i: widths[i])
+    widths[widest] -= max(0, sum(widths) + len(widths) - 1 - _WIDTH)
+    found = _wrapped(title)
+    for row in (headings, *rows):
+        cells = [
+            [line for part in cell.split("\n") for line in _wrapped(part, width) or [""]]
+            for cell, width in zip(row, widths, strict=True)
+        ]
+        height = max(map(len, cells))
+        for at in range(height):
+            line = []
+            for heading, cell, width in zip(headings, cells, widths, strict=True):
+                blank = [""] * (height - len(cell))
+                text = ([*blank, *cell] if row is headings else [*cell, *blank])[at]
+                line.append(f"{text:{'<' if heading in _NAMES else '>'}{width}}")
+            found.append(" ".join(line).rstrip())
+        if row is headings:
+            found.append("-" * (sum(widths) + len(widths) - 1))
+    return found
+
+
+def _wrapped(text: str, width: int = _WIDTH) -> list[str]:
+    """Nothing of it is left out: a word that is too long is broken."""
+    return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+def _coloured(text: str, style: str, colours: bool) -> str:
+    return f"\x1b[{_COLOURS[style]}m{text}\x1b[0m" if colours and style else text
+
+
+def _went_well(level: LevelResult) -> bool:
+    return bool(level.runs)
+
+
+def _gave_none(level: LevelResult, metric: str) -> bool:
+    """Whether a run of the level never gave the metric to `amp.log`."""
+    return metric != measures.LOSS and any(metric not in run.logged for run in level.runs)
+
+
+def _with_range(values: list[float]) -> str:
+    """The mean of the figures and half of their range."""
+    if not values:
+        return ""
+    if not all(map(math.isfinite, values)):
+        return "diverged"
+    half = (max(values) - min(values)) / 2
+    mean = wording.digits(statistics.mean(values), 4)
+    return f"{mean} ±{half:.2g}" if len(values) > 1 else mean
+
+
+def _against(level: LevelResult, base: LevelResult | None) -> str:
+    """How far the mean is from the baseline's."""
+    if base is None or level is base or len(level.finite) < len(level.runs):
+        return ""
+    return wording.signed_percent(level.mean, base.mean).replace(" ", "")
+
+
+def _mib(runs: list[Run], name: str) -> float | None:
+    sizes = [size for run in runs if (size := getattr(run, name)) is not None]
+    return statistics.median(sizes) / 2**20 if sizes else None

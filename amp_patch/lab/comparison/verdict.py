@@ -1,0 +1,121 @@
+"""The words for what was found of a level."""
+
+from __future__ import annotations
+
+import statistics
+
+from amp_patch.lab.comparison.finding import Finding, Lost, Verdict
+from amp_patch.lab.comparison.judge import has_no_spread
+from amp_patch.lab.comparison.level_result import LevelResult, failures, seeds_change_nothing, seeds_in_words
+from amp_patch.lab.comparison.wording import relative_distance, shortest_distinct, times
+
+ALIKE = 1.05  # "as fast as" is said within this ratio
+
+
+def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric: str) -> Verdict:
+    """Of the level of which this was `found`."""
+    failed, lost = failures_in_words(level), "; ".join(_lost(each, metric, base) for each in found.diverged)
+    if not level.runs:
+        return Verdict(found.kind, failed, reason=failed)
+    if base is None:
+        return Verdict(found.kind, lost, reason=lost)
+    skips = _skips(found)
+    if level is base:
+        own = f"final {metric} {_mean_and_spread(base)}"
+        return Verdict(found.kind, _joined(own, lost, skips, failed), reason=_joined(lost, skips, failed))
+    accuracy = lost or _accuracy(found, base, f"final {metric}")
+    if found.rejected:
+        text = _joined("do not use: " + accuracy, skips, _cost(level, base), failed)
+    else:
+        text = _joined(_cost(level, base), accuracy, skips, failed)
+    if found.kind == "within":
+        accuracy = f"every loss as {base.name}'s, to the bit" if found.to_the_bit else ""
+    return Verdict(found.kind, text, found.better, _joined(accuracy, skips, failed))
+
+
+def failures_in_words(level: LevelResult) -> str:
+    return "; ".join(f"failed with {each}" for each in failures(level))
+
+
+def more_seeds(base: LevelResult) -> str:
+    """What to do where the seeds that there are do not decide."""
+    if seeds_change_nothing(base):
+        return "let the script use the seeds"
+    return "run more seeds" if len(base.finite) > 2 else "run three seeds or more"
+
+
+def _joined(*parts: str) -> str:
+    return "; ".join(filter(None, parts))
+
+
+def _mean_and_spread(base: LevelResult) -> str:
+    spread = list(base.finite.values())
+    text, low, high = shortest_distinct(statistics.mean(spread), min(spread), max(spread))
+    return text + (f" over {len(spread)} seeds ({low} to {high})" if len(spread) > 1 else "")
+
+
+def _accuracy(found: Finding, base: LevelResult, figure: str) -> str:
+    """Of a level of which no run diverged, beside the baseline."""
+    if found.distance is None:
+        return f"no seed of it has a result of {base.name}'s to compare with"
+    mean, of_base, _ = found.distance
+    if found.to_the_bit:
+        return f"{figure} {shortest_distinct(mean)[0]}, every loss the same as {base.name}'s, to the bit"
+    distance = relative_distance(mean, of_base)
+    if has_no_spread(base):
+        what = "the seeds change nothing" if len(base.finite) > 1 else "one seed"
+        return f"{what}: {figure} {distance} {base.name}'s; {more_seeds(base)} to judge it"
+    low, high = min(base.finite.values()), max(base.finite.values())
+    text, low_, high_ = shortest_distinct(mean, low, high)
+    spread = f"the spread of {base.name}'s {len(base.finite)} seeds ({low_} to {high_})"
+    if found.kind == "within":
+        return f"{figure} {text} within {spread}"
+    if found.p is None:
+        return f"{figure} {text} outside {spread}, with one seed; run more seeds"
+    better = ", better: " if found.better else ", "
+    outside = f"{figure} {text}{better}{distance} {base.name}'s {shortest_distinct(of_base)[0]}, outside {spread}"
+    test = f"paired t-test p {'< 0.001' if found.p < 0.001 else f'= {found.p:.2g}'}"
+    if found.kind == "differs":
+        return f"{outside}, {test}"
+    return f"{outside}, which may be chance ({test})" + ("" if found.better else "; run more seeds")
+
+
+def _lost(lost: Lost, metric: str, base: LevelResult | None) -> str:
+    what = {"diverged": "diverged", "not finite": f"{metric} was not finite", "missing": f"gave no {metric}"}[lost.kind]
+    at = "" if lost.step is None else f" at step {lost.step}"
+    as_base = f", as {base.name} did" if base is not None and lost.as_base else ""
+    eps = "" if lost.eps is None else f": its optimizer's eps {lost.eps:g} is 0 in FP16; take eps=1e-4 or more, or O2"
+    return f"{what} with {seeds_in_words(lost.seeds)}{at}{as_base}{eps}"
+
+
+def _skips(found: Finding) -> str:
+    """What a reader has to know of the skips and of the loss scale, if anything."""
+    words = []
+    if found.skips is not None:
+        words.append("{} of {} steps were skipped with seed {}".format(*found.skips))
+    if found.fallen_scale is not None:
+        words.append(f"the loss scale fell to {found.fallen_scale:.2g}")
+    return ", ".join(words)
+
+
+def _cost(level: LevelResult, base: LevelResult) -> str:
+    parts = []
+    if level.speedup is not None:
+        median, low, high = level.speedup
+        how = "one run, " if len(set(level.seeds) & set(base.seeds)) == 1 else ""
+        if low > 1:
+            middle, least, most = times(median, low, high)
+            parts.append(f"{middle}x faster than {base.name} ({how}{least} to {most})")
+        elif high < 1:
+            middle, least, most = times(1 / median, 1 / high, 1 / low)
+            parts.append(f"{middle}x slower than {base.name} ({how}{least} to {most})")
+        else:
+            alike = low >= 1 / ALIKE and high <= ALIKE
+            what = "as fast as" if alike else "not clearly faster or slower than"
+            parts.append(f"{what} {base.name} ({how}{low:.2f}x to {high:.2f}x)")
+    memory = level.memory
+    if memory is not None:
+        what = "memory" if level.memory_ratio is not None else "bytes of weights, gradients and state"
+        same, part = abs(memory - 1) < 0.005, "of" if memory < 1 else "times"
+        parts.append(f"the same {what}" if same else f"{memory:.2f} {part} its {what}")
+    return ", ".join(parts)

@@ -1,0 +1,399 @@
+"""explain: for one forward, the types that each function of torch's got, ran in and gave, and what decided them."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from amp_patch.casts import install
+from amp_patch.casts import state as casts_state
+from amp_patch.casts.rules import Rule
+from amp_patch.lab.diagnose import native_autocast, products
+from amp_patch.lab.diagnose.explanation import EMULATED, UNDECIDED, Explanation, OpCall, Types
+from amp_patch.lab.diagnose.trial_forward import undone
+from amp_patch.model import buffers
+from amp_patch.model.forward import KeptModule, policy_of
+from amp_patch.policy import LOW_PRECISION, Policy
+from amp_patch.support import distributed, tree
+from amp_patch.support.compiled import eagerly, uncompiled
+from amp_patch.support.distributed import is_first_rank
+from amp_patch.support.patches import Patches
+
+
+def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation | None:
+    """What ran how: the resolved policy of `model`, and of one forward each function with its types::
+
+        print(amp.explain(model, images))
+
+    What torch.autocast casts is known too, where the call is in its block. The last lines name sizes of layers that
+    would better be multiples of 8; see `shapes.advice`.
+
+    With inputs, `model(*inputs, **kwargs)` is run once without gradients, in the mode (train or eval) that the model
+    is in, and the result is an `Explanation`. Buffers and the random numbers that come next are as before; hooks of
+    the model are called.
+
+    Without any, nothing is run: the next forward of the model prints its explanation to stdout when it ends (on rank
+    0), and the one after is as ever. `initialize(..., verbosity=2)` asks for that. A forward that torch.compile runs is
+    passed over; with inputs, what is compiled runs eagerly meanwhile.
+
+    The numbers are those of a forward that nobody looks at, to the bit. It takes longer, and waits for nothing on the
+    device. While it runs torch's functions are replaced once more, in the whole process; nothing is left of that
+    afterwards. What is called by a name that was imported after `initialize` (`from torch import exp`), or through a
+    decorator such as `amp.half_function`, is shown with its casts done.
+
+    Args:
+        model: what `initialize` returned, at any level, or any module.
+        inputs, kwargs: of its forward.
+
+    Raises:
+        ValueError: the model is sharded. RuntimeError: called within a forward that is being explained.
+    """
+    distributed.refuse(model, "explain")
+    model = uncompiled(model)
+    if not inputs and not kwargs:
+        at_next_forward(model)
+        return None
+    with torch.no_grad(), undone(model), _explaining(model) as explanation:
+        model(*inputs, **kwargs)
+    return explanation
+
+
+def at_next_forward(model: nn.Module) -> None:
+    """Let the next forward of `model` print its explanation."""
+    if not any(isinstance(hook, _Waiting) for hook in model._forward_pre_hooks.values()):
+        _Waiting(model)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Watching a forward
+
+
+_watching = threading.Lock()  # functions are replaced for the whole process: one forward at a time
+
+
+class _Here(threading.local):
+    busy = False  # whether a forward of this thread is being explained
+
+
+_here = _Here()
+
+
+@contextmanager
+def _explaining(model: nn.Module) -> Iterator[Explanation]:
+    if _here.busy:
+        raise RuntimeError("explain: called within a forward that is being explained; call it outside of the model")
+    with _watching:
+        watch = _CallNotes(model)
+        try:
+            watch.start()
+            yield watch.explanation
+        finally:
+            watch.stop()
+
+
+class _Waiting:
+    """A forward pre-hook that takes itself away, and has the forward that begins there explained and printed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.handle = model.register_forward_pre_hook(self)
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if _here.busy:  # this forward is part of another one that is being explained
+            self.handle.remove()
+        elif _watching.acquire(blocking=False):
+            self.handle.remove()
+            _Printing(model)
+
+
+class _Printing:
+    """The forward hook that ends what a `_Waiting` began."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.watch = model, _CallNotes(model)
+        self.found = sys.exc_info()[1]  # an exception that the caller is handling is not one of this forward
+        self.handle = model.register_forward_hook(self, always_call=True)
+        try:
+            self.watch.start()
+        except BaseException:
+            self.end()
+            raise
+
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+        if model is self.model:  # the replicas of DataParallel share their hooks
+            self.end()
+            if sys.exc_info()[1] is self.found and is_first_rank():
+                print(self.watch.explanation)
+
+    def end(self) -> None:
+        self.handle.remove()
+        self.watch.stop()
+        _watching.release()
+
+
+class _CallNotes(TorchFunctionMode):
+    """Notes the calls of one forward, on this thread.
+
+    A function on the op lists is replaced by a frame, which notes the call and follows the function's rule, with a spy
+    in place of the function itself. All other functions come to `__torch_function__`. What these call inside does not,
+    but a function on the op lists that they call there is a frame, and is noted.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        # The policy is that of a model inside where `model` is a wrapper (DistributedDataParallel).
+        policy = next((found for inner in model.modules() if (found := policy_of(inner)) is not None), None)
+        self.explanation = Explanation(policy, _kept(model, policy), autocast=native_autocast.state())
+        self.calls, self.products = self.explanation.calls, self.explanation.products
+        self.products_before: dict[int, int] = {}  # a call's index -> how many products there were when it began
+        self.running = [""]  # names of modules, innermost last
+        self.inside = False  # within a function whose inner calls are not noted
+        self.expected: Any = None  # the function that a spy is about to call
+        self.originals: dict[int, Any] = {}  # id of what stands in place of a function -> the function
+        self.stack = ExitStack()
+
+    def start(self) -> None:
+        stack = self.stack
+        stack.enter_context(eagerly())
+        for name, module in self.model.named_modules():
+            if module is not self.model:
+                before, after = self._around(name)
+                stack.callback(module.register_forward_pre_hook(before).remove)
+                stack.callback(module.register_forward_hook(after, always_call=True).remove)
+        patches = Patches()
+        stack.callback(patches.remove)
+        patches.set(tree, "cast_floats", self._casting(tree.cast_floats))
+        # torch's fused encoder layers are not taken where there is a mode. This mode changes no result: hide it.
+        patches.set(torch.overrides, "has_torch_function", _has_subclass)
+        for place in install.places():
+            patches.set(place.owner, place.name, self._frame(place))
+        stack.enter_context(self)
+        stack.callback(setattr, _here, "busy", False)
+        _here.busy = True
+
+    def stop(self) -> None:
+        self.stack.close()
+
+    def _around(self, name: str) -> tuple[Any, Any]:
+        def before(module: nn.Module, args: Any) -> None:
+            if _here.busy:
+                self.running.append(name)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if _here.busy:
+                self.running.pop()
+
+        return before, after
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        func = self.originals.get(id(func), func)
+        expected, self.expected = self.expected, None
+        if self.inside or not _here.busy or (expected is not None and func == expected):
+            return func(*args, **kwargs)
+        index = self._begin(_address(func), (args, kwargs))
+        result = func(*args, **kwargs)
+        name, decided = getattr(func, "__name__", ""), None
+        with torch._C.DisableTorchFunction():
+            inside = native_autocast.type_inside(name, args, kwargs, result)
+        if inside is not None and not any(p.decided != UNDECIDED for p in self.calls[index + 1 :]):
+            call, decided = self.calls[index], native_autocast.AUTOCAST
+            ran = tuple(inside if dtype.is_floating_point else dtype for dtype in call.got)
+            self.calls[index] = replace(call, ran=ran)
+        self._note_products(index, name, args, kwargs, result)
+        self._end(index, args[0] if func is Tensor.__setitem__ else result, decided)
+        return result
+
+    def _frame(self, place: install.Place) -> Any:
+        """What stands in place of a wrapper meanwhile; it binds as the wrapper does."""
+        wrapper, original = place.wrapper, place.wrapped.original
+        call = wrapper.__func__ if isinstance(wrapper, (staticmethod, classmethod)) else wrapper
+        function = original.__func__ if isinstance(original, (staticmethod, classmethod)) else original
+
+        @functools.wraps(function)
+        def frame(*args: Any, **kwargs: Any) -> Any:
+            if self.inside or not _here.busy or kwargs.get("out") is not None:
+                return call(*args, **kwargs)
+            policy = casts_state.current()
+            rule = place.wrapped.rule_of(policy)
+            if policy is None or rule is None:
+                return call(*args, **kwargs)
+            if rule.shown is None:  # what follows it computes nothing
+                with self._unseen():
+                    return call(*args, **kwargs)
+            return self._follow(place, rule, policy, function, args, kwargs)
+
+        self.originals[id(frame)] = function
+        if isinstance(wrapper, classmethod):
+            return classmethod(frame)
+        return staticmethod(frame) if isinstance(wrapper, staticmethod) else frame
+
+    def _follow(self, place: install.Place, rule: Rule, policy: Policy, function: Any, args: Any, kwargs: Any) -> Any:
+        """Do what the wrapper does: call `function` by its rule. See rules.py."""
+        index = self._begin(_address_at(place), (args, kwargs))
+        inner: Types = ()  # what the function itself gave
+
+        @functools.wraps(function)
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inner
+            self.calls[index] = replace(self.calls[index], ran=_ran(rule, (args, kwargs)))
+            self.inside, self.expected = False, function
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self.inside, self.expected = True, None
+            inner = _types(result)
+            return result
+
+        with self._unseen():
+            result = rule.apply(spy, args, kwargs, policy)
+        keeps_type = policy.low_precision_norms and rule.name == "norm"
+        why = "low_precision_norms" if keeps_type else _decided(place, rule)
+        decided = [why] if policy.patch_torch_functions else []
+        if policy.emulates and not keeps_type and _types(result) != inner:
+            decided.append(EMULATED)
+            # The function was called with FP32 tensors, but O1 has rounded their values to FP16: that is what counts.
+            got = self.calls[index].got
+            ran = tuple(_rounded(dtype) for dtype in got) if policy.patch_torch_functions else got
+            self.calls[index] = replace(self.calls[index], ran=ran)
+        given = args[0] if place.name == "__setitem__" else result
+        self._note_products(index, place.name, args, kwargs, result)
+        self._end(index, given, ", ".join(decided) or None, parts_count=rule.for_users)
+        return result
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
+
+    def _casting(self, cast_floats: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(cast_floats)
+        def casting(value: Any, dtype: torch.dtype, *args: Any) -> Any:
+            if self.inside or not _here.busy:
+                return cast_floats(value, dtype, *args)
+            with self._unseen():
+                result = cast_floats(value, dtype, *args)
+            got, gave = _types(value), _types(result)
+            policy = self.explanation.policy
+            is_input = policy is not None and dtype is policy.cast_model_type
+            decided = self._kept_by() or ("cast_model_type" if is_input else "cast_model_outputs")
+            if got != gave:
+                self.calls.append(OpCall(self.running[-1], "cast", got, got, gave, decided))
+            return result
+
+        return casting
+
+    def _kept_by(self) -> str | None:
+        """Why the module that runs stays FP32, if it does."""
+        return next((why for name in self.running if (why := self.explanation.kept.get(name)) is not None), None)
+
+    def _begin(self, op: str, given: Any) -> int:
+        types = _types(given)
+        self.calls.append(OpCall(self.running[-1], op, types, types, (), self._kept_by() or UNDECIDED))
+        self.products_before[len(self.calls) - 1] = len(self.products)
+        return len(self.calls) - 1
+
+    def _note_products(self, index: int, op: str, args: Any, kwargs: Any, result: Any) -> None:
+        """Note the matrix products of a call, in place of those of the calls inside of it."""
+        with torch._C.DisableTorchFunction():
+            found = products.of_call(self.calls[index].module, op, args, kwargs, result)
+            self.explanation.on_gpu |= any(tensor.is_cuda for tensor in tree.tensors(result))
+        if found:
+            self.products[self.products_before[index] :] = found
+
+    def _end(self, index: int, result: Any, decided: str | None = None, parts_count: bool = False) -> None:
+        """The call has returned: note what it gave, and drop what need not be told.
+
+        A call that nothing decided is dropped if there were decided ones inside of it; else those inside of it are.
+        With `parts_count` (of a function that a user registered) both stay. What has no floating tensors is dropped.
+        """
+        call = self.calls[index]
+        call = self.calls[index] = replace(call, gave=_types(result), decided=decided or call.decided)
+        by_none = (UNDECIDED, *self.explanation.kept.values())
+        if not parts_count and decided is None and any(p.decided not in by_none for p in self.calls[index + 1 :]):
+            del self.calls[index]
+            return
+        if not parts_count:
+            del self.calls[index + 1 :]
+        if not call.gave or not any(dtype.is_floating_point for dtype in (*call.got, *call.gave)):
+            del self.calls[index]
+
+
+def _has_subclass(values: Any) -> bool:
+    """torch.overrides.has_torch_function without the modes."""
+    return any(isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter) for value in values)
+
+
+def _types(value: Any) -> Types:
+    """The dtypes of the tensors in a value, in all its containers."""
+    with torch._C.DisableTorchFunction():  # else a mode is told of each look at a dtype
+        return tuple(tensor.dtype for tensor in tree.tensors(value))
+
+
+def _ran(rule: Rule, given: Any) -> Types:
+    types = _types(given)
+    if rule.name == "rnn" and torch.is_autocast_enabled("cuda"):  # which casts the weights into cuDNN's one buffer
+        low = torch.get_autocast_dtype("cuda")
+        types = tuple(low if dtype.is_floating_point else dtype for dtype in types)
+    return types
+
+
+def _rounded(dtype: torch.dtype) -> torch.dtype:
+    return torch.float16 if dtype in (torch.float32, torch.bfloat16) else dtype
+
+
+def _decided(place: install.Place, rule: Rule) -> str:
+    return f"your {rule.registered_by}" if place.registered else str(rule.shown)
+
+
+def _address_at(place: install.Place) -> str:
+    owner = place.owner
+    return (
+        f"{owner.__module__}.{owner.__qualname__}.{place.name}"
+        if isinstance(owner, type)
+        else (f"{owner.__name__}.{place.name}")
+    )
+
+
+def _address(function: Any) -> str:
+    """Where users find a function that a mode was told of."""
+    name = getattr(function, "__name__", str(function))
+    module = getattr(function, "__module__", None)
+    if module in ("torch.nn.functional", "torch._C._nn"):
+        return f"torch.nn.functional.{name}"
+    if hasattr(function, "__objclass__") or module == "torch._tensor":
+        return f"torch.Tensor.{name}"
+    return f"torch.{name}"
+
+
+def _kept(model: nn.Module, policy: Policy | None) -> dict[str, str]:
+    """Names of the outermost modules that stay FP32 -> why."""
+    found: dict[str, str] = {}
+    inner: set[int] = set()
+    for name, module in model.named_modules():
+        # torch's batch norms take low-precision inputs beside FP32 weights: they are kept without a class of ours.
+        cast = policy is not None and policy.cast_model_type is not None
+        is_norm = cast and isinstance(module, nn.modules.batchnorm._BatchNorm)
+        is_kept = isinstance(module, KeptModule) or (
+            is_norm and not any(t.dtype in LOW_PRECISION for t in (*module.parameters(), *module.buffers()))
+        )
+        if is_kept and id(module) not in inner:
+            by_level = is_norm and policy is not None and policy.keep_batchnorm_fp32
+            by_rule = cast and buffers.are_all_that(module) and not is_norm
+            found[name] = "keep_batchnorm_fp32" if by_level else "buffers alone" if by_rule else "keep_fp32"
+            inner.update(map(id, module.modules()))
+    return found

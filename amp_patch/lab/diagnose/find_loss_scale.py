@@ -1,0 +1,130 @@
+"""find_loss_scale: by how much the loss of a batch can be multiplied, and by how much it has to be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch.casts import regions
+from amp_patch.casts import state as casts_state
+from amp_patch.lab.diagnose.trial_forward import undone
+from amp_patch.model.forward import policy_of
+from amp_patch.policy import LOW_PRECISION
+from amp_patch.support import distributed
+
+_LOWEST, _HIGHEST = -24, 120  # powers of two that are tried
+
+
+class LossScaleRange(NamedTuple):
+    """Loss scales, powers of two, between which a batch's gradients neither overflow nor flush to zero.
+
+    Attributes:
+        lowest: the smallest at which no number of a parameter's gradient is 0 that is not 0 at `highest`.
+        highest: the largest at which all of them are finite.
+    """
+
+    lowest: float
+    highest: float
+
+    def __str__(self) -> str:
+        low, high = (f"2**{round(math.log2(scale))} ({scale:g})" for scale in self)
+        return f"loss scales from {low} to {high}"
+
+
+def find_loss_scale(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any) -> LossScaleRange:
+    """The range of static loss scales that are safe for this batch::
+
+        amp.initialize(model, optimizer, opt_level="O2")
+        print(amp.find_loss_scale(model, torch.nn.functional.cross_entropy, (inputs, targets)))
+        # loss scales from 2**-4 (0.0625) to 2**15 (32768)
+
+    Runs `loss_fn(model(*inputs), targets)` and its backward some sixteen times, in the types of the model's opt level,
+    by bisection: overflows are those of the real backward, of activations' gradients too. Leave a margin below
+    `highest`: other batches have larger gradients. Parameters, gradients, buffers and the random numbers that come
+    next are as before. Syncs with the device.
+
+    Args:
+        model: what `initialize` returned. At a level without FP16 the range is that of FP32 or BF16.
+        loss_fn: from the model's output and the targets to a loss of one element.
+        batch: (inputs, ..., targets): the last goes to `loss_fn`, the others to the model.
+
+    Raises:
+        TypeError: a batch that is no such tuple; a model or a loss that is none.
+        ValueError: the loss is not one finite number, or does not depend on a parameter that requires grad; or even at
+        a scale of 2**-24 a gradient overflows; or the model is sharded; or nothing makes it compute in low precision.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"find_loss_scale: model is a {type(model).__name__}; wanted a torch.nn.Module")
+    distributed.refuse(model, "find_loss_scale")
+    if not isinstance(batch, list | tuple) or len(batch) < 2:
+        raise TypeError(f"find_loss_scale: batch is a {type(batch).__name__}; wanted a tuple (inputs, ..., targets)")
+    params = [param for param in model.parameters() if param.requires_grad]
+    if not params:
+        raise ValueError(f"find_loss_scale: no parameter of {type(model).__name__} requires grad")
+    if policy_of(model) is None and not _has_low_precision(model):
+        raise ValueError(
+            f"find_loss_scale: this {type(model).__name__} is FP32 and in no training, so that there is no scale to be "
+            "found: give it a level first, model, optimizer = amp.initialize(model, optimizer, opt_level='O1') or 'O2'"
+        )
+
+    def gradients(power: int) -> list[Tensor]:
+        return _gradients(model, loss_fn, batch, params, 2.0**power)
+
+    def finite(power: int) -> bool:
+        return all(bool(torch.isfinite(grad).all()) for grad in gradients(power))
+
+    def zeros(power: int) -> int:
+        return sum(int((grad == 0).sum()) for grad in gradients(power))
+
+    if not finite(_LOWEST):
+        raise ValueError(
+            f"find_loss_scale: a gradient of {type(model).__name__} overflows even at a loss scale of 2**{_LOWEST}; "
+            "amp.inspect names the module"
+        )
+    highest = _last(finite, _LOWEST, _HIGHEST)
+    fewest = zeros(highest)
+    lowest = -_last(lambda negated: zeros(-negated) == fewest, -highest, -_LOWEST)
+    return LossScaleRange(2.0**lowest, 2.0**highest)
+
+
+def _has_low_precision(model: nn.Module) -> bool:
+    """Whether the model computes in low precision without any training: its weights are, or an autocast acts."""
+    casts = casts_state.current() is not None or any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+    return casts or any(param.dtype in LOW_PRECISION for param in model.parameters())
+
+
+def _gradients(
+    model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any, params: list[nn.Parameter], scale: float
+) -> list[Tensor]:
+    """The gradients of the loss times `scale`, of those of `params` that have one; of sparse ones the values."""
+    *inputs, targets = batch
+    with undone(model), regions.everywhere(policy_of(model)):
+        loss = loss_fn(model(*inputs), targets)
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"find_loss_scale: loss_fn returned a {type(loss).__name__}; wanted a tensor")
+        if loss.numel() != 1 or not bool(torch.isfinite(loss)):
+            raise ValueError(
+                f"find_loss_scale: the loss has shape {list(loss.shape)} and values {loss.detach().tolist()}; "
+                "wanted one finite number"
+            )
+        if not loss.requires_grad:
+            raise ValueError(
+                "find_loss_scale: the loss does not depend on a parameter that requires grad; is something in "
+                "the model or in loss_fn detached, or grad mode off?"
+            )
+        scaled = loss.float() * scale
+        found = torch.autograd.grad(scaled.reshape(()), params, allow_unused=True)
+        grads = [grad.detach() for grad in found if grad is not None]
+        return [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+
+
+def _last(holds: Callable[[int], bool], first: int, last: int) -> int:
+    """The last number for which it holds, by bisection; it holds for `first`, and no more once it does not."""
+    while first < last:
+        middle = (first + last + 1) // 2
+        first, last = (middle, last) if holds(middle) else (first, middle - 1)
+    return first

@@ -1,0 +1,422 @@
+"""inspect: what the numbers of a model look like while it trains, and where the first of them stops being finite."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from amp_patch.lab.diagnose.culprit import Call, StepLog
+from amp_patch.lab.diagnose.found_scaler import FoundScaler
+from amp_patch.lab.diagnose.histogram import Histogram
+from amp_patch.lab.diagnose.inspection import Inspection, NotFinite
+from amp_patch.lab.diagnose.module_error import floats, is_random, relative_error
+from amp_patch.model.forward import KeptModule
+from amp_patch.policy import LOW_PRECISION
+from amp_patch.support import distributed
+from amp_patch.support.compiled import eagerly
+from amp_patch.training import observers
+from amp_patch.training.innermost_optimizer import innermost
+from amp_patch.training.stash import stash_of
+
+_TENSOR: Any = Tensor
+_GRAD = _TENSOR.grad.__get__
+_ATTRIBUTES = ("__get__", "__set__", "__delete__")  # `x.data`, `x.grad`
+
+
+@contextmanager
+def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> Iterator[Inspection]:
+    """Look at the numbers of `model` in the training steps that run in the block::
+
+        with amp.inspect(model, optimizer) as seen:
+            train_step()
+        print(seen)
+
+    Works at any level, and without `initialize`. At O0 the gradients are FP32's own:
+    `seen.gradients[name].flushed(s)` is what FP16 would lose of them at the loss scale s. Each step costs about one
+    pass over all activations, gradients and (for `errors`) one FP32 forward of every module that calls no other; and
+    one sync, where its optimizer begins to step. What is compiled runs eagerly in the block, because a compiled graph
+    hides its functions. Nothing is left in the model, and nothing in the process, after the block; between the steps
+    no tensor of a step is held.
+
+    Args:
+        model: what `initialize` returned, or any module; a wrapper (DataParallel) stands for the module inside.
+        optimizers: its optimizer, or several: their loss scale is divided out of the gradients, their steps counted.
+            Without, gradients keep the scale, and the whole block is one step.
+        scaler: what scales the loss, if it is no GradScaler of torch's. One of those, or of a class made of them, is
+            found by itself; a step that it skips counts too.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: the model is sharded.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"inspect: model is a {type(model).__name__}; wanted a torch.nn.Module")
+    distributed.refuse(model, "inspect")
+    while [name for name, _ in model.named_children()] == ["module"] and not [*model.parameters(recurse=False)]:
+        model = model.get_submodule("module")
+    one_or_many = optimizers if isinstance(optimizers, list | tuple) else [] if optimizers is None else [optimizers]
+    targets = [innermost(each) for each in one_or_many]
+    seen = Inspection()
+    with ExitStack() as stack:
+        stack.enter_context(eagerly())  # compiled code would trace the hooks into itself, or not call them
+        watch = _NumberLog(model, targets, scaler, seen, stack)
+        try:
+            with watch:
+                yield seen
+        finally:
+            watch.conclude()
+            stashes = [stash for t in targets if (stash := stash_of(t)) is not None and stash.scalers]
+            if watch.scale is not None:
+                seen.scale = float(watch.scale)
+            elif watch.found.scaler is not None:
+                seen.scale = watch.found.scaler.get_scale()
+            elif stashes:
+                seen.scale = stashes[0].scalers[0].loss_scale()
+
+
+@dataclass
+class _Frame:
+    """A module whose forward runs.
+
+    Attributes:
+        came: its tensors, each with how often it had been written to.
+        calls_others: whether another module was called inside.
+    """
+
+    name: str
+    came: list[tuple[Tensor, int]]
+    calls_others: bool = False
+
+
+class _own:
+    """A block that computes for the log itself: none of its calls is the model's."""
+
+    def __enter__(self) -> None:
+        self.before, _NumberLog.busy = _NumberLog.busy, True
+
+    def __exit__(self, *_: Any) -> None:
+        _NumberLog.busy = self.before
+
+
+class _NumberLog(TorchFunctionMode):
+    """Logs the calls of a step, and of each tensor in them, and of its gradient, the lowest and the highest value.
+
+    It does not sync before `conclude`. There may be several at once, of which `busy` is shared.
+    """
+
+    busy = False  # whether one of them computes something for itself, which none is to log
+
+    def __init__(self, model: nn.Module, targets: list[Any], scaler: Any, seen: Inspection, stack: ExitStack) -> None:
+        super().__init__()
+        self.seen, self.targets = seen, targets
+        self.found = FoundScaler(scaler, targets, self._scaler_begins, self._scaler_ends)
+        observers.add(self.found)
+        stack.callback(observers.remove, self.found)
+        self.steps_before = 0  # how many steps there were when a scaler began one
+        self.model = model
+        self.running: list[_Frame] = []  # innermost last
+        self.called: set[str] = set()
+        self.scale: Tensor | None = None  # of the last backward
+        self.stepping = False  # inside of an optimizer's step, unless an exception has left it
+        self.handles: list[Any] = []
+        self.forget()
+        for name, param in model.named_parameters():
+            name = _plain(name)
+            seen.weights.setdefault(name, Histogram()).add(param)
+            if param.requires_grad:
+                stack.callback(param.register_hook(self._gradient_of(name)).remove)
+        for name, module in model.named_modules():
+            before, after = self._around(_plain(name), module)
+            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
+        for target in targets:
+            if isinstance(target, torch.optim.Optimizer):
+                # The log of a step ends before its optimizer computes, which is no part of the model.
+                stack.callback(target.register_step_pre_hook(self._conclude_step).remove)
+                stack.callback(target.register_step_post_hook(self._stepped).remove)
+
+    def forget(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+        self.calls: list[Call] = []
+        self.keys = WeakTensorKeyDictionary()  # tensor -> (its key, its version then)
+        self.nodes: dict[tuple[int, int], int] = {}  # a graph node's number, and which output of it -> the key of that
+        self.hooked: set[int] = set()
+        self.outside: set[int] = set()  # keys of tensors that no call of the model made, nor a cast of O1's
+        self.values: list[Tensor] = []  # by key
+        self.gradients: dict[int, Tensor] = {}
+        self.errors: dict[str, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        op = getattr(func, "__name__", str(func))
+        if (
+            _NumberLog.busy
+            or self.stepping
+            or self.seen.not_finite is not None
+            or (op in _ATTRIBUTES and func != _GRAD)
+            or _in_backward()
+        ):
+            return func(*args, **kwargs)
+        with _own():
+            given = [self._key(t) for t in _given((args, kwargs))]
+        result = func(*args, **kwargs)
+        if op == "backward":
+            return result
+        with _own():
+            outputs = _given(args[0] if op == "__setitem__" else result)
+            if func == _GRAD:  # reading `.grad` makes nothing: backward did
+                self.outside.update(self._key(grad) for grad in outputs)
+            elif outputs:
+                made = [self._key(t, new=True) for t in outputs]
+                infinite = any(isinstance(c, float) and not math.isfinite(c) for c in (*args, *kwargs.values()))
+                self.calls.append(Call(self._module(), op, given, made, not given or "empty" in op or infinite))
+        return result
+
+    def _module(self) -> str | None:
+        return self.running[-1].name if self.running else None
+
+    def _key(self, tensor: Tensor, new: bool = False) -> int:
+        """The tensor's place in the log; another one once it was written to (`new`)."""
+        key, version = self.keys.get(tensor, (None, 0))
+        changed = key is not None and version != _version(tensor)  # through a view, say
+        if new or changed or key is None:
+            key = len(self.values)
+            self.seen.all_fp32 &= tensor.dtype not in LOW_PRECISION
+            self.keys[tensor] = key, _version(tensor)
+            self.values.append(_range(tensor))
+            # A tensor that no call made is from outside of the model, where nobody is to blame for an infinity. But an
+            # FP16 tensor may come from a cast of O1's, which is not logged, and in which a number has overflowed: the
+            # search goes on to the call that uses it.
+            if not new and (changed or tensor.dtype is not torch.float16) and not isinstance(tensor, nn.Parameter):
+                self.outside.add(key)
+        if tensor.requires_grad and key not in self.hooked:
+            self.hooked.add(key)
+            gradients = self.gradients  # a graph can outlive the log
+            handle = tensor.register_hook(lambda grad: gradients.__setitem__(key, _range(grad)))
+            node = tensor.grad_fn
+            if node is None:
+                self.handles.append(handle)
+            else:
+                if not new:
+                    self._note_unseen(node, key, changed)
+                self.nodes.setdefault((node._sequence_nr(), tensor.output_nr), key)
+        return key
+
+    def _note_unseen(self, made_by: Any, key: int, changed: bool) -> None:
+        """Log the maker of a tensor that no mode was told of: a cast of O1's, an autograd function.
+
+        Autograd's graph names the maker and its inputs. It is asked now: whoever held its nodes until later would keep
+        alive what they saved for backward.
+        """
+        given, todo = [], [made_by]
+        for node in todo:
+            for source, place in node.next_functions:
+                if source is None:
+                    continue
+                if hasattr(source, "variable"):
+                    found: int | None = self._key(source.variable)
+                else:
+                    found = self.nodes.get((source._sequence_nr(), place))
+                if found is not None:
+                    given.append(found)
+                elif len(todo) < 16:  # a graph from before the block has no known node, however far one goes
+                    todo.append(source)
+        if given and key not in given:
+            op = re.sub(r"Backward\d*$|^.*::", "", made_by.name())
+            self.calls.append(Call(self._module(), op, given, [key], harmless=changed))
+
+    def _factor(self) -> float | Tensor:
+        """What turns the gradients that flow now into those of the loss."""
+        scale = self.found.scale()
+        if scale is None:
+            stashes = map(stash_of, self.targets)
+            # Of several optimizers only those whose loss is in `scale_loss` now have one.
+            scales = (stash.backward.scale for stash in stashes if stash is not None)
+            scale = next((scale for scale in scales if scale is not None), None)
+        self.scale = self.scale if scale is None else scale.clone()
+        return 1.0 if scale is None else scale.double().reciprocal()
+
+    def _gradient_of(self, name: str) -> Any:
+        def hook(grad: Tensor) -> None:
+            self.seen.gradients.setdefault(name, Histogram()).add(_values(grad), self._factor())
+
+        return hook
+
+    def _around(self, name: str, module: nn.Module) -> tuple[Any, Any]:
+        seen = self.seen
+
+        def came_back(grad: Tensor) -> None:
+            seen.activation_gradients.setdefault(name, Histogram()).add(_values(grad))
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if _NumberLog.busy:
+                return
+            self.stepping = False
+            if self.running:
+                self.running[-1].calls_others = True
+            else:
+                self._note_outside(args, kwargs)
+            self.called.add(name)
+            self.running.append(_Frame(name, [(tensor, _version(tensor)) for tensor in floats((args, kwargs))]))
+
+        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if _NumberLog.busy or not self.running:
+                return
+            with _own():
+                outputs = floats(output)
+                for tensor in (tensor for tensor in outputs if tensor.requires_grad):
+                    if seen.not_finite is None and not _in_backward():
+                        self._key(tensor)  # if an autograd function made it, log that in this module
+                    tensor.register_hook(came_back)
+                frame = self.running.pop()
+                if _in_backward():  # checkpointing computes again what was counted in forward
+                    return
+                for tensor in outputs:
+                    seen.activations.setdefault(name, Histogram()).add(tensor)
+                # A module that writes to its input cannot be computed again on that input.
+                in_place = any(_version(tensor) != version for tensor, version in frame.came)
+                if outputs and not (frame.calls_others or in_place or is_random(module)):
+                    error = relative_error(module, args, kwargs, outputs)
+                    if error is not None:
+                        self.errors[name] = torch.maximum(error, self.errors.get(name, error).to(error.device))
+
+        return before, after
+
+    def _note_outside(self, args: Any, kwargs: Any) -> None:
+        """Note the model's arguments and buffers as from outside: a mask's -inf among them is none of its doing."""
+        if _in_backward() or self.seen.not_finite is not None:
+            return
+        with _own():
+            for tensor in floats((args, kwargs, [*self.model.buffers()])):
+                self.outside.add(self._key(tensor))
+
+    def _conclude_step(self, *_: Any) -> None:
+        self.conclude()
+        self.stepping = True
+
+    def _stepped(self, *_: Any) -> None:
+        self.stepping = False
+        self.seen.step += 1
+
+    def _scaler_begins(self, steps: bool) -> None:
+        self.stepping = True  # what it computes is no part of the model
+        self.steps_before = self.seen.step
+        if steps:
+            self.conclude()
+
+    def _scaler_ends(self, stepped: bool) -> None:
+        self.stepping = False
+        if stepped and self.seen.step == self.steps_before:  # it has skipped the step
+            self.seen.step += 1
+
+    def conclude(self) -> None:
+        """Look for the first number of this step that is not finite, and read the errors. One sync."""
+        with _own():
+            pairs = [*self.values, *self.gradients.values(), *self.errors.values()]
+            if pairs:
+                every = torch.stack([pair.to(pairs[0].device) for pair in pairs]).tolist()
+                values, later = every[: len(self.values)], every[len(self.values) :]
+                gradients = dict(zip(self.gradients, later, strict=False))
+                self._note_errors(dict(zip(self.errors, later[len(gradients) :], strict=True)))
+                if self.seen.not_finite is None:
+                    self.seen.not_finite = self._culprit(StepLog(self.calls, values, gradients, self.outside))
+        self.forget()
+
+    def _note_errors(self, errors: dict[str, list[float]]) -> None:
+        for name, (error, too_large) in errors.items():
+            self.seen.errors[name] = max(self.seen.errors.get(name, 0.0), error)
+            if too_large:
+                self.seen.too_large.add(name)
+
+    def _culprit(self, log: StepLog) -> NotFinite | None:
+        call, direction = log.forward_culprit(), "forward"
+        if call is None:
+            call, direction = log.backward_culprit(), "backward"
+        if call is None:
+            return None
+        pairs = [log.gradients[k] for k in call.made if k in log.gradients]
+        if direction == "forward":
+            pairs = [log.values[k] for k in call.given]
+        span = min((low for low, _ in pairs), default=0.0), max((high for _, high in pairs), default=0.0)
+        return NotFinite(
+            call.module, call.op, direction, self.seen.step, span, self._remedy(log.touching(call, direction))
+        )
+
+    def _remedy(self, modules: list[str | None]) -> tuple[str, ...]:
+        """The modules to keep in FP32 so that the numbers between `modules` are."""
+        if self.seen.all_fp32:
+            return ()
+        kept = [_plain(name) for name, module in self.model.named_modules() if isinstance(module, KeptModule)]
+        if not any(param.dtype in LOW_PRECISION for param in self.model.parameters()):
+            # At O1 what a kept module returns stays FP32: it is enough to keep each of them for itself.
+            return tuple(dict.fromkeys(name for name in modules if name and not _is_inside(name, kept)))
+        # In a cast model the output of a kept module is cast back: only a module around all of them keeps the numbers
+        # between them in FP32.
+        if None in modules:
+            return ()
+        paths = [(name or "").split(".") for name in modules]
+        common = paths[0]
+        for path in paths:
+            same = [a == b for a, b in zip(common, path, strict=False)]
+            common = common[: same.index(False) if False in same else len(same)]
+        while common and ".".join(common) not in self.called:  # a ModuleList has no forward that could be kept
+            common = common[:-1]
+        return (".".join(common),) if any(common) and not _is_inside(".".join(common), kept) else ()
+
+
+def _is_inside(name: str, outer: list[str]) -> bool:
+    return any(f"{name}.".startswith(f"{each}.") for each in outer)
+
+
+def _plain(name: str) -> str:
+    """A qualified name without what torch.compile's wrapper adds: as `keep_fp32` wants it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def _given(value: Any) -> list[Tensor]:
+    """The floating and complex tensors among a function's arguments, or in its result."""
+    found: list[Tensor] = []
+    todo = [value]
+    while todo:
+        each = todo.pop()
+        if isinstance(each, Tensor):
+            if (each.is_floating_point() or each.is_complex()) and each.layout is torch.strided and not each.is_nested:
+                found.append(each)
+        elif isinstance(each, list | tuple):
+            todo.extend(reversed(each))
+        elif isinstance(each, dict):
+            todo.extend(reversed(each.values()))
+    return found
+
+
+@torch.no_grad()
+def _range(tensor: Tensor) -> Tensor:
+    """The lowest and the highest value, NaN both if there is one, 0 both if there is none; shape [2]."""
+    values = _values(tensor.detach())
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    return torch.stack(torch.aminmax(values)) if values.numel() else values.new_zeros(2)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was written to, as far as torch counts that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _values(grad: Tensor) -> Tensor:
+    return grad.coalesce().values() if grad.is_sparse else grad
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

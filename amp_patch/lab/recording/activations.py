@@ -1,0 +1,237 @@
+"""What autograd saves of one step for its backward pass: the bytes of it that live at once, at most.
+
+torch's saved-tensor hooks show each tensor that is saved, and the end of its memory is heard of by a weak reference, so
+neither an allocator nor its cache is in the figure, on any device. The hooks hand on what they get: the step's numbers
+are the same to the bit. Hooks of others (of a checkpoint, which recomputes in the backward) do their part, and what
+they keep in a tensor's place is counted.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from amp_patch.lab.recording.peak_memory import PeakAboveRest
+from amp_patch.lab.recording.run import Event
+from amp_patch.support import distributed, tree
+from amp_patch.support.patches import Patches
+
+_torch: Any = torch._C._autograd
+_checkpoint: Any = torch.utils.checkpoint
+
+
+class SavedBytes:
+    """Counts storages that autograd has saved, each once, as long as it lives.
+
+    Parameters and their views are not counted, nor what is `left_out`.
+
+    Attributes:
+        peak: bytes, of those that lived at once; None once something was saved whose memory cannot be told, and as long
+            as nothing was: a CUDA graph that is replayed saves without a word.
+    """
+
+    def __init__(self) -> None:
+        self._peak: int | None = 0
+        self._seen = False
+        self._live = 0
+        self._lock = threading.Lock()  # a backward runs on threads of its own, one a device
+        self._ended: deque[int] = deque()  # keys of storages that live no more
+        # id of a storage -> a weak reference to it, and its bytes; 0 of one that is left out. torch keeps a storage's
+        # Python object as long as its memory, so the id is not another's before the reference tells.
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    @property
+    def peak(self) -> int | None:
+        return self._peak if self._seen else None
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            with suppress(Exception):
+                self._note(tensor, counts=False)
+
+    def count(self, tensor: Tensor) -> None:
+        self._seen = True
+        try:
+            base = tensor._base if tensor._base is not None else tensor
+            self._note(tensor, counts=not (base.is_leaf and base.requires_grad))
+        except Exception:  # tensors may be of any class; a count must not end a training
+            self._peak = None
+
+    def _note(self, tensor: Tensor, *, counts: bool) -> None:
+        storages = [part.untyped_storage() for part in _parts(tensor)]
+        with self._lock:
+            while self._ended:
+                self._live -= self._known.pop(self._ended.popleft())[1]
+            for storage in storages:
+                key = id(storage)
+                if key in self._known:
+                    continue
+                size = storage.nbytes() if counts else 0
+                self._known[key] = weakref.ref(storage, partial(self._ends, key)), size
+                self._live += size
+            if self._peak is not None:
+                self._peak = max(self._peak, self._live)
+
+    def _ends(self, key: int, _: Any) -> None:
+        self._ended.append(key)  # and no more: a storage may end anywhere, in the middle of `_note` too
+
+
+class _Saved(NamedTuple):
+    """What stands in for a saved tensor, and the version that it had then."""
+
+    tensor: Tensor
+    version: int
+
+
+class WeighedStep:
+    """Counts what one step saves, from its making until `leave`, both between two steps of somebody else's loop.
+
+    Args:
+        at_rest: what is there between steps and may be saved: parameters and buffers.
+        step: how many steps there were before.
+        cuda: the device whose allocator tells its peak too; None without one.
+    """
+
+    def __init__(self, at_rest: Iterable[Tensor], step: int, cuda: torch.device | None) -> None:
+        self._step = step
+        self._bytes = SavedBytes()
+        self._bytes.leave_out(at_rest)
+        self._hooks = (self._pack, _unpack)
+        self._patches = Patches()
+        self._whole = False  # whether all that was saved since the making was seen
+        # torch before 2.8 does not tell whose hooks are there; and somebody's block may be around the loop.
+        known = hasattr(_torch, "_top_saved_tensors_default_hooks")
+        if known and _torch._saved_tensors_hooks_is_enabled() and _top() is None:
+            self._push = _torch._push_saved_tensors_default_hooks
+            self._push(*self._hooks)
+            self._whole = True
+            self._patches.set(_torch, "_push_saved_tensors_default_hooks", self._push_others)
+            disable = _torch._saved_tensors_hooks_disable
+            self._patches.set(_torch, "_saved_tensors_hooks_disable", self._before(disable))
+            self._patches.set(_checkpoint, "_VersionWrapper", self._see_and_wrap(_checkpoint._VersionWrapper))
+        self._peak = PeakAboveRest(cuda) if cuda is not None else None
+
+    def leave_out_inputs(self, args: Any, kwargs: Any) -> None:
+        """Do not count what a forward is given and no function of autograd has made: it is there at any level."""
+        with suppress(RuntimeError):  # a container that holds itself
+            self._bytes.leave_out(tensor for tensor in tree.tensors((args, kwargs)) if tensor.grad_fn is None)
+
+    def leave(self) -> Event:
+        """The "memory" event."""
+        whole = self._whole
+        self.abandon()
+        return {
+            "event": "memory",
+            "step": self._step,
+            "activations": self._bytes.peak if whole else None,
+            "step_peak": None if self._peak is None else self._peak.read(),
+        }
+
+    def abandon(self) -> None:
+        """Count no more. Hooks that others have set since stay."""
+        if not self._whole:
+            return
+        self._whole = False
+        self._patches.remove()
+        above = []
+        while (top := _top()) is not None and top[0] is not self._hooks[0]:
+            above.append(top)
+            _torch._pop_saved_tensors_default_hooks()
+        if top is not None:  # else somebody has taken them off, or this is another thread
+            _torch._pop_saved_tensors_default_hooks()
+        for pair in reversed(above):
+            self._push(*pair)
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        self._see(tensor)
+        # An output that held itself would never be freed. A leaf stays the one whose `data` somebody may set.
+        return _Saved(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+
+    vars()["_pack"]._amp_counts = True  # by which casts/cpu_fp16.py knows that it may put its hooks above
+    # Without these marks torch 2.15 takes `_pack` for the user's, and warns that selective checkpoints go past it.
+    vars(vars()["_pack"]).update(_checkpoint_internal=True, _user_hooks=None)
+
+    def _push_others(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        if isinstance(pack, torch.fx.GraphModule):  # which torch.compile looks into
+            self._push(pack, unpack)
+            return
+
+        def pack_and_see(tensor: Tensor) -> Any:
+            try:
+                packed = pack(tensor)
+            except BaseException:  # a checkpoint has computed all that it wants again, and keeps this one too
+                self._see(tensor)
+                raise
+            with suppress(RuntimeError):  # a container that holds itself
+                for kept in tree.tensors(packed):
+                    self._see(kept)
+            return packed
+
+        self._push(_MarkedAs(pack, pack_and_see), unpack)
+
+    def _see_and_wrap(self, wrap: Callable[..., Any]) -> Callable[..., Any]:
+        """Selective checkpoints put the outputs that they keep into such wrappers, out of the hooks' sight."""
+
+        def see_and_wrap(value: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(value, Tensor):
+                self._see(value)
+            return wrap(value, *args, **kwargs)
+
+        return see_and_wrap
+
+    def _before(self, disable: Callable[..., Any]) -> Callable[..., Any]:
+        """torch.func's transforms forbid hooks while they run, and fail where there are some."""
+
+        def leave_and_disable(*args: Any, **kwargs: Any) -> Any:
+            self.abandon()
+            return disable(*args, **kwargs)
+
+        return leave_and_disable
+
+    def _see(self, tensor: Tensor) -> None:
+        if self._whole:  # the graph may outlive the step
+            self._bytes.count(tensor)
+
+
+class _MarkedAs:
+    """A pack hook with another one's attributes, as they are when they are read: torch 2.15 marks a checkpoint's."""
+
+    def __init__(self, pack: Any, call: Callable[[Tensor], Any]) -> None:
+        self._pack, self._call = pack, call
+
+    def __call__(self, tensor: Tensor) -> Any:
+        return self._call(tensor)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pack, name)
+
+
+def _unpack(saved: _Saved) -> Tensor:
+    """What was saved. Without hooks torch itself looks whether somebody has written to it since."""
+    if saved.tensor._version != saved.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{saved.tensor.type()} {list(saved.tensor.shape)}] is at version {saved.tensor._version}; expected "
+            f"version {saved.version} instead"
+        )
+    return saved.tensor
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that have the memory of this one."""
+    local = distributed.local(tensor)
+    return (local._values(), local._indices()) if local.is_sparse else (local,)
+
+
+def _top() -> Any:
+    """The pair of hooks that is called now, on this thread; None where there is none."""
+    return _torch._top_saved_tensors_default_hooks(True)

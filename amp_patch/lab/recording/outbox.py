@@ -1,0 +1,109 @@
+"""The way of events to the sinks: they queue, travel in batches while their numbers arrive, and are handed on."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch.casts import regions
+from amp_patch.lab.recording.run import Event
+from amp_patch.lab.recording.sinks import Sink
+from amp_patch.support.device_numbers import DeviceNumbers
+
+# A recording is handed on this often, whichever comes first: by events, by seconds.
+_FLUSH_EVENTS, _FLUSH_SECONDS = 50, 0.5
+
+
+class UnreadEvent:
+    """An event that waits for numbers, some of them on a device: `make` is given them, in order, and returns it."""
+
+    def __init__(self, values: list[Tensor | float], make: Callable[[list[float]], Event]) -> None:
+        self.values = values
+        self.make = make
+
+
+class UnreadBatch:
+    """Events whose numbers are on their way to the host."""
+
+    @torch.no_grad()
+    def __init__(self, events: list[UnreadEvent]) -> None:
+        self.events = events
+        on_device: dict[torch.device, list[Tensor]] = {}
+        for event in events:
+            for value in event.values:
+                if isinstance(value, Tensor) and value.is_cuda:
+                    on_device.setdefault(value.device, []).append(value)
+        self._arriving: dict[torch.device, DeviceNumbers] = {}
+        for device, tensors in on_device.items():
+            with regions.region(None):
+                self._arriving[device] = DeviceNumbers(torch.stack([tensor.reshape(()).double() for tensor in tensors]))
+
+    def has_arrived(self) -> bool:
+        """Whether all of them have arrived, so that `read` does not wait."""
+        return all(numbers.here() for numbers in self._arriving.values())
+
+    def read(self) -> Iterator[Event]:
+        """The events; waits for the devices if it must."""
+        landed = {device: iter(numbers.read()) for device, numbers in self._arriving.items()}
+        for event in self.events:
+            yield event.make([_read(value, landed) for value in event.values])
+
+
+class Outbox:
+    """Events for the sinks, in order. A sink that cannot write is taken out of the list, with a warning.
+
+    Args:
+        sinks: the list itself, not a copy, is what broken ones are taken out of.
+    """
+
+    def __init__(self, sinks: list[Sink]) -> None:
+        self._sinks = sinks
+        self._queue: list[UnreadEvent] = []
+        self._travelling: list[UnreadBatch] = []
+        self._flushed = time.monotonic()
+
+    def put(self, event: Event) -> None:
+        self._queue.append(UnreadEvent([], lambda _: event))
+
+    def put_unread(self, event: UnreadEvent) -> None:
+        self._queue.append(event)
+
+    def is_due(self) -> bool:
+        """Whether it is time to `flush`."""
+        return len(self._queue) >= _FLUSH_EVENTS or time.monotonic() - self._flushed >= _FLUSH_SECONDS
+
+    def flush(self, step: int, wait: bool = False) -> None:
+        """Send off what is queued, and hand on what has arrived of what was sent off before; all of it if `wait`."""
+        self._flushed = time.monotonic()
+        if self._queue:
+            self._travelling.append(UnreadBatch(self._queue))
+            self._queue = []
+        while self._travelling and (wait or self._travelling[0].has_arrived()):
+            for event in self._travelling.pop(0).read():
+                self._each_sink(step, "add", event)
+        self._each_sink(step, "flush")
+
+    def close(self, step: int) -> None:
+        """Close the sinks. What was not flushed is lost."""
+        self._each_sink(step, "close")
+
+    def _each_sink(self, step: int, name: str, *args: Any) -> None:
+        """Call the method of all sinks that have it. A sink that cannot write ends there, and not the training."""
+        for sink in list(self._sinks):
+            try:
+                if callable(method := getattr(sink, name, None)):
+                    method(*args)
+            except OSError as error:
+                self._sinks.remove(sink)
+                warnings.warn(f"record: the recording breaks off at step {step}: {error}", stacklevel=2)
+
+
+def _read(value: Tensor | float, landed: dict[torch.device, Iterator[float]]) -> float:
+    if not isinstance(value, Tensor):
+        return value
+    return next(landed[value.device]) if value.device in landed else float(value.item())

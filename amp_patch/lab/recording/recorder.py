@@ -1,0 +1,446 @@
+"""Record what happens in `initialize`, `scale_loss` and the optimizers' steps: losses, times, scales, skips, sizes.
+
+While somebody records, and only then, the trainings have an observer, and the models a hook before their forward,
+compiled models too. Nothing that is recorded makes a step wait for a device: numbers on a device are copied when the
+device gets there, and read later.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch.lab.recording import size_advice
+from amp_patch.lab.recording.activations import WeighedStep
+from amp_patch.lab.recording.forward_hooks import ForwardHooks
+from amp_patch.lab.recording.inspected_step import InspectedStep
+from amp_patch.lab.recording.outbox import Outbox, UnreadEvent
+from amp_patch.lab.recording.peak_memory import PeakMemory
+from amp_patch.lab.recording.run import NATIVE, Event, Run
+from amp_patch.lab.recording.scaler_losses import ScalerLosses, body_of
+from amp_patch.lab.recording.sinks import Sink, sinks_for
+from amp_patch.lab.recording.size_advice import SizeAdvice
+from amp_patch.lab.recording.sizes import Sizes, alive
+from amp_patch.lab.recording.step import Body, samples_of, single_value
+from amp_patch.lab.recording.step_clock import StepClock
+from amp_patch.policy import OPT_LEVELS
+from amp_patch.support import distributed
+from amp_patch.support.compiled import eager_only
+from amp_patch.training import observers
+from amp_patch.training import training as training_module
+from amp_patch.training.innermost_optimizer import innermost
+from amp_patch.training.observers import Observer
+from amp_patch.training.scaled_backward import ScaledBackward
+from amp_patch.training.stash import Stash, stash_of
+from amp_patch.training.training import Training
+
+_OTHERS = 100  # so many steps of other optimizers in a row tell that the first one is done
+
+_lock = threading.Lock()
+_recorders: list[Recorder] = []
+
+
+class Enough(SystemExit):
+    """The training has taken the steps that were asked for; to Python an exit without an error."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+@contextmanager
+def record(to: Any = None, *, inspect: bool = False, activations: bool = False) -> Iterator[Run]:
+    """Record the training that runs in the block::
+
+        with amp.record("curves.jsonl") as run:
+            train(model, optimizer)
+        print(run.loss[-1], run.peak_memory)
+
+    What runs through `scale_loss` and `optimizer.step()` is recorded; `initialize` is called inside of the block or
+    before it. Of torch's own mixed precision it is what runs through a GradScaler; the model is not known then. There
+    may be several recordings at once. No step waits for the device because of it. Figures arrive every half second or
+    50 steps, and when the block ends. Of the processes of a distributed job the first writes the file. A disk that is
+    full ends the file, with a warning, and not the training.
+
+    Args:
+        to: a path, for one line of JSON an event; a TensorBoard SummaryWriter, or what else has
+            `add_scalar(tag, value, step)`; None for the `Run` alone.
+        inspect: also look, as `amp.inspect` does, at the step after 1, 10, 100, ... steps, whose times are then NaN.
+        activations: count the bytes that the third step saves for its backward; see `Run.activations`. Its times are
+            then NaN.
+
+    Yields:
+        The `Run`, which fills.
+
+    Raises:
+        TypeError, OSError: `to` cannot be written to, from the beginning.
+    """
+    run = Run(level="")
+    recorder = Recorder([run, *sinks_for(to)], inspect=inspect, activations=activations)
+    try:
+        with recorder:
+            yield run
+    finally:
+        recorder.close()
+
+
+def log(**scalars: Any) -> None:
+    """Give figures of the script's own to whoever records, by their names: `amp.log(held_out_loss=1.2)`.
+
+    They belong to the number of optimizer steps that were taken until now. Without a recorder nothing happens.
+
+    Args:
+        scalars: numbers, or tensors of one element, which are copied now and read later: this does not sync.
+
+    Raises:
+        TypeError: anything else.
+    """
+    for name, value in scalars.items():
+        number = isinstance(value, Real)
+        if not (number or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex())):
+            what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
+            raise TypeError(f"log: {name} is {what}; wanted a number or a tensor of one element")
+    for recorder in tuple(_recorders):
+        if recorder.is_recording():
+            recorder.log(scalars)
+
+
+class Recorder(Observer):
+    """Records the trainings of this process while its block runs, as events (see `Run.add`) to the sinks.
+
+    A step ends when the first optimizer that ever stepped has stepped again; what others do until then (a GAN's) is in
+    the same record. If others step a hundred times meanwhile, one of them takes its place. What the recorder itself
+    does between two steps is in nobody's time. Where a compiled function hides the model's forward, its time is in
+    "data".
+
+    Of a GradScaler of torch's its losses, its scale and the steps that it skips are recorded. The training may be one
+    that `initialize` knows, whose losses go to the scaler in place of `scale_loss`, or torch's alone: its model is not
+    known then, so the time until `scaler.scale(loss)` is "data".
+
+    Args:
+        sinks: each has `add(event)`; `flush` and, in `close` of the recorder, `close` are called where it has them.
+        stop_after: leave the training after so many steps, by raising `Enough` out of `optimizer.step()`.
+        inspect: emit a "look" of the step after 1, 10, 100, ... steps. The times of such a step are NaN.
+        activations: emit a "memory" of the third step, or of the last if that comes before; its times are NaN too.
+        between_steps: called between two steps, each time that the sinks were flushed; its time is in no step.
+
+    Attributes:
+        trainings: how many calls of `initialize` were seen, those with `enabled=False` among them, and trainings that
+            began before the recording.
+        enabled: whether any of them was enabled.
+        losses: how many losses were seen, of `scale_loss` and of GradScalers.
+        steps: how many steps were recorded.
+    """
+
+    def __init__(
+        self,
+        sinks: Sequence[Any],
+        *,
+        stop_after: int | None = None,
+        inspect: bool = False,
+        activations: bool = True,
+        between_steps: Callable[[], None] | None = None,
+    ) -> None:
+        if stop_after is not None and (isinstance(stop_after, bool) or stop_after < 1):
+            raise ValueError(f"Recorder: stop_after is {stop_after!r}; wanted a positive integer, or None")
+        self.trainings = self.losses = self.steps = 0
+        self.enabled = False
+        self.process = os.getpid()
+        self._outbox = Outbox(list[Sink](sinks))
+        self._between_steps = between_steps
+        self._stop_after = stop_after
+        self._inspect = inspect
+        self._weigh_after = min(3, stop_after or 3) - 1 if activations else 0
+
+    def __enter__(self) -> Recorder:
+        self._adopted: list[Training] = []
+        self._scalers: set[int] = set()  # ids of their lists of scalers, by which an optimizer's training is known
+        self._lead: weakref.ref[Any] | None = None
+        self._device = ""
+        self._losses: dict[int, Tensor] = {}  # id of a body that runs -> a copy of its loss
+        self._scaler_losses = ScalerLosses()
+        self._stepped_by_scaler: Any = None  # the optimizer whose step a GradScaler has begun
+        self._sizes = Sizes(self._adopted)
+        self._size_advice = SizeAdvice(lambda lines: self._outbox.put({"event": "advice", "lines": lines}))
+        self._measure_after = 1
+        self._inspected: InspectedStep | WeighedStep | None = None
+        self._peak = PeakMemory()
+        self._clock = StepClock()
+        self._hooks = ForwardHooks(self._forward_begins)
+        for training in training_module.trainings:
+            self._hooks.add(alive(training.models))
+        with _lock:
+            _recorders.append(self)
+        observers.add(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        observers.remove(self)
+        with _lock:
+            _recorders.remove(self)
+        self._hooks.remove()
+        self._size_advice.leave()
+        if os.getpid() != self.process:  # a fork has left the block too
+            return
+        if self._inspected is not None:  # its step never ended
+            self._inspected.abandon()
+            self._inspected = None
+        self._sizes.measure()
+        peak = self._peak.read(self._device or "cpu")
+        self._outbox.put({"event": "end", **self._sizes.bytes, "peak_memory": peak})
+        self._flush(wait=True)
+
+    def close(self, *events: Event) -> None:
+        """Give the sinks these last events, behind the "end", and close them. Does nothing in a fork."""
+        if os.getpid() != self.process:
+            return
+        try:
+            for event in events:
+                self._outbox.put(event)
+            self._outbox.flush(self.steps, wait=True)
+        finally:
+            self._outbox.close(self.steps)
+
+    def is_recording(self) -> bool:
+        """Whether this is the process that records: a fork inherits its parent's recorders. Not while CUDA captures."""
+        capturing = self._clock.cuda is not None and torch.cuda.is_current_stream_capturing()
+        return self.process == os.getpid() and not capturing
+
+    # What happens in the training.
+
+    def training_begun(self, training: Training | None) -> None:
+        if not self.is_recording():
+            return
+        self.trainings += 1
+        if training is not None:
+            self._lead = None  # the optimizer of an earlier training may be alive though that training is over
+            self._hooks.add(alive(training.models))
+            self._adopt(training)
+            if not self.steps:
+                self._clock.restart()  # the time before the training began is not the first step's
+
+    @eager_only
+    def _adopt(self, training: Training) -> None:
+        """Take this training for one that is recorded."""
+        self.enabled = True
+        self._adopted.append(training)
+        self._scalers.add(id(training.scalers))
+        begun = self._adopted[0].policy
+        if len(self._adopted) == 1:
+            device = self._sizes.device()
+            self._device = device.type
+            self._clock.time_on(device)
+            dtype = None if OPT_LEVELS[begun.opt_level].changes_nothing else str(begun.dtype).removeprefix("torch.")
+            self._outbox.put(
+                {
+                    "event": "begin",
+                    "level": begun.opt_level,
+                    "dtype": dtype,
+                    "policy": str(begun),
+                    "device": self._device,
+                    "lost_eps": self._sizes.lost_eps(),
+                }
+            )
+        elif training.policy != begun:
+            self._note(f"initialize was called again, with another policy: {training.policy}")
+
+    def _adopt_earlier(self, stash: Stash) -> None:
+        """Adopt the training of an optimizer that was initialized before the recording began."""
+        if id(stash.scalers) not in self._scalers:
+            for training in training_module.trainings:
+                if stash.scalers is training.scalers:
+                    self.trainings += 1
+                    self._adopt(training)
+
+    def _forward_begins(self, model: nn.Module, args: Any, kwargs: Any, eager: bool) -> None:
+        if not torch.is_grad_enabled() or not self.is_recording():
+            return  # an evaluation
+        if self._clock.forward_begins(model):
+            if isinstance(self._inspected, WeighedStep):
+                self._inspected.leave_out_inputs(args, kwargs)
+            # Of the newest forward: no loss has followed an earlier one.
+            self._clock.step.unclaimed_samples = samples_of(args, kwargs)
+        if eager and self._device in size_advice.DEVICES:
+            self._size_advice.forward_begins(model)
+
+    def body_begins(self, body: ScaledBackward) -> None:
+        if not self.is_recording():
+            return
+        for stash in body.stashes:
+            self._adopt_earlier(stash)
+        self._clock.body_begins()
+
+    def loss_scaled(self, body: ScaledBackward, loss: Tensor) -> None:
+        if self.is_recording():
+            # A GradScaler was given this loss too: the body tells of it.
+            if (samples := self._scaler_losses.forget(loss)) is not None:
+                self._clock.step.unclaimed_samples = samples
+            self._losses[id(body)] = single_value(loss)
+
+    def body_ends(self, body: ScaledBackward) -> None:
+        loss = self._losses.pop(id(body), None)
+        if not self.is_recording():
+            return
+        self._clock.body_ends()
+        if loss is not None and not body.failed:
+            self.losses += 1
+            step = self._clock.step
+            step.bodies.append(Body.of(body, loss, step.claim_samples()))
+            if self.steps < 2:
+                self._sizes.measure_gradients()
+
+    def step_begins(self, optimizer: Any) -> None:
+        stash = _enabled_stash(optimizer)
+        if stash is not None and self.is_recording():
+            self._adopt_earlier(stash)
+            self._clock.step_begins()
+
+    def step_ends(self, optimizer: Any) -> None:
+        stash = _enabled_stash(optimizer)
+        if stash is None or stash.step is not None or not self.is_recording():
+            return  # with a `step` set this is the parent's step, called by that of a subclass
+        if self._stepped_by_scaler is not optimizer:
+            self._end_step(optimizer, stash)
+
+    def loss_given_to_scaler(self, scaler: Any, loss: Tensor, scaled: Tensor, scale: Tensor) -> None:
+        if self.is_recording() and scaled.requires_grad:
+            self._clock.loss_given_to_scaler()
+            self._scaler_losses.add(scaler, loss, scale, self._clock.step.claim_samples())
+
+    def scaler_unscales(self, scaler: Any, optimizer: Any) -> None:
+        if self.is_recording() and self._scaler_losses.has_some(scaler):
+            self._clock.backward_ends()
+
+    def scaler_steps(self, scaler: Any, optimizer: Any) -> None:
+        optimizer = innermost(optimizer)
+        losses = self._scaler_losses.take(scaler)
+        if self.is_recording() and self._records(optimizer):
+            self._stepped_by_scaler = optimizer
+            self.losses += len(losses)
+            self._clock.step.bodies += [body_of(loss, scaler, optimizer) for loss in losses]
+            self._clock.step_begins()
+
+    def scaler_stepped(self, scaler: Any, optimizer: Any, skipped: Tensor | None) -> None:
+        stepped, self._stepped_by_scaler = self._stepped_by_scaler, None
+        if stepped is not None and skipped is not None and self.is_recording():
+            self._end_step(stepped, _enabled_stash(stepped), skipped)
+
+    def _records(self, optimizer: Any) -> bool:
+        """Whether the steps of an optimizer that a scaler steps are recorded; of torch's own trainings the first."""
+        if (stash := _enabled_stash(optimizer)) is not None:
+            self._adopt_earlier(stash)
+        elif not (self._adopted or self._device):
+            device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+            self._device = device.type
+            self._clock.time_on(device)
+            policy = "torch's own: a GradScaler"
+            self._outbox.put({"event": "begin", "level": NATIVE, "policy": policy, "device": self._device})
+        return stash is not None or not self._adopted
+
+    def _end_step(self, optimizer: Any, stash: Stash | None, skipped: Tensor | None = None) -> None:
+        self._clock.step_ends()
+        if self._has_enough():  # the script has caught `Enough`, and trains on
+            self._clock.take_step()
+            raise Enough
+        if self._lead is None or self._lead() is None or self._clock.step.others >= _OTHERS:
+            self._lead = weakref.ref(optimizer)
+        if self._lead() is not optimizer:
+            self._clock.step.others += 1
+            return
+        self._finish_step(optimizer, stash, skipped)
+        self._clock.restart()
+        if self._has_enough():
+            raise Enough
+
+    def _has_enough(self) -> bool:
+        return self._stop_after is not None and self.steps >= self._stop_after
+
+    def _finish_step(self, optimizer: Any, stash: Stash | None, skipped: Tensor | float | None) -> None:
+        step = self._clock.take_step()
+        self.steps += 1
+        if skipped is None:
+            assert stash is not None
+            # Of a step that skips on the device the verdict is the newest there; others leave none.
+            skipped = stash.device_skips[-1].overflow if stash.device_skips else float(stash.last_skipped)
+        was_inspected = self._inspected is not None
+        self._outbox.put_unread(step.unread_event(optimizer, skipped, was_inspected))
+        if self._inspected is not None:
+            self._leave_inspected()
+        if self.steps == self._measure_after:  # now, because the models may be gone when the recording ends
+            self._measure_after *= 4
+            self._sizes.measure()
+        if self._outbox.is_due():
+            self._flush()
+            if self._between_steps is not None:
+                self._between_steps()
+        if self._inspect and stash is not None and not self._has_enough() and _is_power_of_ten(self.steps):
+            self._inspect_next(optimizer, stash)
+        elif self.steps == self._weigh_after:
+            self._inspected = WeighedStep(self._sizes.at_rest(), self.steps, self._clock.cuda)
+
+    # Inspections of single steps.
+
+    @eager_only
+    def _inspect_next(self, optimizer: Any, stash: Stash) -> None:
+        models = alive(stash.neighbours.models) or [m for training in self._adopted for m in alive(training.models)]
+        if not models:
+            return
+        self._peak.pause()
+        try:
+            self._inspected = InspectedStep(models[0], optimizer, self.steps)
+        except (ValueError, RuntimeError) as error:
+            self._note(str(error))
+
+    @eager_only
+    def _leave_inspected(self) -> None:
+        assert self._inspected is not None
+        inspected, self._inspected = self._inspected, None
+        try:
+            self._outbox.put(inspected.leave())
+        except (ValueError, RuntimeError) as error:
+            self._note(f"inspect: {error}")
+        self._peak.resume()
+
+    # What goes to the sinks.
+
+    @eager_only
+    def log(self, scalars: dict[str, Any]) -> None:
+        """Emit the figures of one `amp.log`."""
+        for name, value in scalars.items():
+            number = distributed.local(value.detach()).clone() if isinstance(value, Tensor) else float(value)
+            event = {"event": "log", "step": self.steps, "name": name}
+            self._outbox.put_unread(UnreadEvent([number], partial(_logged, event)))
+
+    def _note(self, text: str) -> None:
+        self._outbox.put({"event": "note", "text": text})
+
+    @eager_only
+    def _flush(self, wait: bool = False) -> None:
+        self._outbox.flush(self.steps, wait)
+        if self._clock.cuda is not None:
+            self._peak.bank()  # a script may reset torch's peak itself, once an epoch
+
+
+def _enabled_stash(optimizer: Any) -> Stash | None:
+    """The stash of an optimizer whose training is enabled; None for a copy of such an optimizer."""
+    stash = stash_of(optimizer)
+    if stash is None or not stash.enabled:
+        return None
+    owner = stash.neighbours.owner
+    return stash if owner is not None and owner() is optimizer else None
+
+
+def _logged(event: Event, values: list[float]) -> Event:
+    return {**event, "value": values[0]}
+
+
+def _is_power_of_ten(number: int) -> bool:
+    return str(number).strip("0") == "1"

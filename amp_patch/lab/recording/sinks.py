@@ -1,0 +1,102 @@
+"""Where the events of a recording go: lines of JSON, TensorBoard. A `Run` takes them too."""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from amp_patch.lab.recording.run import Event, dumps
+from amp_patch.support.distributed import is_first_rank
+
+
+class Sink(Protocol):
+    """What takes the events of a recording. A `flush` and a `close` are called where it has them."""
+
+    def add(self, event: Event) -> None: ...
+
+
+class JsonLines:
+    """One line of JSON an event. Of the processes of a torch.distributed job the first alone writes.
+
+    Args:
+        path: the file, which is written anew; its folder exists.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._lines: list[str] = []
+        self._file = Path(path).open("w", encoding="utf-8") if writes() else None  # noqa: SIM115
+
+    def add(self, event: Event) -> None:
+        self._lines.append(dumps(event))
+
+    def flush(self) -> None:
+        """Hand what was added to the system: it outlives a process that is killed."""
+        if self._file is not None and self._lines and writes():
+            try:
+                self._file.write("".join(f"{line}\n" for line in self._lines))
+                self._file.flush()
+            except OSError:
+                broken, self._file = self._file, None
+                with suppress(OSError):  # it tries once more
+                    broken.close()
+                raise
+        self._lines.clear()
+
+    def close(self) -> None:
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+
+
+class TensorBoard:
+    """Scalars to a SummaryWriter, or to what else has `add_scalar(tag, value, step)`; it stays open.
+
+    Tags are amp/loss, amp/loss_scale, amp/skipped, amp/seconds/step and one for each of PARTS, amp/samples_per_second,
+    and for what went to `amp.log` the names that it had.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+        self._steps = 0
+
+    def add(self, event: Event) -> None:
+        if not writes():
+            return
+        if event["event"] == "log":
+            self._writer.add_scalar(event["name"], event["value"], event["step"])
+        elif event["event"] == "step":
+            for tag, value in _scalars(event).items():
+                self._writer.add_scalar(f"amp/{tag}", value, self._steps)
+            self._steps += 1
+
+
+def _scalars(event: Event) -> dict[str, float]:
+    seconds = event["seconds"]
+    scalars = {"loss": event["loss"], "loss_scale": event["scale"], "skipped": float(event["skipped"])}
+    if math.isfinite(seconds):
+        scalars["seconds/step"] = seconds
+        scalars.update((f"seconds/{part}", value) for part, value in event["parts"].items())
+        if seconds > 0 and event["samples"]:
+            scalars["samples_per_second"] = event["samples"] / seconds
+    return scalars
+
+
+def sinks_for(to: Any) -> list[Sink]:
+    """The sinks of `amp.record(to)`."""
+    if to is None:
+        return []
+    if isinstance(to, str | os.PathLike):
+        return [JsonLines(to)]
+    if callable(getattr(to, "add_scalar", None)):
+        return [TensorBoard(to)]
+    raise TypeError(
+        f"record: to is a {type(to).__name__}; wanted a path (for lines of JSON), a TensorBoard SummaryWriter, or None"
+    )
+
+
+def writes() -> bool:
+    """Whether this is the process of its job that writes, as far as torch.distributed or torchrun have told it."""
+    return is_first_rank() and os.environ.get("RANK", "0") == "0"

@@ -1,0 +1,75 @@
+"""The advice on sizes of one forward of each recorded model, of which the steps after it know nothing."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_patch.lab.diagnose import products, shapes
+from amp_patch.lab.diagnose.shapes import Product
+from amp_patch.support.compiled import eager_only
+
+DEVICES = ("cuda",)  # where sizes matter: a CPU of 2024 gained nothing to a fifth of a step, without a pattern
+
+
+class SizeAdvice:
+    """Looks at the first forward of each model, by hooks that are there for this forward alone.
+
+    They read sizes, and no numbers: nothing is computed, and nothing waits for the device.
+
+    Args:
+        give: is given the lines of `shapes.advice`, if there are any, when the forward has ended.
+    """
+
+    def __init__(self, give: Callable[[list[str]], None]) -> None:
+        self._give = give
+        self._seen = weakref.WeakSet[nn.Module]()
+        self._handles: list[Any] = []
+        self._products: list[Product] = []
+
+    def leave(self) -> None:
+        """Take the hooks away."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    @eager_only
+    def forward_begins(self, model: nn.Module) -> None:
+        """The forward of `model` begins, outside of compiled code."""
+        if model in self._seen or self._handles:
+            return
+        modules = [*model.named_modules()]
+        if any(_hooks_cost(module) for _, module in modules):
+            self._seen.add(model)
+            return
+        self._products = []
+        for name, module in modules:
+            self._handles.append(module.register_forward_hook(self._noting(name)))
+        self._handles.append(model.register_forward_hook(self._ending(weakref.ref(model)), always_call=True))
+
+    def _noting(self, name: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            with torch._C.DisableTorchFunction():
+                self._products += products.of_module(name, module, args, output)
+
+        return note
+
+    def _ending(self, model: weakref.ref[nn.Module]) -> Callable[..., None]:
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            if module is model():  # the replicas of DataParallel share their hooks
+                self.leave()
+                if self._products:  # else an exception has ended the forward before any, and the next one will do
+                    self._seen.add(module)
+                if lines := shapes.advice(self._products):
+                    self._give(lines)
+
+        return end
+
+
+def _hooks_cost(module: nn.Module) -> bool:
+    """Whether a hook would have the module compiled again, or be refused."""
+    compiled = getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+    return compiled or isinstance(module, torch.jit.ScriptModule)

@@ -1,0 +1,119 @@
+"""One step of a recording: what the recorder notes while it runs, and the "step" event that this becomes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from amp_patch.lab.recording.outbox import UnreadEvent
+from amp_patch.lab.recording.run import PARTS, Event
+from amp_patch.support import distributed, tree
+from amp_patch.training.scaled_backward import ScaledBackward
+
+_NAN = float("nan")
+
+
+class Body(NamedTuple):
+    """One body of `scale_loss`: its loss and scale (tensors of one element), and the samples that came before it.
+
+    Attributes:
+        key: tells of which loss the body was. A GAN's two losses may have one loss_id, so the optimizers are in it.
+        optimizers: their ids.
+    """
+
+    loss: Tensor
+    scale: Tensor
+    loss_id: int
+    key: tuple[int, ...]
+    optimizers: tuple[int, ...]
+    samples: int
+
+    @classmethod
+    def of(cls, body: ScaledBackward, loss: Tensor, samples: int) -> Body:
+        optimizers = tuple(map(id, body.optimizers))
+        key = (id(body.scaler), *sorted(optimizers))
+        return cls(loss, body.scale, body.scaler.loss_id, key, optimizers, samples)
+
+
+@dataclass
+class Step:
+    """What was seen since the last step ended.
+
+    Attributes:
+        spans: (part, its start, its end). Start and end are seconds, or CUDA events.
+        bodies: those of `scale_loss` that ended without an exception.
+        forward_seen: whether a model's forward began.
+        first: the id of the model whose forward began first. Forwards inside of that one do not count.
+        unclaimed_samples: how many the newest forward was given, until a loss follows it.
+        others: how many steps other optimizers took.
+    """
+
+    spans: list[tuple[str, Any, Any]] = field(default_factory=list)
+    bodies: list[Body] = field(default_factory=list)
+    forward_seen: bool = False
+    first: int = 0
+    unclaimed_samples: int = 0
+    others: int = 0
+
+    def claim_samples(self) -> int:
+        """The samples that came before a loss, which are no other loss's then."""
+        samples, self.unclaimed_samples = self.unclaimed_samples, 0
+        return samples
+
+    def unread_event(self, optimizer: Any, skipped: Tensor | float, inspected: bool) -> UnreadEvent:
+        """The "step" event. `skipped`: whether the optimizer did, a tensor where only the device knows."""
+        # This runs in the middle of a training, with cold caches: all but the list of tensors is left to `_event`.
+        bodies = self.bodies
+        values = [skipped, *(body.loss for body in bodies), *(body.scale for body in bodies)]
+        return UnreadEvent(values, partial(self._event, id(optimizer), inspected))
+
+    def _event(self, optimizer: int, inspected: bool, values: list[float]) -> Event:
+        """The event of the optimizer with this id. `values`: whether it skipped, the bodies' losses, their scales."""
+        bodies = self.bodies
+        skipped, given, scales = values[0], values[1 : len(bodies) + 1], values[len(bodies) + 1 :]
+        losses: dict[tuple[int, ...], list[float]] = {}  # key of a loss -> those of its micro-batches
+        samples: dict[tuple[int, ...], int] = {}
+        for body, loss in zip(bodies, given, strict=True):
+            losses.setdefault(body.key, []).append(loss)
+            samples[body.key] = samples.get(body.key, 0) + body.samples
+        own = [i for i, body in enumerate(bodies) if optimizer in body.optimizers] or range(len(bodies))
+        first_id = min((bodies[i].loss_id for i in own), default=0)
+        parts = dict.fromkeys(PARTS, _NAN if inspected else 0.0)
+        for part, start, end in self.spans:
+            parts[part] += _seconds(start, end)
+        return {
+            "event": "step",
+            "loss": sum(sum(each) / len(each) for each in losses.values()) if losses else _NAN,
+            "seconds": sum(parts.values()),
+            "parts": parts,
+            "scale": next((scales[i] for i in reversed(own) if bodies[i].loss_id == first_id), _NAN),
+            "skipped": bool(skipped),
+            "samples": max(
+                samples.values(), default=self.unclaimed_samples
+            ),  # several losses (a GAN's) are of the same samples
+        }
+
+
+def single_value(loss: Tensor) -> Tensor:
+    """A copy of the loss; of several numbers their mean."""
+    value = distributed.local(loss.detach())
+    return value.clone() if value.numel() == 1 else value.double().mean()
+
+
+def samples_of(args: Any, kwargs: Any) -> int:
+    """How many samples a forward is given: the first dimension of its first tensor; 0 where that is not known."""
+    try:
+        tensor = args[0] if args and isinstance(args[0], Tensor) else next(iter(tree.tensors((args, kwargs))), None)
+        return tensor.size(0) if tensor is not None and tensor.dim() else 0
+    except RuntimeError:  # a container that holds itself, or a tensor without sizes
+        return 0
+
+
+def _seconds(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3

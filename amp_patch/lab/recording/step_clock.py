@@ -1,0 +1,112 @@
+"""StepClock: which part of a training step runs, and how long each part took, on the host or on a CUDA device."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_patch.lab.recording.step import Step
+
+# The phase while no part of a step runs that is known: data is fetched, or gradients are clipped.
+_IDLE = "idle"
+
+clock = time.perf_counter
+
+
+class StepClock:
+    """Times the parts of a step. The recorder calls a method where a part begins, and where it ends.
+
+    Attributes:
+        step: what was seen since the last step ended.
+        cuda: the device that the training is timed on; None where the host's clock does.
+    """
+
+    def __init__(self) -> None:
+        self.step = Step()
+        self.cuda: torch.device | None = None
+        self._phase = _IDLE
+        self._stepping = False  # whether an optimizer's step has begun that did not end: an exception may have left it
+        self._open_bodies = 0
+        self._last = self._now()
+
+    def time_on(self, device: torch.device) -> None:
+        """Time on `device` from now on, if that is a CUDA device."""
+        if device.type == "cuda":
+            self.cuda = device
+            self.restart()
+
+    def restart(self) -> None:
+        """Leave the time since the last mark out of all steps."""
+        self._last = self._now()
+
+    def take_step(self) -> Step:
+        """The step that has ended; another one begins."""
+        step, self.step = self.step, Step()
+        return step
+
+    def forward_begins(self, model: nn.Module) -> bool:
+        """Whether it is the forward of the step's first model: not one inside of it, nor one recomputed in backward."""
+        # The backward of a loss that a GradScaler has scaled ended a while ago: nothing has told when.
+        if not self._open_bodies and torch._C._current_graph_task_id() == -1:
+            self.backward_ends()
+        if self._phase is _IDLE:
+            self._mark("optimizer" if self._stepping else "data")
+            self._phase = "forward"
+            self.step.forward_seen = True
+            self.step.first = id(model)
+        return self._phase == "forward" and self.step.first == id(model)
+
+    def body_begins(self) -> None:
+        """A `scale_loss` is entered."""
+        self._open_bodies += 1
+        if self._open_bodies == 1:
+            self._mark("optimizer" if self._stepping and self._phase is _IDLE else self._part_before_loss())
+            self._phase = "backward"
+
+    def body_ends(self) -> None:
+        self._open_bodies = max(0, self._open_bodies - 1)
+        if self._open_bodies == 0:
+            self._mark("backward")
+            self._phase = _IDLE
+
+    def loss_given_to_scaler(self) -> None:
+        if self._phase != "backward":
+            self._mark(self._part_before_loss())
+            self._phase = "backward"
+
+    def backward_ends(self) -> None:
+        """Nothing, unless a backward was running."""
+        if self._phase == "backward":
+            self._mark("backward")
+            self._phase = _IDLE
+
+    def step_begins(self) -> None:
+        """An optimizer's step begins. A second call before `step_ends` is of a parent class, and changes nothing."""
+        if not self._stepping:
+            self._mark("between" if self._phase is _IDLE else self._phase)
+            self._stepping = True
+
+    def step_ends(self) -> None:
+        self._mark("optimizer")
+        self._stepping = False
+        self._phase = "backward" if self._open_bodies else _IDLE
+
+    def _part_before_loss(self) -> str:
+        return "forward" if self.step.forward_seen else "data"
+
+    def _now(self) -> Any:
+        """This moment: for a training on CUDA when the device gets there."""
+        if self.cuda is None:
+            return clock()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.cuda))
+        return event
+
+    def _mark(self, part: str) -> None:
+        """Count the time since the last mark as this part of the step."""
+        now = self._now()
+        self.step.spans.append((part, self._last, now))
+        self._last = now

@@ -1,0 +1,80 @@
+"""Optimizers of trainings that change nothing, O0's: each keeps its own class, and torch's hooks are around its step.
+
+Such a training has no masters and no loss scale, so that there is no `Step`: what is left to do is to hold the casts of
+other trainings off the optimizer's arithmetic, to check a capture, and to forget which gradients the step was for.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+from amp_patch.casts import regions, thread_state
+from amp_patch.casts import state as casts_state
+from amp_patch.support import capture
+from amp_patch.support.compiled import not_traced
+from amp_patch.training import captured
+from amp_patch.training.stash import Stash, stash_of
+from amp_patch.training.step import consume, settle_gradients
+
+
+class _HookedStep:
+    """A step between its pre-hook and its post-hook, where no exception has come between the two.
+
+    Attributes:
+        frame: of the outermost call of `step`: a subclass's may call its parent's, and hooks are called around both.
+        depth: how many calls of `step` are running.
+        no_casts: the region without casts, if there are any.
+    """
+
+    def __init__(self, frame: FrameType) -> None:
+        self.frame, self.depth = frame, 1
+        self.no_casts: regions.region | None = None
+
+
+def hook(optimizer: Any) -> list[Any]:
+    """Register the hooks of `optimizer`; returns their handles."""
+    return [optimizer.register_step_pre_hook(_before), optimizer.register_step_post_hook(_after)]
+
+
+@not_traced
+def _before(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    stash = stash_of(optimizer)
+    if stash is None or not stash.enabled:
+        return None
+    if stash.step is not None and thread_state.is_running(stash.step.frame):
+        stash.step.depth += 1
+        return None
+    step = stash.step = _HookedStep(sys._getframe(1))
+    if capture.is_capturing():
+        captured.check(optimizer, stash)
+    settle_gradients(optimizer, stash)
+    stash.last_skipped = False
+    if casts_state.current() is None:
+        return None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    watched = None if closure is None else regions.as_now(closure)
+    step.no_casts = regions.region(None)
+    step.no_casts.call = step.frame
+    step.no_casts.__enter__()
+    if watched is None:
+        return None
+    return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
+
+
+@not_traced
+def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
+    stash: Stash | None = stash_of(optimizer)
+    if stash is None or stash.step is None:
+        return
+    step = stash.step
+    step.depth -= 1
+    if step.depth > 0:
+        return
+    if step.no_casts is not None:
+        step.no_casts.__exit__(None, None, None)
+    consume(stash)
+    if not capture.is_capturing():
+        stash.neighbours.has_stepped = True
+    stash.step = None

@@ -1,0 +1,125 @@
+"""Whether an optimizer's class steps in portions as it does as a whole, found out on toys."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch.training import portions
+
+Group = dict[str, Any]
+
+SHAPES = ((3, 5), (1,), (16,), (), (2, 3, 3), (33,), (7, 2))
+MATRICES = ((3, 5), (1, 1), (16, 2), (2, 33), (7, 2))  # Muon takes nothing else
+
+
+class Each(torch.optim.Optimizer):
+    """Steps each parameter by itself."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **more: Any) -> None:
+        super().__init__(params, {"lr": lr, **more})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(self.direction(group, param), alpha=-group["lr"])
+
+    def direction(self, group: Any, param: Tensor) -> Tensor:
+        return param.grad
+
+
+@torch.no_grad()
+def why_not_in_portions(base: Any, settings: Group) -> str | None:
+    """Why toys of the class with these settings step otherwise in portions than as a whole; None if they do not."""
+    random_before = torch.get_rng_state(), random.getstate()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            whole, portioned = _toy(base, settings), _toy(base, settings)
+            plain = base.step.__wrapped__  # beneath the hooks, which torch puts around it when one is made
+            calls: list[Any] = []
+            whole.register_step_pre_hook(lambda *call: calls.append(call))
+            attributes, of_groups = _numbers_of(whole), _of_groups(whole)
+            for step in range(4):
+                _give_gradients(whole, step)
+                _give_gradients(portioned, step)
+                plain(whole)
+                if not torch.equal(torch.get_rng_state(), random_before[0]) or random.getstate() != random_before[1]:
+                    return "it draws random numbers"
+                if calls:
+                    return "its step calls hooks inside"
+                if _of_groups(whole) != of_groups:
+                    return "it keeps numbers in its groups"
+                if _numbers_of(whole) != attributes:
+                    return "it keeps numbers of its own"
+                for part in portioned.param_groups:
+                    params = [param for param in part["params"] if param.grad is not None]
+                    for start in range(0, len(params), 2):
+                        plain(portions._shell(portioned, part, params[start : start + 2]))
+                if not _agree(whole, portioned):
+                    return "a portion by itself is stepped differently"
+    except Exception as error:
+        return f"it could not be tried ({type(error).__name__}: {error})"
+    finally:
+        torch.set_rng_state(random_before[0])
+        random.setstate(random_before[1])
+    return None
+
+
+def _toy(base: Any, settings: Group) -> Any:
+    """A fresh optimizer of the class with small parameters, in two groups with these settings."""
+    shapes = MATRICES if base.__name__ == "Muon" else SHAPES
+    return base([{"params": _params(shapes, index)} for index in range(2)], **settings)
+
+
+def _params(shapes: tuple[tuple[int, ...], ...], group: int) -> list[Tensor]:
+    return [nn.Parameter(_wave(shape, 0.37, index + 10.0 * group)) for index, shape in enumerate(shapes)]
+
+
+def _wave(shape: tuple[int, ...], pace: float, start: float) -> Tensor:
+    count = torch.Size(shape).numel()
+    return torch.arange(count, dtype=torch.float32, device="cpu").mul_(pace).add_(start).sin_().reshape(shape)
+
+
+def _give_gradients(toy: Any, step: int) -> None:
+    """New gradients, small and large; one parameter of each group has none in one of the steps."""
+    for index, group in enumerate(toy.param_groups):
+        for place, param in enumerate(group["params"]):
+            grad = _wave(tuple(param.shape), 1.7, place + 3.0 * step + index) * 10.0 ** (place % 5 + 2 * step - 4)
+            param.grad = None if place == step == 1 else grad
+
+
+def _of_groups(toy: Any) -> list[Group]:
+    return [{name: value for name, value in group.items() if name != "params"} for group in toy.param_groups]
+
+
+def _numbers_of(toy: Any) -> dict[str, str]:
+    return {name: repr(value) for name, value in vars(toy).items() if name not in ("state", "param_groups")}
+
+
+def _agree(one: Any, other: Any) -> bool:
+    """Whether parameters and state are equal to the bit, and the state is all of parameters."""
+    both = [[param for group in toy.param_groups for param in group["params"]] for toy in (one, other)]
+    states = [[toy.state.get(param, {}) for param in params] for toy, params in zip((one, other), both, strict=True)]
+    if any(len(toy.state) > sum(map(bool, state)) for toy, state in zip((one, other), states, strict=True)):
+        return False
+    return equal(both[0], both[1]) and equal(states[0], states[1])
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two nested containers of tensors and numbers are, to the bit."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype is other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)

@@ -1,0 +1,142 @@
+"""A command that is ended leaves no process behind, and keeps what has finished where it can."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+from processes import SECONDS, in_folder, wait_until, wait_until_left
+
+from amp_patch.lab.commands import interrupts
+from amp_patch.lab.recording.run import Run, loads
+
+pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="nothing tells where processes run")
+
+# In its fourth step O1 starts a process that ignores SIGTERM, and one in a session of its own, and waits.
+SCRIPT = """
+import os, subprocess, sys, time
+import torch
+from amp_patch import amp
+
+model = torch.nn.Linear(4, 2)
+model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)
+for step in range(8):
+    if step == 3 and os.environ["AMP_PATCH_OPT_LEVEL"] == "O1":
+        stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True)"
+        command = [sys.executable, "-I", "-c", stubborn + "; time.sleep(600)"]
+        subprocess.Popen(command, stdout=subprocess.PIPE).stdout.read(1)
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+        open("waiting", "w").close()
+        time.sleep(600)
+    with amp.scale_loss(model(torch.ones(8, 4)).square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+"""
+
+# In a terminal of its own, which is its standard input.
+IN_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+@pytest.fixture(autouse=True)
+def signals_end() -> Iterator[None]:
+    """What this process ignores (SIGHUP under nohup) or blocks, what it starts would ignore and block too."""
+    numbers = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    ignored = [number for number in numbers if before[number] is signal.SIG_IGN]
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in ignored:
+        signal.signal(number, before[number])
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+@contextmanager
+def running(folder: Path, command: list[str], **given: object) -> Iterator[subprocess.Popen[bytes]]:
+    """The command, once its script waits; afterwards nothing is left of either."""
+    (folder / "train.py").write_text(SCRIPT)
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **given) as process:
+        try:
+            wait_until(lambda: (folder / "waiting").exists() or process.poll() is not None)
+            assert process.poll() is None
+            yield process
+            process.wait(SECONDS)
+            wait_until_left(folder)
+        finally:
+            for pid in (process.pid, *in_folder(folder)):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def compare(*options: str) -> list[str]:
+    return [sys.executable, "-m", "amp_patch", "compare", "--levels", "O0,O1", "--seeds", "1", *options, "train.py"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)])
+def test_a_comparison_that_is_ended(how, code, tmp_path):
+    with running(tmp_path, compare("--out", "out")) as process:
+        assert len(in_folder(tmp_path)) > 4
+        process.send_signal(how)
+    assert process.returncode == code
+    if how != signal.SIGKILL:  # O0 has taken a step at least, or has ended
+        runs = [Run.from_dict(run) for run in loads((tmp_path / "out" / "report.json").read_text())["runs"]]
+        assert [run.level for run in runs] == ["O0", "O1"] and runs[1].steps == 3 and runs[0].steps
+        assert runs[1].error == "interrupted after 3 steps"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--one-by-one",)])
+def test_a_comparison_whose_terminal_is_closed(options, tmp_path):
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-I", "-S", "-c", IN_TERMINAL, *compare(*options)]
+    with running(tmp_path, command, stdin=theirs, stdout=theirs, stderr=theirs):
+        os.close(theirs)
+        os.close(ours)
+    assert (tmp_path / "amp_compare" / "report.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_search_that_is_ended(how, code, tmp_path):
+    options = ["--batch-search", "1GiB", "--batch-flag", "--batch", "--levels", "O1"]
+    with running(tmp_path, compare(*options)) as process:
+        process.send_signal(how)
+    assert process.returncode == code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_apexs_launcher_that_is_ended(how, tmp_path, monkeypatch):
+    monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "O1")
+    command = [sys.executable, "-m", "amp_patch", "run", "-m", "apex.parallel.multiproc", "train.py"]
+    with running(tmp_path, command) as process:
+        process.send_signal(how)
+
+
+def test_signals_that_are_ignored_stay_so(monkeypatch):
+    """As nohup leaves them."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interrupts.as_interrupts():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            with pytest.raises(KeyboardInterrupt) as raised:
+                signal.raise_signal(signal.SIGTERM)
+        assert interrupts.status_of(raised.value) == 143 and interrupts.status_of(KeyboardInterrupt()) == 130
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,0 +1,111 @@
+"""Which amp_patch `info` says is in use, in a clone and out of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from amp_patch.lab.commands import installation
+from amp_patch.lab.commands.installation import Installed, extension_in_words, package_in_words
+
+ROOT = Path(__file__).parents[3]
+
+
+def clone(folder: Path) -> Path:
+    """The package of a clone, as far as it is told by."""
+    for name in ("amp_patch", "csrc/kernels"):
+        (folder / name).mkdir(parents=True)
+    for name in ("setup.py", "csrc/kernels/cpu.cpp", "amp_patch/__init__.py"):
+        (folder / name).touch()
+    return (folder / "amp_patch").resolve()
+
+
+def copy(folder: Path) -> Path:
+    (folder / "amp_patch").mkdir(parents=True)
+    return (folder / "amp_patch").resolve()
+
+
+def test_an_installed_one(tmp_path):
+    found = copy(tmp_path)
+    assert package_in_words(found, [Installed("1.0", found, False)]) == f"{found} (installed)"
+    assert package_in_words(found, [Installed("1.0", found, True)]) == f"{found} (a clone, installed by pip install -e)"
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_clone_beside_an_installed_one(here, tmp_path, monkeypatch):
+    found, other = clone(tmp_path / "clone"), copy(tmp_path / "site")
+    monkeypatch.chdir(tmp_path / "clone" if here else tmp_path)
+    said = package_in_words(found, [Installed("1.0", other, False)])
+    if here:
+        assert said.startswith(
+            f"{found} (a clone in the working directory, where `python -m` looks first; NOT the inst"
+        )
+        assert said.endswith(f"installed one: 1.0 in {other} is used in other directories)")
+    else:
+        assert said == f"{found} (a clone; NOT the installed one: 1.0 in {other} stands behind it on sys.path)"
+    assert package_in_words(found, []).endswith("; none is installed)")
+
+
+def distribution(site: Path, url: str | None = None, record: bool = True, kind: str = "dist-info") -> None:
+    folder = site / f"amp_patch-9.9.{kind}"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: amp_patch\nVersion: 9.9\n")
+    (folder / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: amp_patch\nVersion: 9.9\n")
+    if record:
+        (folder / "RECORD").touch()
+    if url is not None:
+        (folder / "direct_url.json").write_text(json.dumps({"url": url, "dir_info": {"editable": True}}))
+
+
+def test_what_pip_has_installed(tmp_path, monkeypatch):
+    """By its records: a wheel, a clone by `pip install -e`, and what a build has left, which is no installation."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path / name) for name in ("wheel", "editable", "left")])
+    distribution(tmp_path / "wheel")
+    distribution(tmp_path / "editable", url=(tmp_path / "my clone").as_uri())
+    distribution(tmp_path / "left", record=False, kind="egg-info")
+    assert [*installation._installed()] == [
+        Installed("9.9", (tmp_path / "wheel" / "amp_patch").resolve(), False),
+        Installed("9.9", (tmp_path / "my clone" / "amp_patch").resolve(), True),
+    ]
+
+
+def test_an_extension_that_is_older_than_its_sources(tmp_path):
+    package = clone(tmp_path)
+    assert extension_in_words(package) == "none"
+    file, source = package / "_C.cpython.so", tmp_path / "csrc" / "kernels" / "cpu.cpp"
+    file.touch()
+    os.utime(source, (1000, 1000))
+    assert extension_in_words(package) == f"{file}, newer than its sources"
+    os.utime(file, (999, 999))
+    said = extension_in_words(package)
+    assert said.startswith(f"{file}, OLDER than its sources (csrc/kernels/cpu.cpp): build it with `pip install")
+    shutil.rmtree(tmp_path / "csrc")
+    assert extension_in_words(package) == str(file)
+
+
+def test_info_in_a_clone_tells_the_truth(tmp_path):
+    """The clone is this one; another is installed in a folder of site-packages."""
+    site = tmp_path / "site"
+    distribution(site)
+    shutil.copytree(ROOT / "amp_patch", site / "amp_patch", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    told = {}
+    for name, folder in {"clone": ROOT, "elsewhere": tmp_path}.items():
+        run = subprocess.run(
+            [sys.executable, "-m", "amp_patch", "info"],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(site)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        told[name] = next(line for line in run.stdout.splitlines() if line.startswith("package"))
+    there = (site / "amp_patch").resolve()
+    assert f" {ROOT / 'amp_patch'} (a clone" in told["clone"]
+    assert f"9.9 in {there}" in told["clone"]
+    assert f" {there} (installed" in told["elsewhere"]

@@ -1,0 +1,493 @@
+"""CUDA-only scripts on the CPU: what such scripts say, said here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_patch import amp
+from amp_patch.casts import cpu_fp16, install
+from amp_patch.casts import state as casts_state
+from amp_patch.lab.commands import no_cuda
+from amp_patch.lab.commands.no_cuda import machine
+from amp_patch.lab.recording.peak_memory import PeakMemory
+
+CUDA = [0, "cuda", "cuda:0", "cuda:3", torch.device("cuda"), torch.device("cuda", 1)]
+
+
+@pytest.fixture
+def cpu(request):
+    no_cuda.install()
+    yield
+    no_cuda.uninstall()
+
+
+def on_cpu(*tensors: torch.Tensor) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in tensors)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("device", CUDA, ids=repr)
+def test_factories_make_their_tensors_on_the_cpu(cpu, device):
+    like = torch.ones(3)
+    made = [
+        torch.zeros(3, device=device),
+        torch.empty(3, device=device, pin_memory=True),
+        torch.full((2,), 1.0, device=device),
+        torch.tensor([1.0], device=device),
+        torch.as_tensor([1], device=device),
+        torch.asarray([1], device=device),
+        torch.arange(3, device=device),
+        torch.randn(3, device=device),
+        torch.randint(3, (2,), device=device),
+        torch.randperm(3, device=device),
+        torch.normal(0.0, 1.0, (2,), device=device),
+        torch.linspace(0, 1, 3, device=device),
+        torch.eye(2, device=device),
+        torch.zeros_like(like, device=device),
+        torch.rand_like(like, device=device),
+        torch.fft.fftfreq(4, device=device),
+        torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), device=device),
+        torch.hann_window(4, device=device),
+        like.new_zeros(3, device=device),
+        like.new_tensor([1.0], device=device),
+        like.new_full((2,), 3.0, device=device),
+        nn.Parameter(torch.ones(2, device=device)),
+        nn.Linear(2, 2, device=device).weight,
+    ]
+    assert on_cpu(*made)
+
+
+def test_every_operator_with_a_device_is_covered(cpu):
+    """Torch's own list of what makes tensors."""
+    makers = {function.__name__ for function in torch.utils._device._device_constructors()}
+    left = {name for name in makers if hasattr(torch, name) and not hasattr(getattr(torch, name), "__wrapped__")}
+    assert len(makers) > 20 and left <= {"fill", "vander"}, "torch 2.6 lists these two, which take no device"
+
+
+@pytest.mark.parametrize("device", CUDA, ids=repr)
+def test_moves(cpu, device):
+    x = torch.ones(2)
+    moved = [
+        x.to(device),
+        x.to(device, torch.half),
+        x.to(device=device, dtype=torch.half, non_blocking=True),
+        x.to(device, non_blocking=True),
+        x.to(device, torch.float32, False, True),
+        x.cuda(),
+        x.cuda(device),
+        x.cuda(device, non_blocking=True),
+        x.cuda(non_blocking=True),
+        x.pin_memory().cuda(),
+        nn.Linear(2, 2).to(device).weight,
+        nn.BatchNorm1d(2).cuda(device).running_mean,
+        nn.LSTM(2, 2).to(device, torch.half).weight_ih_l0,
+        nn.utils.rnn.pack_sequence([x]).to(device).data,
+        nn.utils.rnn.pack_sequence([x]).cuda(device).data,
+    ]
+    assert on_cpu(*moved)
+    assert moved[1].dtype == moved[2].dtype == moved[-3].dtype == torch.half
+    # What is not a move stays what it was.
+    assert x.to(torch.half).dtype == torch.half and x.to("cpu") is x and x.to(x) is x
+    assert x.to("meta").device.type == "meta"
+
+
+def test_a_moved_tensor_is_a_copy_unless_gradients_flow(cpu):
+    batch = torch.ones(2)
+    batch.cuda().sub_(1)
+    batch.to("cuda").sub_(1)
+    assert batch.tolist() == [1, 1]
+    weight = nn.Parameter(torch.ones(2))
+    assert weight.cuda() is weight.to("cuda") is weight
+    layer = nn.Linear(2, 2)
+    parameters = list(layer.parameters())
+    assert all(a is b for a, b in zip(layer.cuda().parameters(), parameters, strict=True))
+    (weight * 2).cuda().sum().backward()
+    assert weight.grad.tolist() == [2, 2]
+
+
+def test_a_tensor_tells_the_truth(cpu):
+    x = torch.zeros(1, device="cuda")
+    assert not x.is_cuda and x.device == torch.device("cpu") and x.get_device() == -1
+    assert torch.zeros(1, device=x.get_device()).cuda(x.get_device()).to(x.get_device()) == 0
+    assert torch.device("cuda").type == "cuda" and isinstance(torch.device("cuda"), torch.device)
+    assert not x.is_pinned()
+    x.record_stream(torch.cuda.current_stream())
+
+
+def test_types(cpu):
+    assert torch.cuda.FloatTensor(2, 3).shape == (2, 3)
+    for name in ("Float", "Half", "Double", "Int", "Long", "Byte", "Bool", "BFloat16"):
+        kind = getattr(torch.cuda, f"{name}Tensor")
+        made = kind([0])
+        assert isinstance(made, kind) and isinstance(made, getattr(torch, f"{name}Tensor"))
+        for cast in torch.ones(2).type(kind), torch.ones(2).type(f"torch.cuda.{name}Tensor"):
+            assert isinstance(cast, kind)
+            assert cast.type() == f"torch.cuda.{name}Tensor" and cast.type() == f"torch.{name}Tensor"
+            assert cast.type() in ["torch.cuda.CharTensor", f"torch.cuda.{name}Tensor"]
+            assert cast.type() != "torch.cuda.CharTensor" and torch.ones(1).type(cast.type()).dtype == cast.dtype
+    assert {torch.ones(1).type(): 1}[torch.ones(2).type()] == 1
+    assert nn.Linear(1, 1).type(torch.cuda.HalfTensor).weight.dtype == torch.half
+
+
+@pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
+def test_defaults(cpu):
+    try:
+        torch.set_default_tensor_type("torch.cuda.DoubleTensor")
+        assert torch.ones(1).dtype == torch.double
+        torch.set_default_tensor_type(torch.cuda.FloatTensor)
+        assert torch.ones(1).dtype == torch.float
+        torch.set_default_device("cuda")
+        assert on_cpu(torch.ones(1), torch.tensor(1.0))
+    finally:
+        torch.set_default_tensor_type(torch.FloatTensor)
+        torch.set_default_device(None)
+    with torch.device("cuda"):
+        assert on_cpu(torch.ones(1), nn.Linear(1, 1).weight)
+    with torch.device("meta"):
+        assert torch.ones(1).device.type == "meta"
+
+
+def test_the_machine(cpu):
+    cuda = torch.cuda
+    assert cuda.is_available() and cuda.device_count() == 1 and cuda.current_device() == 0
+    assert cuda.get_device_capability() == cuda.get_device_capability(0) == (7, 0)
+    assert cuda.get_device_name(0) == cuda.get_device_properties(0).name
+    assert cuda.get_device_properties("cuda").total_memory > 2**20 and cuda.mem_get_info()[1] > 2**20
+    cuda.set_device(2)
+    cuda.synchronize(), cuda.empty_cache(), cuda.init(), cuda.ipc_collect()
+    cuda.manual_seed(1), cuda.manual_seed_all(1), torch.manual_seed(1)
+    cuda.set_rng_state(cuda.get_rng_state())
+    cuda.set_rng_state_all(cuda.get_rng_state_all())
+    with torch.random.fork_rng():
+        torch.rand(1)
+    with cuda.device(1), cuda.device_of(torch.ones(1)):
+        pass
+    with cuda.nvtx.range("step"), cuda.profiler.profile():
+        cuda.nvtx.range_push("forward"), cuda.nvtx.range_pop(), cuda.nvtx.mark("here")
+    cuda.profiler.start(), cuda.profiler.stop(), cuda.cudart().cudaProfilerStart()
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process is not told what it holds")
+def test_memory_is_what_the_process_has_grown_by():
+    # A fresh process, in which no earlier test has left memory that is given back meanwhile.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        process.submit(_allocate_and_ask).result()
+
+
+def _allocate_and_ask() -> None:
+    no_cuda.install()
+    cuda, mib = torch.cuda, 2**20
+    before = cuda.memory_allocated()
+    held = torch.ones(64 * mib, dtype=torch.uint8, device="cuda")
+    for now in (
+        cuda.memory_allocated(0),
+        cuda.memory.memory_reserved(),
+        cuda.memory_stats()["allocated_bytes.all.current"],
+    ):
+        assert 60 * mib < now - before < 80 * mib
+    del held
+    for peak in cuda.max_memory_allocated(), cuda.memory_stats("cuda")["reserved_bytes.all.peak"]:
+        assert peak - before > 60 * mib
+    assert cuda.memory_stats()["num_alloc_retries"] == 0
+    assert "MiB" in cuda.memory_summary() and "\n" not in cuda.memory_summary(abbreviated=True)
+    cuda.reset_peak_memory_stats()
+    assert cuda.max_memory_reserved() - before < 20 * mib
+    measured = PeakMemory()  # another's, as a report's, is none of the script's
+    held = torch.ones(64 * mib, dtype=torch.uint8)
+    del held
+    cuda.reset_peak_memory_stats()
+    assert measured.read("cpu") > 60 * mib and measured.read("cuda") is None
+    free, total = cuda.mem_get_info()
+    assert 0 < free < total
+
+
+def test_memory_that_the_system_does_not_tell_is_0_and_said_so_in_a_line(monkeypatch, capfd):
+    monkeypatch.setattr("amp_patch.lab.recording.peak_memory._status", lambda name: None)
+    monkeypatch.setattr("amp_patch.lab.recording.peak_memory._largest_ever", lambda: None)
+    machine._say_that_nothing_tells.cache_clear()
+    no_cuda.install()
+    try:
+        assert capfd.readouterr().err == "", "before anybody asks"
+        assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated() == 0
+        torch.cuda.reset_peak_memory_stats()
+    finally:
+        no_cuda.uninstall()
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "torch.cuda's memory is 0: this system does not tell" in said
+
+
+def test_streams_and_events(cpu):
+    stream = torch.cuda.Stream()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with pytest.raises(RuntimeError, match="recorded"):
+        start.elapsed_time(end)
+    start.record()
+    with torch.cuda.stream(stream):
+        threading.Event().wait(0.01)
+        assert isinstance(stream.record_event(), torch.cuda.Event) and stream.query()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.default_stream().wait_event(end)
+    end.record(torch.cuda.current_stream())
+    end.synchronize()
+    assert end.query() and start.elapsed_time(end) >= 10 and end.elapsed_time(start) <= -10
+
+
+def test_generators(cpu):
+    generators = [torch.Generator(device) for device in ("cuda", "cuda:0", torch.device("cuda"), "cpu")]
+    generators += [torch.Generator(device="cuda"), torch.Generator()]
+    drawn = [torch.rand(2, generator=generator.manual_seed(3), device="cuda") for generator in generators]
+    assert all(torch.equal(numbers, drawn[0]) for numbers in drawn)
+    assert all(isinstance(generator, torch.Generator) for generator in generators)
+    assert isinstance(torch.default_generator, torch.Generator) and not isinstance(3, torch.Generator)
+
+
+def test_checkpoints_that_were_saved_on_cuda(cpu, tmp_path, monkeypatch):
+    path = tmp_path / "model.pt"
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:2")
+    torch.save(nn.Linear(2, 2).state_dict(), path)
+    assert b"cuda:2" in path.read_bytes()
+    places = [None, "cuda", "cuda:0", torch.device("cuda"), "cpu", {"cuda:2": "cuda:0"}]
+    places += [lambda storage, location: storage.cuda(), lambda storage, location: storage]
+    for place in places:
+        assert on_cpu(*torch.load(path, map_location=place, weights_only=True).values())
+    assert torch.ones(2).untyped_storage().to(device="cuda").device.type == "cpu"
+
+
+def test_loaders_that_pin(cpu):
+    data = torch.utils.data.TensorDataset(torch.ones(4, 2))
+    for (batch,) in torch.utils.data.DataLoader(data, 2, pin_memory=True):
+        assert batch.cuda(non_blocking=True).shape == (2, 2)
+
+
+@pytest.fixture(params=[True, False], ids=["arithmetic", "emulated"])
+def arithmetic(request, monkeypatch):
+    """Whether this CPU computes in FP16."""
+    monkeypatch.setattr(cpu_fp16, "has_fp16_arithmetic", lambda: request.param)
+    return request.param
+
+
+class Products(TorchDispatchMode):
+    """The types that matrix products are computed in."""
+
+    def __init__(self):
+        super().__init__()
+        self.types = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if "mm." in str(func):
+            self.types.append(result.dtype)
+        return result
+
+
+def product():
+    """The type of a matrix product here, of FP32 tensors that no cache knows."""
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+HALF, BF16, FP32 = torch.half, torch.bfloat16, torch.float
+AREAS = {
+    "amp.autocast()": lambda **options: amp.autocast(**options),
+    "amp.autocast('cuda')": lambda **options: amp.autocast("cuda", **options),
+    "amp_patch.cuda.amp.autocast()": lambda **options: amp.cuda.amp.autocast(**options),
+    "torch.autocast('cuda')": lambda **options: torch.autocast("cuda", **options),
+    "torch.amp.autocast('cuda:0')": lambda **options: torch.amp.autocast("cuda:0", **options),
+    "torch.cuda.amp.autocast()": lambda **options: torch.cuda.amp.autocast(**options),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.autocast.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("area", AREAS)
+def test_fp16_is_emulated_in_every_kind_of_region(cpu, arithmetic, area):
+    """Where this CPU has no arithmetic for it: FP16 values, and their products in FP32, forward and backward."""
+    make, x, layer = AREAS[area], torch.ones(2, 4, device="cuda"), nn.Linear(4, 4).cuda()
+    with Products() as seen:
+        with make():
+            y = layer(x)
+        y.sum().backward()
+    assert y.dtype == HALF and len(seen.types) >= 2 and set(seen.types) == {HALF if arithmetic else FP32}
+    native = area.startswith("torch.")
+    with make(), make(enabled=False):
+        assert product() == FP32 and not torch.is_autocast_enabled()
+    with make(dtype=BF16):
+        assert product() == BF16
+        if native:
+            assert torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda") == BF16
+        with make():
+            assert product() == (BF16 if area.startswith("torch.a") else HALF), "torch's default is the type around"
+        with make(dtype=HALF):
+            assert product() == HALF
+            if native:
+                assert torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == HALF
+        with make(), torch.autocast("cpu", BF16):
+            assert product() == BF16 and torch.get_autocast_dtype("cpu") == BF16
+    assert make()(product)() == HALF, "as a decorator"
+    with pytest.raises(ZeroDivisionError), make():
+        1 / 0  # noqa: B018
+    assert product() == FP32 and not torch.is_autocast_enabled() and casts_state.entered() is None
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_in_torchs_autocast_computes_again_in_it(cpu, arithmetic, reentrant):
+    layer, types = nn.Linear(4, 4), []
+    layer.register_forward_pre_hook(lambda module, args: types.append(product()))
+    x = torch.ones(2, 4, requires_grad=True)
+    with torch.autocast("cuda"):
+        y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
+    y.sum().backward()
+    assert types == [HALF, HALF] and x.grad.dtype == FP32
+
+
+def test_a_training_in_torchs_own_mixed_precision(cpu, arithmetic):
+    net = nn.DataParallel(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))).cuda()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.warns(FutureWarning, match="torch.cuda.amp.GradScaler"):
+        scaler = torch.cuda.amp.GradScaler()
+    losses = []
+    x, y = torch.randn(8, 4, device="cuda"), torch.randint(2, (8,), device="cuda")
+    for _ in range(20):
+        with torch.autocast("cuda"), torch.amp.autocast(device_type="cuda"):
+            out = net(x)
+            assert out.dtype == torch.half and torch.is_autocast_enabled() and torch.is_autocast_enabled("cuda")
+            loss = nn.functional.cross_entropy(out, y)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    with torch.autocast("cuda", torch.bfloat16), torch.autocast("cuda", enabled=False):
+        assert net(x).dtype == torch.float
+
+
+def test_custom_functions_under_torchs_autocast(cpu, arithmetic):
+    seen = []
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
+        def forward(ctx, x):
+            seen.append((x.dtype, torch.is_autocast_enabled()))
+            return 2 * x
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cuda")
+        def backward(ctx, grad):
+            return 2 * grad
+
+    x = torch.ones(2, dtype=torch.half, requires_grad=True)
+    with torch.autocast("cuda"):
+        Double.apply(x).sum().backward()
+    assert seen == [(torch.float32, False)] and x.grad.tolist() == [2, 2]
+
+
+def test_distributed_over_nccl_is_over_gloo(cpu, tmp_path):
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group("nccl", init_method=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    try:
+        assert dist.get_backend() == dist.get_backend(dist.new_group([0], backend="nccl")) == "gloo"
+        layer = nn.Linear(2, 2).cuda()
+        for given in {"device_ids": [0], "output_device": 0}, {"device_ids": [torch.cuda.current_device()]}, {}:
+            parallel = nn.parallel.DistributedDataParallel(layer, **given)
+            parallel(torch.ones(1, 2).cuda()).sum().backward()
+        assert on_cpu(layer.weight.grad)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3"])
+def test_an_amp_training_is_that_of_the_cpu(opt_level):
+    def train(device: str) -> list[float]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).to(device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        net, optimizer = amp.initialize(net, optimizer, opt_level=opt_level, verbosity=0)
+        losses = []
+        for _ in range(5):
+            loss = nn.functional.cross_entropy(net(torch.randn(8, 4).to(device)), torch.randint(2, (8,)).to(device))
+            optimizer.zero_grad()
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        amp.restore()
+        return losses
+
+    plain = train("cpu")
+    no_cuda.install()
+    try:
+        assert train("cuda") == plain
+    finally:
+        no_cuda.uninstall()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_scripted_functions_keep_their_operators(cpu):
+    @torch.jit.script
+    def plus_zeros(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(2, dtype=torch.float32) + x
+
+    assert plus_zeros(torch.ones(2)).tolist() == [1, 1]
+
+
+def snapshot() -> dict[tuple[str, str], int]:
+    owners = [torch, torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.nvtx, torch.amp, torch.fft, dist]
+    owners += [torch.Tensor, torch.storage._StorageBase, torch.storage.TypedStorage, nn.DataParallel]
+    owners += [nn.parallel.DistributedDataParallel, torch.utils.data.DataLoader, torch.amp.autocast, install]
+    seen = {(repr(owner), name): id(value) for owner in owners for name, value in vars(owner).items()}
+    return seen | {("registry", ""): hash(tuple(torch.serialization._package_registry))}
+
+
+def test_uninstall_leaves_torch_as_it_was():
+    before = snapshot()
+    no_cuda.install()
+    no_cuda.install()
+    assert snapshot() != before
+    no_cuda.uninstall()
+    no_cuda.uninstall()
+    assert snapshot() == before
+
+
+def test_an_install_that_fails_changes_nothing(monkeypatch):
+    before = snapshot()
+    monkeypatch.setattr(no_cuda.Patches, "apply", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        no_cuda.install()
+    monkeypatch.undo()
+    assert snapshot() == before
+
+
+SCRIPT = """
+import multiprocessing, sys, torch
+from apex import amp
+assert torch.cuda.is_available()
+
+def work():
+    assert torch.zeros(1).cuda().to("cuda:0").sum() == 0
+
+if __name__ == "__main__":
+    work()
+    process = multiprocessing.get_context("spawn").Process(target=work)
+    process.start()
+    process.join()
+    print(process.exitcode, sys.argv[1:])
+"""
+
+
+def test_run_with_device_cpu_says_so_in_one_line(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "amp_patch", "run", "--device", "cpu", str(tmp_path / "train.py"), "--device", "0"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.stderr.count("\n") == 1 and "the CPU" in ran.stderr, ran.stderr
+    assert ran.stdout == "0 ['--device', '0']\n"

@@ -1,0 +1,252 @@
+"""`python -m amp_patch run`: a script cannot tell it from `python`, save that it finds Apex."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from paths import ROOT
+
+from amp_patch.lab.commands import run
+
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+
+# Prints all that a script can see of how it was started. (Python's versions differ in an empty __annotations__.)
+PROBE = """
+import pickle, sys
+
+class Net:
+    pass
+
+seen = {name: repr(value) for name, value in globals().items()}
+for name in sorted(seen.keys() - {"__loader__", "__spec__", "__annotations__"}):
+    print(name, seen[name])
+print(type(__loader__).__name__, getattr(__spec__, "name", None), getattr(__spec__, "origin", None))
+print(sys.argv, sys.path)
+print(pickle.loads(pickle.dumps(Net)) is Net, Net.__module__, sys.modules["__main__"].__dict__ is globals())
+"""
+
+STARTS = [
+    ["script.py", "--help", "-m", "--device=1", "--", "a b"],
+    ["elsewhere/link.py"],
+    ["package"],
+    ["packed.zip", "x"],
+    ["-m", "package", "-h"],
+    ["-m", "package.module"],
+]
+
+# Scripts, and what Python exits with after them.
+ENDS = {
+    "raises.py": ("def f():\n    1 / 0\nf()", 1),
+    "own_hook.py": ("import sys\nsys.excepthook = lambda *_: print(_[2].tb_frame.f_code.co_name)\n[].pop()", 1),
+    "exits.py": ("raise SystemExit(3)", 3),
+    "exits_with_words.py": ("import sys; sys.exit('that is all')", 1),
+    "does_not_compile.py": ("x = 1\nif x\n", 1),
+    "is_interrupted.py": ("raise KeyboardInterrupt", -signal.SIGINT),
+    "goes_on_at_exit.py": ("import atexit, __main__\natexit.register(lambda: print(__main__.x))\nx = 'last'", 0),
+}
+
+MISSING = [["missing.py"], ["-m", "missing"], ["missing/"], []]
+
+# `python -m amp_patch run` for each of the lists of arguments that come on stdin, in a process each. They are forked
+# from one that has imported torch, which takes most of their time.
+DRIVER = """
+import json, os, sys
+from amp_patch.__main__ import main
+
+results = []
+for arguments in json.load(sys.stdin):
+    if os.fork() == 0:
+        for number, name in (1, "stdout"), (2, "stderr"):
+            os.dup2(os.open(name, os.O_CREAT | os.O_TRUNC | os.O_WRONLY), number)
+        sys.path[0] = os.getcwd()
+        main(["run", *arguments])
+        sys.exit()
+    code = os.waitstatus_to_exitcode(os.wait()[1])
+    results.append([open("stdout").read(), open("stderr").read(), code])
+print(json.dumps(results))
+"""
+
+
+def python(*arguments: str, cwd: Path, given: str = "") -> list[str | int]:
+    """What it printed to stdout and stderr, and its exit code."""
+    command = [sys.executable, *arguments]
+    ran = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, input=given, capture_output=True, text=True)
+    return [ran.stdout, ran.stderr, ran.returncode]
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scripts")
+    for name, (script, _) in ENDS.items():
+        (folder / name).write_text(script)
+    package = folder / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "sibling.py").write_text("value = 1\n")
+    (package / "__main__.py").write_text(PROBE)
+    (package / "module.py").write_text("from .sibling import value\n" + PROBE)
+    (folder / "script.py").write_text(PROBE)
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere" / "link.py").symlink_to(folder / "script.py")
+    with zipfile.ZipFile(folder / "packed.zip", "w") as packed:
+        packed.writestr("__main__.py", PROBE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ran(scripts) -> dict[str, list[str | int]]:
+    """What `run` printed and exited with, by its arguments."""
+    cases = [*STARTS, *([name] for name in ENDS), *MISSING]
+    printed, errors, code = python("-c", DRIVER, cwd=scripts, given=json.dumps(cases))
+    assert code == 0, errors
+    return {" ".join(case): result for case, result in zip(cases, json.loads(printed), strict=True)}
+
+
+@pytest.mark.parametrize("arguments", STARTS, ids=" ".join)
+def test_a_script_sees_what_it_sees_under_python(scripts, ran, arguments):
+    plain = python(*arguments, cwd=scripts)
+    assert plain[0].count("\n") > 10 and plain[1:] == ["", 0]
+    assert ran[" ".join(arguments)] == plain
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_script_ends_as_it_ends_under_python(scripts, ran, name):
+    plain = python(name, cwd=scripts)
+    assert plain[2] == ENDS[name][1]
+    assert ran[name] == plain
+
+
+def test_a_script_that_is_not_there(scripts, ran):
+    for arguments in MISSING[:-1]:
+        printed, errors, code = ran[" ".join(arguments)]
+        assert code == python(*arguments, cwd=scripts)[2] != 0
+        assert "missing" in errors and "Traceback" not in errors and not printed
+    assert ran[""][2] == 2 and "usage: python -m amp_patch run" in ran[""][1]
+
+
+SPAWNS = """
+import json, os, sys
+import torch
+from apex import amp
+import amp_C
+
+class Net:
+    pass
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        return index, __name__, Net(), amp.__name__
+
+def work(rank, depth):
+    print(rank, depth, __name__, sys.argv[1:], flush=True)
+    if depth:
+        torch.multiprocessing.spawn(work, args=(depth - 1,), nprocs=1)
+
+if __name__ == "__main__":
+    # amp_patch is not to be found from here unless somebody says where.
+    os.chdir("/")
+    del os.environ["PYTHONPATH"]
+    sys.path[:] = [path for path in sys.path if path != sys.argv[1]]
+    torch.multiprocessing.spawn(work, args=(1,), nprocs=1)
+    loader = torch.utils.data.DataLoader(
+        Numbers(), num_workers=1, batch_size=2, multiprocessing_context="forkserver", collate_fn=list
+    )
+    for batch in loader:
+        for index, name, net, served_by in batch:
+            print(index, name, type(net) is Net, served_by)
+"""
+
+
+def test_processes_that_a_script_starts_find_apex_too(tmp_path):
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    printed, errors, code = python("-m", "amp_patch", "run", "spawns.py", str(ROOT), cwd=tmp_path)
+    assert (errors, code) == ("", 0)
+    assert printed.splitlines() == [
+        f"0 1 __mp_main__ ['{ROOT}']",
+        f"0 0 __mp_main__ ['{ROOT}']",
+        "0 __mp_main__ True amp_patch.apex.amp",
+        "1 __mp_main__ True amp_patch.apex.amp",
+    ]
+
+
+def test_a_fork_server_is_not_told_the_script():
+    """It imports what it is told with a sys.path of its own, without Apex: from Python 3.14 on it does so."""
+    name = "init_main_from_path"
+    told = partial(run._preparation_data, lambda process: {name: "train.py", "sys_path": []}, None)
+    assert told("ignore") == {"sys_path": []}
+    assert name in told("Process-1")
+
+
+DISTRIBUTED = """
+import os, sys
+import torch
+import apex.amp
+torch.distributed.init_process_group("gloo")
+total = torch.ones(1)
+torch.distributed.all_reduce(total)
+sys.stdout.write(f"{sys.argv[1:]} {os.path.basename(__file__)} {total.item()}\\n")  # in one piece
+sys.stdout.flush()
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_under_a_launcher(tmp_path):
+    (tmp_path / "train.py").write_text(DISTRIBUTED)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "amp_patch"]
+    printed, errors, code = python(*launcher, "run", "train.py", "--theirs", "x", cwd=tmp_path)
+    assert code == 0, errors
+    assert printed.count("['--theirs', 'x'] train.py 2.0") == 2
+
+
+# A thread that needs the interpreter once more when the script is done, as gloo's do after a backward of DDP.
+STRAGGLER = """
+import atexit, os, threading, time
+import torch
+over = threading.Event()
+def straggle():
+    over.wait()
+    time.sleep(0.02)
+    os.write(1, b"through")
+threading.Thread(target=straggle, daemon=True).start()
+torch.distributed.init_process_group("nccl", init_method="file://" + os.path.abspath("store"), rank=0, world_size=1)
+atexit.register(over.set)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_gloos_threads_in_nccls_place_are_waited_for_at_the_end(tmp_path):
+    (tmp_path / "train.py").write_text(STRAGGLER)
+    printed, _, code = python("-m", "amp_patch", "run", "--device", "cpu", "train.py", cwd=tmp_path)
+    assert (printed.splitlines()[-1], code) == ("through", 0)  # torch 2.8's gloo prints how many ranks it knows
+
+
+def test_the_script_may_be_a_package_beside_a_real_apex(tmp_path):
+    """A copy of Apex beside the script, or where `-m` is called, is the one that the script imports; it gets amp."""
+    apex = tmp_path / "apex"
+    apex.mkdir()
+    (apex / "__init__.py").write_text("theirs = True\n")
+    (tmp_path / "train.py").write_text("import apex\nfrom apex import amp\nprint(apex.theirs, amp.__name__)\n")
+    for arguments, cwd in ([str(tmp_path / "train.py")], ROOT), (["-m", "train"], tmp_path):
+        assert python("-m", "amp_patch", "run", *arguments, cwd=cwd) == ["True amp_patch.apex.amp\n", "", 0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the script finds its GPU")
+def test_a_script_that_finds_no_gpu_is_told_what_to_try(tmp_path):
+    (tmp_path / "train.py").write_text("import torch\ntorch.nn.Linear(2, 2).cuda()\n")
+    _, errors, code = python("-m", "amp_patch", "run", "train.py", cwd=tmp_path)
+    assert code == 1 and errors.splitlines()[-1].endswith("python -m amp_patch run --device cpu ...")

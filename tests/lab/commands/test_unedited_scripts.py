@@ -1,0 +1,79 @@
+"""`compare` and `run` of scripts that never heard of amp_patch, as a user starts them."""
+
+from __future__ import annotations
+
+import pytest
+from scripts import start
+
+from amp_patch.lab.commands.run import watched
+from amp_patch.lab.recording.run import Run, loads
+
+DIGITS = """
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+torch.manual_seed(0)
+digits = load_digits()
+images, classes = torch.tensor(digits.images).float().unsqueeze(1) / 16, torch.tensor(digits.target)
+net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+for step in range(6):
+    at = torch.randint(len(images), (32,))
+    loss = nn.functional.cross_entropy(net(images[at]), classes[at])
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    optimizer.step()
+    print(loss.item().hex())
+"""
+LBFGS = DIGITS.replace("Adam(net.parameters(), lr=1e-2)", "LBFGS(net.parameters())").replace(
+    "optimizer.step()", "optimizer.step(lambda: loss)"
+)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> str:
+    """What the script prints by itself."""
+    return start(tmp_path_factory.mktemp("plain"), DIGITS).stdout
+
+
+def test_compare_takes_a_script_as_it_is(plain, tmp_path):
+    done = start(tmp_path, DIGITS, "-m", "amp_patch", "compare", "--levels", "O0,O2", "--seeds", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    runs = [Run.from_dict(run) for run in loads((tmp_path / "amp_compare/report.json").read_text())["runs"]]
+    assert [(run.level, run.error, run.steps) for run in runs] == [("O0", None, 6), ("O2", None, 6)]
+    o0, o2 = runs
+    assert [loss.hex() for loss in o0.loss] == plain.split() and o0.scale == [1.0] * 6
+    assert o0.loss != o2.loss == pytest.approx(o0.loss, rel=0.05) and o2.scale[0] == 2.0**16 and o2.masters > 0
+
+
+def test_what_cannot_be_compared_is_said_once_and_at_once(tmp_path):
+    done = start(tmp_path, LBFGS, "-m", "amp_patch", "compare")
+    assert done.returncode == 2 and "report:" not in done.stdout
+    both = done.stdout + done.stderr
+    assert both.count("LBFGS evaluates") == both.count("amp.initialize(model, optimizer)") == 1
+    assert [path.name for path in (tmp_path / "amp_compare/runs").iterdir() if path.suffix == ".log"] == [
+        "O0-seed0.log"
+    ]
+
+
+def test_run_at_o0_is_the_script_to_the_bit(plain, tmp_path):
+    done = start(tmp_path, DIGITS, "-m", "amp_patch", "run", AMP_PATCH_OPT_LEVEL="O0")
+    assert (done.returncode, done.stdout, done.stderr) == (0, plain, "")
+
+
+@pytest.mark.parametrize("level", ["", "O2"])
+def test_what_has_trained_nothing_says_so(level, monkeypatch, capsys):
+    monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", level)
+    with watched():
+        print("1")
+    found = capsys.readouterr()
+    assert found.out == "1\n" and ("AMP_PATCH_OPT_LEVEL=O2 has changed nothing: it made no" in found.err) is bool(level)
+
+
+def test_a_variable_that_names_no_level_ends_the_run(monkeypatch, capsys):
+    monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "02")
+    with pytest.raises(SystemExit) as caught, watched():
+        pytest.fail("the script ran")
+    assert caught.value.code == 2 and "AMP_PATCH_OPT_LEVEL is '02'; wanted O0, O1" in capsys.readouterr().err

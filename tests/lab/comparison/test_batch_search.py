@@ -1,0 +1,165 @@
+"""The largest batch that fits is found exactly where memory grows evenly, and closely enough where it does not."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from amp_patch import multi_tensor
+from amp_patch.lab.comparison.batch_search import Search, Trial, lines, search, size_in_bytes
+
+GIB = 2**30
+
+
+def found(memory, limit=GIB, *, out_above=math.inf, data=math.inf, fails_at=None, near=None, micro=1):
+    """A search in a training of which a batch takes `memory(batch)` bytes."""
+
+    def trial(batch):
+        samples = min(micro * batch, data)
+        if batch == fails_at:
+            return Trial(batch, error="ValueError: too many"), "bfloat16"
+        if batch > out_above:
+            return Trial(batch, error="out of memory: CUDA", ran_out=True), None
+        return Trial(batch, int(memory(samples // micro)), samples, 100.0), "bfloat16"
+
+    return search("O5", limit, trial, near)
+
+
+@pytest.mark.parametrize(
+    ("memory", "largest", "trials"),
+    [
+        (lambda n: 2**28 + n * 2**20, 768, 4),  # evenly
+        (lambda n: 2**28 + n * 2**28, 3, 4),  # even eight are too many
+        (lambda n: 2**28 + n * 2**14, 3 * 2**14, 4),
+        (lambda n: 2**28 + max(2**27, n * 2**20), 768, 7),  # something else takes most, with small batches
+        (lambda n: n**2 * 2**10, 1024, 8),
+        (lambda n: GIB - 1 + n, 1, 3),
+    ],
+)
+def test_the_largest_batch(memory, largest, trials):
+    result = found(memory)
+    assert result.best.batch == largest and len(result.tried) <= trials
+    assert memory(largest) <= GIB < memory(largest + 1)
+    assert result.best.memory == memory(largest) and result.problem is None and result.name == "O5 bf16"
+    assert result.over is not None or result.next_memory() > GIB, "neither tried nor reckoned"
+
+
+def test_a_level_begins_where_another_ended():
+    base = found(lambda n: 2**28 + n * 2**20)
+    result = found(lambda n: 2**28 + n * 2**19, near=base)
+    assert [trial.batch for trial in result.tried] == [384, 768, 1536]
+
+
+def test_running_out_of_memory_is_an_end_too():
+    result = found(lambda n: n * 2**20, out_above=700)  # fragments, of which no count knows
+    assert result.best.batch == 700 and result.over.batch == 701 and result.over.memory is None
+    assert found(lambda n: n * 2**20, out_above=0).problem == "a batch of 1 runs out"
+    assert found(lambda n: n * 2 * GIB).problem == "a batch of 1 takes 2.00 GiB"
+
+
+def test_what_is_no_answer_says_so():
+    assert found(lambda n: 4096).best.batch > 2**10, "small batches may hide behind something else"
+    assert "changes nothing: 8 and 16 take the same" in found(lambda n: 4096, data=8).problem
+    ended = found(lambda n: n * 2**10, data=1797, micro=2)
+    assert ended.problem == "the data gave no more than 1797 samples" and ended.best.samples == 1797
+    assert found(lambda n: n, fails_at=8).problem == "failed with 8: ValueError: too many"
+    later = found(lambda n: n, fails_at=16)
+    assert later.problem == "failed with 16: ValueError: too many" and later.best.batch == 8
+
+
+def test_the_table():
+    base = Search("O0", None, GIB, [Trial(8, 2**27, 8, 10.0), Trial(64, GIB, 64, 123.456)])
+    level = Search("O5", "bfloat16", GIB, [Trial(100, 2**29, 100, 9e9), Trial(101, 2 * GIB, 101)])
+    none = Search("O2", "float16", GIB, [Trial(1, 3 * GIB, 1)])
+    assert lines([base, none, level], "--batch-size") == [
+        "The largest --batch-size in 1.00 GiB",
+        "level    batch  memory, GiB  samples/s",
+        "O0          64         1.00      123.5",
+        "O2 fp16   none                        ",
+        "O5 bf16    100         0.50      9e+09",
+        "O2 fp16: a batch of 1 takes 3.00 GiB.",
+        "Each batch above was run for a few steps; samples/s are of these.",
+        "One more does not fit: tried at O5 bf16.",
+        "One more does not fit by the line through two trials: O0.",
+        "O5 bf16 takes 1.56 times O0's batch.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("8GiB", 8 * GIB), ("1.5 MiB", 3 * 2**19), ("8GB", 8 * 10**9), ("7k", 7000), ("64B", 64)]
+)
+def test_sizes(text, size):
+    assert size_in_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "8parsec", "-1GiB", "0MiB", "GiB", "nan"])
+def test_what_is_no_size(text):
+    with pytest.raises(ValueError, match=r"--batch-search is .*; wanted a size, as 8GiB or 512MiB"):
+        size_in_bytes(text)
+
+
+SCRIPT = """
+import argparse
+import torch
+from torch import nn
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--rows", type=int, required=True)
+rows = parser.parse_args().rows
+net = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 8))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for inputs in torch.randn(100_000, 8).split(rows):
+    loss = net(inputs).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+PARAMS = 8 * 256 + 256 + 256 * 8 + 8
+
+
+def compare(folder, *options):
+    (folder / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "amp_patch", "compare", "--out", "report", *options, "train.py"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
+    reason="this torch does not tell whose saved-tensor hooks are there",
+)
+@pytest.mark.slow
+def test_a_script_s_largest_batch_is_the_one_reckoned_by_hand(tmp_path):
+    a_sample = {"O0": 4 * (256 + 8), "O5": 2 * (256 + 8) + 4 * 8}  # ReLU's and the squares'; the cast batch
+    gradient = 2 if multi_tensor.backend() == "cpp" else 4  # plain torch steps masters by FP32 ones
+    held = {"O0": 4 * 2 * PARAMS, "O5": (2 + 4 + gradient) * PARAMS}  # weights and gradients; and masters
+    limit = held["O0"] + 100 * a_sample["O0"] + 77
+    done = compare(tmp_path, "--batch-search", f"{limit}B", "--batch-flag", "--rows", "--levels", "O0,O5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report" / "batch_search.json").read_text())
+    for level in report["levels"]:
+        name, batch = level["level"], level["batch"]
+        assert batch == (limit - held[name]) // a_sample[name]
+        assert level["memory_bytes"] == held[name] + batch * a_sample[name]
+        assert level["samples_per_second"] > 0
+        assert level["tried"][-1]["batch"] == batch, "the answer was run"
+    assert report["levels"][0]["batch"] == 100 and report["flag"] == "--rows" and report["limit_bytes"] == limit
+    assert "O0         100" in done.stdout and "times O0's batch." in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["1GiB"], "needs the script's own option for its batch: add --batch-flag=--batch-size"),
+        (["8parsec", "--batch-flag", "--rows"], "--batch-search is '8parsec'; wanted a size"),
+        (["1GiB", "--batch-flag", "--columns"], "O0 failed with 8: the script exited with status 2: train.py: error: "),
+    ],
+)
+def test_what_cannot_be_searched_is_said_once(options, message, tmp_path):
+    done = compare(tmp_path, "--batch-search", *options)
+    assert done.returncode == 2 and done.stdout == ""
+    assert message in done.stderr and done.stderr.count("\n") == 1

@@ -1,0 +1,231 @@
+"""The report's page as a reader sees it: in a browser, on a desk and on a phone, light and dark."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import chromium
+import pytest
+from made_up import made_up_look, made_up_run
+
+from amp_patch.lab.comparison import page
+from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.recording.run import Run
+
+BROWSER = chromium.find()
+WANTED = bool(os.environ.get("CI") or os.environ.get("AMP_PATCH_REQUIRE_CHROMIUM"))
+pytestmark = pytest.mark.skipif(
+    BROWSER is None and not WANTED, reason="no Chromium here (apt-get install chromium); with CI set this is an error"
+)
+
+VIEWS = {"desk": {"width": 1280, "height": 800}, "phone": {"width": 390, "height": 844, "mobile": True}}
+LONG = "encoder.layers.{}.attention.output_projection_with_a_very_long_name.parametrizations"
+
+# What is wrong with the page as it is shown, in words. Everything visible is text in HTML or within a picture.
+FAULTS = """(() => {
+  // A phone zooms out until all of a wide page is in its window: innerWidth would grow with the page.
+  const faults = [], root = document.documentElement, width = root.clientWidth;
+  if (root.scrollWidth > width) faults.push(`the page is ${root.scrollWidth} wide, the window ${width}`);
+  const luminance = words => {
+    const [r, g, b] = words.match(/[0-9.]+/g).slice(0, 3).map(v => v / 255)
+      .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = e => {
+    for (; e; e = e.parentElement) {
+      const colour = getComputedStyle(e).backgroundColor;
+      if (colour !== 'rgba(0, 0, 0, 0)') return luminance(colour);
+    }
+    return 1;
+  };
+  const say = (e, what) => faults.push(`${what}: <${e.tagName}> ${e.textContent.trim().slice(0, 60)}`);
+  const scrolls = style => ['auto', 'scroll'].includes(style.overflowX);
+  for (const text of document.querySelectorAll('svg text')) {
+    const box = text.getBoundingClientRect(), frame = text.ownerSVGElement.getBoundingClientRect();
+    if (box.left < frame.left - 1 || box.right > frame.right + 1 || box.top < frame.top - 1
+        || box.bottom > frame.bottom + 1) say(text, 'cut off by its picture');
+  }
+  for (const e of document.querySelectorAll('body *')) {
+    const style = getComputedStyle(e);
+    const within = e.closest('svg') !== null && e.tagName !== 'svg';
+    if (!within && style.overflowX === 'hidden' && e.scrollWidth > e.clientWidth) say(e, 'cut off');
+    if (!within && style.overflowY === 'hidden' && e.scrollHeight > e.clientHeight) say(e, 'cut off below');
+    const texts = [...e.childNodes].filter(n => n.nodeType === Node.TEXT_NODE && n.data.trim());
+    if (!texts.length || e.tagName === 'STYLE') continue;
+    const front = luminance(within ? style.fill : style.color), back = ground(e);
+    const contrast = (Math.max(front, back) + 0.05) / (Math.min(front, back) + 0.05);
+    if (contrast < 4.5) say(e, `contrast ${contrast.toFixed(2)}`);
+    let outer = e;
+    while (outer && !scrolls(getComputedStyle(outer))) outer = outer.parentElement;
+    const range = document.createRange();
+    for (const text of texts) {
+      range.selectNodeContents(text);
+      const box = range.getBoundingClientRect();
+      if (!box.width || !box.height) say(e, 'not shown');
+      else if (!outer && (box.left < -1 || box.right > width + 1)) say(e, 'beyond the window');
+    }
+    const size = parseFloat(style.fontSize) * (within ? e.getScreenCTM().a : 1);
+    if (size < 8.5) say(e, `${size.toFixed(1)} pixels small`);
+  }
+  for (const box of document.querySelectorAll('.scroll')) {
+    const { left, right } = box.getBoundingClientRect();
+    if (left < -1 || right > width + 1) say(box, 'beyond the window');
+  }
+  return faults;
+})()"""
+
+UNFOLD = "document.querySelectorAll('details').forEach(each => { each.open = true })"
+
+# Of each picture: its size on the screen, and how much is drawn in it in a colour.
+PICTURES = """[...document.querySelectorAll('figure > svg, img')].map(e => {
+  const { width, height } = e.getBoundingClientRect();
+  const drawn = [...e.querySelectorAll('path, line, rect')].filter(p => {
+    const { fill, stroke } = getComputedStyle(p);
+    return fill.startsWith('rgb') || stroke.startsWith('rgb');
+  });
+  return { name: e.getAttribute('aria-label'), width, height, drawn: drawn.length,
+    shown: e.checkVisibility({ opacityProperty: true, visibilityProperty: true }),
+    complete: e.tagName === 'svg' || (e.complete && e.naturalWidth > 0) };
+})"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Chromium]:
+    assert BROWSER is not None, "no Chromium here, and it is required: apt-get install chromium"
+    started = chromium.Chromium(BROWSER, tmp_path_factory.mktemp("profile"))
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every kind of page: many levels with everything on it and long names, one level alone, and nothing but errors."""
+    runs = []
+    for level in ("O0", "O1", "O2", "O3", "O4", "O5"):
+        dtype = None if level == "O0" else "bfloat16" if level in ("O4", "O5") else "float16"
+        for seed in range(5):
+            final = 1 + seed / 64 + (2.0 if level == "O3" else 0.0)
+            runs.append(made_up_run(level, seed, dtype=dtype, final=final, ms=12345.678, state=3 * 2**40))
+    runs[16].loss[30:] = [math.nan] * 10
+    look = made_up_look()
+    errors = {LONG.format(index): 2.0**-index for index in range(20)}
+    runs[10].looks = [
+        replace(
+            look,
+            errors=errors | {"norm": math.nan},
+            flushed={name: [0.001, 0.5, 0.0] for name in errors},
+            keep_fp32=[*errors],
+            not_finite=f"backward of linear in {LONG.format(0)}, step 1: the largest input was 6.5e+04",
+        )
+    ]
+    runs.append(Run("O2", 7, dtype="float16", error="RuntimeError: " + "x" * 120 + " CUDA out of memory. " * 8))
+    machine = {"cpu": "a processor with a long name " * 8, "torch": "2.13.0"}
+    comparisons = {
+        "many": Comparison("a/long/path/to/" + "train_" * 12 + ".py", runs, machine=machine),
+        "alone": Comparison("train.py", [made_up_run("O1", dtype="float16")]),
+        "failed": Comparison("train.py", [Run(level, 0, error="E" * 200) for level in ("O0", "O2")]),
+    }
+    folder = tmp_path_factory.mktemp("reports")
+    return {name: page.write(given, folder / name) for name, given in comparisons.items()}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("view", [*VIEWS])
+@pytest.mark.parametrize(("report", "pictures"), [("many", 6 + 2 + 4), ("alone", 1 + 1), ("failed", 0)])
+def test_a_page_as_it_is_shown(browser, reports, report, pictures, view, scheme):
+    browser.view(**VIEWS[view], scheme=scheme)
+    url = reports[report].as_uri()
+    browser.open(url)
+    if view == "desk":
+        assert browser.evaluate("document.documentElement.scrollHeight") < 1800, (
+            "a screen, and the table: six levels, five seeds"
+        )
+    browser.evaluate(UNFOLD)
+    assert VIEWS[view]["width"] - 20 <= browser.evaluate("document.documentElement.clientWidth") <= VIEWS[view]["width"]
+    assert browser.evaluate(FAULTS) == []
+    shown = browser.evaluate(PICTURES)
+    assert len(shown) == pictures
+    for each in shown:
+        assert each["shown"] and each["complete"] and each["drawn"] > 1, each["name"]
+        assert 270 <= each["width"] <= 620 and each["height"] > 120, each["name"]
+    assert browser.requested() == [url]
+    assert browser.complaints() == []
+    ground = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 27)"}[scheme]
+
+
+def test_a_wide_table_scrolls_in_its_own_box(browser, reports):
+    browser.view(**VIEWS["phone"])
+    browser.open(reports["many"].as_uri())
+    box = "document.querySelector('.scroll')"
+    wide, narrow, left = browser.evaluate(
+        f"({box}.scrollLeft = 60, [{box}.scrollWidth, {box}.clientWidth, {box}.scrollLeft])"
+    )
+    assert wide > narrow and left == 60
+
+
+def test_on_paper_it_is_light_and_whole(browser, reports):
+    """Nothing can be scrolled there: all of a table is on the sheet."""
+    browser.view(794, 1123, scheme="dark", media="print")
+    browser.open(reports["many"].as_uri())
+    folded = (
+        "[...document.querySelectorAll('details')].filter(d => d.lastElementChild.getBoundingClientRect().height < 9)"
+    )
+    assert browser.evaluate(f"{folded}.length") == 0
+    assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    over = (
+        "[...document.querySelectorAll('table')].filter(t => t.getBoundingClientRect().right > innerWidth + 1).length"
+    )
+    assert browser.evaluate(over) == 0
+
+
+WIDE = "<div style='width: 2000px; height: 9px'>"
+
+
+@pytest.mark.parametrize(
+    ("planted", "found"),
+    [
+        (f"document.body.insertAdjacentHTML('beforeend', `{WIDE}`)", "wide, the window"),
+        (
+            "document.querySelector('h1').style.cssText = 'white-space: nowrap; overflow: hidden; width: 40px'",
+            "cut off",
+        ),
+        ("document.querySelector('p').style.cssText = 'height: 5px; overflow: hidden'", "cut off below"),
+        ("document.querySelector('h1').style.cssText = 'position: relative; left: 1260px'", "beyond the window"),
+        ("document.querySelector('figure > svg').setAttribute('viewBox', '60 0 288 180')", "cut off by its picture"),
+        ("document.querySelector('figure > svg').style.width = '100px'", "pixels small"),
+        ("document.querySelector('h1').style.color = 'var(--line)'", "contrast"),
+        ("document.querySelector('h1').style.display = 'none'", "not shown"),
+    ],
+)
+def test_a_fault_is_found(browser, reports, planted, found):
+    """The checks above can fail: one fault each, planted in a page that has none."""
+    browser.view(**VIEWS["desk"])
+    browser.open(reports["alone"].as_uri())
+    browser.evaluate(UNFOLD)
+    browser.evaluate(f"{{ {planted} }}")
+    faults = browser.evaluate(FAULTS)
+    assert any(found in fault for fault in faults), faults
+
+
+def test_a_request_and_a_script_are_noticed(browser, reports, tmp_path):
+    """Without its policy the page could load and run things, and this would be seen; with it, it cannot."""
+    text = reports["failed"].read_text(encoding="utf-8")
+    (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy"[^>]*>', text)
+    extra = "<img src='picture.png'><script>console.log('ran')</script></main>"
+    paths: dict[str, Any] = {"open": tmp_path / "open.html", "closed": tmp_path / "closed.html"}
+    paths["open"].write_text(text.replace(policy, "").replace("</main>", extra), encoding="utf-8")
+    paths["closed"].write_text(text.replace("</main>", extra), encoding="utf-8")
+    browser.open(paths["open"].as_uri())
+    assert (tmp_path / "picture.png").as_uri() in browser.requested()
+    assert any("ran" in each for each in browser.complaints())
+    browser.open(paths["closed"].as_uri())
+    complaints = browser.complaints()
+    assert len(complaints) >= 2 and all("Content Security Policy" in each for each in complaints)
+    assert not any('"ran"' in each for each in complaints)

@@ -1,0 +1,87 @@
+"""What other work takes of the cores, as the report tells it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from made_up import made_up_run
+
+from amp_patch.lab.comparison import processes
+from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.comparison.machine import machine
+from amp_patch.lab.comparison.other_work import OtherWork
+
+
+@pytest.mark.parametrize(
+    ("readings", "words"),
+    [
+        ([], None),
+        ([(10.0, 10.0, 9.5)], None),  # cores were idle: nobody waited
+        ([(10.0, 39.0, 38.9)], None),  # the training has them all
+        ([(10.0, 39.0, 30.0)], "other work took 0.9 of 4 cores while it ran"),
+        ([(9.5, 10.0, 10.0), (0.5, 2.0, 1.0)], None),  # a moment
+        ([(8.0, 8.0, 8.0), (2.0, 8.0, 2.0)], "other work took 0.6 of 4 cores while it ran"),
+    ],
+)
+def test_it_is_told_where_the_training_wanted_the_cores(readings, words):
+    load = OtherWork()
+    load.cores = 4
+    for reading in readings:
+        load.add(*reading)
+    assert load.words() == words and machine(load).get("load") == words
+
+
+def test_the_report_says_how_far_the_speeds_lie_apart():
+    runs = [made_up_run(level, seed, ms=10 + seed) for seed in range(3) for level in ("O0", "O2")]
+    runs[1].seconds = [0.005] * 40
+    note = Comparison("t.py", runs, machine={"load": "other work took 1 of 2 cores while it ran"}).notes[0]
+    assert note.startswith(
+        "other work took 1 of 2 cores while it ran: a level's speeds lie up to 100% apart, the losses"
+    )
+    assert not any("other work" in note for note in Comparison("t.py", runs).notes)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")
+def test_readings_of_this_system():
+    load = OtherWork()
+    load.watch(os.getpid())
+    spin = [sys.executable, "-c", "while True: pass"]
+    own = subprocess.Popen(spin)
+    try:
+        assert own.pid in processes.tree(os.getpid())
+        begun, busy = processes.cpu_seconds(os.getpid()), processes.busy_seconds()
+        time.sleep(0.7)
+        assert processes.busy_seconds() > busy
+        while processes.cpu_seconds(os.getpid()) < begun + 0.1:  # the child's time is the training's own
+            time.sleep(0.1)
+        load.read()
+        assert load._seconds > 0.5 and processes.private_bytes(os.getpid()) > 2**20 and processes.free_bytes() > 0
+    finally:
+        own.kill()
+        own.wait()
+    gone = OtherWork()
+    gone.watch(own.pid)
+    gone.read()
+    assert gone.words() is None and processes.cpu_seconds(own.pid) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")
+def test_other_work_is_seen():
+    load = OtherWork()
+    spin = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(spin) for _ in range(2 * load.cores)]
+    idle = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        time.sleep(1.0)
+        load.watch(idle.pid)
+        time.sleep(1.0)
+        load.read()
+    finally:
+        for each in (*others, idle):
+            each.kill()
+            each.communicate()
+    assert load.words() is not None and load._taken > 0

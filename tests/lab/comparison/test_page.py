@@ -1,0 +1,401 @@
+"""The report's page as text: what stands on it, and that nothing of the user's becomes more than text."""
+
+from __future__ import annotations
+
+import math
+import re
+import runpy
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+from made_up import made_up_look, made_up_run
+from paths import BENCHMARKS, ROOT
+
+from amp_patch.lab.comparison import drawing, measures, number_pictures, page, pictures, wording
+from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.recording.run import PARTS, Run, dumps, loads
+
+NASTY = "</style><script>alert('x')</script>&amp;<img src=http://a.example/x.png>\"' $x_1$ \u4e2d\udcff"
+MACHINE = {"torch": "2.13.0", "cpu": "some processor"}
+
+
+class Tree(HTMLParser):
+    """Every tag with its attributes, and the text outside of tags."""
+
+    VOID = ("meta", "link", "br", "img")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert len(dict(attrs)) == len(attrs), f"<{tag}> has an attribute twice"
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes what is not open"
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.text += data
+
+    def all(self, *names: str) -> list[dict[str, str | None]]:
+        return [attrs for tag, attrs in self.tags if tag in names]
+
+
+@pytest.fixture(scope="module")
+def full() -> tuple[Comparison, Tree, str]:
+    """Levels of every kind: one that scales, one that was looked at, one that diverged, one that failed."""
+    runs = [
+        made_up_run(level, seed, dtype=None if level == "O0" else "float16", final=1 + seed / 8)
+        for level in ("O0", "O1", "O2", "O3")
+        for seed in (0, 1)
+    ]
+    runs[7].loss[30:] = [math.nan] * 10
+    runs[4].looks = [replace(made_up_look(), not_finite="forward of pow in last, step 1")]
+    runs.append(Run("O4", 0, dtype="bfloat16", error="ValueError: this does not work"))
+    given = Comparison("train.py", runs, machine=MACHINE)
+    text = page.html(given)
+    return given, Tree(text), text
+
+
+def test_what_stands_on_the_page(full):
+    given, tree, _ = full
+    for words in (given.title, given.test, *MACHINE.values(), "ValueError: this does not work"):
+        assert words in tree.text
+    for level in given.levels:
+        assert level.verdict.reason.removeprefix("failed with ") in tree.text
+    assert "forward of pow in last, step 1" in tree.text and "keep_fp32=['last']" in tree.text
+    for name, share in (("first.weight", "25 %"), ("last.weight", "60 %")):
+        assert re.search(rf"{name}.*{share}", tree.text)
+    order = ["Stay with O0 (FP32)", "What failed", "Training loss", "Time of a step", "Memory"]
+    order += ["Loss scale and skipped steps", "What the numbers look like", "How it was decided", "The machine"]
+    at = 0
+    for title in [*order, "Every run"]:
+        at = tree.text.index(title, at)
+
+
+def test_its_structure(full):
+    _, tree, _ = full
+    assert not tree.open, "tags that nobody closed"
+    headings = [int(tag[1]) for tag, _ in tree.tags if tag in ("h1", "h2", "h3")]
+    assert headings.count(1) == 1 and headings[0] == 1
+    assert all(after <= before + 1 for before, after in pairwise(headings))
+    assert tree.all("html")[0]["lang"] == "en" and len(tree.all("title")) == 1
+    assert tree.all("th") and all(attrs.get("scope") in ("col", "row") for attrs in tree.all("th"))
+    assert len(tree.all("table")) == sum(attrs.get("class", "").startswith("scroll") for attrs in tree.all("div"))
+    pictured = [attrs for _, attrs in tree.tags if attrs.get("role") == "img"]
+    assert len(pictured) == 1 + len(tree.all("figure"))
+    assert all(len(attrs["aria-label"] or "") > 30 for attrs in pictured)
+    ids = [attrs["id"] for _, attrs in tree.tags if "id" in attrs]
+    assert len(ids) == len(set(ids)), "pictures that share an id take each other's shapes"
+
+
+def test_its_pictures(full):
+    """A panel for each of four levels with losses, the scale of two, and four of the level that was looked at."""
+    _, tree, text = full
+    assert len(tree.all("figure")) == 4 + 2 + 4
+    pictured = "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
+    assert not re.findall(r"#[0-9a-fA-F]{6}", pictured), "a colour that does not follow the page's"
+    assert set(re.findall(r"var\(--(\w+)\)", text)) <= set(re.findall(r"--(\w+): #", text))
+
+
+def test_the_card_says_which_how_much_why_and_how_sure():
+    runs = [
+        *(made_up_run("O0", seed, final=1 + seed / 4, peak_memory=2**20) for seed in range(3)),
+        *(made_up_run("O4", seed, dtype="bfloat16", final=1.25, ms=5, peak_memory=7 * 2**17) for seed in range(3)),
+        *(made_up_run("O3", seed, final=5 + seed / 4, ms=2) for seed in range(3)),
+    ]
+    text = page.html(Comparison("train.py", runs))
+    tree = Tree(text)
+    for words in (
+        "\nUse O4 (BF16)\n",
+        "2.0x faster, 12 % less memory, same loss over 3 seeds",
+        "The fastest level that is as good as O0: its final loss, 1.250, is within the range of O0's seeds (1.000 to ",
+        "Faster with each of 3 seeds: 2.00x. O0's own seeds lie 50 % apart in loss: less than that is not seen.",
+        "With the same seed it ends at most 25 % from O0.",
+        'amp.initialize(..., opt_level="O4")',
+    ):
+        assert tree.text.count(words) == 1, words
+    assert re.findall(r'<div class="row (\w+)"><div><b>(\w+)</b>', text) == [
+        ("base", "O0"),
+        ("best", "O4"),
+        ("bad", "O3"),
+    ]
+    assert "do not use: worse" in tree.text
+    assert '<div class="best"><h1>Use O4 (BF16)</h1>' in text
+    undecided = page.html(Comparison("train.py", [made_up_run("O0"), made_up_run("O2", final=1.5)]))
+    assert "<h1>Stay with O0 (FP32) for now</h1>" in undecided and 'class="best"' not in undecided
+
+
+@pytest.mark.parametrize(
+    ("finals", "fields", "said"),
+    [
+        (
+            (1.0, 1.25, 1.5),
+            {"ms": 5},
+            ("2.0x faster, same memory, same loss over 3 seeds", "every loss is O0's, to the bit"),
+        ),
+        (
+            (0.0, 0.25, 0.5),
+            {"ms": 5},
+            ("2.0x faster, same memory, better loss over 3 seeds", "is better than the range"),
+        ),
+        (
+            (1.25, 1.25, 1.5),
+            {"peak_memory": 2**19},
+            ("50 % less memory, as fast, same loss", "none as good is faster than O0"),
+        ),
+    ],
+)
+def test_the_reason_is_the_one_that_holds(finals, fields, said):
+    runs = [made_up_run("O0", seed, final=1 + seed / 4) for seed in range(3)]
+    runs += [made_up_run("O4", seed, dtype="bfloat16", final=final, **fields) for seed, final in enumerate(finals)]
+    text = Tree(page.html(Comparison("train.py", runs))).text
+    assert all(words in text for words in said)
+
+
+def test_a_speed_that_is_above_and_below_is_not_clear():
+    runs = [made_up_run("O0", seed, final=1 + seed / 4) for seed in range(3)]
+    runs += [made_up_run("O4", seed, final=1.25, ms=ms, peak_memory=2**19) for seed, ms in enumerate((8, 10, 12.5))]
+    text = Tree(page.html(Comparison("train.py", runs))).text
+    assert "50 % less memory, speed not clear, same loss over 3 seeds" in text
+    assert "Its speed with each of 3 seeds: 0.80x to 1.25x." in text
+
+
+@pytest.mark.parametrize(
+    ("mean", "words"), [(1.0, "equal"), (1.00001, "<0.01 %"), (0.99, "-1.00 %"), (12.0, ">+999 %"), (None, "")]
+)
+def test_a_difference_is_never_minus_nothing(mean, words):
+    assert wording.signed_percent(mean, 1.0) == words
+
+
+def test_distances_in_a_sentence_have_no_sign():
+    far = [(1.25, 1.0), (0.75, 1.0), (1.00001, 1.0), (12.0, 1.0), (-12.0, 1.0), (-1e-7, 0.0)]
+    assert [wording.unsigned_percent(*each) for each in far] == [
+        *("25 %", "25 %", "<0.01 %", ">999 %", ">999 %", "1e-07"),
+    ]
+    assert wording.relative_size(3.0, 2.0) == wording.relative_size(1.0, 2.0) == "50 %"
+    # Two seeds of one result, and other curves: their range is nothing.
+    runs = [
+        made_up_run("O0", 0),
+        made_up_run("O0", 1, loss=[2.0] * 36 + [1.0] * 4),
+        made_up_run("O2"),
+        made_up_run("O2", 1),
+    ]
+    for run in runs:
+        run.logged = {"accuracy": [(1, 0.5)]}
+    text = Tree(page.html(Comparison("train.py", runs, "accuracy"))).text
+    assert "O0's own seeds lie 0 % apart in accuracy: less than that is not seen." in text
+
+
+def test_nothing_is_loaded(full):
+    _, tree, text = full
+    assert re.search(r"https?:|//[a-z]|@import", text) is None
+    assert not tree.all("script", "iframe", "object", "embed", "img")
+    assert all((attrs.get("href") or "#").startswith(("#", "data:")) for _, attrs in tree.tags)
+    policy = next(a["content"] for a in tree.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None and "default-src 'none'" in policy and "script-src" not in policy
+
+
+def test_what_the_user_wrote_is_text(tmp_path):
+    run, other = made_up_run("O0", policy=NASTY, notes=[NASTY]), made_up_run("O2", dtype="float16")
+    run.logged = other.logged = {NASTY: [(1, 0.5)]}
+    look = made_up_look()
+    other.looks = [
+        replace(
+            look, errors={NASTY: 0.2}, flushed={NASTY: [0.5, 0.5, 0.5]}, keep_fp32=[NASTY], not_finite=f"in {NASTY}"
+        )
+    ]
+    failed = Run("O3", 0, error=f"RuntimeError: {NASTY}")
+    given = Comparison(NASTY, [run, other, failed], metric=NASTY, machine={NASTY: NASTY})
+    path = page.write(given, tmp_path)
+    text = path.read_text(encoding="utf-8")
+    tree = Tree(text)
+    assert not tree.all("script", "img") and len(tree.all("style")) == 1 and not tree.open
+    # Title and heading, machine (twice), policy, notes, error, what amp.inspect found (five), and the metric.
+    seen = tree.text.count(NASTY.replace("\udcff", "?"))
+    assert seen >= 13, f"only {seen}"
+
+
+def test_json_holds_every_figure(full, tmp_path):
+    given, _, text = full
+    read = Comparison.from_dict(loads(dumps(given.to_dict())))
+    path = page.write(read, tmp_path / "deep" / "folder")
+    assert path == tmp_path / "deep" / "folder" / "report.html"
+    assert path.read_text(encoding="utf-8") == text, "the page of what was read is that of what was written"
+    figures = loads((path.parent / "report.json").read_text(encoding="utf-8"))
+    assert dumps(figures) == dumps(given.to_dict())
+    assert math.isnan(figures["runs"][7]["loss"][-1])
+
+
+def test_only_failures():
+    tree = Tree(page.html(Comparison("train.py", [Run(level, 0, error=f"{level} broke") for level in ("O0", "O2")])))
+    assert "O0 broke" in tree.text and "O2 broke" in tree.text and not tree.all("svg")
+    assert not tree.open
+
+
+def test_no_run_at_all():
+    given = Comparison("train.py", [])
+    assert "Nothing to compare\nWhyThere is no run." in Tree(page.html(given)).text
+
+
+def test_one_level_one_seed_one_step():
+    run = made_up_run("O2", steps=1, dtype="float16")
+    tree = Tree(page.html(Comparison("train.py", [run])))
+    assert "O2" in tree.text and tree.all("svg")
+
+
+@pytest.mark.parametrize("loss", [[math.nan] * 40, [math.inf, 1.0, -math.inf, *[0.0] * 37], [-1.0] * 40, [1e300] * 40])
+def test_losses_that_no_axis_holds(loss):
+    runs = [made_up_run("O0"), made_up_run("O3", dtype="float16", loss=loss, scale=[math.inf] * 40)]
+    given = Comparison("train.py", runs)
+    several = [pictures.losses(given), pictures.scales(given)]
+    assert page.html(given)
+    assert [len(each) for each in several] == [2, 1]
+
+
+def test_a_curve_has_a_gap_where_a_loss_is_not_finite():
+    """Of 50 steps two are a window; the seed that ends after 40 leaves the mean to the other."""
+    one, other = [4.0] * 50, [2.0] * 40
+    one[19] = math.inf
+    curve = pictures._smooth([one, other])
+    assert curve.steps[0] == 2 and curve.steps[-1] == 50
+    assert [step for step, value in zip(curve.steps, curve.values[0], strict=True) if value is None] == [20, 21]
+    at = dict(zip(curve.steps, curve.mean, strict=True))
+    assert at[19] == 3.0 and at[40] == 3.0 and at[41] == 4.0
+    at = dict(zip(curve.steps, zip(curve.low, curve.high, strict=True), strict=True))
+    assert at[30] == (2.0, 4.0) and at[20] == (2.0, 2.0)
+
+
+def test_the_parts_add_up_to_the_step():
+    """Half of the steps wait for data, the first tenth among them, which does not count: the median waits for none."""
+    run = made_up_run("O0", ms=10.0)
+    run.seconds[:20] = [1.0] * 20
+    run.parts["data"][:20] = [1.0] * 20
+    (level,) = Comparison("train.py", [run]).levels
+    split = measures.part_ms(level.runs, level.step_ms)
+    assert list(split) == list(PARTS)
+    assert split == pytest.approx({"data": 0.5, "forward": 2.5, "backward": 5.0, "between": 0.5, "optimizer": 1.5})
+
+
+def test_what_becomes_0_in_words():
+    """Exponents -30 to -6, as many of each: five of 25 lie below 2**-25; at 2**16 none does."""
+    run = made_up_run("O2", dtype="float16")
+    run.looks = [made_up_look(0), made_up_look(1)]
+    (level,) = Comparison("train.py", [run]).levels
+    gradients, _, activations, _ = number_pictures.numbers(level)
+    assert "from 2^-30 to 2^-6" in gradients.alt
+    assert "without loss scaling 20 % of them become 0" in gradients.alt and "2¹⁶ 0 % of them become 0" in gradients.alt
+    assert "activations at O2 FP16: 2^-30 to 2^-6; FP16 holds" in activations.alt
+
+
+def test_numbers_are_held_against_the_type_of_their_level():
+    """BF16 holds what FP16 loses."""
+    run = made_up_run("O4", dtype="bfloat16", looks=[made_up_look()])
+    given = Comparison("train.py", [run])
+    gradients, *_ = number_pictures.numbers(given.levels[0])
+    assert gradients.alt.endswith("In BF16, without loss scaling 0 % of them become 0 and 0 % overflow.")
+    assert "FP16 loses" not in page.html(given)
+
+
+def test_a_long_training_makes_no_large_page():
+    steps = 20_000
+    run = made_up_run("O1", steps=steps, dtype="float16")
+    run.loss = [1.0 + step % 7 for step in range(steps)]
+    run.scale = [2.0 ** (step % 8) for step in range(steps)]
+    run.skipped = [True] * steps
+    given = Comparison("train.py", [run])
+    assert all(len(each.svg) < 120_000 for each in (*pictures.losses(given), *pictures.scales(given)))
+
+
+@pytest.mark.parametrize(
+    ("counts", "unit", "words"),
+    [
+        ([], "bytes", []),
+        ([0, 1023], "bytes", ["0", "1,023"]),
+        ([512, 1536], "KiB", ["0.5", "1.5"]),
+        ([2**20, 3 * 2**30], "GiB", ["under 0.001", "3"]),
+        ([2**41], "GiB", ["2,048"]),
+    ],
+)
+def test_a_column_of_sizes_has_one_unit(counts, unit, words):
+    assert wording.sizes(counts) == (unit, words)
+
+
+def test_the_figures_are_written_where_a_picture_fails(tmp_path, monkeypatch):
+    def fail(comparison):
+        raise RuntimeError("no picture")
+
+    monkeypatch.setattr(page, "sections", fail)
+    with pytest.raises(RuntimeError, match="no picture"):
+        page.write(Comparison("train.py", [made_up_run("O0"), made_up_run("O2")]), tmp_path)
+    assert len(Comparison.from_dict(loads((tmp_path / "report.json").read_text())).runs) == 2
+
+
+def test_other_work_on_the_machine_is_said_once():
+    runs = [made_up_run("O0", seed, final=1 + seed / 4) for seed in range(3)]
+    machine = {"cpu": "some", "load": "other work took 1.5 of 2 cores while it ran"}
+    text = Tree(
+        page.html(Comparison("train.py", runs + [made_up_run("O4", s, final=1.25) for s in range(3)], machine=machine))
+    ).text
+    card, _, rest = text.partition("finding")
+    assert card.count("Other work took 1.5 of 2 cores while it ran") == 1
+    assert "other work" not in rest.partition("The machine")[0]
+
+
+def test_advice_on_sizes_that_all_levels_have_stands_once():
+    line = "head: 50257 out features; 50304 would be a multiple of 64"
+    runs = [made_up_run(level, seed, advice=[line]) for level in ("O0", "O4") for seed in range(2)]
+    text = Tree(page.html(Comparison("train.py", runs))).text
+    assert text.count(line) == 1 and "Sizes of layers" in text
+    runs[0].advice = runs[1].advice = []
+    assert "O4" in Tree(page.html(Comparison("train.py", runs))).text.partition("Sizes of layers")[2].partition(line)[0]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0, 1, ["0.00", "0.25", "0.50", "0.75", "1.00"]),
+        (0, 100, ["0", "25", "50", "75", "100"]),
+        (-0.3, 0.3, ["-0.2", "0.0", "0.2"]),
+        (2.813, 3.004, ["2.85", "2.90", "2.95", "3.00"]),
+        (1e-7, 3e-7, ["1e-07", "1.5e-07", "2e-07", "2.5e-07", "3e-07"]),
+        (2, 2, ["2"]),
+    ],
+)
+def test_labels_of_an_axis_are_round_and_told_apart(low, high, labels):
+    assert [*drawing.ticks(low, high).values()] == labels
+
+
+def test_the_picture_of_the_readme_is_the_card_of_a_report(tmp_path, monkeypatch):
+    runs = [made_up_run("O0", seed, final=1 + seed / 4, activations=8000, device="cpu") for seed in range(3)]
+    runs += [made_up_run("O4", seed, final=1.25, ms=5, activations=0, device="cpu") for seed in range(3)]
+    machine = {"cpu": "A <Processor>", "torch": "2.13.0+cpu", "threads": "1"}
+    page.write(Comparison("train.py", runs, machine=machine), tmp_path)
+    argv = ["demo_picture.py", "--from", str(tmp_path / "report.json"), "--docs", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    runpy.run_path(str(BENCHMARKS / "demo_picture.py"), run_name="__main__")
+    readme = re.findall(r'"(docs/demo-\w+\.svg)"', (ROOT / "README.md").read_text())
+    assert readme == ["docs/demo-dark.svg", "docs/demo-light.svg"]
+    for path, background in zip(readme, ("#1b2026", "#f6f7f9"), strict=True):
+        assert ElementTree.parse(ROOT / path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+        text = (tmp_path / path.removeprefix("docs/")).read_text()
+        words = "".join(ElementTree.fromstring(text).itertext())
+        assert "Use O4 (FP16): 2.0x faster, 33 % less memory, same loss over 3 seeds" in words
+        assert "A <Processor>, one thread, torch 2.13.0" in words
+        assert "var(" not in text and background in text

@@ -1,0 +1,427 @@
+"""Scripts that train with torch alone, under a Watch: what three lines of ours would make of them, at each level."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from training import LEVELS
+from unedited import edited, run
+
+from amp_patch import amp
+from amp_patch.lab.commands.compare_worker import recorded
+from amp_patch.lab.recording.run import Run, loads
+from amp_patch.lab.unedited.refusal import ScriptRefused
+from amp_patch.lab.unedited.watch import Watch
+
+# Each prints nothing, and leaves its losses in `losses`. The comments are the lines that our own script has there.
+# Adam's eps is one that FP16 can hold, for O3.
+NET = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+torch.manual_seed(0)
+losses = []
+net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5))
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, eps=1e-4)
+#net, optimizer = amp.initialize(net, optimizer, opt_level=LEVEL)
+"""
+CLIPS = """
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+for step in range(5):
+    loss = F.cross_entropy(net(torch.randn(8, 1, 8, 8)), torch.randint(5, (8,)))
+    optimizer.zero_grad()
+    loss.backward() #optimizer
+    losses.append(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1))
+    optimizer.step()
+    schedule.step()
+    losses.append(loss.detach())
+"""
+ACCUMULATES = """
+for step in range(6):
+    loss = F.cross_entropy(net(torch.randn(8, 1, 8, 8)), torch.randint(5, (8,))) / 2
+    loss.backward() #optimizer
+    losses.append(loss.detach())
+    if step % 2:
+        optimizer.step()
+        net.zero_grad()
+"""
+GAN = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+torch.manual_seed(2)
+losses = []
+gen = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+disc = nn.Sequential(nn.Linear(2, 16), nn.Linear(16, 1))
+first, second = (torch.optim.Adam(m.parameters(), lr=1e-3, eps=1e-4) for m in (disc, gen))
+#disc, first = amp.initialize(disc, first, opt_level=LEVEL)
+#gen, second = amp.initialize(gen, second, opt_level=LEVEL)
+for step in range(4):
+    disc.zero_grad()
+    loss = F.softplus(-disc(torch.randn(8, 2) + 2)).mean()
+    loss.backward() #first
+    losses.append(loss.detach())
+    fake = gen(torch.randn(8, 4))
+    loss = F.softplus(disc(fake.detach())).mean()
+    loss.backward() #first
+    first.step()
+    gen.zero_grad()
+    loss = F.softplus(-disc(fake)).mean()
+    loss.backward() #[first, second]
+    second.step()
+    losses.append(loss.detach())
+"""
+# The module that holds all is never called: its parts are.
+PARTS = """
+import torch
+from torch import nn
+
+class Agent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.temperature = nn.Linear(4, 16), nn.Linear(16, 3), nn.Parameter(torch.ones(1))
+
+    def act(self, x):
+        return self.head(self.body(x).relu()) / self.temperature
+
+torch.manual_seed(3)
+losses = []
+agent = Agent()
+optimizer = torch.optim.SGD(agent.parameters(), lr=0.1, momentum=0.9)
+#(agent.body, agent.head), optimizer = amp.initialize([agent.body, agent.head], optimizer, opt_level=LEVEL)
+for step in range(5):
+    loss = agent.act(torch.randn(8, 4)).square().mean()
+    optimizer.zero_grad()
+    loss.backward() #optimizer
+    optimizer.step()
+    losses.append(loss.detach())
+"""
+CLOSURE = """
+for step in range(3):
+    x, y = torch.randn(8, 1, 8, 8), torch.randint(5, (8,))
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward() #optimizer
+        return loss.detach()
+    losses.append(optimizer.step(closure)) #losses.append(closure()); optimizer.step()
+"""
+# Two optimizers of one model: the second is made later, and the first goes on. At step 1 the loss overflows.
+PHASES = """
+for step in range(6):
+    if step == 3:
+        other = torch.optim.SGD(net.parameters(), lr=0.01)
+        #scale = amp.state_dict(optimizer)
+        #net, (optimizer, other) = amp.initialize(net, [optimizer, other], opt_level=LEVEL)
+        #amp.load_state_dict(scale, optimizer)
+    loss = F.cross_entropy(net(torch.randn(8, 1, 8, 8)), torch.randint(5, (8,))) * (1e6 if step == 1 else 1.0)
+    optimizer.zero_grad()
+    loss.backward() #[optimizer, other] if step > 2 else optimizer
+    if step != 1:
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+    if step > 3:
+        other.step()
+    losses.append(loss.detach())
+"""
+DATA_PARALLEL = "net = nn.DataParallel(net)\n"
+SCRIPTS = {
+    "clips": NET + CLIPS,
+    "data parallel": NET + DATA_PARALLEL + CLIPS,
+    "accumulates": NET + ACCUMULATES,
+    "gan": GAN,
+    "parts": PARTS,
+    "closure": NET + CLOSURE,
+    "phases": NET + PHASES,
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.delenv("AMP_PATCH_OPT_LEVEL", raising=False)
+    places = [(nn.Module, "__call__"), (torch.autograd, "backward"), (torch.optim.Optimizer, "__init__")]
+    before = [vars(owner)[name] for owner, name in places]
+    yield
+    assert [vars(owner)[name] for owner, name in places] == before
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_trains_as_with_three_lines(name, level):
+    plain = run(SCRIPTS[name])["losses"]
+    with Watch(level) as watch:
+        losses = run(SCRIPTS[name])["losses"]
+    amp.restore()
+    expected = run(edited(SCRIPTS[name]), amp=amp, LEVEL=level)["losses"]
+    assert losses == expected and watch.missing() is None
+    assert (losses == plain) is (level == "O0")
+    if level != "O3":  # without FP32 weights these go elsewhere
+        torch.testing.assert_close(losses, plain, rtol=0.05, atol=0.02, check_dtype=False)
+
+
+ATTACK = """
+x = torch.randn(8, 1, 8, 8, requires_grad=True)
+x.grad = torch.ones_like(x)
+F.cross_entropy(net(x), torch.zeros(8, dtype=torch.long)).backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_no_parameter_gets_unscaled_gradients(level):
+    expected = run(NET + ATTACK)["x"].grad
+    with Watch(level):
+        grad = run(NET + ATTACK)["x"].grad
+    torch.testing.assert_close(grad, expected, rtol=0 if level == "O0" else 0.02, atol=0 if level == "O0" else 1e-4)
+
+
+OVERFLOWS = """
+weights = [[p.detach().clone() for p in net.parameters()]]
+for factor in (1.0, 1e6, 1.0):
+    loss = F.cross_entropy(net(torch.randn(8, 1, 8, 8)), torch.randint(5, (8,))) * factor
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    weights.append([p.detach().clone() for p in net.parameters()])
+moved = [any(map(torch.ne, map(torch.sum, a), map(torch.sum, b))) for a, b in zip(weights, weights[1:])]
+"""
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_skips_the_step(level):
+    with Watch(level):
+        assert run(NET + OVERFLOWS)["moved"] == [True, False, True]
+
+
+CHECKPOINTS = """
+from torch.utils.checkpoint import checkpoint
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return checkpoint(net[4:], checkpoint(net[:4], x, use_reentrant=True), use_reentrant=True)
+
+model = Halves()
+for step in range(3):
+    x = torch.randn(8, 1, 8, 8, requires_grad=True)
+    loss = F.cross_entropy(model(x), torch.randint(5, (8,)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.detach())
+"""
+COMPILES = (
+    """
+net = torch.compile(net, backend="eager")
+"""
+    + CLIPS
+)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", pytest.param("compiles", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_graphs_that_hide_their_parameters(name, level, fresh_compiler):
+    script = NET + {"checkpoints": CHECKPOINTS, "compiles": COMPILES}[name]
+    plain = run(script)["losses"]
+    with Watch(level) as watch:
+        losses = run(script)["losses"]
+    assert watch.backwards >= 3 and (losses == plain) is (level == "O0")
+    torch.testing.assert_close(losses, plain, rtol=0.05, atol=0.02)
+
+
+RAW = """
+import torch
+w = torch.ones(2, requires_grad=True)
+optimizer = torch.optim.SGD([w], lr=1)
+w.sum().backward()
+"""
+BY_HAND = """
+params = list(net.parameters())
+for p, grad in zip(params, torch.autograd.grad(net(torch.randn(8, 1, 8, 8)).sum(), params)):
+    p.grad = grad
+optimizer.step()
+"""
+CHECKPOINTED = """
+from torch.utils.checkpoint import checkpoint
+x = torch.randn(8, 1, 8, 8, requires_grad=True)
+checkpoint(net, x, use_reentrant=True).sum().backward()
+optimizer.step()
+"""
+IN_FLIGHT = """
+import torch
+from torch import nn
+first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=1)
+first(torch.ones(1, 2)).sum().backward()
+second(torch.ones(1, 2)).sum().backward()
+"""
+SEVERAL = "a, b = net(torch.randn(8, 1, 8, 8)).sum(1)[:2]\ntorch.autograd.backward([a, b])"
+AUTOCAST = """
+torch.set_autocast_enabled("cpu", True)
+try:
+    net(torch.randn(8, 1, 8, 8))
+finally:
+    torch.set_autocast_enabled("cpu", False)
+"""
+LBFGS = NET.replace("Adam(net.parameters(), lr=1e-2, eps=1e-4)", "LBFGS(net.parameters())") + CLOSURE
+
+# What cannot be taken: the script, what is said of it, and what stands in its line (None: it is said at the end).
+REFUSED = {
+    "lbfgs": (LBFGS, "LBFGS evaluates its closure", "optimizer.step("),
+    "losses": (NET + SEVERAL, "given several losses", "autograd.backward"),
+    "no module": (RAW, "the SGD here holds tensors of no module", ".backward"),
+    "all is checkpointed": (NET + CHECKPOINTED, "the Adam here holds tensors of no module", "optimizer.step"),
+    "by hand": (NET + BY_HAND, "the gradients of Adam were made without backward()", "optimizer.step"),
+    "in flight": (IN_FLIGHT, "Linear is called for the first time between backward() and step()", "second(torch"),
+    "autocast": (NET + AUTOCAST, "it turns torch's autocast on", "    net("),
+    "no optimizer": (
+        "import torch\ntorch.nn.Linear(2, 2)(torch.ones(2, 2)).sum().backward()",
+        "made no optimizer",
+        None,
+    ),
+    "no call": (NET, "called no module", None),
+    "no backward": (NET + "net(torch.randn(8, 1, 8, 8))", "never called backward()", None),
+}
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_taken_is_refused_in_one_message(name, level):
+    script, words, there = REFUSED[name]
+    watch = Watch(level)
+    if there is None:
+        with watch:
+            run(script)
+        error = watch.missing()
+    else:
+        # What the script itself catches is not this.
+        guarded = "try:\n" + textwrap.indent(script, "    ") + "\nexcept Exception:\n    pass"
+        with pytest.raises(ScriptRefused) as caught, watch:
+            run(guarded)
+        error = caught.value
+    said = str(error)
+    assert words in said and "amp.initialize(model, optimizer)" in said and "amp.scale_loss(loss, optimizer)" in said
+    if there is not None:
+        numbers = [number for number, line in enumerate(guarded.splitlines(), 1) if there in line]
+        assert f"(train.py, line {numbers[0]})" in said
+
+
+# At step 2 the loss overflows. At a level the lines with a comment are as in FP32.
+NATIVE = """
+scaler = torch.amp.GradScaler("cpu") #pass
+for step in range(5):
+    factor = 1e6 if step == 2 else 1.0
+    with torch.autocast("cpu", torch.float16): #if True:
+        loss = F.cross_entropy(net(torch.randn(8, 1, 8, 8)), torch.randint(5, (8,))) * factor
+    optimizer.zero_grad()
+    scaler.scale(loss).backward() #loss.backward()
+    scaler.unscale_(optimizer) #pass
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    scaler.step(optimizer) #optimizer.step()
+    scaler.update() #pass
+    losses.append(loss.item())
+"""
+
+
+def in_fp32(script: str) -> str:
+    """The script with what its comments have in place of their lines."""
+    return re.sub(r"^( *)[^#\n]*#(?!net)", r"\1", script, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_level_takes_the_place_of_torchs_own_precision(level):
+    with Watch(level) as watch:
+        losses = run(NET + NATIVE)["losses"]
+    amp.restore()
+    assert watch.native.seen
+    with Watch(level) as watch:
+        assert losses == run(NET + in_fp32(NATIVE))["losses"] and not watch.native.seen
+    amp.restore()
+    assert (losses == run(NET + in_fp32(NATIVE))["losses"]) is (level == "O0")
+
+
+def test_torchs_own_precision_is_recorded_as_it_is(tmp_path, monkeypatch):
+    plain = run(NET + NATIVE)["losses"]
+    monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "O0")
+    monkeypatch.setenv("AMP_PATCH_SEED", "0")
+    with recorded(str(tmp_path / "run.jsonl"), steps=None, inspect=False, shift=True, native=True):
+        assert run(NET + NATIVE)["losses"] == plain
+    found = run_of(tmp_path / "run.jsonl")
+    assert found.loss == plain and found.native and found.error is None
+    assert found.skipped == [False, False, True, False, False] and found.scale == [2.0**16] * 3 + [2.0**15] * 2
+
+
+READS = """
+for step in range(3):
+    optimizer.zero_grad()
+    loss = net(torch.randn(8, 1, 8, 8)).square().mean()
+    torch.autograd.grad(loss, net[0].weight, retain_graph=True)
+    loss.backward()
+    for p in net.parameters():
+        if p.grad is not None or {raises}:
+            p.grad.clamp_(-{limit}, {limit})
+    optimizer.step()
+    losses.append(loss.item())
+"""
+
+
+@pytest.mark.parametrize("limit", [0, 0.01])
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_that_a_script_clips_by_itself_are_those_of_the_step(level, raises, limit):
+    script = NET.replace("optim.Adam(net.parameters(), lr=1e-2, eps=1e-4)", "optim.SGD(net.parameters(), lr=0.5)")
+    script += READS.format(raises=raises, limit=limit)
+    before = run(script.replace("range(3)", "range(0)"))["net"]
+    with Watch(level):
+        found = run(script)["net"]
+    most = 3 * 0.5 * limit  # in three steps of half of that
+    moved = [(p.float() - q).abs().max().item() for p, q in zip(found.parameters(), before.parameters(), strict=True)]
+    rounded = [(q.to(p.dtype) - q).abs().max() for p, q in zip(found.parameters(), before.parameters(), strict=True)]
+    assert all(by <= most * 1.01 + 2 * off for by, off in zip(moved, rounded, strict=True))
+    assert limit == 0 or max(moved) > most / 2
+
+
+def test_a_script_of_ours_is_left_alone():
+    script = edited(NET + CLIPS).replace("import torch\n", "import torch\nfrom amp_patch import amp\n", 1)
+    expected = run(script, LEVEL="O1")["losses"]
+    amp.restore()
+    with Watch("O2") as watch:
+        assert run(script, LEVEL="O1")["losses"] == expected
+    assert watch.missing() is None and watch.backwards == 0
+
+
+def test_a_level_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match=r"level '02' is none of O0, O1"):
+        Watch("02")
+
+
+def run_of(path: Path) -> Run:
+    found = Run("")
+    for line in path.read_text().splitlines():
+        found.add(loads(line))
+    return found
+
+
+@pytest.mark.parametrize("name", ["gan", "closure", "accumulates", "phases"])
+def test_its_losses_are_recorded(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "O2")
+    monkeypatch.setenv("AMP_PATCH_SEED", "0")
+    runs = []
+    for ours in (False, True):
+        path = tmp_path / f"{ours}.jsonl"
+        with recorded(str(path), steps=None, inspect=False, shift=True):
+            run(edited(SCRIPTS[name]) if ours else SCRIPTS[name], amp=amp, LEVEL="O2")
+        amp.restore()
+        runs.append(run_of(path))
+    assert runs[0].loss == runs[1].loss and runs[0].steps > 2 and runs[0].error is None
+    assert (runs[0].level, runs[0].scale, runs[0].skipped) == ("O2", runs[1].scale, runs[1].skipped)

@@ -1,0 +1,236 @@
+"""The order of one step among users' hooks, which is a contract: hooks see gradients unscaled and weights published."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from training import linear
+
+from amp_patch import amp
+
+
+class Foreign(torch.optim.Optimizer):
+    """An optimizer of no library that we know."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"])
+        return loss
+
+
+class Child(Foreign):
+    """A step that calls its parent's, as subclasses of torch's optimizers do."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class WithoutHooks:
+    """An optimizer that is not torch's: no hooks, no base class."""
+
+    def __init__(self, params, lr):
+        self.param_groups = [{"params": list(params), "lr": lr}]
+        self.state = {}
+
+    step = Foreign.step
+
+    def zero_grad(self):
+        for param in self.param_groups[0]["params"]:
+            param.grad = None
+
+
+def sgd_loops(params, lr):
+    return torch.optim.SGD(params, lr=lr, foreach=False)
+
+
+MAKES = {"one pass": torch.optim.SGD, "portions": torch.optim.ASGD, "foreign": Foreign, "child": Child}
+LEVELS = {
+    "O1": {"opt_level": "O1", "loss_scale": 64.0},
+    "O2": {"opt_level": "O2", "loss_scale": 64.0},
+    "O5": {"opt_level": "O5", "loss_scale": 64.0},
+    "split": {"opt_level": "O5", "master_weights": "split", "loss_scale": 64.0},
+}
+KINDS = pytest.mark.parametrize("make", MAKES.values(), ids=list(MAKES))
+AT_LEVELS = pytest.mark.parametrize("level", LEVELS.values(), ids=list(LEVELS))
+REGISTERED = pytest.mark.parametrize("registered", ["before", "after"])
+
+
+def start(make, level, registered="after", pre=None, post=None):
+    """A training whose gradients are [4, -4] and whose step makes [1, 2] of them [-1, 4]."""
+    model = linear([[1.0, 2.0]])
+    optimizer = make(model.parameters(), lr=0.5)
+
+    def register():
+        if pre is not None:
+            optimizer.register_step_pre_hook(pre)
+        if post is not None:
+            optimizer.register_step_post_hook(post)
+
+    if registered == "before":
+        register()
+    model, optimizer = amp.initialize(model, optimizer, verbosity=0, **level)
+    if registered == "after":
+        register()
+    return model, optimizer
+
+
+def backward(model, optimizer, value=4.0, **options):
+    with amp.scale_loss(model(torch.tensor([[value, -value]])).sum(), optimizer, **options) as scaled_loss:
+        scaled_loss.backward()
+
+
+def masters(optimizer):
+    return [master for group in optimizer.param_groups for master in group["params"]]
+
+
+@REGISTERED
+@AT_LEVELS
+@KINDS
+@pytest.mark.parametrize("delay", [False, True])
+def test_pre_hooks_find_unscaled_gradients(make, level, registered, delay):
+    seen = []
+    model, optimizer = start(make, level, registered, pre=lambda o, *_: seen.append(masters(o)[0].grad.tolist()))
+    backward(model, optimizer, delay_unscale=delay)
+    optimizer.step()
+    assert seen[0] == [[4.0, -4.0]]
+
+
+@REGISTERED
+@AT_LEVELS
+@KINDS
+def test_post_hooks_find_published_weights(make, level, registered):
+    seen, held = [], []
+    model, optimizer = start(make, level, registered, post=lambda *_: seen.append(held[0].weight.tolist()))
+    held.append(model)
+    backward(model, optimizer)
+    optimizer.step()
+    wanted = [[-1.0, 4.0]]
+    assert model.weight.tolist() == wanted if make is not torch.optim.ASGD else model.weight.tolist() != [[1.0, 2.0]]
+    assert seen[-1] == model.weight.tolist()
+
+
+@REGISTERED
+@AT_LEVELS
+@KINDS
+@torch.no_grad()
+def test_the_step_begins_from_what_a_pre_hook_has_written(make, level, registered):
+    def write(optimizer, *_):
+        for master in masters(optimizer):
+            master.zero_()
+
+    model, optimizer = start(make, level, registered, pre=write)
+    with torch.enable_grad():
+        backward(model, optimizer)
+    optimizer.step()
+    if make in (torch.optim.SGD, Foreign):
+        assert model.weight.tolist() == [[-2.0, 2.0]]
+    first, second = masters(optimizer)[0].tolist()[0]
+    assert first == -second != 0.0
+
+
+@REGISTERED
+@AT_LEVELS
+@KINDS
+def test_what_a_post_hook_has_written_into_masters_is_in_the_model_after_the_step(make, level, registered):
+    @torch.no_grad()
+    def write(optimizer, *_):
+        for master in masters(optimizer):
+            master.fill_(0.25)
+
+    model, optimizer = start(make, level, registered, post=write)
+    for _ in range(2):
+        backward(model, optimizer)
+        optimizer.step()
+        assert model.weight.tolist() == [[0.25, 0.25]]
+
+
+@AT_LEVELS
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.ASGD, Foreign], ids=["one pass", "portions", "foreign"])
+@pytest.mark.parametrize("value", [4.0, math.inf], ids=["taken", "skipped"])
+def test_hooks_run_once_around_each_step_taken_or_skipped(make, level, value):
+    seen = []
+    model, optimizer = start(make, level, "before", lambda *_: seen.append("pre"), lambda *_: seen.append("post"))
+    optimizer.register_step_pre_hook(lambda *_: seen.append("later pre"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("later post"))
+    before = model.weight.tolist()
+    backward(model, optimizer, value)
+    optimizer.step()
+    assert seen == ["pre", "later pre", "post", "later post"]
+    assert (model.weight.tolist() == before) is (value == math.inf)
+
+
+@AT_LEVELS
+@KINDS
+def test_a_pre_hook_that_raises_leaves_the_gradients_for_the_next_step(make, level):
+    failing = [True]
+
+    def refuse(*_):
+        if failing.pop():
+            raise ValueError("not yet")
+
+    model, optimizer = start(make, level, pre=refuse)
+    backward(model, optimizer)
+    with pytest.raises(ValueError, match="not yet"):
+        optimizer.step()
+    assert model.weight.tolist() == [[1.0, 2.0]]
+    failing.extend([False, False, False])
+    optimizer.step()
+    assert model.weight.tolist() != [[1.0, 2.0]]
+
+
+@AT_LEVELS
+@KINDS
+def test_a_post_hook_that_raises_comes_after_a_whole_step(make, level):
+    def refuse(*_):
+        raise ValueError("too late")
+
+    model, optimizer = start(make, level, post=refuse)
+    backward(model, optimizer)
+    with pytest.raises(ValueError, match="too late"):
+        optimizer.step()
+    once = model.weight.tolist()
+    assert once != [[1.0, 2.0]]
+    optimizer._optimizer_step_post_hooks.clear()
+    if make is torch.optim.SGD:  # a gradient that is left at O1 is stepped with again, as in plain torch
+        assert level["opt_level"] == "O1" or (optimizer.step(), model.weight.tolist())[1] == once
+
+
+@AT_LEVELS
+def test_an_optimizer_without_hooks_steps_and_skips(level):
+    model, optimizer = start(WithoutHooks, level)
+    for value, wanted in ((math.inf, [[1.0, 2.0]]), (4.0, [[-1.0, 4.0]])):
+        optimizer.zero_grad()
+        backward(model, optimizer, value)
+        optimizer.step()
+        assert model.weight.tolist() == wanted
+
+
+@KINDS
+@AT_LEVELS
+@pytest.mark.parametrize("scheduled", ["before", "after"])
+def test_a_scheduler_that_has_captured_step_leads_to_the_one_of_the_training(make, level, scheduled):
+    model = linear([[1.0, 2.0]])
+    optimizer = make(model.parameters(), lr=0.5)
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1)] if scheduled == "before" else []
+    model, optimizer = amp.initialize(model, optimizer, verbosity=0, **level)
+    schedulers = schedulers or [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+    backward(model, optimizer)
+    optimizer.step()
+    assert model.weight.tolist() != [[1.0, 2.0]]
+    backward(model, optimizer, math.inf)
+    before = model.weight.tolist()
+    optimizer.zero_grad()
+    backward(model, optimizer, math.inf)
+    optimizer.step()
+    schedulers[0].step()
+    assert model.weight.tolist() == before and nn.Module is not None
