@@ -184,9 +184,9 @@ MUTATIONS = (
     ),
     Mutation(
         "hooks: a post-hook of the user's may write masters",
-        "stash.masters.links.publish_written()  # written by a post-hook that ran before this one",
+        "stash.masters.links.publish_written()  # by users' post-hooks",
         "pass",
-        ("test_one_pass_hooks.py",),
+        ("test_step_order.py",),
     ),
 )
 
