@@ -5,10 +5,19 @@ from __future__ import annotations
 import about
 import pytest
 
-FILES = {
-    "training/test_overflow.py": '"""What a skip must not change."""\n\ndef test_a_bad_loss_is_told(x):\n    """NaN too."""\n',
-    "masters/test_masters.py": "class TestTies:\n    def test_one_is_shared(self):\n        pass\n\ndef helper():\n    pass\n",
-}
+SKIPS = '''"""What a skip must not change."""
+
+def test_a_bad_loss_is_told(x):
+    """NaN too."""
+'''
+TIES = """class TestTies:
+    def test_one_is_shared(self):
+        pass
+
+def helper():
+    pass
+"""
+FILES = {"training/test_overflow.py": SKIPS, "masters/test_masters.py": TIES}
 
 
 @pytest.fixture
