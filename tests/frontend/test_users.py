@@ -39,7 +39,7 @@ def test_initialize_can_be_called_once_for_each_batch(level):  # 815, 626
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0)
         losses.append(step(model, optimizer))
     assert losses[-1] < losses[0] and math.isfinite(losses[-1])
-    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    assert len(optimizer._optimizer_step_pre_hooks) == (level == "O0")  # where the class stays, and hooks are called
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -241,7 +241,7 @@ def test_a_stale_scaled_gradient_planted_as_known_is_caught_by_the_gan_test():
         optimizer.zero_grad = lambda: None
         optimizer._amp_stash.pending = Pending(scaler)
         optimizer._amp_stash.route_grads()
-        for param, _ in optimizer._amp_stash.masters.links.linked:
+        for param in optimizer._amp_stash.masters.links.params:
             param.grad = torch.full_like(param, 30000.0)
 
     losses = gan_losses("O2", "after step", plant=plant)

@@ -35,8 +35,10 @@ from amp_patch.lab.commands.apex_served import (
     finding,
     modules,
 )
+from amp_patch.lab.text_table import in_columns
 
 WIDTH = 80
+_STATUS_WIDTH = 7  # of "missing", the longest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -379,13 +381,13 @@ def native_report(natives: list[Native]) -> Iterator[str]:
 
 
 def _lines(found: Finding, column: int) -> Iterator[str]:
-    head = f"{found.status:<8} {found.name:<{column}}  "
-    places = _places(found.places)
-    if len(head) + len(places) > WIDTH:
-        yield head.rstrip()
+    places, widths = _places(found.places), (_STATUS_WIDTH, column, 0)
+    (line,) = in_columns([(found.status, found.name, places)], widths=widths)
+    if len(line) > WIDTH:
+        yield from in_columns([(found.status, found.name)], widths=widths)
         yield from _wrapped(places, 11 * " ", 11 * " ")
     else:
-        yield head + places
+        yield line
     if found.note:
         yield from _wrapped(found.note, 11 * " ", 11 * " ")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from amp_patch.lab.commands import batch_search
-from amp_patch.lab.commands.compare_turns import ComparisonRefused, TurnOrder
 from amp_patch.lab.commands.interrupts import as_interrupts
+from amp_patch.lab.commands.turn_scheduler import ComparisonRefused, TurnScheduler
 from amp_patch.lab.comparison import page, table
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.machine import SLOW, machine, products_in_words, time_of_products
@@ -122,10 +122,10 @@ def compare(args: argparse.Namespace) -> None:
 
 def _measure(plan: Plan, args: argparse.Namespace) -> tuple[list[Run], int, OtherWork]:
     """The runs that were begun, the exit status of what interrupted them, and what other work took of the machine."""
-    turns = TurnOrder(plan, args)
+    scheduler = TurnScheduler(plan, args)
     with as_interrupts():
-        interrupted = turns.take()
-    return turns.runs, interrupted, turns.load
+        interrupted = scheduler.train()
+    return scheduler.runs, interrupted, scheduler.load
 
 
 def _write(comparison: Comparison, folder: Path) -> tuple[OSError | None, str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_patch.lab.commands.run import wanted_cuda
-from amp_patch.lab.commands.turns import TURN
+from amp_patch.lab.commands.turn_client import TURN
 from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.comparison.outcome import interrupted
 from amp_patch.lab.comparison.plan import Plan, name_as_asked

@@ -9,6 +9,7 @@ from typing import Any
 
 from amp_patch.lab.comparison.plan import BASELINE
 from amp_patch.lab.comparison.wording import level_name, listed
+from amp_patch.lab.text_table import in_columns
 
 _FIRST = 8  # small enough for most, large enough for a batch norm
 _GROWTH = 8  # a line through two batches is not trusted further than this
@@ -213,11 +214,7 @@ def lines(searches: Sequence[Search], flag: str) -> list[str]:
         rate = "" if best is None or best.samples_per_second is None else f"{best.samples_per_second:.4g}"
         memory = "" if best is None or best.memory is None else in_unit_of(limit, best.memory).split()[0]
         rows.append((search.name, "none" if best is None else str(best.batch), memory, rate))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
+    table = in_columns(rows, right=range(1, 4))
     said = [f"{search.name}: {problem}." for search in searches if (problem := search.problem) is not None]
     return [f"The largest {flag} in {in_unit_of(limit, limit)}", *table, *said, *_sure(searches)]
 

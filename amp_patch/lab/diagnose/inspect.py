@@ -6,14 +6,13 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from amp_patch.lab.diagnose.call_log import CallLog, Frame
 from amp_patch.lab.diagnose.culprit import Call, StepLog
 from amp_patch.lab.diagnose.found_scaler import FoundScaler
 from amp_patch.lab.diagnose.histogram import Histogram
@@ -22,7 +21,6 @@ from amp_patch.lab.diagnose.module_error import floats, is_random, relative_erro
 from amp_patch.model.forward import KeptModule
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
-from amp_patch.support.compiled import eagerly
 from amp_patch.training import observers
 from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.stash import stash_of
@@ -67,34 +65,19 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
     targets = [innermost(each) for each in one_or_many]
     seen = Inspection()
     with ExitStack() as stack:
-        stack.enter_context(eagerly())  # compiled code would trace the hooks into itself, or not call them
-        watch = _NumberLog(model, targets, scaler, seen, stack)
+        log = _NumberLog(model, targets, scaler, seen, stack)
         try:
-            with watch:
+            with log:
                 yield seen
         finally:
-            watch.conclude()
+            log.conclude()
             stashes = [stash for t in targets if (stash := stash_of(t)) is not None and stash.scalers]
-            if watch.scale is not None:
-                seen.scale = float(watch.scale)
-            elif watch.found.scaler is not None:
-                seen.scale = watch.found.scaler.get_scale()
+            if log.scale is not None:
+                seen.scale = float(log.scale)
+            elif log.found.scaler is not None:
+                seen.scale = log.found.scaler.get_scale()
             elif stashes:
                 seen.scale = stashes[0].scalers[0].loss_scale()
-
-
-@dataclass
-class _Frame:
-    """A module whose forward runs.
-
-    Attributes:
-        came: its tensors, each with how often it had been written to.
-        calls_others: whether another module was called inside.
-    """
-
-    name: str
-    came: list[tuple[Tensor, int]]
-    calls_others: bool = False
 
 
 class _own:
@@ -107,7 +90,7 @@ class _own:
         _NumberLog.busy = self.before
 
 
-class _NumberLog(TorchFunctionMode):
+class _NumberLog(CallLog):
     """Logs the calls of a step, and of each tensor in them, and of its gradient, the lowest and the highest value.
 
     It does not sync before `conclude`. There may be several at once, of which `busy` is shared.
@@ -123,7 +106,6 @@ class _NumberLog(TorchFunctionMode):
         stack.callback(observers.remove, self.found)
         self.steps_before = 0  # how many steps there were when a scaler began one
         self.model = model
-        self.running: list[_Frame] = []  # innermost last
         self.called: set[str] = set()
         self.scale: Tensor | None = None  # of the last backward
         self.stepping = False  # inside of an optimizer's step, unless an exception has left it
@@ -134,10 +116,7 @@ class _NumberLog(TorchFunctionMode):
             seen.weights.setdefault(name, Histogram()).add(param)
             if param.requires_grad:
                 stack.callback(param.register_hook(self._gradient_of(name)).remove)
-        for name, module in model.named_modules():
-            before, after = self._around(_plain(name), module)
-            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
+        self.hook(((_plain(name), module) for name, module in model.named_modules()), stack)
         for target in targets:
             if isinstance(target, torch.optim.Optimizer):
                 # The log of a step ends before its optimizer computes, which is no part of the model.
@@ -157,17 +136,15 @@ class _NumberLog(TorchFunctionMode):
         self.gradients: dict[int, Tensor] = {}
         self.errors: dict[str, Tensor] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def is_logging(self) -> bool:
+        return not _NumberLog.busy
+
+    def passes_over(self, func: Any) -> bool:
+        is_attribute = getattr(func, "__name__", "") in _ATTRIBUTES and func != _GRAD
+        return self.stepping or self.seen.not_finite is not None or is_attribute or _in_backward()
+
+    def log(self, func: Any, args: Any, kwargs: Any) -> Any:
         op = getattr(func, "__name__", str(func))
-        if (
-            _NumberLog.busy
-            or self.stepping
-            or self.seen.not_finite is not None
-            or (op in _ATTRIBUTES and func != _GRAD)
-            or _in_backward()
-        ):
-            return func(*args, **kwargs)
         with _own():
             given = [self._key(t) for t in _given((args, kwargs))]
         result = func(*args, **kwargs)
@@ -180,11 +157,8 @@ class _NumberLog(TorchFunctionMode):
             elif outputs:
                 made = [self._key(t, new=True) for t in outputs]
                 infinite = any(isinstance(c, float) and not math.isfinite(c) for c in (*args, *kwargs.values()))
-                self.calls.append(Call(self._module(), op, given, made, not given or "empty" in op or infinite))
+                self.calls.append(Call(self.module_name(), op, given, made, not given or "empty" in op or infinite))
         return result
-
-    def _module(self) -> str | None:
-        return self.running[-1].name if self.running else None
 
     def _key(self, tensor: Tensor, new: bool = False) -> int:
         """The tensor's place in the log; another one once it was written to (`new`)."""
@@ -234,7 +208,7 @@ class _NumberLog(TorchFunctionMode):
                     todo.append(source)
         if given and key not in given:
             op = re.sub(r"Backward\d*$|^.*::", "", made_by.name())
-            self.calls.append(Call(self._module(), op, given, [key], harmless=changed))
+            self.calls.append(Call(self.module_name(), op, given, [key], harmless=changed))
 
     def _factor(self) -> float | Tensor:
         """What turns the gradients that flow now into those of the loss."""
@@ -253,45 +227,37 @@ class _NumberLog(TorchFunctionMode):
 
         return hook
 
-    def _around(self, name: str, module: nn.Module) -> tuple[Any, Any]:
-        seen = self.seen
+    def forward_begins(self, frame: Frame, args: Any, kwargs: Any) -> None:
+        self.stepping = False
+        if self.running:
+            self.running[-1].calls_others = True
+        else:
+            self._note_outside(args, kwargs)
+        self.called.add(frame.name)
+        frame.inputs = [(tensor, _version(tensor)) for tensor in floats((args, kwargs))]
 
-        def came_back(grad: Tensor) -> None:
+    def forward_ends(self, frame: Frame, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        name, seen = frame.name, self.seen
+
+        def gradient_arrives(grad: Tensor) -> None:
             seen.activation_gradients.setdefault(name, Histogram()).add(_values(grad))
 
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if _NumberLog.busy:
+        with _own():
+            outputs = floats(output)
+            for tensor in (tensor for tensor in outputs if tensor.requires_grad):
+                if seen.not_finite is None and not _in_backward():
+                    self._key(tensor)  # if an autograd function made it, log that in this module
+                tensor.register_hook(gradient_arrives)
+            if _in_backward():  # checkpointing computes again what was counted in forward
                 return
-            self.stepping = False
-            if self.running:
-                self.running[-1].calls_others = True
-            else:
-                self._note_outside(args, kwargs)
-            self.called.add(name)
-            self.running.append(_Frame(name, [(tensor, _version(tensor)) for tensor in floats((args, kwargs))]))
-
-        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if _NumberLog.busy or not self.running:
-                return
-            with _own():
-                outputs = floats(output)
-                for tensor in (tensor for tensor in outputs if tensor.requires_grad):
-                    if seen.not_finite is None and not _in_backward():
-                        self._key(tensor)  # if an autograd function made it, log that in this module
-                    tensor.register_hook(came_back)
-                frame = self.running.pop()
-                if _in_backward():  # checkpointing computes again what was counted in forward
-                    return
-                for tensor in outputs:
-                    seen.activations.setdefault(name, Histogram()).add(tensor)
-                # A module that writes to its input cannot be computed again on that input.
-                in_place = any(_version(tensor) != version for tensor, version in frame.came)
-                if outputs and not (frame.calls_others or in_place or is_random(module)):
-                    error = relative_error(module, args, kwargs, outputs)
-                    if error is not None:
-                        self.errors[name] = torch.maximum(error, self.errors.get(name, error).to(error.device))
-
-        return before, after
+            for tensor in outputs:
+                seen.activations.setdefault(name, Histogram()).add(tensor)
+            # A module that writes to its input cannot be computed again on that input.
+            in_place = any(_version(tensor) != version for tensor, version in frame.inputs)
+            if outputs and not (frame.calls_others or in_place or is_random(module)):
+                error = relative_error(module, args, kwargs, outputs)
+                if error is not None:
+                    self.errors[name] = torch.maximum(error, self.errors.get(name, error).to(error.device))
 
     def _note_outside(self, args: Any, kwargs: Any) -> None:
         """Note the model's arguments and buffers as from outside: a mask's -inf among them is none of its doing."""

@@ -1,4 +1,4 @@
-"""Whose turn it is among the runs that are compared.
+"""Which run trains now, among those that are compared.
 
 The levels of a seed train in turns of half a second, or a step where that takes longer: load that comes and goes falls
 on all of them alike. One trains at a time. The first level begins, and the others when it has taken a step: a script
@@ -20,7 +20,7 @@ from typing import Any
 from amp_patch.lab.commands.compare_child import Child, was_out_of_memory
 from amp_patch.lab.commands.compare_progress import Progress
 from amp_patch.lab.commands.interrupts import status_of
-from amp_patch.lab.commands.turns import LAST, TURN
+from amp_patch.lab.commands.turn_client import LAST, TURN
 from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.comparison.plan import Plan
 from amp_patch.lab.comparison.processes import free_bytes, private_bytes
@@ -34,7 +34,7 @@ class ComparisonRefused(Exception):
     """The script cannot be trained at another level unedited; the message names the lines to add."""
 
 
-class TurnOrder:
+class TurnScheduler:
     """The runs of a plan, made: all levels of a seed, then the next seed.
 
     Attributes:
@@ -55,7 +55,7 @@ class TurnOrder:
         self._again: list[Run] = []
         self._alive: list[Child] = []
 
-    def take(self) -> int:
+    def train(self) -> int:
         """Make the runs; the exit status of an interrupt that has ended them, else 0.
 
         After an interrupt `runs` has those that ended and those that took steps.
@@ -65,7 +65,7 @@ class TurnOrder:
         """
         try:
             for seed in range(self._plan.seeds):
-                self._take_seed(seed)
+                self._train_seed(seed)
         except KeyboardInterrupt as interrupt:
             self._interrupt()
             return status_of(interrupt)
@@ -89,7 +89,7 @@ class TurnOrder:
                 if any(child.run is run for run in self.runs):
                     self._progress.end(child.run)
 
-    def _take_seed(self, seed: int) -> None:
+    def _train_seed(self, seed: int) -> None:
         self._queue.extend(run for run in self.runs if run.seed == seed)
         while self._queue:
             if not self._in_turns:  # those that have begun end before another one begins
