@@ -100,10 +100,10 @@ def culprits(optimizer: Any) -> str:
 
 def read_found(stash: Stash) -> list[LossScaler]:
     """The scalers whose losses overflowed since the last step; the others are told that they stepped. Syncs."""
-    if not stash.found:
-        return []
-    flags = torch.stack([found_inf.to(stash.found[0][1].device) for _, found_inf in stash.found])
-    return overflowed([scaler for scaler, _ in stash.found], flags.tolist())
+    flags = [found_inf for _, found_inf in stash.found]
+    if len(flags) > 1:  # one sync for all
+        flags = torch.stack([found_inf.to(flags[0].device) for found_inf in flags]).tolist()
+    return overflowed([scaler for scaler, _ in stash.found], list(map(float, flags)))
 
 
 def waits(device: torch.device) -> bool:

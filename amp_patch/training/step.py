@@ -24,7 +24,7 @@ from amp_patch.support.compiled import eager_only, wraps
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.scripts_line import stacklevel
 from amp_patch.training import captured, observers, overflow
-from amp_patch.training.stash import BackwardState, Stash, known_stash, sharing, stash_of
+from amp_patch.training.stash import Stash, body_events, known_stash, sharing, stash_of
 from amp_patch.training.unscale import unscale_pending
 
 Plain = Callable[..., Any]  # the `step` of an optimizer's own class
@@ -316,7 +316,7 @@ def _warn_of_ungathered(optimizer: Any, stash: Stash, links: LinkList) -> None:
     if not strays:
         return
     # Whether a body of another optimizer is running, or was since the last one of this optimizer.
-    others = bool(stash.backward.other_open_bodies) or stash.backward.ended != BackwardState.body_events
+    others = bool(stash.backward.other_open_bodies) or stash.backward.ended != body_events.count
     if others and any(map(has_gradient, links.masters)):
         return
     named = [
