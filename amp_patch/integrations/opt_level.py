@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from amp_patch.casts import regions
 from amp_patch.casts import state as casts_state
 from amp_patch.frontend import initialize, master_params
-from amp_patch.masters.masters import linked
+from amp_patch.masters.masters import links_of
 from amp_patch.model import keep_fp32
 from amp_patch.model.forward import policy_of
 from amp_patch.model.incoming import came_low
@@ -107,7 +107,7 @@ class OptLevel:
 
     def teardown(self) -> None:
         """The module is as it came. Lightning has moved it to the CPU by now, and the masters follow."""
-        for param, link in linked({p for module in self.models for p in module.parameters()}):
+        for param, link in links_of({p for module in self.models for p in module.parameters()}):
             link.master.data = link.master.data.to(param.device)
         leave(self.models, self.optimizers)
         self.models = []

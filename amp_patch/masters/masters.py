@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -90,8 +90,34 @@ class Link:
         self.route, self.is_routed = GradRoute(), False
 
 
-# A parameter, and the link to its master.
-Linked = tuple[Tensor, Link]
+class LinkList:
+    """Parameters that have masters, in their order, with their links; iteration gives (param, link).
+
+    Attributes:
+        params, links, masters: lists of one length.
+        watch: tells at once which of the masters were written since they were published.
+    """
+
+    __slots__ = ("links", "masters", "params", "watch")
+
+    def __init__(self, pairs: Iterable[tuple[Tensor, Link]] = ()) -> None:
+        pairs = list(pairs)
+        self.params = [param for param, _ in pairs]
+        self.links = [link for _, link in pairs]
+        self.masters = [link.master for link in self.links]
+        self.watch = Watch([link.noted for link in self.links])
+
+    def __len__(self) -> int:
+        return len(self.links)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Link]]:
+        return zip(self.params, self.links, strict=True)
+
+    def without(self, masters: Container[int]) -> LinkList:
+        """Those whose master's id is not among `masters`; itself where none is."""
+        kept = [pair for pair in self if id(pair[1].master) not in masters]
+        return self if len(kept) == len(self) else LinkList(kept)
+
 
 # id(parameter) -> a weak reference to it, and its link. When the parameter dies the callback of the reference takes the
 # entry away, so that an id is never another object's.
@@ -199,37 +225,38 @@ def _install() -> bool:
     return isinstance(types, list)
 
 
-def linked(params: Iterable[Tensor]) -> list[Linked]:
-    """Those `params` that have a master, with their links."""
-    return [(param, link) for param in params if (link := link_of(param)) is not None]
+def links_of(params: Iterable[Tensor]) -> LinkList:
+    """The links of those `params` that have a master."""
+    return LinkList((param, link) for param in params if (link := link_of(param)) is not None)
 
 
 @without_grad
-def publish(pairs: Sequence[Linked]) -> None:
+def publish(links: LinkList) -> None:
     """Round every master into its parameter, in place, on the device; no sync."""
-    round_into_weights(pairs)
-    note_published(pairs)
+    round_into_weights(links)
+    links.watch.note()
 
 
-def round_into_weights(pairs: Sequence[Linked]) -> None:
+def round_into_weights(links: LinkList) -> None:
     """`publish`, after which the masters still count as written; under no_grad."""
-    split, pairs = _parted(pairs)
+    split, whole = _parted(links)
     if split:
         split_master.split_back(split)
-    for params, masters in _by_device(pairs):
+    for params, masters in _by_device(whole):
         multi_tensor.multi_tensor_scale(masters, params, 1.0)
 
 
-def publish_written(pairs: Sequence[Linked]) -> list[Linked]:
-    """Publish those masters that were written since they last were, and return them; no sync."""
-    written = [pair for pair in pairs if pair[1].noted.written()]
-    if written:
-        publish(written)
-    return written
+def publish_written(links: LinkList) -> set[int]:
+    """Publish those masters that were written since they last were, and return their ids; no sync."""
+    written = links.watch.written()
+    if not written:
+        return set()
+    publish(LinkList((links.params[index], links.links[index]) for index in written))
+    return {id(links.masters[index]) for index in written}
 
 
 @without_grad
-def reconcile(pairs: Sequence[Linked]) -> None:
+def settle(links: LinkList) -> None:
     """Bring masters and parameters in step after edits by the user, in place, on the device; no sync.
 
     A master that was written since it was published is published. For the others values decide, since no version
@@ -238,16 +265,14 @@ def reconcile(pairs: Sequence[Linked]) -> None:
 
     Of a split master the parameter is a half, so an edit is in the master by itself. Those that are open are closed.
     """
-    written = publish_written(pairs)
-    if written:
-        published = {id(link) for _, link in written}
-        pairs = [pair for pair in pairs if id(pair[1]) not in published]
-    split, whole = _parted(pairs)
+    if written := publish_written(links):
+        links = links.without(written)
+    split, whole = _parted(links)
     if split:
         split_master.drop_joined(master for _, master in split)
     for params, masters in _by_device(whole):
         multi_tensor.multi_tensor_adopt(params, masters)
-    note_published(pairs)
+    links.watch.note()
 
 
 class Edits:
@@ -263,16 +288,16 @@ class Edits:
     def publish(self, model: nn.Module) -> None:
         """Round it into the parameters of `model`, in place; no sync. Cheap where nothing was written."""
         if self._changes != _changes:
-            pairs = linked(dict.fromkeys(model.parameters()))
-            self._linked = [(id(param), link) for param, link in pairs]
-            self._watch = Watch([link.noted for _, link in pairs]) if pairs else None
+            links = links_of(dict.fromkeys(model.parameters()))
+            self._linked = [(id(param), link) for param, link in links]
+            self._watch = links.watch if links else None
             self._changes = _changes
         if self._watch is None or not (written := self._watch.written()):
             return
         known = [(_links.get(key), link) for key, link in (self._linked[index] for index in written)]
         found = [(entry[0](), link) for entry, link in known if entry is not None]
         with torch.inference_mode(False):
-            publish([(param, link) for param, link in found if param is not None])
+            publish(LinkList((param, link) for param, link in found if param is not None))
 
 
 def _forget(entries: dict[int, tuple[weakref.ref[Tensor], Link]], key: int, reference: weakref.ref[Tensor]) -> None:
@@ -284,21 +309,17 @@ def _forget(entries: dict[int, tuple[weakref.ref[Tensor], Link]], key: int, refe
         _changes += 1
 
 
-def note_published(pairs: Sequence[Linked]) -> None:
-    """Take note that every master has the value that was last rounded into its parameter."""
-    for _, link in pairs:
-        link.noted.note()
+def _parted(links: LinkList) -> tuple[list[tuple[Tensor, Tensor]], LinkList]:
+    """The split masters (param, master), and the others."""
+    split = [(param, link.master) for param, link in links if is_split(link.master)] if split_master.used() else []
+    return split, links.without({id(master) for _, master in split}) if split else links
 
 
-def _parted(pairs: Sequence[Linked]) -> tuple[list[tuple[Tensor, Tensor]], Sequence[Linked]]:
-    """Those of the pairs whose masters are split (param, master), and the others."""
-    split = [(param, link.master) for param, link in pairs if is_split(link.master)] if split_master.used() else []
-    return split, [pair for pair in pairs if not is_split(pair[1].master)] if split else pairs
-
-
-def _by_device(pairs: Sequence[Linked]) -> list[tuple[list[Tensor], list[Tensor]]]:
+def _by_device(links: LinkList) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Per device the parameters and their masters."""
-    devices = {param.device for param, _ in pairs}
+    devices = {param.device for param in links.params}
     if len(devices) == 1:
-        return [([param for param, _ in pairs], [link.master for _, link in pairs])]
-    return [group for device in devices for group in _by_device([pair for pair in pairs if pair[0].device == device])]
+        return [(links.params, links.masters)]
+    both = list(zip(links.params, links.masters, strict=True))
+    of_devices = ([pair for pair in both if pair[0].device == device] for device in devices)
+    return [([param for param, _ in pairs], [master for _, master in pairs]) for pairs in of_devices]

@@ -18,14 +18,11 @@ from amp_patch.masters.half_gradients import HalfGradients
 from amp_patch.masters.master import Master, own_grad, set_own_grad
 from amp_patch.masters.masters import (
     Link,
-    Linked,
-    Watch,
+    LinkList,
     connect,
     link_of,
     master_of,
-    note_published,
-    publish,
-    reconcile,
+    settle,
     stop_waiting,
 )
 from amp_patch.masters.stepped_gradients import Gradients, SteppedGradients
@@ -61,33 +58,6 @@ class Pairs:
         self.bare = [param for param, master in self.distinct if param is master and param.dtype in LOW_PRECISION]
 
 
-class Links:
-    """The parameters that have a master.
-
-    Attributes:
-        linked: with their links.
-        params, masters: of these.
-        watch: tells which masters were written since they were published.
-        routes, stepped_grads: of the gradients; several where another optimizer had some of the masters first.
-    """
-
-    def __init__(self, linked: list[Linked]) -> None:
-        self.linked = linked
-        self.params = [param for param, _ in linked]
-        self.masters = [link.master for _, link in linked]
-        self.watch = Watch([link.noted for _, link in linked])
-        self.routes = list({id(link.route): link.route for _, link in linked}.values())
-        tables = (master.stepped_grads for master in self.masters if isinstance(master, Master))
-        self.stepped_grads = list({id(table): table for table in tables if table is not None}.values())
-
-    def publish_written(self) -> list[Linked]:
-        """As `masters.publish_written`."""
-        written = [self.linked[index] for index in self.watch.written()]
-        if written:
-            publish(written)
-        return written
-
-
 class Masters:
     """The parameters of one optimizer as pairs (param, master), and what moves between the two.
 
@@ -102,11 +72,11 @@ class Masters:
         self.waiting: HalfGradients | None = None
         self._route = GradRoute()
         self._stepped_grads = SteppedGradients()
-        self._params: dict[int, Linked] = {}  # id(master) -> the parameter and its link to this master
+        self._params: dict[int, tuple[Tensor, Link]] = {}  # id(master) -> the parameter and its link to this master
         self._pairs: Pairs | None = None
 
     def __getstate__(self) -> list[tuple[Tensor, Tensor, bool]]:
-        return [(param, link.master, link.noted.written()) for param, link in self.links.linked]
+        return [(param, link.master, link.noted.written()) for param, link in self.links]
 
     def __setstate__(self, pairs: Iterable[Sequence[Any]]) -> None:
         self.__init__()  # type: ignore[misc]
@@ -139,9 +109,20 @@ class Masters:
         return known
 
     @cached_property
-    def links(self) -> Links:
-        """The parameters that have a master, and what is asked of all of them at once."""
-        return Links(list(self._params.values()))
+    def links(self) -> LinkList:
+        """The parameters that have a master."""
+        return LinkList(self._params.values())
+
+    @cached_property
+    def routes(self) -> list[GradRoute]:
+        """Whose `param.grad` is; several where another optimizer had some of the masters first."""
+        return list({id(link.route): link.route for link in self.links.links}.values())
+
+    @cached_property
+    def stepped_grads(self) -> list[SteppedGradients]:
+        """The gradients of the last step; in several tables where another optimizer had some of the masters first."""
+        tables = (master.stepped_grads for master in self.links.masters if isinstance(master, Master))
+        return list({id(table): table for table in tables if table is not None}.values())
 
     def spend(self, masters: list[Tensor]) -> None:
         """Take the gradients off these `masters`, in whichever type: a step was for them; `grad` still gives them."""
@@ -150,41 +131,42 @@ class Masters:
             if (grad := own_grad(masters[index])) is not None:
                 held.fp32[id(masters[index])] = grad
         drop_gradients(masters)
-        for table in self.links.stepped_grads:
+        for table in self.stepped_grads:
             table.hold(held)
 
     def drop_stepped_grads(self) -> None:
         """Forget the gradients of earlier steps."""
-        for table in self.links.stepped_grads:
+        for table in self.stepped_grads:
             table.clear()
 
     def _changed(self) -> None:
-        vars(self).pop("links", None)
+        for name in ("links", "routes", "stepped_grads"):
+            vars(self).pop(name, None)
         self._pairs = None
 
     @property
-    def by_master(self) -> Mapping[int, Linked]:
+    def by_master(self) -> Mapping[int, tuple[Tensor, Link]]:
         """By the master's id the parameter that has it, and the link between the two."""
         return self._params
 
     def keep(self, *, split: bool) -> None:
         """Keep the masters of bfloat16 parameters as halves, or all of them whole, in place; no sync."""
         if split:
-            whole = [pair for pair in self.links.linked if not split_master.is_split(pair[1].master)]
-            split_master.split([(param, link.master) for param, link in whole])
+            whole = LinkList(pair for pair in self.links if not split_master.is_split(pair[1].master))
+            split_master.split(list(zip(whole.params, whole.masters, strict=True)))
             take_split_masters()
-            note_published(whole)  # one that was split before may have edits that nobody has published
+            whole.watch.note()  # one that was split before may have edits that nobody has published
             return
-        for _, link in self.links.linked:
-            if split_master.is_split(link.master):
-                split_master.unsplit(link.master)
+        for master in self.links.masters:
+            if split_master.is_split(master):
+                split_master.unsplit(master)
 
     def adopt(self) -> None:
         """Bring into the masters what somebody has written into their weights, in place; no sync.
 
         For copies of the masters: what is made of one lacks the weight's edits.
         """
-        reconcile([pair for pair in self.links.linked if not pair[1].noted.written()])
+        settle(LinkList(pair for pair in self.links if not pair[1].noted.written()))
 
     def let_gradients_wait(self) -> None:
         """Leave gradients in low precision from now on (`take_half`): the optimizer knows what to do with them."""
@@ -250,7 +232,7 @@ class Masters:
             _replace(optimizer, params, index, master)
             if split and made and low and id(param) not in about_to_be_cast:
                 split_master.split([(param, master)], exact=True)
-                note_published([(param, link)])
+                link.noted.note()
             if (grad := own_grad(param)) is not None:
                 master.grad = grad.to(master.dtype)
                 set_own_grad(param, None)
@@ -261,7 +243,7 @@ class Masters:
         A parameter that is FP32 again gets its master's gradient too.
         """
         attempt = Attempts()
-        for route in self.links.routes:
+        for route in self.routes:
             route.to_masters = route.scaled = False
         for group in optimizer.param_groups:
             attempt(self._detach_group, optimizer, group)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from amp_patch.masters.masters import linked, master_of, reconcile
+from amp_patch.masters.masters import links_of, master_of, settle
 from amp_patch.model import buffers
 from amp_patch.model.forward import AmpModel
 from amp_patch.model.fp32_copy import fp32_copy
@@ -84,7 +84,7 @@ class _Exact:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        reconcile(linked(dict.fromkeys(model.parameters())))
+        settle(links_of(dict.fromkeys(model.parameters())))
 
     def parameters(self) -> Iterator[Tensor]:
         """The masters, and weights without one in FP32; in the order of the model's own."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
-from amp_patch.masters.masters import link_of, linked, reconcile
+from amp_patch.masters.masters import link_of, links_of, settle
 from amp_patch.model import came
 from amp_patch.model.tensors import was_changed
 from amp_patch.policy import LOW_PRECISION
@@ -59,7 +59,7 @@ def low_weights(model: nn.Module, on_demand: bool) -> tuple[dict[str, torch.dtyp
             types[name] = param.dtype
             known = link is not None and not was_changed(param, link.master)
             exact[id(param)] = (param, param.dtype, link.master if link is not None and known else None)
-    reconcile(linked(param for param, _, master in exact.values() if master is not None))
+    settle(links_of(param for param, _, master in exact.values() if master is not None))
     return types, list(exact.values())
 
 

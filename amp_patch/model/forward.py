@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from amp_patch.casts import regions
 from amp_patch.casts import state as casts_state
-from amp_patch.masters.masters import connect, has_gradient, link_of, linked, master_of, reconcile
+from amp_patch.masters.masters import LinkList, connect, has_gradient, link_of, links_of, master_of, settle
 from amp_patch.model import buffers, came, copies, fsdp, shielded_copies
 from amp_patch.model.fast_path import forbid_fast_path
 from amp_patch.model.state import ModelState, followed_policy, running, untouched
@@ -66,7 +66,7 @@ class AmpModel(Generated):
                 for param in params.values():
                     if param.dtype in LOW_PRECISION and link_of(param) is None and came.type_of(param) is None:
                         connect(param, nn.Parameter(param.detach().float(), requires_grad=param.requires_grad))
-        reconcile(linked(set(params.values())))
+        settle(links_of(set(params.values())))
         exact = buffers.exact_values(module, prefix)
         as_it_is = {name for name, param in params.items() if came.type_of(param) is not None or is_quantized(param)}
         if as_it_is:
@@ -114,7 +114,7 @@ class AmpModel(Generated):
         if (own := vars(module).get("_amp")) is not None:
             own.cleared += 1
         # First: `super().zero_grad()` reads `.grad`, which would materialize the masters' gradients.
-        for _, link in linked(module.parameters()):
+        for _, link in links_of(module.parameters()):
             master = link.master
             live = not set_to_none and has_gradient(master)
             master.grad = torch.zeros_like(master.grad) if live else None  # type: ignore[arg-type]
@@ -209,9 +209,9 @@ def restore(model: nn.Module, *, give_back: bool = True) -> None:
     for module in model.modules():
         if isinstance(module, Generated):
             attempt(take, module)
-    pairs = linked(set(model.parameters()))
+    links = links_of(set(model.parameters()))
     attempt(refuse_changed, model)
-    attempt(reconcile, [(param, link) for param, link in pairs if not was_changed(param, link.master)])
+    attempt(settle, LinkList(pair for pair in links if not was_changed(pair[0], pair[1].master)))
     for name, param in model.named_parameters():
         attempt(functools.partial(uncast, param, name, give_back=give_back))
     attempt(functools.partial(buffers.uncast, model, but=state.low_buffers))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from amp_patch.casts import state as casts_state
-from amp_patch.masters.masters import linked, master_of, reconcile
+from amp_patch.masters.masters import links_of, master_of, settle
 from amp_patch.model import forward as model_forward
 from amp_patch.model import shielded_copies
 
@@ -25,7 +25,7 @@ def fp32_copy(model: nn.Module) -> nn.Module:
     Pickles are always of the plain classes. What the caller enters around the copy, `amp.autocast` or the forward of a
     model, acts in it as in any module.
     """
-    reconcile(linked(set(model.parameters())))
+    settle(links_of(set(model.parameters())))
     plain = copy.deepcopy(model)
     model_forward.to_plain_fp32(plain)
     with torch.no_grad():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.masters.master import own_grad, set_own_grad
-from amp_patch.masters.masters import disconnect, link_of, master_of, publish
+from amp_patch.masters.masters import LinkList, disconnect, link_of, master_of, publish
 from amp_patch.model import buffers, came, fsdp, incoming
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import distributed
@@ -241,5 +241,5 @@ def load_masters(model: nn.Module, state_dict: Any, prefix: str, *_: Any) -> Non
             continue
         with torch.no_grad():
             link.master.copy_(value)
-        publish([(param, link)])  # one by one: publishing frees a split master's joined memory
+        publish(LinkList([(param, link)]))  # one by one: publishing frees a split master's joined memory
         state_dict[prefix + name] = param

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import distributed as torch_ddp
 
-from amp_patch.masters.masters import linked, publish
+from amp_patch.masters.masters import links_of, publish
 from amp_patch.policy import Policy
 from amp_patch.support import distributed
 from amp_patch.support.patches import Installation, Patches
@@ -139,13 +139,12 @@ def _replace(patches: Patches) -> None:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         ignored = given["params_and_buffers_to_ignore"]
         synced = [param for name, param in given["module"].named_parameters() if name not in ignored]
-        pairs = linked(synced)
-        if pairs:
-            masters = [link.master.detach() for _, link in pairs]
+        if links := links_of(synced):
+            masters = [master.detach() for master in links.masters]
             torch.distributed._broadcast_coalesced(
                 given["process_group"], masters, given["broadcast_bucket_size"], given["src"]
             )
-            publish(pairs)
+            publish(links)
         _broadcast_scales(given["module"], given["process_group"], given["broadcast_bucket_size"], given["src"])
         return result
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import multi_tensor
-from amp_patch.masters.masters import Linked
+from amp_patch.masters.masters import Link
 from amp_patch.masters.split_master import low_half, used
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.optimizers.adam import FusedAdam
@@ -41,7 +41,7 @@ class Part:
     factors: Sequence[Number]
     masters: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
-    links: list[Linked] = field(default_factory=list)
+    links: list[tuple[Tensor, Link]] = field(default_factory=list)
     first_run: bool = False  # whether there is no momentum yet
     version: int = -1  # of the first master, before the step
     refused: bool = False  # whether the kernels do not take it

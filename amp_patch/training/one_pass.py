@@ -6,7 +6,7 @@ not take (sparse gradients, capturable=True, a state that somebody has replaced)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import compress
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from amp_patch import multi_tensor
 from amp_patch.masters import split_master
 from amp_patch.masters.half_gradients import can_wait
-from amp_patch.masters.masters import Linked, add_gradients, note_published, reconcile
+from amp_patch.masters.masters import LinkList, add_gradients, publish_written, settle
 from amp_patch.support.blocks import without_grad
 from amp_patch.training.known_optimizers import KERNELS, Group, NotKnown, Part, counts, kernel_of, version_of
 from amp_patch.training.stash import Stash
@@ -54,7 +54,7 @@ class InOnePass(Whole):
     @without_grad
     def run(self, step: Step, plain: Plain) -> None:
         optimizer, stash = step.optimizer, step.stash
-        stash.masters.links.publish_written()
+        publish_written(step.links)
         try:
             parts = list(_parts(optimizer, stash))
         except NotKnown:
@@ -75,7 +75,7 @@ IN_ONE_PASS = InOnePass()
 
 def _step_all(step: Step, parts: list[Part], counted: list[int], plain: Plain) -> None:
     """Step those parts that have not been: in one pass, or the optimizer's own way, which counts by itself."""
-    optimizer, linked = step.optimizer, step.linked
+    optimizer = step.optimizer
     held = split_master.release(master for part in parts for master in part.masters)
     try:
         left = [part for part in parts if not _run(step, part)]
@@ -84,27 +84,24 @@ def _step_all(step: Step, parts: list[Part], counted: list[int], plain: Plain) -
             torch.autograd.graph.increment_version(master)
         split_master.follow(held)
     stepped = {id(link.master) for part in parts if part.is_made for _, link in part.links}
-    if len(stepped) < len(linked):
-        reconcile([pair for pair in linked if id(pair[1].master) not in stepped])
+    if len(stepped) < len(step.links):
+        settle(step.links.without(stepped))
     if not left:
         for group, count in zip(optimizer.param_groups, counted, strict=False):
             group["step"] = count
         done(step)
         return
-    step.unpublished = [pair for part in left for pair in part.links]
+    step.unpublished = LinkList(pair for part in left for pair in part.links)
     _step_with_torch(optimizer, left, plain)
-    done(step, [pair for pair in linked if id(pair[1].master) not in stepped])
+    done(step, step.links.without(stepped))
 
 
-def done(step: Step, left: Sequence[Linked] = ()) -> None:
+def done(step: Step, left: LinkList | None = None) -> None:
     """Note that the strategy has made the step, and brought all masters and weights in step but those of `left`."""
-    # Set `stepped` first: after an interrupt in here `note_published` has erased the other sign of a finished step.
+    # Set `stepped` first: after an interrupt in here `note` has erased the other sign of a finished step.
     step.stepped = True
-    if left:
-        others = {id(link) for _, link in left}
-        note_published([pair for pair in step.linked if id(pair[1]) not in others])
-    else:
-        step.stash.masters.links.watch.note()
+    links = step.links if left is None else step.links.without(set(map(id, left.masters)))
+    links.watch.note()
 
 
 def _run(step: Step, part: Part) -> bool:

@@ -231,7 +231,7 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
     for wrapper in wrappers:
         attempt(generated_class.take, wrapper)
         attempt(stash.masters.unfollow, wrapper)
-    linked = stash.masters.links.linked
+    params = stash.masters.links.params
     attempt(stash.masters.detach, optimizer)
     attempt(zero_redundancy.repartition, optimizer)
     if isinstance(optimizer, Generated):
@@ -239,7 +239,7 @@ def restore(optimizer: Any, *, recast_state: bool = True) -> None:
         attempt(_lead_scheduler, optimizer)
     take_stash(optimizer)
     if recast_state:
-        for param, _ in linked:
+        for param in params:
             disconnect(param)
         attempt(state_follows_params, optimizer)
     attempt.finish()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from amp_patch.masters import split_master
 from amp_patch.masters.half_gradients import can_wait, room_for
 from amp_patch.masters.master import Master
-from amp_patch.masters.masters import has_gradient, reconcile, round_into_weights
+from amp_patch.masters.masters import LinkList, has_gradient, round_into_weights, settle
 from amp_patch.masters.split_master import SplitMaster
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.generated_class import base_class
@@ -130,7 +130,7 @@ class InPortions(Whole):
     """The optimizer's own step on a few parameters at a time, between unscaling and rounding, in the cache."""
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
-        if stash.masters.waiting is None or not stash.masters.links.linked or not stash.unobserved:
+        if stash.masters.waiting is None or not stash.masters.links or not stash.unobserved:
             return False
         if given:
             _say(optimizer, "step() was given a closure")
@@ -141,7 +141,7 @@ class InPortions(Whole):
         portions = list(_portions(step.optimizer))
         if not portions or not all(_is_dense(master) for _, masters in portions for master in masters):
             return super().run(step, plain)  # portions are known to be right for dense gradients alone
-        _reconcile_others(step, portions)
+        _settle_others(step, portions)
         _step_each(step, portions, plain)
         done(step)
         return None
@@ -149,8 +149,8 @@ class InPortions(Whole):
 
 def suits(optimizer: Any, stash: Stash) -> bool:
     """Whether steps of `optimizer`, with its settings of now, go in portions; the log says why not."""
-    linked = stash.masters.links.linked
-    if not linked or not can_wait() or any(param.device.type != "cpu" for param, _ in linked):
+    params = stash.masters.links.params
+    if not params or not can_wait() or any(param.device.type != "cpu" for param in params):
         return False
     return _is_sound(optimizer)
 
@@ -159,9 +159,8 @@ IN_PORTIONS = InPortions()
 
 
 @without_grad
-def _reconcile_others(step: Step, portions: list[tuple[Group, list[Tensor]]]) -> None:
-    stepped = {id(master) for _, masters in portions for master in masters}
-    reconcile([pair for pair in step.linked if id(pair[1].master) not in stepped])
+def _settle_others(step: Step, portions: list[tuple[Group, list[Tensor]]]) -> None:
+    settle(step.links.without({id(master) for _, masters in portions for master in masters}))
 
 
 @without_grad
@@ -170,8 +169,8 @@ def _step_each(step: Step, portions: list[tuple[Group, list[Tensor]]], plain: Pl
     waiting, link_of = masters_of.waiting, masters_of.by_master
     room = max(sum(map(room_for, masters)) for _, masters in portions)
     for group, masters in portions:
-        pairs = [pair for master in masters if (pair := link_of.get(id(master))) is not None]
-        reconcile(pairs)
+        links = LinkList(pair for master in masters if (pair := link_of.get(id(master))) is not None)
+        settle(links)
         shell = _shell(step.optimizer, group, masters)
         try:
             if waiting is not None:
@@ -182,7 +181,7 @@ def _step_each(step: Step, portions: list[tuple[Group, list[Tensor]]], plain: Pl
         finally:
             if waiting is not None:
                 waiting.lent = {}
-        round_into_weights(pairs)
+        round_into_weights(links)
 
 
 def _portions(optimizer: Any) -> Iterator[tuple[Group, list[Tensor]]]:

@@ -283,7 +283,7 @@ class Stash:
     def route_grads(self) -> None:
         """Let `grad` of the parameters be their masters' where those have been gathered, and none are scaled now."""
         scaled = self.pending is not None or self.backward.open
-        for route in self.masters.links.routes:
+        for route in self.masters.routes:
             route.to_masters, route.scaled = self.gathered and not scaled, scaled
 
     def forget_cleared(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -7,7 +7,7 @@ were registered, and what they write into masters is where the step begins. User
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from amp_patch.casts import regions
 from amp_patch.casts import state as casts_state
 from amp_patch.masters import split_master
 from amp_patch.masters.master import own_grad
-from amp_patch.masters.masters import Linked, has_gradient, publish, reconcile
+from amp_patch.masters.masters import LinkList, has_gradient, publish, publish_written, settle
 from amp_patch.model import came
 from amp_patch.multi_tensor.bulk import with_gradient
 from amp_patch.support import capture
@@ -53,10 +53,10 @@ class Whole:
 
         `step.unpublished` gets the masters that are still to be rounded into the weights.
         """
-        step.unpublished = list(step.linked)
-        reconcile(step.linked)
+        step.unpublished = step.links
+        settle(step.links)
         step.writes = True
-        split_master.materialize(link.master for _, link in step.linked if has_gradient(link.master))
+        split_master.materialize(master for master in step.links.masters if has_gradient(master))
         return plain(step.optimizer, *step.args, **step.kwargs)
 
 
@@ -75,7 +75,7 @@ class Step(Block):
         args, kwargs: what `step` was given.
 
     Attributes:
-        linked: the parameters that have masters.
+        links: the optimizer's parameters that have masters.
         skipped: whether the host knows of an overflow, so that no strategy is asked.
         overflow: FP32, shape []: the flag on the device by which the optimizer skips there; None: it does not.
         writes: whether what is written into masters from now on is the step, and not an edit of the user's.
@@ -86,10 +86,10 @@ class Step(Block):
     def __init__(self, optimizer: Any, stash: Stash, args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
         self.optimizer, self.stash = optimizer, stash
         self.args, self.kwargs = args, kwargs or {}
-        self.linked = stash.masters.links.linked
+        self.links = stash.masters.links
         self.skipped = self.writes = self.stepped = False
         self.overflow: torch.Tensor | None = None
-        self.unpublished: Sequence[Linked] = ()
+        self.unpublished: LinkList | None = None
         self._made = self._is_consumed = False
         self._no_casts: regions.region | None = None
         self._exit_watch: Any = None
@@ -103,9 +103,9 @@ class Step(Block):
         is_capturing = capture.is_capturing()
         if is_capturing:
             captured.check(optimizer, stash)
-        settle_gradients(optimizer, stash)  # a pre-hook may have run a backward
-        if self.linked:
-            _warn_of_ungathered(optimizer, stash, self.linked)
+        unscale_left(optimizer, stash)  # a pre-hook may have run a backward
+        if self.links:
+            _warn_of_ungathered(optimizer, stash, self.links)
         if stash.device_skips:
             stash.collect_device_skips()
         self.skipped, self.overflow = overflow.decide(optimizer, stash, is_capturing)
@@ -119,7 +119,7 @@ class Step(Block):
     def run(self, strategy: Whole, plain: Plain) -> Any:
         """Have `strategy` make the step, if it is not skipped; returns what `step` returns."""
         if self.skipped:
-            reconcile(self.linked)
+            settle(self.links)
             closure = self._closure()
             return closure() if isinstance(closure, ClosureAlreadyRun) else None
         result = strategy.run(self, plain)
@@ -140,9 +140,8 @@ class Step(Block):
         if self._made or self.skipped:
             self._finish()
         elif self.writes:
-            links = stash.masters.links
-            self.stepped = self.stepped or bool(links.watch.written())
-            links.publish_written()
+            self.stepped = self.stepped or bool(self.links.watch.written())
+            publish_written(self.links)
             if self.stepped:
                 self._consume()
         if self.overflow is not None:
@@ -219,13 +218,13 @@ def step_of(base: Any, strategy: Whole = WHOLE) -> Callable[..., Any]:
         stash = stash_of(self)
         if stash is None or not stash.enabled or stash.step is not None:
             return base.step(self, *args, **kwargs)
-        settle(self, stash)
+        prepare(self, stash)
         if between_hooks is not None and base.step is own and "_optimizer_step_pre_hooks" in vars(self):
             result = between_hooks(self, *args, **kwargs)
         else:  # no hooks, or a script has replaced `step` of the class since
             result = _around(base.step, self, stash, args, kwargs)
         if stash.enabled:
-            stash.masters.links.publish_written()  # by users' post-hooks
+            publish_written(stash.masters.links)  # by users' post-hooks
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  # else torch would call the hooks around this method too
@@ -245,16 +244,16 @@ def _around(whole: Plain, optimizer: Any, stash: Stash, args: tuple[Any, ...], k
     return result
 
 
-def settle(optimizer: Any, stash: Stash) -> None:
+def prepare(optimizer: Any, stash: Stash) -> None:
     """Before users' pre-hooks: refuse a step that cannot be, and leave unscaled gradients on masters; no sync."""
     if stash.backward.open or stash.backward.other_open_bodies:
         _refuse_in_body(optimizer, stash)
     refuse_thawed(optimizer, stash)
     stash.masters.drop_stepped_grads()
-    settle_gradients(optimizer, stash)
+    unscale_left(optimizer, stash)
 
 
-def settle_gradients(optimizer: Any, stash: Stash) -> None:
+def unscale_left(optimizer: Any, stash: Stash) -> None:
     """Unscale what delayed exits of `scale_loss` left for this optimizer, or others with its parameters; no sync."""
     if stash.pending is not None or stash.neighbours.sharing:
         unscale_pending(optimizer)
@@ -280,7 +279,7 @@ def _awaited_by_others(stash: Stash) -> set[int]:
     awaited: set[int] = set()
     for _, known in sharing(stash):
         if known.gathered:
-            awaited.update(id(link.master) for _, link in known.masters.links.linked)
+            awaited.update(map(id, known.masters.links.masters))
     return awaited
 
 
@@ -322,20 +321,20 @@ def refuse_thawed(optimizer: Any, stash: Stash) -> None:
     )
 
 
-def _warn_of_ungathered(optimizer: Any, stash: Stash, linked: Sequence[Linked]) -> None:
-    """Warn of gradients of cast parameters that no exit of `scale_loss` has brought to their masters (`linked`).
+def _warn_of_ungathered(optimizer: Any, stash: Stash, links: LinkList) -> None:
+    """Warn of gradients of cast parameters that no exit of `scale_loss` has brought to their masters (`links`).
 
     The loss of another optimizer may rightly leave such gradients (a GAN's generator loss fills the discriminator's).
     After the body of another optimizer the warning comes only if no master of this one has a gradient.
     """
-    strays = {id(linked[i][1].master): linked[i][0] for i in with_gradient(stash.masters.links.params)}
+    strays = {id(links.masters[index]): links.params[index] for index in with_gradient(links.params)}
     dropped = stash.backward.strays
-    strays |= {id(link.master): param for param, link in linked if id(param) in dropped} if dropped else {}
+    strays |= {id(link.master): param for param, link in links if id(param) in dropped} if dropped else {}
     if not strays:
         return
     # Whether a body of another optimizer is running, or was since the last one of this optimizer.
     others = bool(stash.backward.other_open_bodies) or stash.backward.ended != BackwardState.body_events
-    if others and any(has_gradient(link.master) for _, link in linked):
+    if others and any(map(has_gradient, links.masters)):
         return
     named = [
         stash.neighbours.names.get(id(strays[id(master)]), f"group {index}, parameter {position}")

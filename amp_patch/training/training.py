@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from amp_patch.casts import dynamo, install
 from amp_patch.casts import state as casts_state
 from amp_patch.masters import clipping
-from amp_patch.masters.masters import disconnect, linked, reconcile
+from amp_patch.masters.masters import disconnect, links_of, settle
 from amp_patch.model import averages, came, fsdp, incoming, shielded_copies, untouched
 from amp_patch.model import forward as model_forward
 from amp_patch.model import tensors as model_tensors
@@ -169,14 +169,14 @@ def leave_earlier(models: list[nn.Module], targets: list[Any], kept: list[nn.Mod
         params = {id(p) for model in recast for p in model.parameters()}
         earlier = [o for t in trainings for ref in t.optimizers if (o := ref()) is not None]
         initialized = [(o, stash) for o in earlier if (stash := stash_of(o)) is not None]
-        holders = [o for o, stash in initialized if any(id(p) in params for p, _ in stash.masters.links.linked)]
+        holders = [o for o, stash in initialized if any(id(p) in params for p, _ in stash.masters.links)]
         leave(recast, list({id(o): o for o in holders}.values()), give_back=False)
     for target in targets:
         if stash_of(target) is not None:
             optimizer_side.restore(target, recast_state=False)
     if not policy.master_weights:  # else weights that stay cast keep masters that no optimizer steps
-        left = linked(dict.fromkeys(param for model in again for param in model.parameters()))
-        reconcile(left)
+        left = links_of(dict.fromkeys(param for model in again for param in model.parameters()))
+        settle(left)
         for param, _ in left:
             disconnect(param)
 

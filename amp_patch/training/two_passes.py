@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from amp_patch.masters.masters import publish_written
 from amp_patch.support import generated_class
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.training.innermost_optimizer import innermost, layers, makes_two_passes
@@ -31,7 +32,7 @@ class AmpWrapper(Generated):
             unscale_pending(innermost(self))
             result = base.first_step(self, *args, **kwargs)  # type: ignore[attr-defined]
             # A compiled forward, or one of a part of the model, would not publish the masters.
-            known_stash(innermost(self)).masters.links.publish_written()
+            publish_written(known_stash(innermost(self)).masters.links)
             return result
 
         def second_step(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from amp_patch.support import capture
 from amp_patch.support.compiled import not_traced
 from amp_patch.training import captured
 from amp_patch.training.stash import Stash, stash_of
-from amp_patch.training.step import consume, settle_gradients
+from amp_patch.training.step import consume, unscale_left
 
 
 class _HookedStep:
@@ -49,7 +49,7 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     step = stash.step = _HookedStep(sys._getframe(1))
     if capture.is_capturing():
         captured.check(optimizer, stash)
-    settle_gradients(optimizer, stash)
+    unscale_left(optimizer, stash)
     stash.last_skipped = False
     if casts_state.current() is None:
         return None

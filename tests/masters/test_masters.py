@@ -7,7 +7,7 @@ import gc
 import torch
 from torch import nn
 
-from amp_patch.masters.masters import _links, connect, disconnect, link_of, linked, master_of
+from amp_patch.masters.masters import _links, connect, disconnect, link_of, links_of, master_of
 
 
 def parameter():
@@ -20,7 +20,7 @@ def test_a_master_is_found_by_the_identity_of_its_parameter():
     assert link_of(param) is link and master_of(param) is master
     assert link_of(equal) is None and master_of(equal) is None
     assert connect(param, master) is link
-    assert linked([equal, param]) == [(param, link)]
+    assert list(links_of([equal, param])) == [(param, link)]
     disconnect(param)
     disconnect(equal)
     assert link_of(param) is None

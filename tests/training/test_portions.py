@@ -351,7 +351,7 @@ def test_an_exception_in_a_portion(next_step, how_many):
     model, optimizer = training(torch.optim.RMSprop, "O5")
     backward(model, optimizer, 0)
     optimizer.step()
-    masters = [link.master for _, link in optimizer._amp_stash.masters.links.linked]  # not those of the norm
+    masters = optimizer._amp_stash.masters.links.masters  # not those of the norm
     broken = optimizer.state[masters[-1]].pop("square_avg")
     groups = [list(group["params"]) for group in optimizer.param_groups]
     before = [master.detach().clone() for master in masters]
@@ -390,7 +390,7 @@ def test_an_interrupt_before_the_first_portion_keeps_the_gradients(monkeypatch):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patches:
-        patches.setattr(portions, "reconcile", interrupted)
+        patches.setattr(portions, "settle", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     optimizer.step()

@@ -144,6 +144,16 @@ def test_each_loss_has_a_scale_of_its_own_and_any_overflow_skips_the_step(level)
     assert master_grads(optimizer) == [[[0.25, 0.5]]]
 
 
+@pytest.mark.parametrize("level", SCALED)
+def test_a_loss_that_overflows_twice_before_one_step_moves_its_scale_once(level):
+    model, optimizer = setup(level, verbosity=0, loss_scale="dynamic")
+    for _ in range(2):
+        backward(quarter(model, math.inf, 2.0), optimizer)
+    optimizer.step()
+    assert optimizer._amp_stash.step_skipped
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 32768.0
+
+
 @pytest.mark.parametrize("level", EVERY)
 def test_one_loss_for_several_optimizers(level):
     first, second = linear([[1.0]]), linear([[2.0]])
@@ -241,7 +251,7 @@ def test_a_stale_scaled_gradient_planted_as_known_is_caught_by_the_gan_test():
         optimizer.zero_grad = lambda: None
         optimizer._amp_stash.pending = Pending(scaler)
         optimizer._amp_stash.route_grads()
-        for param, _ in optimizer._amp_stash.masters.links.linked:
+        for param in optimizer._amp_stash.masters.links.params:
             param.grad = torch.full_like(param, 30000.0)
 
     losses = gan_losses("O2", "after step", plant=plant)

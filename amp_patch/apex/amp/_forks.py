@@ -150,7 +150,7 @@ def broadcast(models: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
     flat_dist_call([*masters.values(), *own], distributed.broadcast, (0,))
     for target in _innermost(optimizers):
         if (stash := stash_of(target)) is not None:
-            publish(stash.masters.links.linked)
+            publish(stash.masters.links)
 
 
 def averages(optimizers: Any) -> bool:

@@ -127,14 +127,14 @@ class AmpOptimizer(optimizer_side.AmpOptimizer):
 
     def _master_params_to_model_params(self) -> None:
         """Round every master into its parameter."""
-        publish(self._amp_stash.masters.links.linked)
+        publish(self._amp_stash.masters.links)
 
     def _prepare_amp_backward(self) -> None:
         """Leave no gradient on the model that a backward pass could add to; `_post_amp_backward` adds them."""
         self._amp_lazy_init()
         stash = self._amp_stash
         stash.backward.earlier.clear()
-        for route in stash.masters.links.routes:
+        for route in stash.masters.routes:
             route.to_masters, route.scaled = False, True
         for param, master in stash.masters.pairs(self.param_groups):
             if param is master and (earlier := take(param)) is not None:

@@ -13,7 +13,7 @@ from amp_patch import multi_tensor
 from amp_patch.apex.fp16_utils.fp16util import clip_grad_norm
 from amp_patch.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from amp_patch.masters import of_optimizer
-from amp_patch.masters.masters import publish, reconcile
+from amp_patch.masters.masters import publish, settle
 from amp_patch.policy import LOW_PRECISION
 
 logger = logging.getLogger("amp_patch")
@@ -205,8 +205,8 @@ class FP16_Optimizer:
             if self.verbose:
                 logger.warning("Gradient overflow: skipped the step; loss scale is now %g", self.loss_scale)
             return None
-        linked = self._masters.links.linked
-        reconcile(linked)  # the user may have written into the model, or loaded a checkpoint
+        links = self._masters.links
+        settle(links)  # the user may have written into the model, or loaded a checkpoint
         if closure is None:
             result = self.optimizer.step()
         else:
@@ -214,7 +214,7 @@ class FP16_Optimizer:
                 result = self.optimizer.step(lambda: self._evaluate(closure))
             finally:
                 self.first_closure_call_this_step = True
-        publish(linked)
+        publish(links)
         return result
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,11 +252,11 @@ class FP16_Optimizer:
         for group, saved_group in zip(self.fp32_from_fp16_groups, saved_groups, strict=True):
             for master, saved in zip(group, saved_group, strict=True):
                 master.copy_(saved)
-        publish(self._masters.links.linked)
+        publish(self._masters.links)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         if not self.first_closure_call_this_step:
-            publish(self._masters.links.linked)  # the optimizer has moved the masters since its first call
+            publish(self._masters.links)  # the optimizer has moved the masters since its first call
         self.first_closure_call_this_step = False
         while True:
             before = self.loss_scale

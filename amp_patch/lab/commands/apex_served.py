@@ -19,7 +19,7 @@ SERVED, DIFFERS, MISSING = "served", "differs", "missing"
 ELEMENT = "[]"
 CALL = "()"
 
-# Other compiled modules of Apex, which stand beside the package.
+# Compiled modules of Apex that are top-level modules, beside the package.
 EXTENSIONS = re.compile(r"(fused_layer_norm|fused_adam|fused_dense|mlp|xentropy|syncbn|.*masked_softmax)_cuda$")
 
 
@@ -35,7 +35,7 @@ def _known() -> dict[str, Any]:
     amp = modules()
     return {
         "_amp_state": vars(amp["apex.amp._amp_state"])["_amp_state"],
-        "loss_scalers": amp["apex.amp.scaler"].LossScaler(1.0),  # each of them
+        "loss_scalers": amp["apex.amp.scaler"].LossScaler(1.0),  # stands for each element
         "opt_properties": amp["apex.amp.frontend"].Properties(),
         "handle": amp["apex.amp.handle"].AmpHandle,
         "_amp_stash": amp["apex.amp._process_optimizer"].AmpOptimizerState,
@@ -90,7 +90,7 @@ def _differences() -> tuple[dict[str, str], dict[int, str]]:
     for row in apex_surface.ROWS:
         for path in row.paths():
             by_name[path] = row.difference
-            if callable(found := resolve(path)):  # it may have other names too; a number or a list may not
+            if callable(found := resolve(path)):  # it may have other names; numbers and lists may not
                 by_id[id(found)] = row.difference
     return by_name, by_id
 

@@ -22,7 +22,7 @@ class Row(NamedTuple):
         return [f"{self.owner}.{name}" for name in self.names.split()]
 
 
-# What scripts call the optimizer that `initialize` returned: its private names are recognised on any object.
+# The owner of private names that scripts read from an optimizer: `check` recognises them on any object.
 OPTIMIZER = "optimizer"
 
 ROWS = (

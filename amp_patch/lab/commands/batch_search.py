@@ -18,7 +18,7 @@ from amp_patch.lab.comparison.plan import Plan
 from amp_patch.lab.recording.run import Run, dumps
 from amp_patch.support.files import write_whole
 
-_STEPS = 4  # the third counts the activations, so its time is not one; the first warms up
+_STEPS = 4  # 2 and 4 are timed: 1 warms up, and 3 counts the activations
 _FREE = "import torch; print(torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else '')"
 
 
@@ -68,7 +68,7 @@ def _limit(args: argparse.Namespace) -> int:
         )
     if args.batch_search != "free":
         return batch_search.size_in_bytes(args.batch_search)
-    # In a process of its own: a context of CUDA's here would take of what is free.
+    # In a process of its own: a CUDA context of this one would take some of the free memory.
     asked = subprocess.run([sys.executable, "-c", _FREE], capture_output=True, text=True)
     if args.device == "cpu" or not asked.stdout.strip().isdigit():
         raise ValueError("compare: --batch-search is free, and there is no GPU: give a size, as --batch-search 8GiB")

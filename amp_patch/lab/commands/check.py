@@ -35,8 +35,10 @@ from amp_patch.lab.commands.apex_served import (
     finding,
     modules,
 )
+from amp_patch.lab.text_table import in_columns
 
 WIDTH = 80
+_STATUS_WIDTH = 7  # of "missing", the longest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,14 +145,14 @@ def _trees(path: Path) -> Iterator[tuple[str, ast.AST]]:
         if cell.get("cell_type") == "code":
             source = "".join(cell.get("source", ""))
             if not source.startswith("%%"):  # another language, or a timing
-                # Lines for the shell and for the notebook; what is left may be a block's only line.
+                # Lines for the shell become `pass`: such a line may be the only one of a block.
                 source = re.sub(r"^(\s*)[%!].*", r"\1pass", source, flags=re.MULTILINE)
                 yield f"{path}[{number}]:", _parsed(source, path)
 
 
 def _parsed(source: str | bytes, path: Path) -> ast.AST:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the script's own doubtful literals
+        warnings.simplefilter("ignore")  # SyntaxWarning: invalid escapes in the script
         return ast.parse(source, str(path))
 
 
@@ -203,7 +205,7 @@ def _optimizers_own() -> set[str]:
 class Names:
     """The names of one file that stand for something of Apex, whatever the scope."""
 
-    follows = staticmethod(_is_apex)  # whether a full name may be one, or lead to one
+    follows = staticmethod(_is_apex)  # whether a full name is one of Apex, or may lead to one
 
     @staticmethod
     def own() -> set[str]:
@@ -216,7 +218,7 @@ class Names:
 
     def __init__(self) -> None:
         self.paths: dict[str, str] = {}
-        self.others: set[str] = set()  # names that stand for something else as well, perhaps in another branch
+        self.others: set[str] = set()  # names that are bound to something else too, perhaps in another branch
 
     def collect(self, tree: ast.AST) -> None:
         """Follow imports, and what is set to something of Apex."""
@@ -379,13 +381,13 @@ def native_report(natives: list[Native]) -> Iterator[str]:
 
 
 def _lines(found: Finding, column: int) -> Iterator[str]:
-    head = f"{found.status:<8} {found.name:<{column}}  "
-    places = _places(found.places)
-    if len(head) + len(places) > WIDTH:
-        yield head.rstrip()
+    places, widths = _places(found.places), (_STATUS_WIDTH, column, 0)
+    (line,) = in_columns([(found.status, found.name, places)], widths=widths)
+    if len(line) > WIDTH:
+        yield from in_columns([(found.status, found.name)], widths=widths)
         yield from _wrapped(places, 11 * " ", 11 * " ")
     else:
-        yield head + places
+        yield line
     if found.note:
         yield from _wrapped(found.note, 11 * " ", 11 * " ")
 

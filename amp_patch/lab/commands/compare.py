@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from amp_patch.lab.commands import batch_search
-from amp_patch.lab.commands.compare_turns import ComparisonRefused, TurnOrder
 from amp_patch.lab.commands.interrupts import as_interrupts
+from amp_patch.lab.commands.turn_scheduler import ComparisonRefused, TurnScheduler
 from amp_patch.lab.comparison import page, table
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.machine import SLOW, machine, products_in_words, time_of_products
@@ -71,7 +71,7 @@ def split(given: list[str]) -> tuple[list[str], list[str]]:
     end = given.index("--") if "--" in given else len(given)
     own = given[:end]
     for flag in ("--seed-flag", "--batch-flag"):
-        if flag in own[:-1]:  # argparse does not take `--seed` for its value
+        if flag in own[:-1]:  # argparse would take `--seed` for an option of ours, not for the value
             at = own.index(flag)
             own[at : at + 2] = ["=".join(own[at : at + 2])]
     return own, given[end + 1 :]
@@ -92,7 +92,7 @@ def compare(args: argparse.Namespace) -> None:
         if not args.module and not os.path.exists(args.script):
             raise ValueError(f"compare: there is no {args.script!r} here")
         folder = args.out / "runs"
-        if folder.is_symlink():  # as with the files in it: what it stands for is somebody else's
+        if folder.is_symlink():  # never write through a link: its target is not ours
             folder.unlink()
         folder.mkdir(parents=True, exist_ok=True)
         if args.batch_search is not None:
@@ -101,7 +101,7 @@ def compare(args: argparse.Namespace) -> None:
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what it has no letter for is not worth a comparison
+    if isinstance(sys.stdout, io.TextIOWrapper):  # else a letter that it lacks would raise
         sys.stdout.reconfigure(errors="replace")
     _warn_of_slow_products(plan)
     try:
@@ -112,7 +112,7 @@ def compare(args: argparse.Namespace) -> None:
     script = ["-m", args.script] if args.module else [Path(args.script).name]
     title = shlex.join([*script, *args.arguments])
     comparison = Comparison(title, runs, plan.metric, plan.maximize, plan.steps, machine(load))
-    failure, where = _write(comparison, args.out)  # first: whoever reads the table may hang up
+    failure, where = _write(comparison, args.out)  # before the table: its reader may close the pipe
     for line in table.lines(comparison, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ):
         print(line)
     print(f"report: {where}")
@@ -122,10 +122,10 @@ def compare(args: argparse.Namespace) -> None:
 
 def _measure(plan: Plan, args: argparse.Namespace) -> tuple[list[Run], int, OtherWork]:
     """The runs that were begun, the exit status of what interrupted them, and what other work took of the machine."""
-    turns = TurnOrder(plan, args)
+    scheduler = TurnScheduler(plan, args)
     with as_interrupts():
-        interrupted = turns.take()
-    return turns.runs, interrupted, turns.load
+        interrupted = scheduler.train()
+    return scheduler.runs, interrupted, scheduler.load
 
 
 def _write(comparison: Comparison, folder: Path) -> tuple[OSError | None, str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_patch.lab.commands.run import wanted_cuda
-from amp_patch.lab.commands.turns import TURN
+from amp_patch.lab.commands.turn_client import TURN
 from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.comparison.outcome import interrupted
 from amp_patch.lab.comparison.plan import Plan, name_as_asked
@@ -26,7 +26,7 @@ from amp_patch.lab.recording.run import EXITED, KILLED, NATIVE, OUT_OF_MEMORY, F
 from amp_patch.support.files import fresh
 from amp_patch.support.guard import Guard
 
-_END = 8.0  # seconds that the guard has to end a run, more than it takes
+_END = 8.0  # seconds to wait for the guard, which ends a run in less
 _POLL = 0.2  # seconds between two looks at what a run has recorded
 
 
@@ -57,14 +57,14 @@ class Child:
         self._load = load
         name, arguments = more or (f"{run.level}-seed{run.seed}", ())
         self._name = Path("runs") / f"{name}.log"
-        self._log = fresh(args.out / self._name)  # instead of an earlier comparison's, or of a link to elsewhere
-        self._record = fresh(self._log.with_suffix(".jsonl").absolute())  # the script may change directory
+        self._log = fresh(args.out / self._name)  # removes an earlier comparison's file, or a link to elsewhere
+        self._record = fresh(self._log.with_suffix(".jsonl").absolute())  # absolute: the script may change directory
         self._record.open("xb").close()
         self._lines = self._record.open("rb")
         self._rest = self._said = b""
         self._socket: socket.socket | None
         self._socket, theirs = socket.socketpair() if in_turns else (None, None)
-        # A set of strings has another order with each seed of their hashes: let the levels agree on that, too.
+        # One hash seed for all levels: the order of a set of strings depends on it.
         environment = {"PYTHONHASHSEED": "0", **os.environ, **plan.environment(run)}
         channel = () if theirs is None else (theirs.fileno(),)
         self._guard = Guard()
@@ -77,7 +77,7 @@ class Child:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     pass_fds=channel,
-                    start_new_session=True,  # all that the script starts is of one group
+                    start_new_session=True,  # a process group of its own: `_signal` reaches all that the script starts
                 )
             self._guard.watch(-self._process.pid)
         except BaseException:
@@ -92,7 +92,7 @@ class Child:
         """Give it the turn, and what it says when it hands that on; None: it has ended. `look` is called meanwhile."""
         self._load.watch(self.pid)
         if self._waits and self._socket is not None:
-            with suppress(OSError):  # it has ended, by a signal
+            with suppress(OSError):  # the process was ended by a signal
                 self._socket.send(turn)
         self._waits = False
         while True:
@@ -146,7 +146,7 @@ class Child:
             found = self._socket.recv(4096) if select.select([self._socket], [], [], seconds)[0] else None
         except OSError:
             found = b""
-        if found == b"":  # it has ended, or is another program now, whose turn lasts until that ends
+        if found == b"":  # end of file: the process has ended, or is another program now, which runs to its end
             self._socket.close()
             self._socket = None
         self._said += found or b""
@@ -164,7 +164,7 @@ class Child:
         return True
 
     def _close(self) -> None:
-        self._signal(signal.SIGKILL)  # what the script has left behind would train on beside the others
+        self._signal(signal.SIGKILL)  # else processes that the script has left would run beside the other levels
         self._guard.release()
         self._guard.join()
         if self._socket is not None:
@@ -179,7 +179,7 @@ class Child:
     def _conclude(self) -> None:
         run, code = self.run, self._process.returncode
         if run.error is not None and run.error_kind == EXITED and (last := _last_line(self._log)):
-            run.error = f"{run.error}: {last}"[:300]  # as argparse does it, who prints what is wrong
+            run.error = f"{run.error}: {last}"[:300]  # argparse, say, prints the reason before it exits
         elif run.error is None and code:
             run.error, run.error_kind = _died(code, self._log)
         elif run.error is None and not _is_whole(self._record):
@@ -200,7 +200,7 @@ def take(run: Run, recorded: bytes) -> bytes:
     """Add the events of the lines that are complete, and return the rest."""
     *lines, rest = recorded.split(b"\n")
     for line in lines:
-        with suppress(json.JSONDecodeError):  # the disk was full in the middle of it
+        with suppress(json.JSONDecodeError):  # a line that a full disk has cut off
             run.add(loads(line.decode()))
     return rest
 

@@ -47,7 +47,7 @@ class Progress:
         """Tell how the run went; why one was refused comes once, and whole."""
         self._ended += 1
         if self._steps is None and run.error is None:
-            self._steps = run.steps  # what the others can be expected to take
+            self._steps = run.steps  # the other runs are expected to take as many
         self.close()
         if not run.refused:
             print(progress_line(run, self._asked), flush=True)

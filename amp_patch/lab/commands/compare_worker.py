@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from amp_patch.lab.commands import run as runner
-from amp_patch.lab.commands.turns import Turns
+from amp_patch.lab.commands.turn_client import TurnClient
 from amp_patch.lab.comparison.outcome import failure
 from amp_patch.lab.comparison.seeds import seeded
 from amp_patch.lab.recording.recorder import Recorder
-from amp_patch.lab.recording.run import Failure, Run, dumps
+from amp_patch.lab.recording.run import Event, Failure, Run
 from amp_patch.lab.recording.sinks import JsonLines
 from amp_patch.lab.unedited.refusal import ScriptRefused
-from amp_patch.lab.unedited.watch import Watch
+from amp_patch.lab.unedited.script import UneditedScript
 
 
 @contextmanager
@@ -29,34 +29,38 @@ def recorded(
     """
     level, seed = os.environ["AMP_PATCH_OPT_LEVEL"], int(os.environ["AMP_PATCH_SEED"])
     run, recorder, error = Run(level, seed), None, None
-    watch = Watch(level, native=native)
-    taken = None
+    script = UneditedScript(level, native=native)
+    client = None
     if turns is not None:
-        taken = Turns(turns, path, lambda: watch.native.seen, lambda: 0 if recorder is None else recorder.steps)
+        client = TurnClient(turns, path, lambda: script.native.seen, lambda: 0 if recorder is None else recorder.steps)
     try:
         with seeded(seed, shift=shift):
-            recorder = Recorder([JsonLines(path), run, *filter(None, [taken])], stop_after=steps, inspect=inspect)
-            with recorder, watch, taken or nullcontext():
+            recorder = Recorder(
+                [JsonLines(path), run],
+                stop_after=steps,
+                inspect=inspect,
+                between_steps=None if client is None else client.between_steps,
+            )
+            with recorder, script, client or nullcontext():
                 yield
     except BaseException as raised:
         error = raised
         raise
     finally:
-        if recorder is not None and recorder.process == os.getpid():  # else a fork has left the script
+        if recorder is not None and recorder.process == os.getpid():  # a fork's record is its parent's
             refused = error if isinstance(error, ScriptRefused) else None
             failed = failure(recorder, run, error)
             if failed is not None and error is None:
-                refused = watch.missing()
+                refused = script.missing()
             if refused is not None:
                 failed = Failure(str(refused))
-            note = None if taken is None else taken.note()
-            if failed is not None or note is not None or watch.native.seen:
+            note = None if client is None else client.note()
+            last: list[Event] = [] if note is None else [{"event": "note", "text": note}]
+            if failed is not None or note is not None or script.native.seen:
                 words, kind = failed or (None, "")
-                told = {"refused": refused is not None, "native": watch.native.seen}
-                end = {"event": "end", "error": words, "error_kind": kind, **told}
-                events = [end] if note is None else [{"event": "note", "text": note}, end]
-                with open(path, "a") as lines:
-                    lines.write("".join(f"{dumps(event)}\n" for event in events))
+                refusal = {"refused": refused is not None, "native": script.native.seen}
+                last.append({"event": "end", "error": words, "error_kind": kind, **refusal})
+            recorder.close(*last)
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ from typing import Any
 import amp_patch.apex
 from amp_patch.environment import asked_level
 from amp_patch.lab.commands import no_cuda
-from amp_patch.lab.unedited.watch import Watch
+from amp_patch.lab.unedited.script import UneditedScript
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,10 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = None) -> None:
     """run a script as it is: its `import apex` finds amp_patch; AMP_PATCH_OPT_LEVEL trains plain torch at a level"""
     main = ModuleType("__main__")
-    main.__dict__["__builtins__"] = builtins  # which exec would give as a dict, as for any module but this one
+    main.__dict__["__builtins__"] = builtins  # a module, as in `python train.py`; exec would set a dict
     execute: Callable[[], Any]
     if args.module:
-        # sys.path begins with the working directory already, as it should.
+        # `python -m` has put the working directory first in sys.path, as a module wants it.
         execute = partial(_run_module, args.script)
     elif pkgutil.get_importer(args.script) is not None:  # a folder or a zip file
         _leave_working_directory()
@@ -64,13 +64,13 @@ def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = N
             sys.path.insert(0, os.path.dirname(os.path.realpath(loader.path)))
         execute = partial(_run_file, loader, source, main)
     sys.argv = ["-m" if args.module else args.script, *args.arguments]
-    begin(args.device)  # after sys.path: a real Apex beside the script is the one that it would import
+    begin(args.device)  # after the change of sys.path: `install` looks for a real Apex beside the script
     if args.device == "cpu":
         print("amp_patch: CUDA is the CPU for this process (--device cpu)", file=sys.stderr)
-    # The second name is what a spawned process has for it, and multiprocessing made it one for our own main module.
+    # Spawned processes unpickle from `__mp_main__`, which multiprocessing has set to the main module of amp_patch.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     try:
-        with watched() if around is None else around:
+        with at_asked_level() if around is None else around:
             execute()
     except BaseException:
         sys.excepthook = partial(_report, sys.excepthook, main.__dict__)
@@ -78,19 +78,19 @@ def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = N
 
 
 @contextmanager
-def watched() -> Iterator[None]:
+def at_asked_level() -> Iterator[None]:
     """Train what torch alone would train in the body at AMP_PATCH_OPT_LEVEL, if that is set; say so if nothing was."""
     try:
-        watch = None if (level := asked_level()) is None else Watch(level)
+        script = None if (level := asked_level()) is None else UneditedScript(level)
     except ValueError as error:
         print(f"python -m amp_patch run: {error}", file=sys.stderr)
         sys.exit(2)
-    if watch is None:
+    if script is None:
         yield
         return
-    with watch:
+    with script:
         yield
-    if (missing := watch.missing()) is not None:
+    if (missing := script.missing()) is not None:
         print(f"amp_patch: AMP_PATCH_OPT_LEVEL={level} has changed nothing: {missing.why}", file=sys.stderr)
 
 
@@ -107,15 +107,15 @@ def begin(device: str | None) -> None:
 
 
 def _begin_spawned(device: str | None) -> None:
-    """`begin`, and a watch over this process until it ends."""
+    """`begin`, and train this process at AMP_PATCH_OPT_LEVEL, if that is set, until it ends."""
     begin(device)
     if (level := asked_level()) is not None:
-        Watch(level).__enter__()
+        UneditedScript(level).__enter__()
 
 
 def _leave_working_directory() -> bool:
     """Take from sys.path what `python -m` put first; False if it was told to put nothing there (`python -P`)."""
-    if getattr(sys.flags, "safe_path", False):  # Python 3.11 has it
+    if getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
         return False
     del sys.path[0]
     return True
@@ -124,9 +124,9 @@ def _leave_working_directory() -> bool:
 def _run_module(name: str) -> None:
     """As `python -m name`."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
-    if spec is not None and spec.name != name:  # a module of our apex, which runpy knows by its own name alone
+    if spec is not None and spec.name != name:  # a module of our apex: runpy finds it by its name in amp_patch only
         name = spec.name
-        del sys.modules[name]  # it warns of one that is imported already
+        del sys.modules[name]  # runpy warns of a module that is imported already
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
 
 
@@ -152,8 +152,8 @@ def _report(
     found = traceback
     while found is not None and found.tb_frame.f_globals is not namespace:
         found = found.tb_next
-    if found is not None or isinstance(error, SyntaxError):  # without a frame of its own the script does not compile
-        error.__traceback__ = traceback = found  # Python's own hook prints that, not its argument
+    if found is not None or isinstance(error, SyntaxError):  # a SyntaxError has no frame of the script
+        error.__traceback__ = traceback = found  # Python's hook prints `error.__traceback__`, not its argument
     hook(kind, error, traceback)
     if wanted_cuda(str(error)):
         print("amp_patch: to try this script on the CPU: python -m amp_patch run --device cpu ...", file=sys.stderr)
@@ -174,11 +174,11 @@ def _preparation_data(original: Callable[[str], dict[str, Any]], device: str | N
     """What multiprocessing tells a new process before that imports the script, and with it: what `run` would do."""
     data = original(name)
     if name == "ignore":
-        # These are for a fork server, which is told no more than the script's path and would import it without Apex.
-        # Its children are told all of it, and import the script then.
+        # A fork server gets only the script's path, and would import it without Apex. Its children get all of the data,
+        # and import the script then.
         return {key: value for key, value in data.items() if not key.startswith("init_main")}
-    # The child reads this with a sys.path of its own, on which amp_patch need not be. `prepare` sets that, and will
-    # again, from the rest of the data.
+    # The child unpickles this with its first sys.path, on which amp_patch need not be: `prepare` extends it now, and
+    # sets it again from the rest of the data.
     ours = os.path.dirname(os.path.dirname(os.path.abspath(amp_patch.apex.__path__[0])))
     data["amp_patch"] = (
         _Call(multiprocessing.spawn.prepare, {"sys_path": [*data["sys_path"], ours]}),

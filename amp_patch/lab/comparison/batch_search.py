@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from amp_patch.lab.comparison import wording
 from amp_patch.lab.comparison.plan import BASELINE
-from amp_patch.lab.comparison.wording import level_name, listed
+from amp_patch.lab.comparison.wording import figure, level_name, listed
+from amp_patch.lab.text_table import in_columns
 
 _FIRST = 8  # small enough for most, large enough for a batch norm
 _GROWTH = 8  # a line through two batches is not trusted further than this
@@ -210,14 +212,10 @@ def lines(searches: Sequence[Search], flag: str) -> list[str]:
     rows = [("level", "batch", f"memory, {unit}", "samples/s")]
     for search in searches:
         best = search.best
-        rate = "" if best is None or best.samples_per_second is None else f"{best.samples_per_second:.4g}"
+        rate = "" if best is None or best.samples_per_second is None else figure(best.samples_per_second)
         memory = "" if best is None or best.memory is None else in_unit_of(limit, best.memory).split()[0]
         rows.append((search.name, "none" if best is None else str(best.batch), memory, rate))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
+    table = in_columns(rows, right=range(1, 4))
     said = [f"{search.name}: {problem}." for search in searches if (problem := search.problem) is not None]
     return [f"The largest {flag} in {in_unit_of(limit, limit)}", *table, *said, *_sure(searches)]
 
@@ -243,7 +241,7 @@ def _sure(searches: Sequence[Search]) -> list[str]:
         assert base.best is not None
         ratios = [(s.best.batch / base.best.batch, s.name) for s in found if s is not base and s.best is not None]
         ratio, name = max(ratios)
-        texts.append(f"{name} takes {ratio:.2f} times O0's batch.")
+        texts.append(f"{name} takes {wording.ratio(ratio)} times {base.name}'s batch.")
     return [text for text in texts if text]
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from amp_patch.lab.comparison.wording import raised
 
-# Name of a colour -> on white, on black. A colour means one thing: blue is time, violet memory, green what to use.
+# Name of a colour -> on white, on black. Blue stands for time, violet for memory, green for the recommended level.
 COLOURS = {
     "paper": ("#ffffff", "#14171b"),
     "card": ("#f6f7f9", "#1b2026"),
@@ -40,7 +40,7 @@ COLOURS = {
     "state": ("#d3c4ea", "#573b8a"),
     "activations": ("#b0528f", "#e08cc2"),
 }
-_POINTS = 200  # as many as such a picture can show of a curve
+_POINTS = 200  # of a curve: a picture of this width shows no more
 
 
 class Picture(NamedTuple):
@@ -128,7 +128,7 @@ class Plot:
         if self._log:
             value = math.log(value) if value > 0 else low
         height = (value - low) / ((high - low) or 1)
-        return self.height * (1 - min(3.0, max(-2.0, height)))  # far outside is outside: no renderer likes 1e30
+        return self.height * (1 - min(3.0, max(-2.0, height)))  # clamped: renderers drop a path that goes to 1e30
 
     def curve(
         self, points: Iterable[tuple[float, float | None]], colour: str, *, width: float = 1.6, dash: str = ""

@@ -68,7 +68,7 @@ def why(comparison: Comparison) -> str:
     """The one reason."""
     found, base = comparison.recommendation, comparison.baseline
     if found is None or base is None:
-        return _capital(comparison.why_nothing(_heading))  # the table has the errors
+        return _capital(comparison.why_nothing(_heading))  # without the errors, which the table has
     best = found.level
     if best is base:
         return _capital(f"{of_others(found, base, _heading)}.")

@@ -167,8 +167,7 @@ def level_dict(level: LevelResult) -> dict[str, Any]:
     plain = {
         name: value
         for name, value in vars(level).items()
-        if name
-        not in ("runs", "failed", "speedup", "finding", "verdict")  # `to_dict` has the runs in a list of their own
+        if name not in ("runs", "failed", "speedup", "finding", "verdict")  # `Comparison.to_dict` lists the runs
     }
     return {
         **plain,

@@ -11,8 +11,8 @@ import torch
 from amp_patch.casts.cpu_fp16 import has_fp16_arithmetic
 from amp_patch.lab.comparison.other_work import OtherWork
 
-_SIZE, _TURNS = 256, 5  # of the products that are timed: the slowest kernels take a second for all of them
-SLOW = 1.5  # times FP32's
+_SIZE, _TURNS = 256, 5  # size and count of the timed products: a second with the slowest kernels
+SLOW = 1.5  # times FP32's time, above which a product counts as slow
 
 
 def machine(load: OtherWork | None = None) -> dict[str, str]:
@@ -52,14 +52,14 @@ def time_of_products(dtype: torch.dtype) -> float:
     low = wide.to(dtype)
     ratios = []
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a second one would wait for a core that other work has
+    torch.set_num_threads(1)  # a second thread would wait for a core that other work has
     try:
         for turn in range(_TURNS + 1):
             begun = time.perf_counter()
             _ = low @ low
             between = time.perf_counter()
             _ = wide @ wide
-            if turn > 0:  # the first finds cold caches, and kernels that are compiled at first use
+            if turn > 0:  # turn 0 has cold caches, and compiles kernels
                 ratios.append((between - begun) / (time.perf_counter() - between))
     finally:
         torch.set_num_threads(threads)

@@ -123,7 +123,7 @@ def paired_t_test(first: Sequence[float], second: Sequence[float]) -> float:
     largest = max(map(abs, differences), default=0.0)
     if len(differences) < 2 or largest == 0:
         return 1.0
-    scaled = [d / largest for d in differences]  # t does not change; Python 3.10 squares floats
+    scaled = [d / largest for d in differences]  # same t; Python 3.10 squares, and overflows
     spread = statistics.stdev(scaled)
     t = statistics.mean(scaled) / (spread / math.sqrt(len(scaled))) if spread else math.inf
     return 1 - student(abs(t), len(scaled) - 1)

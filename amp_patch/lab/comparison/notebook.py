@@ -38,7 +38,7 @@ class Compared(Comparison):
         return "\n".join([f"{self.title}, {self.steps} steps", *levels, *self.notes, self.summary])
 
     def _repr_html_(self) -> str:
-        # In a frame: the page has a style of its own.
+        # An iframe: the page's style would change the notebook's.
         return f'<iframe srcdoc="{html.escape(page.html(self))}" style="width:100%;height:48em;border:0"></iframe>'
 
 
@@ -135,7 +135,7 @@ def _train_once(
     known: list[weakref.ref[nn.Module]],
 ) -> None:
     """Fill `run`; an exception becomes its error, save a KeyboardInterrupt and what is wrong with `build_fn` itself."""
-    gc.collect()  # what the run before this one trained may hang in circles; its memory should be free
+    gc.collect()  # frees the model of the run before, which reference cycles may keep
     asked, error = Run(run.level, run.seed), None
     environment = Patches()
     recorder = Recorder([run], stop_after=plan.steps, inspect=plan.inspect)
@@ -154,7 +154,7 @@ def _train_once(
     finally:
         environment.remove()
         if run.device == "cpu":
-            run.peak_memory = None  # the process has been larger, perhaps, in an earlier run
+            run.peak_memory = None  # the process's peak may be an earlier run's
     name_as_asked(run, asked)
     if (failed := failure(recorder, run, error)) is not None:
         run.error, run.error_kind = failed
@@ -185,8 +185,8 @@ def _train(
     steps: int | None,
     evaluate: Callable[[nn.Module], Any] | None,
 ) -> None:
-    model, optimizer = initialize(model, optimizer)  # the environment has the level
-    loss_fn = install.in_force(loss_fn)  # build_fn had torch's function, before there were casts
+    model, optimizer = initialize(model, optimizer)  # the level comes from the environment
+    loss_fn = install.in_force(loss_fn)  # `build_fn` ran before O1's casts, and returned torch's own function
     with suppress(Enough):
         if not _epoch(model, optimizer, loss_fn, batches):
             words = "nothing; an iterator is used up by one run: make a new one at each call"

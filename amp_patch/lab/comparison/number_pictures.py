@@ -81,7 +81,7 @@ def _gradients(level: LevelResult, looks: list[Look], counts: dict[int, int], fo
 
 def _histogram(title: str, counts: dict[int, int], low: int, high: int, format_: str, below: float = 0.0) -> Plot:
     """Columns on a logarithmic axis; red are those of the numbers outside of [low, high], what the format can hold."""
-    also = {low, high + 1} if format_ == "FP16" else set()  # BF16's range would leave little room for the numbers
+    also = {low, high + 1} if format_ == "FP16" else set()  # BF16's whole range would squeeze the bars
     left, right = min([*counts, *also]) - 2, max([*counts, *also]) + 3
     top = max(counts.values())
     first = math.ceil(math.log10(top))

@@ -8,9 +8,9 @@ import time
 from amp_patch.lab.comparison.processes import busy_seconds, cpu_seconds
 
 _SHORTEST = 0.5  # seconds between two readings: the system counts in hundredths
-_FULL = 0.9  # of the cores' time: with less, other work ran beside the training, not in its place
-_SHARE = 0.1  # of the time, in which the cores were full and other work had some of them, is worth telling
-_LEAST = 0.1  # cores
+_FULL = 0.9  # of the cores' time: below it, other work ran on idle cores and took nothing from the training
+_SHARE = 0.1  # of the time that the cores were full with other work among it: from here on `words` says so
+_LEAST = 0.1  # cores that other work must have to count
 
 
 class OtherWork:

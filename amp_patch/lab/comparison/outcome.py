@@ -19,7 +19,7 @@ def failure(recorder: Recorder, run: Run, error: BaseException | None) -> Failur
         run: what it recorded.
         error: what the script ended with, a SystemExit too.
     """
-    if isinstance(error, SystemExit) and error.code in (None, 0):  # the recorder's Enough is one of these
+    if isinstance(error, SystemExit) and error.code in (None, 0):  # among them the recorder's Enough
         error = None
     if isinstance(error, KeyboardInterrupt):
         return interrupted(run)
@@ -57,7 +57,7 @@ def _one_line(text: str) -> str:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    # The allocator of the CPU raises a RuntimeError, in other words on each system.
+    # The CPU's allocator raises a RuntimeError, whose words differ between systems.
     words = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(each in str(error) for each in words)

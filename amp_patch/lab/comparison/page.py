@@ -27,7 +27,7 @@ def write(comparison: Comparison, folder: str | Path) -> Path:
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    # The numbers first: they took hours, perhaps, and a picture can fail.
+    # report.json first: a picture can fail, and the numbers may have taken hours.
     write_whole(folder / "report.json", dumps(comparison.to_dict()) + "\n")
     path = folder / "report.html"
     write_whole(path, html(comparison))
@@ -118,7 +118,7 @@ def _levels(comparison: Comparison) -> Table | None:
 
 
 def _finding(level: LevelResult, comparison: Comparison) -> Cell | str:
-    word = headline.outcome(level, comparison)  # the reason has the rest
+    word = headline.outcome(level, comparison)  # `reason` says why
     reason = level.verdict.reason if level.runs else "; failed with ".join(failures(level))
     return Cell(reason, finding=word, state=headline.state(level, comparison)) if word else reason
 
@@ -126,7 +126,7 @@ def _finding(level: LevelResult, comparison: Comparison) -> Cell | str:
 def _speed(level: LevelResult) -> Cell | str:
     if level.speedup is None:
         return ""
-    median, low, high = (f"{value:.2f}" for value in level.speedup)
+    median, low, high = map(wording.ratio, level.speedup)
     return Cell(f"{median}x", f"{low} to {high}" if low != high else "")
 
 

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from amp_patch.lab.comparison.drawing import Picture, Plot, power_ticks, step_ticks, thin, ticks
+from amp_patch.lab.comparison.wording import figure
 
 if TYPE_CHECKING:
     from amp_patch.lab.comparison.comparison import Comparison
     from amp_patch.lab.comparison.level_result import LevelResult
     from amp_patch.lab.recording.run import Run
 
-_LARGEST = 1e30  # an axis cannot be much longer
+_LARGEST = 1e30  # values beyond it overflow in the arithmetic of the axes
 _Value = float | None
 
 
@@ -140,7 +141,7 @@ def _mark_not_finite(plot: Plot, runs: Sequence[Run]) -> None:
 
 
 def _in_words(level: LevelResult, runs: Sequence[Run], what: str) -> str:
-    ends = ", ".join(f"{run.loss[-1]:.4g}" for run in runs)
+    ends = ", ".join(figure(run.loss[-1]) for run in runs)
     steps = max(len(run.loss) for run in runs)
     words = f"{what}, at {level.heading} over {steps} steps; the last loss of each seed: {ends}."
     count = sum(not math.isfinite(loss) for run in runs for loss in run.loss)

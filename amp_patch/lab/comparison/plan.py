@@ -6,14 +6,15 @@ import math
 import statistics
 from dataclasses import dataclass
 
+from amp_patch.lab.comparison.wording import figure
 from amp_patch.lab.recording.run import NATIVE, Run
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
 
 # The level that the others are compared with.
 BASELINE = next(level for level, policy in OPT_LEVELS.items() if policy.changes_nothing)
 
-# The levels that one would train with, in both types; O3, which keeps no FP32 weights, shows what that costs.
-LEVELS = ("O0", "O1", "O2", "O4", "O5")
+# The levels compared unless others are asked for. O3 shows what it costs to keep no FP32 weights: it is asked for.
+LEVELS = tuple(level for level, policy in OPT_LEVELS.items() if policy.keeps_fp32_weights)
 
 _MOST_SEEDS = 1000
 
@@ -52,7 +53,7 @@ class Plan:
         if not set(self.levels) - {BASELINE}:
             raise ValueError(f"compare: levels is {','.join(self.levels) or 'empty'}; wanted one beside O0, as O0,O2")
         if BASELINE not in self.levels:
-            object.__setattr__(self, "levels", (BASELINE, *self.levels))  # frozen
+            object.__setattr__(self, "levels", (BASELINE, *self.levels))  # the dataclass is frozen
         for name, value in ("seeds", self.seeds), ("steps", self.steps):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"compare: {name} is {value!r}; wanted a positive integer")
@@ -88,8 +89,8 @@ def newest_figures(run: Run) -> tuple[str, str]:
     """The newest loss, and the median time of the newest steps in milliseconds."""
     if not run.steps:
         return "", ""
-    times = [seconds for seconds in run.seconds[-20:] if not math.isnan(seconds)]  # NaN: that step was inspected
-    return f"{run.loss[-1]:.4g}", f"{1000 * statistics.median(times):.3g}" if times else ""
+    times = [seconds for seconds in run.seconds[-20:] if not math.isnan(seconds)]  # NaN: an inspected step
+    return figure(run.loss[-1]), f"{1000 * statistics.median(times):.3g}" if times else ""
 
 
 def name_as_asked(run: Run, asked: Run) -> None:

@@ -13,7 +13,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 def tree(pid: int) -> list[int]:
     """The process, its children, theirs, and so on; itself alone where the system does not tell."""
     found = [pid]
-    for each in found:  # which grows
+    for each in found:  # the loop appends to `found`
         with suppress(OSError):
             for thread in (_PROC / str(each) / "task").iterdir():
                 found += map(int, (thread / "children").read_text().split())
@@ -25,8 +25,8 @@ def cpu_seconds(pid: int) -> float | None:
     ticks = 0
     for each in tree(pid):
         try:
-            # After the name, which may have blanks and brackets in it: utime, stime, cutime and cstime are fields 14 to
-            # 17 of proc(5).
+            # Fields 14 to 17 of proc(5): utime, stime, cutime, cstime. Split at the last bracket: the name of a process
+            # may have blanks and brackets in it.
             fields = (_PROC / str(each) / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             if each == pid:
@@ -43,7 +43,7 @@ def busy_seconds() -> float | None:
         cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     except (OSError, AttributeError):
         return None
-    # user, nice, system, idle, iowait, irq, softirq, steal: what another virtual machine has is not there for us.
+    # Fields: user, nice, system, idle, iowait, irq, softirq, steal. Stolen time counts as busy: no process here had it.
     times = [list(map(int, line.split()[1:9])) for line in lines if line.split()[:1] and line.split()[0] in cores]
     return sum(sum(each) - each[3] - each[4] for each in times) / os.sysconf("SC_CLK_TCK") if times else None
 
@@ -64,7 +64,7 @@ def free_bytes() -> int | None:
     with suppress(OSError):
         lines = (_PROC / "meminfo").read_text().splitlines()
         found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    with suppress(OSError, ValueError):  # "max": no limit
+    with suppress(OSError, ValueError):  # ValueError: the limit is "max"
         limit, held = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
         found.append(limit - held + int(statistics.get("inactive_file", 0)))

@@ -10,7 +10,7 @@ from amp_patch.lab.comparison.measures import Ratio
 from amp_patch.lab.comparison.verdict import more_seeds
 from amp_patch.lab.comparison.wording import listed, times
 
-# Why the baseline is the one to use: what is said of the other levels.
+# Why the baseline is recommended: a phrase for each reason against the other levels.
 _OF_OTHERS = {
     "slower": "{} would do as well in less memory, but slower",
     "no gain": "{} would do as well, but not faster, nor in much less memory",
@@ -45,7 +45,7 @@ def recommend(levels: Sequence[LevelResult], base: LevelResult) -> Recommendatio
     sure = not any(level.finding.kind == "undecided" for level in levels)
     sound = [level for level in others if level.finding.sound]
     well = [level for level in sound if level.finding.skips is None]
-    # What keeps no FP32 weights is meant by whoever compares it with the baseline alone.
+    # A level without FP32 weights (O3) is usable only where the user compares it alone with the baseline.
     asked = not any(level.keeps_fp32_weights and level.level != base.level for level in levels)
     usable = [level for level in well if asked or level.keeps_fp32_weights]
     faster = [level for level in usable if level.speedup is not None and level.speedup.low > 1]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from amp_patch.lab.comparison import headline
+from amp_patch.lab.comparison import headline, wording
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.drawing import line, rect, share, text, ticks, var
 from amp_patch.lab.comparison.level_result import LevelResult
 
-_LARGEST = 1e30  # an axis cannot be much longer
-_BAR = 0.74  # of a cell's width: behind the longest bar stands its number
+_LARGEST = 1e30  # values beyond it overflow in the arithmetic of the axes
+_BAR = 0.74  # of a cell's width: the rest is for the number behind the longest bar
 _INKS = {"best": "good", "base": "base", "bad": "lost", "unsure": "unsure", "plain": "ink"}
 
 
@@ -51,9 +51,9 @@ def rows(comparison: Comparison) -> list[Row]:
         cells = ("", "", "")
         if level.runs:
             cells = (_speed(level, state, fastest), _memory(level, state, largest), _dots(comparison, level, scale))
-        ends = ", ".join(f"{value:.4g}" for value in level.final)
-        speed = f"speed {level.speedup.median:.2f}" if level.speedup else "speed not known"
-        memory = f"memory {level.memory:.2f}" if level.memory else "memory not known"
+        ends = ", ".join(wording.figure(value) for value in level.final)
+        speed = f"speed {wording.ratio(level.speedup.median)}" if level.speedup else "speed not known"
+        memory = f"memory {wording.ratio(level.memory)}" if level.memory else "memory not known"
         alt = f"{level.heading}: {short}" + (f"; {speed}, {memory} of the baseline's; {ends}" if level.runs else "")
         made.append(Row(state, level, short, *cells, alt))
     return made
@@ -99,7 +99,7 @@ def _bar(part: float, state: str, colour: str) -> str:
 def _number(part: float, value: float, state: str) -> str:
     words = f"{value:.2f}x" if value < 10 else f"{value:.1f}x"
     bold = ' font-weight="700"' if state == "best" else ""
-    # In front of the baseline's line, which ends where the number begins.
+    # The halo hides the baseline's line behind the number, which it would strike through.
     ground = var("tint" if state == "best" else "card")
     halo = f' paint-order="stroke" stroke="{ground}" stroke-width="4" stroke-linejoin="round"'
     return text(share(_BAR * part), 4.5, words, more=f' dx="7"{bold}{halo}')
@@ -120,7 +120,7 @@ def _dots(comparison: Comparison, level: LevelResult, scale: _Scale | None) -> s
         low, high = min(base.finite.values()), max(base.finite.values())
         left = scale.share(low)
         width = max(scale.share(high) - left, 0.004)
-        behind = rect(share(left), "-1%", share(width), "102%", "band")  # no seam between two rows
+        behind = rect(share(left), "-1%", share(width), "102%", "band")  # higher than the row, or seams show
     ink = _INKS[state]
     inside = [value for value in level.finite.values() if scale.low <= value <= scale.high]
     if level.mean is not None and scale.low <= level.mean <= scale.high:
@@ -134,7 +134,7 @@ def _dots(comparison: Comparison, level: LevelResult, scale: _Scale | None) -> s
     said = [f"{missing} of {len(level.final)} not finite"] if missing else []
     for beyond, arrow in ((above, "{} →"), (below, "← {}")):
         if beyond:
-            span = " to ".join(dict.fromkeys(f"{v:.4g}" for v in (min(beyond), max(beyond))))
+            span = " to ".join(dict.fromkeys(wording.figure(v) for v in (min(beyond), max(beyond))))
             said.append(arrow.format(span))
     if said:
         right = bool(above) or not any(scale.share(value) > 0.5 for value in inside)

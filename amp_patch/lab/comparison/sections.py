@@ -12,7 +12,7 @@ from amp_patch.lab.comparison.drawing import Picture, stack
 from amp_patch.lab.comparison.level_result import LevelResult
 from amp_patch.lab.recording.run import PARTS, Look, Run
 
-_LISTED = 12  # modules, and parameters, that a table names: the worst
+_LISTED = 12  # rows of a table of modules, or of parameters: the worst
 
 
 class Cell(NamedTuple):

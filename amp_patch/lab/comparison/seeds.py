@@ -12,7 +12,7 @@ import torch
 
 from amp_patch.support.patches import Patches
 
-_STRIDE = 1_000_003  # between seeds: a prime, so that two seeds of a script (42 and 43) do not meet
+_STRIDE = 1_000_003  # prime and large: seed 1 of a script that sets 42 must not be seed 0 of one that sets 43
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def _shift(patches: Patches, offset: int, numpy: Any) -> None:
 
         return seed
 
-    # torch.manual_seed seeds CUDA through torch.cuda's function, whose seed is moved twice then: as good as once.
+    # torch.manual_seed calls torch.cuda's function, so CUDA's seed is shifted twice: alike at every level.
     torch_seed = shifted(torch.manual_seed, 2**64)
     patches.set(torch, "manual_seed", torch_seed)
     patches.set(torch.random, "manual_seed", torch_seed)

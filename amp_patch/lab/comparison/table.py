@@ -11,6 +11,7 @@ from amp_patch.lab.comparison import measures, wording
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.level_result import LevelResult
 from amp_patch.lab.recording.run import PARTS, Run
+from amp_patch.lab.text_table import in_columns
 
 _WIDTH = 80
 _NAMES = ("level", "module")
@@ -135,23 +136,20 @@ def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -
     widths = [max(map(len, (*heading.split("\n"), *cells))) for heading, *cells in zip(headings, *rows, strict=True)]
     widest = max(range(len(widths)), key=lambda i: widths[i])
     widths[widest] -= max(0, sum(widths) + len(widths) - 1 - _WIDTH)
-    found = _wrapped(title)
+    lines: list[Sequence[str]] = []
     for row in (headings, *rows):
         cells = [
             [line for part in cell.split("\n") for line in _wrapped(part, width) or [""]]
             for cell, width in zip(row, widths, strict=True)
         ]
         height = max(map(len, cells))
-        for at in range(height):
-            line = []
-            for heading, cell, width in zip(headings, cells, widths, strict=True):
-                blank = [""] * (height - len(cell))
-                text = ([*blank, *cell] if row is headings else [*cell, *blank])[at]
-                line.append(f"{text:{'<' if heading in _NAMES else '>'}{width}}")
-            found.append(" ".join(line).rstrip())
+        blanks = [[""] * (height - len(cell)) for cell in cells]
+        pairs = zip(blanks, cells, strict=True)  # headings stand at the bottom of their line, cells at the top
+        lines += zip(*(above + cell if row is headings else cell + above for above, cell in pairs), strict=True)
         if row is headings:
-            found.append("-" * (sum(widths) + len(widths) - 1))
-    return found
+            lines.append(["-" * (sum(widths) + len(widths) - 1)])
+    right = [at for at, heading in enumerate(headings) if heading not in _NAMES]
+    return _wrapped(title) + in_columns(lines, right=right, widths=widths, gap=" ")
 
 
 def _wrapped(text: str, width: int = _WIDTH) -> list[str]:

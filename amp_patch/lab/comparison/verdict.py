@@ -9,7 +9,7 @@ from amp_patch.lab.comparison.judge import has_no_spread
 from amp_patch.lab.comparison.level_result import LevelResult, failures, seeds_change_nothing, seeds_in_words
 from amp_patch.lab.comparison.wording import relative_distance, shortest_distinct, times
 
-ALIKE = 1.05  # "as fast as" is said within this ratio
+ALIKE = 1.05  # the ratio of times up to which the verdict says "as fast as"
 
 
 def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric: str) -> Verdict:

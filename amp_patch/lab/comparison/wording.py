@@ -78,6 +78,11 @@ def shortest_distinct(*values: float) -> list[str]:
     return max(texts, key=lambda each: len(set(each)))  # the first of the best
 
 
+def figure(value: float) -> str:
+    """Up to four significant digits: a loss, a metric, a rate."""
+    return f"{value:.4g}"
+
+
 def digits(value: float, count: int) -> str:
     """With so many significant digits, zeros too."""
     return f"{value:#.{count}g}".rstrip(".")

@@ -54,7 +54,7 @@ class StepLog:
         used what the cast made, where both are in one module.
         """
         users: dict[int, list[Call]] = {}
-        # A tensor's maker is the last call that made it: an autograd function, not the calls inside of it.
+        # The last call that made a tensor is its maker: an autograd function is logged behind the calls inside of it.
         made_by = {key: call for call in self.calls for key in call.made}
         for call in self.calls:
             if any(made_by[key] is call for key in call.made):
@@ -95,8 +95,8 @@ class StepLog:
         made_by: dict[int, Call] = {}
         for call in self.calls:
             bad = not (call.harmless or all(_finite(self.values[key]) for key in call.made))
-            # An input that no call made, and that is not from outside, was made by a cast of O1's, which is not logged.
-            # It counts as finite: the cast is no culprit, the call that needed it is.
+            # An input without a maker that is not from outside comes from a cast of O1's, which is not logged. Such an
+            # input counts as finite: the culprit is the call that needed the cast.
             if bad and all(
                 _finite(self.values[key]) or not (key in made_by or key in self.outside) for key in call.given
             ):

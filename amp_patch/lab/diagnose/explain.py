@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from amp_patch.casts import install
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.rules import Rule
 from amp_patch.lab.diagnose import native_autocast, products
+from amp_patch.lab.diagnose.call_log import CallLog
 from amp_patch.lab.diagnose.explanation import EMULATED, UNDECIDED, Explanation, OpCall, Types
 from amp_patch.lab.diagnose.trial_forward import undone
 from amp_patch.model import buffers
 from amp_patch.model.forward import KeptModule, policy_of
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import distributed, tree
-from amp_patch.support.compiled import eagerly, uncompiled
+from amp_patch.support.compiled import uncompiled
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Patches
 
@@ -74,10 +74,10 @@ def at_next_forward(model: nn.Module) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Watching a forward
+# Logging a forward
 
 
-_watching = threading.Lock()  # functions are replaced for the whole process: one forward at a time
+_one_at_a_time = threading.Lock()  # held while functions are replaced, for the whole process
 
 
 class _Here(threading.local):
@@ -91,13 +91,13 @@ _here = _Here()
 def _explaining(model: nn.Module) -> Iterator[Explanation]:
     if _here.busy:
         raise RuntimeError("explain: called within a forward that is being explained; call it outside of the model")
-    with _watching:
-        watch = _CallNotes(model)
+    with _one_at_a_time:
+        log = _TypeLog(model)
         try:
-            watch.start()
-            yield watch.explanation
+            log.start()
+            yield log.explanation
         finally:
-            watch.stop()
+            log.stop()
 
 
 class _Waiting:
@@ -109,9 +109,9 @@ class _Waiting:
     def __call__(self, model: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if _here.busy:  # this forward is part of another one that is being explained
+        if _here.busy:  # a forward inside of one that is being explained
             self.handle.remove()
-        elif _watching.acquire(blocking=False):
+        elif _one_at_a_time.acquire(blocking=False):
             self.handle.remove()
             _Printing(model)
 
@@ -120,11 +120,11 @@ class _Printing:
     """The forward hook that ends what a `_Waiting` began."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.watch = model, _CallNotes(model)
-        self.found = sys.exc_info()[1]  # an exception that the caller is handling is not one of this forward
+        self.model, self.type_log = model, _TypeLog(model)
+        self.found = sys.exc_info()[1]  # set where the caller handles an exception: not one of this forward
         self.handle = model.register_forward_hook(self, always_call=True)
         try:
-            self.watch.start()
+            self.type_log.start()
         except BaseException:
             self.end()
             raise
@@ -133,16 +133,16 @@ class _Printing:
         if model is self.model:  # the replicas of DataParallel share their hooks
             self.end()
             if sys.exc_info()[1] is self.found and is_first_rank():
-                print(self.watch.explanation)
+                print(self.type_log.explanation)
 
     def end(self) -> None:
         self.handle.remove()
-        self.watch.stop()
-        _watching.release()
+        self.type_log.stop()
+        _one_at_a_time.release()
 
 
-class _CallNotes(TorchFunctionMode):
-    """Notes the calls of one forward, on this thread.
+class _TypeLog(CallLog):
+    """Logs the calls of one forward, on this thread, and their types.
 
     A function on the op lists is replaced by a frame, which notes the call and follows the function's rule, with a spy
     in place of the function itself. All other functions come to `__torch_function__`. What these call inside does not,
@@ -152,29 +152,24 @@ class _CallNotes(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        # The policy is that of a model inside where `model` is a wrapper (DistributedDataParallel).
+        # A wrapper (DistributedDataParallel) has no policy: the first module inside that has one gives it.
         policy = next((found for inner in model.modules() if (found := policy_of(inner)) is not None), None)
         self.explanation = Explanation(policy, _kept(model, policy), autocast=native_autocast.state())
         self.calls, self.products = self.explanation.calls, self.explanation.products
-        self.products_before: dict[int, int] = {}  # a call's index -> how many products there were when it began
-        self.running = [""]  # names of modules, innermost last
-        self.inside = False  # within a function whose inner calls are not noted
-        self.expected: Any = None  # the function that a spy is about to call
-        self.originals: dict[int, Any] = {}  # id of what stands in place of a function -> the function
+        self.products_before: dict[int, int] = {}  # index of a call -> `len(self.products)` when it began
+        self.inside = False  # inside of a function whose own calls are not logged
+        self.expected: Any = None  # the function that a spy is about to call: the mode would log it once more
+        self.originals: dict[int, Any] = {}  # id of a frame -> the function in whose place it stands
         self.stack = ExitStack()
 
     def start(self) -> None:
         stack = self.stack
-        stack.enter_context(eagerly())
-        for name, module in self.model.named_modules():
-            if module is not self.model:
-                before, after = self._around(name)
-                stack.callback(module.register_forward_pre_hook(before).remove)
-                stack.callback(module.register_forward_hook(after, always_call=True).remove)
+        inner = ((name, module) for name, module in self.model.named_modules() if module is not self.model)
+        self.hook(inner, stack)
         patches = Patches()
         stack.callback(patches.remove)
         patches.set(tree, "cast_floats", self._casting(tree.cast_floats))
-        # torch's fused encoder layers are not taken where there is a mode. This mode changes no result: hide it.
+        # Hides the mode from torch's encoder layers, which would leave their fused path: other kernels, other bits.
         patches.set(torch.overrides, "has_torch_function", _has_subclass)
         for place in install.places():
             patches.set(place.owner, place.name, self._frame(place))
@@ -185,23 +180,17 @@ class _CallNotes(TorchFunctionMode):
     def stop(self) -> None:
         self.stack.close()
 
-    def _around(self, name: str) -> tuple[Any, Any]:
-        def before(module: nn.Module, args: Any) -> None:
-            if _here.busy:
-                self.running.append(name)
+    def is_logging(self) -> bool:
+        return _here.busy
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if _here.busy:
-                self.running.pop()
-
-        return before, after
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        func = self.originals.get(id(func), func)
+    def passes_over(self, func: Any) -> bool:
         expected, self.expected = self.expected, None
-        if self.inside or not _here.busy or (expected is not None and func == expected):
-            return func(*args, **kwargs)
+        return self.inside or (expected is not None and func == expected)
+
+    def itself(self, func: Any) -> Any:
+        return self.originals.get(id(func), func)
+
+    def log(self, func: Any, args: Any, kwargs: Any) -> Any:
         index = self._begin(_address(func), (args, kwargs))
         result = func(*args, **kwargs)
         name, decided = getattr(func, "__name__", ""), None
@@ -229,7 +218,7 @@ class _CallNotes(TorchFunctionMode):
             rule = place.wrapped.rule_of(policy)
             if policy is None or rule is None:
                 return call(*args, **kwargs)
-            if rule.shown is None:  # what follows it computes nothing
+            if rule.shown is None:  # functions under such a rule compute nothing
                 with self._unseen():
                     return call(*args, **kwargs)
             return self._follow(place, rule, policy, function, args, kwargs)
@@ -242,7 +231,7 @@ class _CallNotes(TorchFunctionMode):
     def _follow(self, place: install.Place, rule: Rule, policy: Policy, function: Any, args: Any, kwargs: Any) -> Any:
         """Do what the wrapper does: call `function` by its rule. See rules.py."""
         index = self._begin(_address_at(place), (args, kwargs))
-        inner: Types = ()  # what the function itself gave
+        inner: Types = ()  # types of the function's own result, before the wrapper's casts
 
         @functools.wraps(function)
         def spy(*args: Any, **kwargs: Any) -> Any:
@@ -263,7 +252,7 @@ class _CallNotes(TorchFunctionMode):
         decided = [why] if policy.patch_torch_functions else []
         if policy.emulates and not keeps_type and _types(result) != inner:
             decided.append(EMULATED)
-            # The function was called with FP32 tensors, but O1 has rounded their values to FP16: that is what counts.
+            # The spy saw FP32 tensors, but O1 has rounded their values to FP16: FP16 is the type to show.
             got = self.calls[index].got
             ran = tuple(_rounded(dtype) for dtype in got) if policy.patch_torch_functions else got
             self.calls[index] = replace(self.calls[index], ran=ran)
@@ -292,18 +281,19 @@ class _CallNotes(TorchFunctionMode):
             is_input = policy is not None and dtype is policy.cast_model_type
             decided = self._kept_by() or ("cast_model_type" if is_input else "cast_model_outputs")
             if got != gave:
-                self.calls.append(OpCall(self.running[-1], "cast", got, got, gave, decided))
+                self.calls.append(OpCall(self.module_name() or "", "cast", got, got, gave, decided))
             return result
 
         return casting
 
     def _kept_by(self) -> str | None:
         """Why the module that runs stays FP32, if it does."""
-        return next((why for name in self.running if (why := self.explanation.kept.get(name)) is not None), None)
+        names = ["", *(frame.name for frame in self.running)]
+        return next((why for name in names if (why := self.explanation.kept.get(name)) is not None), None)
 
     def _begin(self, op: str, given: Any) -> int:
         types = _types(given)
-        self.calls.append(OpCall(self.running[-1], op, types, types, (), self._kept_by() or UNDECIDED))
+        self.calls.append(OpCall(self.module_name() or "", op, types, types, (), self._kept_by() or UNDECIDED))
         self.products_before[len(self.calls) - 1] = len(self.products)
         return len(self.calls) - 1
 
@@ -340,13 +330,13 @@ def _has_subclass(values: Any) -> bool:
 
 def _types(value: Any) -> Types:
     """The dtypes of the tensors in a value, in all its containers."""
-    with torch._C.DisableTorchFunction():  # else a mode is told of each look at a dtype
+    with torch._C.DisableTorchFunction():  # else each `tensor.dtype` is a call that the mode logs
         return tuple(tensor.dtype for tensor in tree.tensors(value))
 
 
 def _ran(rule: Rule, given: Any) -> Types:
     types = _types(given)
-    if rule.name == "rnn" and torch.is_autocast_enabled("cuda"):  # which casts the weights into cuDNN's one buffer
+    if rule.name == "rnn" and torch.is_autocast_enabled("cuda"):  # casts weights into cuDNN's buffer
         low = torch.get_autocast_dtype("cuda")
         types = tuple(low if dtype.is_floating_point else dtype for dtype in types)
     return types
@@ -385,7 +375,7 @@ def _kept(model: nn.Module, policy: Policy | None) -> dict[str, str]:
     found: dict[str, str] = {}
     inner: set[int] = set()
     for name, module in model.named_modules():
-        # torch's batch norms take low-precision inputs beside FP32 weights: they are kept without a class of ours.
+        # torch's batch norms take low-precision inputs beside FP32 weights: `initialize` leaves them torch's class.
         cast = policy is not None and policy.cast_model_type is not None
         is_norm = cast and isinstance(module, nn.modules.batchnorm._BatchNorm)
         is_kept = isinstance(module, KeptModule) or (

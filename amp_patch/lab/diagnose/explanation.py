@@ -130,7 +130,7 @@ def _call_parts(calls: list[OpCall]) -> Iterator[Part]:
         )
         for call, times in Counter(calls).items()
     ]
-    if len(rows) == len(calls):  # each was called once
+    if len(rows) == len(calls):  # no call came twice
         header, rows = header[:-1], [row[:-1] for row in rows]
     yield Table(rows, (header,))
     if any(EMULATED in call.decided for call in calls):

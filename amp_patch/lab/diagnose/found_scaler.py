@@ -40,11 +40,11 @@ class FoundScaler(Observer):
         if not self._given:
             return self._flowing
         if isinstance(self.scaler, torch.amp.GradScaler) and self.scaler.is_enabled():
-            return vars(self.scaler)["_scale"]  # on the device; None until the first loss
+            return vars(self.scaler)["_scale"]  # `get_scale` would sync; None until the first loss
         return torch.tensor(float(self.scaler.get_scale()), dtype=torch.float32, device="cpu")
 
     def loss_given_to_scaler(self, scaler: Any, loss: Tensor, scaled: Tensor, scale: Tensor) -> None:
-        self._flowing = None  # of a pass that an exception has ended
+        self._flowing = None  # left over where an exception has ended a backward
         if scaled.requires_grad and not self._given:
             scaled.register_hook(partial(self._flow, scaler, scale))
 

@@ -25,7 +25,7 @@ class Format(NamedTuple):
     largest: int
 
 
-# What is at most half of the smallest subnormal number, 2**-24 in FP16 and 2**-133 in BF16, is rounded to 0.
+# Half of the smallest subnormal number (2**-24 in FP16, 2**-133 in BF16), and what is below, rounds to 0.
 FORMATS = {torch.float16: Format(-25, 15), torch.bfloat16: Format(-134, 127)}
 
 
@@ -41,7 +41,7 @@ class Histogram:
 
     def __init__(self) -> None:
         self.slot_counts: Tensor | None = None
-        self._known: tuple[int, dict[int, list[int]], int] | None = None  # what `_read` has read of them
+        self._known: tuple[int, dict[int, list[int]], int] | None = None  # result of `_read`, until more is counted
 
     def __repr__(self) -> str:
         exponents = self.counts
@@ -67,7 +67,7 @@ class Histogram:
         slots.add_(1).clamp_(max=_SLOTS - 1)
         if values.device.type == "cpu":
             counts = torch.bincount(slots, minlength=_SLOTS)
-        else:  # there bincount would sync, to find the largest
+        else:  # bincount would sync on CUDA, to find the largest
             one = torch.ones((), dtype=torch.int64, device=values.device)
             counts = one.new_zeros(_SLOTS).scatter_add_(0, slots.long(), one.expand(slots.shape))
         self.slot_counts = counts if self.slot_counts is None else self.slot_counts + counts.to(self.slot_counts.device)

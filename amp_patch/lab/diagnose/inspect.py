@@ -6,14 +6,13 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from amp_patch.lab.diagnose.call_log import CallLog, Frame
 from amp_patch.lab.diagnose.culprit import Call, StepLog
 from amp_patch.lab.diagnose.found_scaler import FoundScaler
 from amp_patch.lab.diagnose.histogram import Histogram
@@ -22,7 +21,6 @@ from amp_patch.lab.diagnose.module_error import floats, is_random, relative_erro
 from amp_patch.model.forward import KeptModule
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
-from amp_patch.support.compiled import eagerly
 from amp_patch.training import observers
 from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.stash import stash_of
@@ -67,34 +65,19 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
     targets = [innermost(each) for each in one_or_many]
     seen = Inspection()
     with ExitStack() as stack:
-        stack.enter_context(eagerly())  # compiled code would trace the hooks into itself, or not call them
-        watch = _NumberLog(model, targets, scaler, seen, stack)
+        log = _NumberLog(model, targets, scaler, seen, stack)
         try:
-            with watch:
+            with log:
                 yield seen
         finally:
-            watch.conclude()
+            log.conclude()
             stashes = [stash for t in targets if (stash := stash_of(t)) is not None and stash.scalers]
-            if watch.scale is not None:
-                seen.scale = float(watch.scale)
-            elif watch.found.scaler is not None:
-                seen.scale = watch.found.scaler.get_scale()
+            if log.scale is not None:
+                seen.scale = float(log.scale)
+            elif log.found.scaler is not None:
+                seen.scale = log.found.scaler.get_scale()
             elif stashes:
                 seen.scale = stashes[0].scalers[0].loss_scale()
-
-
-@dataclass
-class _Frame:
-    """A module whose forward runs.
-
-    Attributes:
-        came: its tensors, each with how often it had been written to.
-        calls_others: whether another module was called inside.
-    """
-
-    name: str
-    came: list[tuple[Tensor, int]]
-    calls_others: bool = False
 
 
 class _own:
@@ -107,13 +90,13 @@ class _own:
         _NumberLog.busy = self.before
 
 
-class _NumberLog(TorchFunctionMode):
+class _NumberLog(CallLog):
     """Logs the calls of a step, and of each tensor in them, and of its gradient, the lowest and the highest value.
 
     It does not sync before `conclude`. There may be several at once, of which `busy` is shared.
     """
 
-    busy = False  # whether one of them computes something for itself, which none is to log
+    busy = False  # while a log computes for itself, no log's calls count; tensor hooks run on autograd's threads
 
     def __init__(self, model: nn.Module, targets: list[Any], scaler: Any, seen: Inspection, stack: ExitStack) -> None:
         super().__init__()
@@ -121,12 +104,11 @@ class _NumberLog(TorchFunctionMode):
         self.found = FoundScaler(scaler, targets, self._scaler_begins, self._scaler_ends)
         observers.add(self.found)
         stack.callback(observers.remove, self.found)
-        self.steps_before = 0  # how many steps there were when a scaler began one
+        self.steps_before = 0  # `seen.step` when a scaler began a step
         self.model = model
-        self.running: list[_Frame] = []  # innermost last
         self.called: set[str] = set()
-        self.scale: Tensor | None = None  # of the last backward
-        self.stepping = False  # inside of an optimizer's step, unless an exception has left it
+        self.scale: Tensor | None = None  # loss scale of the last backward
+        self.stepping = False  # inside of an optimizer's step, or of one that an exception has ended
         self.handles: list[Any] = []
         self.forget()
         for name, param in model.named_parameters():
@@ -134,13 +116,10 @@ class _NumberLog(TorchFunctionMode):
             seen.weights.setdefault(name, Histogram()).add(param)
             if param.requires_grad:
                 stack.callback(param.register_hook(self._gradient_of(name)).remove)
-        for name, module in model.named_modules():
-            before, after = self._around(_plain(name), module)
-            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
+        self.hook(((_plain(name), module) for name, module in model.named_modules()), stack)
         for target in targets:
             if isinstance(target, torch.optim.Optimizer):
-                # The log of a step ends before its optimizer computes, which is no part of the model.
+                # The log is read before the optimizer computes: its calls are not the model's.
                 stack.callback(target.register_step_pre_hook(self._conclude_step).remove)
                 stack.callback(target.register_step_post_hook(self._stepped).remove)
 
@@ -149,25 +128,23 @@ class _NumberLog(TorchFunctionMode):
             handle.remove()
         self.handles = []
         self.calls: list[Call] = []
-        self.keys = WeakTensorKeyDictionary()  # tensor -> (its key, its version then)
-        self.nodes: dict[tuple[int, int], int] = {}  # a graph node's number, and which output of it -> the key of that
+        self.keys = WeakTensorKeyDictionary()  # tensor -> (its key, its version when it got the key)
+        self.nodes: dict[tuple[int, int], int] = {}  # (number of a graph node, output) -> its key
         self.hooked: set[int] = set()
         self.outside: set[int] = set()  # keys of tensors that no call of the model made, nor a cast of O1's
-        self.values: list[Tensor] = []  # by key
+        self.values: list[Tensor] = []  # key -> lowest and highest value
         self.gradients: dict[int, Tensor] = {}
         self.errors: dict[str, Tensor] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def is_logging(self) -> bool:
+        return not _NumberLog.busy
+
+    def passes_over(self, func: Any) -> bool:
+        is_attribute = getattr(func, "__name__", "") in _ATTRIBUTES and func != _GRAD
+        return self.stepping or self.seen.not_finite is not None or is_attribute or _in_backward()
+
+    def log(self, func: Any, args: Any, kwargs: Any) -> Any:
         op = getattr(func, "__name__", str(func))
-        if (
-            _NumberLog.busy
-            or self.stepping
-            or self.seen.not_finite is not None
-            or (op in _ATTRIBUTES and func != _GRAD)
-            or _in_backward()
-        ):
-            return func(*args, **kwargs)
         with _own():
             given = [self._key(t) for t in _given((args, kwargs))]
         result = func(*args, **kwargs)
@@ -175,34 +152,31 @@ class _NumberLog(TorchFunctionMode):
             return result
         with _own():
             outputs = _given(args[0] if op == "__setitem__" else result)
-            if func == _GRAD:  # reading `.grad` makes nothing: backward did
+            if func == _GRAD:  # `.grad` is no call that makes a tensor: backward made it
                 self.outside.update(self._key(grad) for grad in outputs)
             elif outputs:
                 made = [self._key(t, new=True) for t in outputs]
                 infinite = any(isinstance(c, float) and not math.isfinite(c) for c in (*args, *kwargs.values()))
-                self.calls.append(Call(self._module(), op, given, made, not given or "empty" in op or infinite))
+                self.calls.append(Call(self.module_name(), op, given, made, not given or "empty" in op or infinite))
         return result
-
-    def _module(self) -> str | None:
-        return self.running[-1].name if self.running else None
 
     def _key(self, tensor: Tensor, new: bool = False) -> int:
         """The tensor's place in the log; another one once it was written to (`new`)."""
         key, version = self.keys.get(tensor, (None, 0))
-        changed = key is not None and version != _version(tensor)  # through a view, say
+        changed = key is not None and version != _version(tensor)  # by a write through a view, say
         if new or changed or key is None:
             key = len(self.values)
             self.seen.all_fp32 &= tensor.dtype not in LOW_PRECISION
             self.keys[tensor] = key, _version(tensor)
             self.values.append(_range(tensor))
-            # A tensor that no call made is from outside of the model, where nobody is to blame for an infinity. But an
-            # FP16 tensor may come from a cast of O1's, which is not logged, and in which a number has overflowed: the
-            # search goes on to the call that uses it.
+            # A tensor that no logged call made comes from outside: no call of the model made its infinity. Not so an
+            # FP16 tensor, in which a cast of O1's, which is not logged, may have overflowed: the search goes on to the
+            # call that uses it.
             if not new and (changed or tensor.dtype is not torch.float16) and not isinstance(tensor, nn.Parameter):
                 self.outside.add(key)
         if tensor.requires_grad and key not in self.hooked:
             self.hooked.add(key)
-            gradients = self.gradients  # a graph can outlive the log
+            gradients = self.gradients  # bound here: a graph can outlive the log, and `forget` replaces the dict
             handle = tensor.register_hook(lambda grad: gradients.__setitem__(key, _range(grad)))
             node = tensor.grad_fn
             if node is None:
@@ -230,18 +204,18 @@ class _NumberLog(TorchFunctionMode):
                     found = self.nodes.get((source._sequence_nr(), place))
                 if found is not None:
                     given.append(found)
-                elif len(todo) < 16:  # a graph from before the block has no known node, however far one goes
+                elif len(todo) < 16:  # bounded: a graph from before the block has no known node at all
                     todo.append(source)
         if given and key not in given:
             op = re.sub(r"Backward\d*$|^.*::", "", made_by.name())
-            self.calls.append(Call(self._module(), op, given, [key], harmless=changed))
+            self.calls.append(Call(self.module_name(), op, given, [key], harmless=changed))
 
     def _factor(self) -> float | Tensor:
         """What turns the gradients that flow now into those of the loss."""
         scale = self.found.scale()
         if scale is None:
             stashes = map(stash_of, self.targets)
-            # Of several optimizers only those whose loss is in `scale_loss` now have one.
+            # Only an optimizer whose loss is in `scale_loss` now has a scale.
             scales = (stash.backward.scale for stash in stashes if stash is not None)
             scale = next((scale for scale in scales if scale is not None), None)
         self.scale = self.scale if scale is None else scale.clone()
@@ -253,45 +227,37 @@ class _NumberLog(TorchFunctionMode):
 
         return hook
 
-    def _around(self, name: str, module: nn.Module) -> tuple[Any, Any]:
-        seen = self.seen
+    def forward_begins(self, frame: Frame, args: Any, kwargs: Any) -> None:
+        self.stepping = False
+        if self.running:
+            self.running[-1].calls_others = True
+        else:
+            self._note_outside(args, kwargs)
+        self.called.add(frame.name)
+        frame.inputs = [(tensor, _version(tensor)) for tensor in floats((args, kwargs))]
 
-        def came_back(grad: Tensor) -> None:
+    def forward_ends(self, frame: Frame, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        name, seen = frame.name, self.seen
+
+        def gradient_arrives(grad: Tensor) -> None:
             seen.activation_gradients.setdefault(name, Histogram()).add(_values(grad))
 
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if _NumberLog.busy:
+        with _own():
+            outputs = floats(output)
+            for tensor in (tensor for tensor in outputs if tensor.requires_grad):
+                if seen.not_finite is None and not _in_backward():
+                    self._key(tensor)  # logs an autograd function, which no mode sees, as this module's call
+                tensor.register_hook(gradient_arrives)
+            if _in_backward():  # a recomputation by a checkpoint: the forward was counted
                 return
-            self.stepping = False
-            if self.running:
-                self.running[-1].calls_others = True
-            else:
-                self._note_outside(args, kwargs)
-            self.called.add(name)
-            self.running.append(_Frame(name, [(tensor, _version(tensor)) for tensor in floats((args, kwargs))]))
-
-        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if _NumberLog.busy or not self.running:
-                return
-            with _own():
-                outputs = floats(output)
-                for tensor in (tensor for tensor in outputs if tensor.requires_grad):
-                    if seen.not_finite is None and not _in_backward():
-                        self._key(tensor)  # if an autograd function made it, log that in this module
-                    tensor.register_hook(came_back)
-                frame = self.running.pop()
-                if _in_backward():  # checkpointing computes again what was counted in forward
-                    return
-                for tensor in outputs:
-                    seen.activations.setdefault(name, Histogram()).add(tensor)
-                # A module that writes to its input cannot be computed again on that input.
-                in_place = any(_version(tensor) != version for tensor, version in frame.came)
-                if outputs and not (frame.calls_others or in_place or is_random(module)):
-                    error = relative_error(module, args, kwargs, outputs)
-                    if error is not None:
-                        self.errors[name] = torch.maximum(error, self.errors.get(name, error).to(error.device))
-
-        return before, after
+            for tensor in outputs:
+                seen.activations.setdefault(name, Histogram()).add(tensor)
+            # `relative_error` runs the module again: on an input that it has written to, the result would differ.
+            in_place = any(_version(tensor) != version for tensor, version in frame.inputs)
+            if outputs and not (frame.calls_others or in_place or is_random(module)):
+                error = relative_error(module, args, kwargs, outputs)
+                if error is not None:
+                    self.errors[name] = torch.maximum(error, self.errors.get(name, error).to(error.device))
 
     def _note_outside(self, args: Any, kwargs: Any) -> None:
         """Note the model's arguments and buffers as from outside: a mask's -inf among them is none of its doing."""
@@ -310,14 +276,14 @@ class _NumberLog(TorchFunctionMode):
         self.seen.step += 1
 
     def _scaler_begins(self, steps: bool) -> None:
-        self.stepping = True  # what it computes is no part of the model
+        self.stepping = True  # the scaler's calls are not the model's
         self.steps_before = self.seen.step
         if steps:
             self.conclude()
 
     def _scaler_ends(self, stepped: bool) -> None:
         self.stepping = False
-        if stepped and self.seen.step == self.steps_before:  # it has skipped the step
+        if stepped and self.seen.step == self.steps_before:  # skipped: the optimizer's post-hook did not run
             self.seen.step += 1
 
     def conclude(self) -> None:
@@ -359,7 +325,7 @@ class _NumberLog(TorchFunctionMode):
             return ()
         kept = [_plain(name) for name, module in self.model.named_modules() if isinstance(module, KeptModule)]
         if not any(param.dtype in LOW_PRECISION for param in self.model.parameters()):
-            # At O1 what a kept module returns stays FP32: it is enough to keep each of them for itself.
+            # At O1 the output of a kept module stays FP32: each module can be kept by itself.
             return tuple(dict.fromkeys(name for name in modules if name and not _is_inside(name, kept)))
         # In a cast model the output of a kept module is cast back: only a module around all of them keeps the numbers
         # between them in FP32.
@@ -370,7 +336,7 @@ class _NumberLog(TorchFunctionMode):
         for path in paths:
             same = [a == b for a, b in zip(common, path, strict=False)]
             common = common[: same.index(False) if False in same else len(same)]
-        while common and ".".join(common) not in self.called:  # a ModuleList has no forward that could be kept
+        while common and ".".join(common) not in self.called:  # a ModuleList has no forward, so it cannot be kept
             common = common[:-1]
         return (".".join(common),) if any(common) and not _is_inside(".".join(common), kept) else ()
 

@@ -72,14 +72,14 @@ def _in_fp32(module: nn.Module, args: Any, kwargs: Any, outputs: list[Tensor]) -
     tensors = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
     args, kwargs = tree.cast_floats((args, kwargs), torch.float32)
     attributes = dict(vars(module))
-    vars(module).pop("_amp", None)  # with it the forward of a cast model casts its arguments
+    vars(module).pop("_amp", None)  # with `_amp` the generated forward would cast the arguments to the level's type
     devices = sorted({t.device.index for t in outputs if t.device.type == "cuda"})
     try:
         with torch.random.fork_rng(devices), regions.region(None):
             before = _random_states(devices)
             exact = floats(torch.func.functional_call(_WithoutHooks(module), tensors, args, kwargs))
             return exact if all(map(torch.equal, before, _random_states(devices))) else None
-    except Exception:  # a module that makes a weight of its parameters in a hook has it in their type, say
+    except Exception:  # say, weight_norm's hook makes a weight in the parameters' low-precision type
         return None
     finally:
         vars(module).clear()

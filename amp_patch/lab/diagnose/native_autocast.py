@@ -13,7 +13,7 @@ from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import tree
 
 AUTOCAST = "torch.autocast"
-_COMPOSITES = ("einsum", "gru", "lstm", "rnn_relu", "rnn_tanh")  # operators that call some on torch's lists
+_COMPOSITES = ("einsum", "gru", "lstm", "rnn_relu", "rnn_tanh")  # call operators on torch's lists
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 
@@ -53,7 +53,7 @@ def _is_autocast(op: str, device: str) -> bool:
         return packet is None and op not in CASTS
     key = getattr(torch._C.DispatchKey, _KEYS[device])
     for name in packet.overloads():
-        with suppress(RuntimeError):  # one that TorchScript alone has
+        with suppress(RuntimeError):  # a TorchScript overload, which has no dispatch
             if getattr(packet, name).has_kernel_for_dispatch_key(key):
                 return True
     return False

@@ -25,7 +25,7 @@ def of_call(module: str, op: str, args: Any, kwargs: Any, result: Any) -> list[P
         return []
     try:
         found = [*find(first, *args, **kwargs)]
-    except (TypeError, IndexError, AttributeError):  # called in a form that is not known here
+    except (TypeError, IndexError, AttributeError):  # arguments in a form that `find` does not take
         return []
     return _products(module, op, first, found)
 
@@ -79,7 +79,7 @@ def _matmul(result: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> Iterato
 
 
 def _grouped(result: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> Iterator[_Found]:
-    if a.dim() == b.dim() == 2:  # each group has a part of the inner size, which the call alone knows
+    if a.dim() == b.dim() == 2:  # the inner size of a group is in `offs`, on the device
         return
     yield from _matmul(result, a, b)
 

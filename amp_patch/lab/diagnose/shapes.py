@@ -11,14 +11,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-MULTIPLE = 8  # of 16-bit numbers; no level computes in FP8, of which it would be 16
-_LARGE, _OF_LARGE = 1024, 64  # a size from 1024 on (a vocabulary) can as well be a multiple of 64
+MULTIPLE = 8  # for 16-bit types; for FP8, in which no level computes, 16
+_LARGE, _OF_LARGE = 1024, 64  # sizes from 1024 on (a vocabulary): padding to a multiple of 64 costs little
 
-# What is below is not named. A smaller part of the forward: its gain would not show. A smaller size (the channels of an
-# image, the classes of digits): the layer waits for memory, and padding would cost more. Fewer multiply-adds: a GPU
-# takes less time for them than to be told of them.
+# `advice` leaves out sizes below these. A smaller share of the forward: the gain would not show. A smaller size (the
+# channels of an image, the classes of digits): the layer waits for memory, and padding would cost more. Fewer
+# multiply-adds: the launch takes longer than the product.
 _SHARE, _SMALLEST, _MULTIPLY_ADDS = 0.05, 32, 10**8
-_SHARE_OF_ROWS = 0.5  # the rows of a batch are the same everywhere, or it is no matter of the batch
+_SHARE_OF_ROWS = 0.5  # most layers have the rows of the batch; a number of rows that few have is not the batch
 
 
 class Product(NamedTuple):
@@ -63,7 +63,7 @@ def advice(products: Iterable[Product]) -> list[str]:
     """
     products = [*products]
     total = sum(product.multiply_adds for product in products)
-    # A size -> the smallest one of which it is a small multiple: the width settles 3 times it.
+    # A size -> the smallest one of which it is a small multiple: padding a width pads 3 times the width too.
     roots: dict[int, int] = {}
     for size in sorted({size for product in products for _, size in _odd_sizes(product)}):
         roots[size] = next((root for root in roots if size % root == 0 and size // root <= _OF_LARGE), size)

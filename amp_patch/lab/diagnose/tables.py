@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from amp_patch.lab.text_table import in_columns
+
 _WIDTH = 100  # of a page of text
 
-# Colours are the page's own, which may be light or dark.
+# No colour of text or ground: the notebook's page may be light or dark.
 _CELL = "padding:2px 12px 2px 0;border-bottom:1px solid rgba(128,128,128,.35);vertical-align:top"
 _TABLE = "border-collapse:collapse;color:inherit;font-size:inherit;margin:0 0 .6em"
 _PARAGRAPH = "margin:.6em 0;color:inherit"
@@ -62,15 +64,12 @@ def _text_of(table: Table) -> list[str]:
     room = max(_WIDTH - sum(widths[1:]) - 2 * columns, max(map(len, (line[0] for line in table.header)), default=0), 16)
     if columns > 1 and widths[0] > room:
         widths[0] = max((len(line[0]) for line in padded if len(line[0]) <= room), default=4)
-    indent = "  " if table.title else ""
-    found = [f"{table.title}:"] if table.title else []
+    rows: list[Sequence[str]] = []
     for name, *cells in padded:
-        if columns > 1 and len(name) > widths[0]:
-            found.append(f"{indent}{name}")
-            name = ""
-        rest = (c.rjust(w) if table.numbers else c.ljust(w) for c, w in zip(cells, widths[1:], strict=True))
-        found.append(f"{indent}{'  '.join([name.ljust(widths[0]), *rest])}".rstrip())
-    return found
+        long = columns > 1 and len(name) > widths[0]
+        rows += [(name,), ("", *cells)] if long else [(name, *cells)]
+    found = in_columns(rows, right=range(1, columns) if table.numbers else (), widths=widths)
+    return [f"{table.title}:", *(f"  {line}".rstrip() for line in found)] if table.title else found
 
 
 def _html_of(table: Table) -> str:
@@ -81,7 +80,7 @@ def _html_of(table: Table) -> str:
     body = "".join(_html_row(line, columns, "td", table.numbers) for line in table.rows)
     title = f'<p style="{_PARAGRAPH};font-weight:600">{escape(table.title)}</p>' if table.title else ""
     head = f"<thead>{head}</thead>" if head else ""
-    # Notebooks have a style for tables of their own, which the one of each cell goes before.
+    # Each cell has its style: a notebook's own rules for tables would win over one style on top.
     return f'{title}<div style="overflow-x:auto"><table style="{_TABLE}">{head}<tbody>{body}</tbody></table></div>'
 
 

@@ -12,7 +12,7 @@ from torch import nn
 @contextmanager
 def undone(model: nn.Module) -> Iterator[None]:
     """Afterwards put back buffers (a batch norm counts its batches) and the state of the random generators."""
-    # A forward may write to a buffer, or put another tensor in its place.
+    # Both the tensor and a copy: a forward may write into a buffer, or put another tensor in its place.
     held = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     try:

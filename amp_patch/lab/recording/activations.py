@@ -43,10 +43,10 @@ class SavedBytes:
         self._peak: int | None = 0
         self._seen = False
         self._live = 0
-        self._lock = threading.Lock()  # a backward runs on threads of its own, one a device
-        self._ended: deque[int] = deque()  # keys of storages that live no more
-        # id of a storage -> a weak reference to it, and its bytes; 0 of one that is left out. torch keeps a storage's
-        # Python object as long as its memory, so the id is not another's before the reference tells.
+        self._lock = threading.Lock()  # autograd runs a backward on threads of its own, one a device
+        self._ended: deque[int] = deque()  # keys of freed storages, which `_note` subtracts
+        # id of a storage -> a weak reference, and its bytes; 0 where it is left out. torch keeps the Python object of a
+        # storage as long as its memory, so no other storage has the id before the reference's callback.
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     @property
@@ -63,7 +63,7 @@ class SavedBytes:
         try:
             base = tensor._base if tensor._base is not None else tensor
             self._note(tensor, counts=not (base.is_leaf and base.requires_grad))
-        except Exception:  # tensors may be of any class; a count must not end a training
+        except Exception:  # a tensor subclass may raise anything, which would end the training
             self._peak = None
 
     def _note(self, tensor: Tensor, *, counts: bool) -> None:
@@ -82,7 +82,7 @@ class SavedBytes:
                 self._peak = max(self._peak, self._live)
 
     def _ends(self, key: int, _: Any) -> None:
-        self._ended.append(key)  # and no more: a storage may end anywhere, in the middle of `_note` too
+        self._ended.append(key)  # no lock: a storage may be freed anywhere, inside of `_note` too, which holds it
 
 
 class _Saved(NamedTuple):
@@ -107,8 +107,8 @@ class WeighedStep:
         self._bytes.leave_out(at_rest)
         self._hooks = (self._pack, _unpack)
         self._patches = Patches()
-        self._whole = False  # whether all that was saved since the making was seen
-        # torch before 2.8 does not tell whose hooks are there; and somebody's block may be around the loop.
+        self._whole = False  # whether the hooks have seen every tensor that was saved since the making
+        # Hooks of a block around the loop would end up above these. torch before 2.8 cannot say whether there are some.
         known = hasattr(_torch, "_top_saved_tensors_default_hooks")
         if known and _torch._saved_tensors_hooks_is_enabled() and _top() is None:
             self._push = _torch._push_saved_tensors_default_hooks
@@ -146,29 +146,29 @@ class WeighedStep:
         while (top := _top()) is not None and top[0] is not self._hooks[0]:
             above.append(top)
             _torch._pop_saved_tensors_default_hooks()
-        if top is not None:  # else somebody has taken them off, or this is another thread
+        if top is not None:  # None: the script has popped them, or this is another thread
             _torch._pop_saved_tensors_default_hooks()
         for pair in reversed(above):
             self._push(*pair)
 
     def _pack(self, tensor: Tensor) -> _Saved:
         self._see(tensor)
-        # An output that held itself would never be freed. A leaf stays the one whose `data` somebody may set.
+        # Detached, or an output that its own node holds is never freed. Not so a leaf: a script may set its `data`.
         return _Saved(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
 
-    vars()["_pack"]._amp_counts = True  # by which casts/cpu_fp16.py knows that it may put its hooks above
+    vars()["_pack"]._amp_counts = True  # casts/cpu_fp16.py pushes its hooks above such ones, and above no others
     # Without these marks torch 2.15 takes `_pack` for the user's, and warns that selective checkpoints go past it.
     vars(vars()["_pack"]).update(_checkpoint_internal=True, _user_hooks=None)
 
     def _push_others(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        if isinstance(pack, torch.fx.GraphModule):  # which torch.compile looks into
+        if isinstance(pack, torch.fx.GraphModule):  # torch.compile inlines it, and would not take a wrapper
             self._push(pack, unpack)
             return
 
         def pack_and_see(tensor: Tensor) -> Any:
             try:
                 packed = pack(tensor)
-            except BaseException:  # a checkpoint has computed all that it wants again, and keeps this one too
+            except BaseException:  # a checkpoint ends its recomputation by an exception, and keeps the last tensor
                 self._see(tensor)
                 raise
             with suppress(RuntimeError):  # a container that holds itself
@@ -198,7 +198,7 @@ class WeighedStep:
         return leave_and_disable
 
     def _see(self, tensor: Tensor) -> None:
-        if self._whole:  # the graph may outlive the step
+        if self._whole:  # the graph, and these hooks in it, may outlive the step
             self._bytes.count(tensor)
 
 

@@ -17,11 +17,11 @@ from torch import nn
 from amp_patch.support.forward_hook import CompiledForward, before_compiled
 from amp_patch.support.patches import Installation, Patches
 
-Listener = Callable[[nn.Module, Any, Any], None]  # is given the compiled model, and its arguments
+Listener = Callable[[nn.Module, Any, Any], None]  # called with the compiled model, and its arguments
 
 _listeners: list[Listener] = []
-_installation = Installation(of_process=True)  # in force while there are listeners
-_patched: list[Any] = []  # Dynamo's module, once it is patched
+_installation = Installation(of_process=True)  # uninstalled with the last listener
+_patched: list[Any] = []  # holds Dynamo's module once that is patched
 
 
 def add(listener: Listener) -> None:
@@ -44,7 +44,7 @@ def watch(model: nn.Module) -> None:
 
 
 def _patch_dynamo() -> None:
-    # Whoever has made an optimizer has imported what is needed of Dynamo; without it no model is compiled yet.
+    # torch.optim imports torch._dynamo.eval_frame: while the module is missing no model is compiled.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None or dynamo in _patched:
         return
@@ -76,7 +76,7 @@ def _replace_call(model: nn.Module) -> None:
             model._compiled_call_impl = found.compiled
 
     ours = CompiledForward(model, compiled, _tell)
-    # Not by `patches.set`, which would hold the model until then.
+    # Not by `patches.set`: it would keep the model alive until the last listener is removed.
     _installation.add(lambda patches: patches.apply(lambda: setattr(model, "_compiled_call_impl", ours), undo))
 
 

@@ -23,7 +23,7 @@ class ForwardHooks:
         self._begins = begins
         self._handles: list[Any] = []
         self._hooked: list[weakref.ref[nn.Module]] = []
-        # A compiled model -> which of the hooked ones it is or has inside; None where it is another model.
+        # A compiled model -> the hooked model that it is or has inside; None where it has none.
         self._hooked_inside = weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module] | None]()
         compiled_forwards.add(self._compiled_begins)
 
@@ -50,7 +50,7 @@ class ForwardHooks:
     def _compiled_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """A compiled model was called, be it one that is trained here or another."""
         if model not in self._hooked_inside:
-            # It may be a hooked model itself, or one around it: DistributedDataParallel, or a module with the loss.
+            # `model` may be hooked itself, or be around a hooked one: DistributedDataParallel, a module with the loss.
             self._hooked_inside[model] = next((weakref.ref(m) for m in model.modules() if self._is_hooked(m)), None)
         ref = self._hooked_inside[model]
         if ref is not None and (trained := ref()) is not None:

@@ -37,7 +37,7 @@ class InspectedStep:
     def leave(self) -> Event:
         """The "look" event. What others have entered since stays entered."""
         self.abandon()
-        if self._seen.not_finite is not None:  # which counts from where this look began
+        if self._seen.not_finite is not None:  # `inspect` counts steps from the beginning of its block
             self._seen.not_finite = replace(self._seen.not_finite, step=self._step)
         return _look_event(self._seen, self._step)
 
@@ -46,7 +46,7 @@ class InspectedStep:
         above = []
         while (stack := _mode_stack()) and stack[-1] is not self._mode:
             above.append(modes._pop_mode())
-        if not stack:  # somebody has taken it off
+        if not stack:  # the script has popped the inspection's mode, which the block's exit pops
             modes._push_mode(self._mode)
         try:
             self._block.__exit__(None, None, None)

@@ -15,7 +15,7 @@ from amp_patch.lab.recording.run import Event
 from amp_patch.lab.recording.sinks import Sink
 from amp_patch.support.device_numbers import DeviceNumbers
 
-# A recording is handed on this often, whichever comes first: by events, by seconds.
+# The outbox is flushed after so many events, or so many seconds, whichever comes first.
 _FLUSH_EVENTS, _FLUSH_SECONDS = 50, 0.5
 
 

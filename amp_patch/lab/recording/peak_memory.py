@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-# torch's own function. `run --device cpu` puts another in its place, for which the figures of this file are a GPU's.
+# torch's function at import: `run --device cpu` replaces it by one whose memory figures come from this file.
 _has_cuda = torch.cuda.is_initialized
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -66,7 +66,7 @@ class PeakMemory:
             return max(0, peak - self._resident)
         peak = _largest_ever()
         if peak is None or self._before is None or peak == self._before:
-            return None  # the process was larger before this measurement began, and nothing tells its peak since
+            return None  # the peak is from before the making, and the peak since then is not known
         return peak - self._before
 
 
@@ -94,7 +94,7 @@ def _reset() -> None:
         for index in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(index)
     with suppress(OSError):
-        _CLEAR.write_text("5")  # Linux: VmHWM begins anew
+        _CLEAR.write_text("5")  # resets VmHWM, on Linux
 
 
 def _status(name: str) -> int | None:

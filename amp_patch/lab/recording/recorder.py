@@ -43,7 +43,7 @@ from amp_patch.training.scaled_backward import ScaledBackward
 from amp_patch.training.stash import Stash, stash_of
 from amp_patch.training.training import Training
 
-_OTHERS = 100  # so many steps of other optimizers in a row tell that the first one is done
+_OTHERS = 100  # after so many steps of others in a row the first optimizer counts as finished
 
 _lock = threading.Lock()
 _recorders: list[Recorder] = []
@@ -162,10 +162,10 @@ class Recorder(Observer):
 
     def __enter__(self) -> Recorder:
         self._adopted: list[Training] = []
-        self._scalers: set[int] = set()  # ids of their lists of scalers, by which an optimizer's training is known
+        self._scalers: set[int] = set()  # ids of the adopted trainings' lists of scalers, which stashes share
         self._lead: weakref.ref[Any] | None = None
         self._device = ""
-        self._losses: dict[int, Tensor] = {}  # id of a body that runs -> a copy of its loss
+        self._losses: dict[int, Tensor] = {}  # id of an open body -> a copy of its loss
         self._scaler_losses = ScalerLosses()
         self._stepped_by_scaler: Any = None  # the optimizer whose step a GradScaler has begun
         self._sizes = Sizes(self._adopted)
@@ -188,9 +188,9 @@ class Recorder(Observer):
             _recorders.remove(self)
         self._hooks.remove()
         self._size_advice.leave()
-        if os.getpid() != self.process:  # a fork has left the block too
+        if os.getpid() != self.process:  # a fork leaves the block as well, with its parent's events
             return
-        if self._inspected is not None:  # its step never ended
+        if self._inspected is not None:  # no step has ended since it began
             self._inspected.abandon()
             self._inspected = None
         self._sizes.measure()
@@ -221,11 +221,11 @@ class Recorder(Observer):
             return
         self.trainings += 1
         if training is not None:
-            self._lead = None  # the optimizer of an earlier training may be alive though that training is over
+            self._lead = None  # else an earlier training's optimizer, still alive, would stay the one whose steps count
             self._hooks.add(alive(training.models))
             self._adopt(training)
             if not self.steps:
-                self._clock.restart()  # the time before the training began is not the first step's
+                self._clock.restart()  # else the first step would have the time before `initialize`
 
     @eager_only
     def _adopt(self, training: Training) -> None:
@@ -266,7 +266,7 @@ class Recorder(Observer):
         if self._clock.forward_begins(model):
             if isinstance(self._inspected, WeighedStep):
                 self._inspected.leave_out_inputs(args, kwargs)
-            # Of the newest forward: no loss has followed an earlier one.
+            # In place of an earlier forward's, which no loss has claimed.
             self._clock.step.unclaimed_samples = samples_of(args, kwargs)
         if eager and self._device in size_advice.DEVICES:
             self._size_advice.forward_begins(model)
@@ -280,7 +280,7 @@ class Recorder(Observer):
 
     def loss_scaled(self, body: ScaledBackward, loss: Tensor) -> None:
         if self.is_recording():
-            # A GradScaler was given this loss too: the body tells of it.
+            # A GradScaler was given this loss too: without the line it would count twice.
             if (samples := self._scaler_losses.forget(loss)) is not None:
                 self._clock.step.unclaimed_samples = samples
             self._losses[id(body)] = single_value(loss)
@@ -347,7 +347,7 @@ class Recorder(Observer):
 
     def _end_step(self, optimizer: Any, stash: Stash | None, skipped: Tensor | None = None) -> None:
         self._clock.step_ends()
-        if self._has_enough():  # the script has caught `Enough`, and trains on
+        if self._has_enough():  # again: the script has caught `Enough`
             self._clock.take_step()
             raise Enough
         if self._lead is None or self._lead() is None or self._clock.step.others >= _OTHERS:
@@ -368,13 +368,13 @@ class Recorder(Observer):
         self.steps += 1
         if skipped is None:
             assert stash is not None
-            # Of a step that skips on the device the verdict is the newest there; others leave none.
+            # An optimizer that skips on the device has left its flag there, and the host does not know.
             skipped = stash.device_skips[-1].overflow if stash.device_skips else float(stash.last_skipped)
         was_inspected = self._inspected is not None
         self._outbox.put_unread(step.unread_event(optimizer, skipped, was_inspected))
         if self._inspected is not None:
             self._leave_inspected()
-        if self.steps == self._measure_after:  # now, because the models may be gone when the recording ends
+        if self.steps == self._measure_after:  # at the end of the recording the models may be freed
             self._measure_after *= 4
             self._sizes.measure()
         if self._outbox.is_due():
@@ -426,7 +426,7 @@ class Recorder(Observer):
     def _flush(self, wait: bool = False) -> None:
         self._outbox.flush(self.steps, wait)
         if self._clock.cuda is not None:
-            self._peak.bank()  # a script may reset torch's peak itself, once an epoch
+            self._peak.bank()  # a script that resets torch's peak each epoch would lose it
 
 
 def _enabled_stash(optimizer: Any) -> Stash | None:

@@ -7,16 +7,16 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-# Where the time of a step goes, in order: before the model's first forward; from there to scale_loss; its body and the
-# unscaling; between that and optimizer.step (clipping, zero_grad); optimizer.step. They add up to the step's time.
+# The parts of a step, in order: until the model's first forward; from there to scale_loss; its body and the
+# unscaling; until optimizer.step (clipping, zero_grad); optimizer.step. Their times add up to the step's.
 PARTS = ("data", "forward", "backward", "between", "optimizer")
 
-# The level of a run of torch's own mixed precision, as the script has it.
+# The level of a run with the script's own torch.autocast and GradScaler.
 NATIVE = "native"
 
-# Kinds of errors; any other is "".
-# INTERRUPTED is the user's Ctrl-C, no fault of the level; KILLED is by SIGKILL, perhaps for memory; EXITED is sys.exit
-# with a status.
+# Kinds of errors; "" is any other.
+# INTERRUPTED: the user's Ctrl-C, no fault of the level. KILLED: SIGKILL, perhaps for memory. EXITED: sys.exit with a
+# status.
 INTERRUPTED, OUT_OF_MEMORY, KILLED, EXITED = "interrupted", "out of memory", "killed", "exited"
 
 Event = dict[str, Any]
@@ -189,7 +189,7 @@ class Run:
         return cls(**values)
 
 
-# JSON has no word for a number that is not finite; these strings are what Python's float() reads.
+# JSON has no literal for a number that is not finite; Python's float() reads these strings.
 _NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
@@ -197,7 +197,7 @@ def dumps(value: Any, **options: Any) -> str:
     """Strict JSON of containers and numbers; numbers that are not finite become "NaN", "Infinity" and "-Infinity"."""
     try:
         return json.dumps(value, allow_nan=False, **options)
-    except ValueError:  # there is such a number, which is rare, and copying everything takes longer than writing it
+    except ValueError:  # a number is not finite, which is rare: to copy all of them takes longer than to write them
         return json.dumps(_named(value), allow_nan=False, **options)
 
 

@@ -40,7 +40,7 @@ class JsonLines:
                 self._file.flush()
             except OSError:
                 broken, self._file = self._file, None
-                with suppress(OSError):  # it tries once more
+                with suppress(OSError):  # `close` flushes, which fails as before
                     broken.close()
                 raise
         self._lines.clear()

@@ -47,7 +47,7 @@ class Sizes:
         """All but the gradients, which are there in the middle of a step alone."""
         optimizers = self._optimizers()
         if not optimizers:
-            return  # all gone, or restored: what was measured before holds
+            return  # all freed, or restored: the sizes measured before stay
         pairs = self._pairs()
         states = [getattr(zero_redundancy.stateful(optimizer), "state", None) or {} for optimizer in optimizers]
         self.bytes["weights"] = _bytes(param for param, _ in pairs)

@@ -65,7 +65,7 @@ class Step:
 
     def unread_event(self, optimizer: Any, skipped: Tensor | float, inspected: bool) -> UnreadEvent:
         """The "step" event. `skipped`: whether the optimizer did, a tensor where only the device knows."""
-        # This runs in the middle of a training, with cold caches: all but the list of tensors is left to `_event`.
+        # The training waits for this call, with cold caches: `_event` does later what needs no tensor.
         bodies = self.bodies
         values = [skipped, *(body.loss for body in bodies), *(body.scale for body in bodies)]
         return UnreadEvent(values, partial(self._event, id(optimizer), inspected))
@@ -74,7 +74,7 @@ class Step:
         """The event of the optimizer with this id. `values`: whether it skipped, the bodies' losses, their scales."""
         bodies = self.bodies
         skipped, given, scales = values[0], values[1 : len(bodies) + 1], values[len(bodies) + 1 :]
-        losses: dict[tuple[int, ...], list[float]] = {}  # key of a loss -> those of its micro-batches
+        losses: dict[tuple[int, ...], list[float]] = {}  # key of a loss -> the values of its micro-batches
         samples: dict[tuple[int, ...], int] = {}
         for body, loss in zip(bodies, given, strict=True):
             losses.setdefault(body.key, []).append(loss)

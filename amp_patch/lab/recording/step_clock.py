@@ -10,7 +10,7 @@ from torch import nn
 
 from amp_patch.lab.recording.step import Step
 
-# The phase while no part of a step runs that is known: data is fetched, or gradients are clipped.
+# The phase between the parts that are known to run: data is fetched, or gradients are clipped.
 _IDLE = "idle"
 
 clock = time.perf_counter
@@ -28,7 +28,7 @@ class StepClock:
         self.step = Step()
         self.cuda: torch.device | None = None
         self._phase = _IDLE
-        self._stepping = False  # whether an optimizer's step has begun that did not end: an exception may have left it
+        self._stepping = False  # inside of an optimizer's step, or of one that an exception has ended
         self._open_bodies = 0
         self._last = self._now()
 
@@ -49,7 +49,7 @@ class StepClock:
 
     def forward_begins(self, model: nn.Module) -> bool:
         """Whether it is the forward of the step's first model: not one inside of it, nor one recomputed in backward."""
-        # The backward of a loss that a GradScaler has scaled ended a while ago: nothing has told when.
+        # No hook says when the backward of a GradScaler's loss ends: at the latest it has ended when a forward begins.
         if not self._open_bodies and torch._C._current_graph_task_id() == -1:
             self.backward_ends()
         if self._phase is _IDLE:

@@ -1,4 +1,4 @@
-"""torch's own mixed precision in a watched script: its `torch.autocast` and its GradScaler."""
+"""torch's own mixed precision in an unedited script: its `torch.autocast` and its GradScaler."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from amp_patch.support.patches import Patches
 
-_OURS = "_amp_is_ours"  # of an autocast: whether amp_patch has made it
-_SCALED = "_amp_scaled_by"  # of a loss that a GradScaler has scaled: the loss before, and the scale
+_OURS = "_amp_is_ours"  # attribute of an autocast: whether code of amp_patch made it
+_SCALED = "_amp_scaled_by"  # attribute of a loss scaled by a GradScaler: (the loss before, the scale)
 
 
 class NativePrecision:
@@ -24,7 +24,7 @@ class NativePrecision:
 
     Args:
         kept: see above.
-        applies: whether the script is one that is watched; in another nothing is changed.
+        applies: whether the script is trained at a level now; where not, autocasts and GradScalers are torch's.
 
     Attributes:
         seen: whether the script has entered an enabled autocast, or made an enabled GradScaler.
@@ -47,7 +47,7 @@ class NativePrecision:
         def __init__(autocast: Any, *args: Any, **kwargs: Any) -> None:
             original(autocast, *args, **kwargs)
             caller = sys._getframe(1)
-            while caller.f_code.co_name == "__init__" and caller.f_back is not None:  # of torch.cuda.amp's subclass
+            while caller.f_code.co_name == "__init__" and caller.f_back is not None:  # a subclass called super
                 caller = caller.f_back
             ours = str(caller.f_globals.get("__name__")).partition(".")[0] == "amp_patch"
             setattr(autocast, _OURS, ours)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-# A node of Python's that may run another backward pass inside of its own: its parameters are no inputs of it.
+# The node of a reentrant checkpoint runs another backward inside of its own: its parameters are no inputs of the node.
 _OPAQUE = "CheckpointFunctionBackward"
 
 
@@ -31,7 +31,7 @@ def reach_of(loss: Tensor, inputs: Any = None) -> Reach:
         return Reach({id(loss): loss} if loss.requires_grad else {}, True)
     leaves: dict[int, Tensor] = {}
     whole = True
-    # Nodes are held while their ids are in use: a wrapper of a node may be made anew at each look.
+    # `seen` holds the nodes: Python may make the wrapper of a node anew at each look, under the id of a freed one.
     seen: dict[Any, None] = {loss.grad_fn: None}
     left = [loss.grad_fn]
     while left:

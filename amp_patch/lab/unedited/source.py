@@ -8,7 +8,7 @@ from typing import Any
 _OURS = ("amp_patch", "apex")
 
 
-def names_us(main: Any) -> bool:
+def imports_us(main: Any) -> bool:
     """Whether the script imports amp_patch or Apex, at its top or in a function there: then it means what it does."""
     for value in vars(main).values() if main is not None else ():
         home = getattr(value, "__name__" if isinstance(value, types.ModuleType) else "__module__", "")

@@ -24,8 +24,8 @@ import pytest
 import torch
 from paths import ROOT
 
-from amp_patch.lab.commands import compare_turns, turns
-from amp_patch.lab.commands.turns import LAST, TURN, Turns
+from amp_patch.lab.commands import turn_client, turn_scheduler
+from amp_patch.lab.commands.turn_client import LAST, TURN, TurnClient
 from amp_patch.lab.comparison.plan import Plan
 from amp_patch.lab.recording.run import INTERRUPTED, OUT_OF_MEMORY, Failure, Run, loads
 
@@ -33,9 +33,9 @@ from amp_patch.lab.recording.run import INTERRUPTED, OUT_OF_MEMORY, Failure, Run
 @pytest.fixture
 def taken(tmp_path, monkeypatch):
     """The turns of this process, and the end of the socket at which they are given."""
-    monkeypatch.setattr(turns, "_SECONDS", 0.0)
+    monkeypatch.setattr(turn_client, "_SECONDS", 0.0)
     given, theirs = socket.socketpair()
-    begun = Turns(theirs.detach(), str(tmp_path / "record.jsonl"), lambda: True, int)
+    begun = TurnClient(theirs.detach(), str(tmp_path / "record.jsonl"), lambda: True, int)
     with given, closing(begun._socket), begun as taken:
         yield taken, given
 
@@ -43,9 +43,9 @@ def taken(tmp_path, monkeypatch):
 def test_a_turn_is_handed_on_between_steps_and_waited_for(taken):
     taken, given = taken
     given.send(TURN)
-    taken.flush()
+    taken.between_steps()
     assert json.loads(given.recv(100)) == {"native": True, "cuda": torch.cuda.is_initialized()}
-    waits = threading.Thread(target=taken.flush)
+    waits = threading.Thread(target=taken.between_steps)
     waits.start()
     assert given.recv(100).endswith(b"\n")
     writes = threading.Thread(target=taken.keep, args=["writes files"])  # a thread of the script, while it waits
@@ -54,7 +54,7 @@ def test_a_turn_is_handed_on_between_steps_and_waited_for(taken):
     given.send(TURN)
     waits.join(60)
     writes.join(60)
-    taken.flush()
+    taken.between_steps()
     given.setblocking(False)
     with pytest.raises(BlockingIOError):  # it keeps its turn
         given.recv(1)
@@ -63,12 +63,12 @@ def test_a_turn_is_handed_on_between_steps_and_waited_for(taken):
 def test_the_last_turn_and_the_end_of_all(taken):
     taken, given = taken
     given.send(LAST)
-    taken.flush()
-    taken.flush()
+    taken.between_steps()
+    taken.between_steps()
     assert given.recv(100).count(b"\n") == 1
-    taken._over = False
+    taken._is_last = False
     given.close()
-    taken.flush()  # what cannot be told is no reason to end
+    taken.between_steps()  # what cannot be told is no reason to end
     assert taken.kept_for is not None
 
 
@@ -76,13 +76,7 @@ def test_without_somebody_who_gives_turns_a_process_ends(taken):
     taken, given = taken
     given.shutdown(socket.SHUT_WR)
     with pytest.raises(SystemExit, match="compare, which started this process, has ended"):
-        taken.flush()
-
-
-def test_a_recording_that_ends_waits_for_no_turn(taken):
-    taken, _ = taken
-    taken.add({"event": "end"})
-    taken.flush()
+        taken.between_steps()
 
 
 def runs_a_process() -> None:
@@ -143,7 +137,7 @@ def test_the_first_write_takes_the_turn_for_good(what, why, tmp_path):
     before = open, os.open, os.fork, subprocess.Popen.__init__
     given, theirs = socket.socketpair()
     steps = [4]
-    begun = Turns(theirs.detach(), str(tmp_path / "record.jsonl"), bool, lambda: steps[-1])
+    begun = TurnClient(theirs.detach(), str(tmp_path / "record.jsonl"), bool, lambda: steps[-1])
     with given, closing(begun._socket), begun as taken:
         what(tmp_path)
     assert taken.kept_for == why and (open, os.open, os.fork, subprocess.Popen.__init__) == before
@@ -194,7 +188,7 @@ class Made:
 
 @pytest.fixture
 def order(monkeypatch):
-    monkeypatch.setattr(compare_turns, "Child", Made)
+    monkeypatch.setattr(turn_scheduler, "Child", Made)
     monkeypatch.setattr(Made, "steps", {"O0": [{}, {}, None], "O2": [{}, None], "O4": [{}, {}, {}, None]})
     monkeypatch.setattr(Made, "order", order := [])
     monkeypatch.setattr(Made, "begun", [])
@@ -203,9 +197,9 @@ def order(monkeypatch):
 
 def take(**options) -> tuple[list[Run], bool]:
     args = argparse.Namespace(**{"one_by_one": False, **options})
-    all_of_them = compare_turns.TurnOrder(Plan(("O2", "O4"), seeds=2), args)
-    interrupted = all_of_them.take()
-    return all_of_them.runs, interrupted
+    scheduler = turn_scheduler.TurnScheduler(Plan(("O2", "O4"), seeds=2), args)
+    interrupted = scheduler.train()
+    return scheduler.runs, interrupted
 
 
 def names(runs: list[Run]) -> list[str]:
@@ -227,8 +221,8 @@ def test_one_by_one(why, order, monkeypatch):
     if why == "cuda":
         Made.steps["O0"][0] = {"cuda": True}
     if why == "memory":
-        monkeypatch.setattr(compare_turns, "private_bytes", lambda _: 500)
-        monkeypatch.setattr(compare_turns, "free_bytes", lambda: 1200)
+        monkeypatch.setattr(turn_scheduler, "private_bytes", lambda _: 500)
+        monkeypatch.setattr(turn_scheduler, "free_bytes", lambda: 1200)
     take(one_by_one=why == "asked")
     assert order == [f"{level}{seed}" for seed in (0, 1) for level in ONE_BY_ONE]
 

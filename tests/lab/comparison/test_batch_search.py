@@ -80,7 +80,7 @@ def test_the_table():
         "The largest --batch-size in 1.00 GiB",
         "level    batch  memory, GiB  samples/s",
         "O0          64         1.00      123.5",
-        "O2 fp16   none                        ",
+        "O2 fp16   none",
         "O5 bf16    100         0.50      9e+09",
         "O2 fp16: a batch of 1 takes 3.00 GiB.",
         "Each batch above was run for a few steps; samples/s are of these.",

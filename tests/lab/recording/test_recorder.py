@@ -675,6 +675,35 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(monkeypatch):
         raise KeyError
 
 
+def test_between_two_steps_the_caller_finds_their_events_written_and_its_time_is_in_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(outbox, "_FLUSH_EVENTS", 1)
+    time, path, written = Clock(monkeypatch), tmp_path / "run.jsonl", []
+
+    def between_steps():
+        written.append([event["event"] for event in read_lines(path.read_text().splitlines())])
+        time.wait(10.0)
+
+    recorder = Recorder([JsonLines(path), run := Run("")], between_steps=between_steps)
+    with recorder:
+        model, optimizer = started()
+        for _ in range(2):
+            one_step(model, optimizer)
+    assert written == [["begin", "step"], ["begin", "step", "step"]], "and not when the recording ends"
+    assert run.seconds == [0.0, 0.0]
+    recorder.close()
+
+
+def test_the_last_events_of_a_caller_stand_behind_the_end_in_the_same_file(tmp_path):
+    path = tmp_path / "run.jsonl"
+    recorder = Recorder([JsonLines(path), run := Run("")])
+    with recorder:
+        model, optimizer = started()
+        one_step(model, optimizer)
+    recorder.close({"event": "note", "text": "all is said"})
+    kinds = [event["event"] for event in read_lines(path.read_text().splitlines())]
+    assert kinds == ["begin", "step", "end", "note"] and run.notes == ["all is said"]
+
+
 def test_one_process_of_a_job_writes(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     writer = Writer()

@@ -1,4 +1,4 @@
-"""Scripts that train with torch alone, under a Watch: what three lines of ours would make of them, at each level."""
+"""Scripts that train with torch alone, at each level: what three lines of ours would make of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from amp_patch import amp
 from amp_patch.lab.commands.compare_worker import recorded
 from amp_patch.lab.recording.run import Run, loads
 from amp_patch.lab.unedited.refusal import ScriptRefused
-from amp_patch.lab.unedited.watch import Watch
+from amp_patch.lab.unedited.script import UneditedScript
 
 # Each prints nothing, and leaves its losses in `losses`. The comments are the lines that our own script has there.
 # Adam's eps is one that FP16 can hold, for O3.
@@ -156,11 +156,11 @@ def quiet(monkeypatch):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_trains_as_with_three_lines(name, level):
     plain = run(SCRIPTS[name])["losses"]
-    with Watch(level) as watch:
+    with UneditedScript(level) as trained:
         losses = run(SCRIPTS[name])["losses"]
     amp.restore()
     expected = run(edited(SCRIPTS[name]), amp=amp, LEVEL=level)["losses"]
-    assert losses == expected and watch.missing() is None
+    assert losses == expected and trained.missing() is None
     assert (losses == plain) is (level == "O0")
     if level != "O3":  # without FP32 weights these go elsewhere
         torch.testing.assert_close(losses, plain, rtol=0.05, atol=0.02, check_dtype=False)
@@ -177,7 +177,7 @@ optimizer.step()
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_is_no_parameter_gets_unscaled_gradients(level):
     expected = run(NET + ATTACK)["x"].grad
-    with Watch(level):
+    with UneditedScript(level):
         grad = run(NET + ATTACK)["x"].grad
     torch.testing.assert_close(grad, expected, rtol=0 if level == "O0" else 0.02, atol=0 if level == "O0" else 1e-4)
 
@@ -196,7 +196,7 @@ moved = [any(map(torch.ne, map(torch.sum, a), map(torch.sum, b))) for a, b in zi
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_skips_the_step(level):
-    with Watch(level):
+    with UneditedScript(level):
         assert run(NET + OVERFLOWS)["moved"] == [True, False, True]
 
 
@@ -233,9 +233,9 @@ net = torch.compile(net, backend="eager")
 def test_graphs_that_hide_their_parameters(name, level, fresh_compiler):
     script = NET + {"checkpoints": CHECKPOINTS, "compiles": COMPILES}[name]
     plain = run(script)["losses"]
-    with Watch(level) as watch:
+    with UneditedScript(level) as trained:
         losses = run(script)["losses"]
-    assert watch.backwards >= 3 and (losses == plain) is (level == "O0")
+    assert trained.backwards >= 3 and (losses == plain) is (level == "O0")
     torch.testing.assert_close(losses, plain, rtol=0.05, atol=0.02)
 
 
@@ -298,15 +298,15 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_taken_is_refused_in_one_message(name, level):
     script, words, there = REFUSED[name]
-    watch = Watch(level)
+    trained = UneditedScript(level)
     if there is None:
-        with watch:
+        with trained:
             run(script)
-        error = watch.missing()
+        error = trained.missing()
     else:
         # What the script itself catches is not this.
         guarded = "try:\n" + textwrap.indent(script, "    ") + "\nexcept Exception:\n    pass"
-        with pytest.raises(ScriptRefused) as caught, watch:
+        with pytest.raises(ScriptRefused) as caught, trained:
             run(guarded)
         error = caught.value
     said = str(error)
@@ -340,12 +340,12 @@ def in_fp32(script: str) -> str:
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_a_level_takes_the_place_of_torchs_own_precision(level):
-    with Watch(level) as watch:
+    with UneditedScript(level) as trained:
         losses = run(NET + NATIVE)["losses"]
     amp.restore()
-    assert watch.native.seen
-    with Watch(level) as watch:
-        assert losses == run(NET + in_fp32(NATIVE))["losses"] and not watch.native.seen
+    assert trained.native.seen
+    with UneditedScript(level) as trained:
+        assert losses == run(NET + in_fp32(NATIVE))["losses"] and not trained.native.seen
     amp.restore()
     assert (losses == run(NET + in_fp32(NATIVE))["losses"]) is (level == "O0")
 
@@ -382,7 +382,7 @@ def test_gradients_that_a_script_clips_by_itself_are_those_of_the_step(level, ra
     script = NET.replace("optim.Adam(net.parameters(), lr=1e-2, eps=1e-4)", "optim.SGD(net.parameters(), lr=0.5)")
     script += READS.format(raises=raises, limit=limit)
     before = run(script.replace("range(3)", "range(0)"))["net"]
-    with Watch(level):
+    with UneditedScript(level):
         found = run(script)["net"]
     most = 3 * 0.5 * limit  # in three steps of half of that
     moved = [(p.float() - q).abs().max().item() for p, q in zip(found.parameters(), before.parameters(), strict=True)]
@@ -395,14 +395,14 @@ def test_a_script_of_ours_is_left_alone():
     script = edited(NET + CLIPS).replace("import torch\n", "import torch\nfrom amp_patch import amp\n", 1)
     expected = run(script, LEVEL="O1")["losses"]
     amp.restore()
-    with Watch("O2") as watch:
+    with UneditedScript("O2") as trained:
         assert run(script, LEVEL="O1")["losses"] == expected
-    assert watch.missing() is None and watch.backwards == 0
+    assert trained.missing() is None and trained.backwards == 0
 
 
 def test_a_level_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match=r"level '02' is none of O0, O1"):
-        Watch("02")
+        UneditedScript("02")
 
 
 def run_of(path: Path) -> Run:

@@ -1,4 +1,4 @@
-"""The loops of Lightning, transformers and accelerate under a Watch, with no line of ours: what ours make of them."""
+"""The loops of Lightning, transformers and accelerate at a level, with no line of ours: what ours make of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from training import same, weights  # noqa: E402
 from amp_patch import amp  # noqa: E402
 from amp_patch.integrations.lightning import OptLevelPrecision  # noqa: E402
 from amp_patch.lab.unedited.refusal import ScriptRefused  # noqa: E402
-from amp_patch.lab.unedited.watch import Watch  # noqa: E402
+from amp_patch.lab.unedited.script import UneditedScript  # noqa: E402
 
 pytestmark = PACKAGES_WARN
 
@@ -75,9 +75,9 @@ def with_accelerate(folder: Path, level: str | None) -> Result:
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 @pytest.mark.parametrize("train", [with_lightning, with_transformers, with_accelerate])
 def test_a_loop_of_theirs_trains_as_with_lines_of_ours(train, level, tmp_path):
-    with Watch(level) as watch:
+    with UneditedScript(level) as trained:
         losses, found = train(tmp_path, None)
-    assert watch.backwards == {with_lightning: 8, with_transformers: 10, with_accelerate: 4}[train]
+    assert trained.backwards == {with_lightning: 8, with_transformers: 10, with_accelerate: 4}[train]
     expected = train(tmp_path, level)
     assert losses == expected[0] and same(found, expected[1])
     plain = train(tmp_path, None)
@@ -90,7 +90,7 @@ def test_what_cannot_be_taken_of_lightning_names_its_lines():
 
     module = Classifier()
     module.configure_optimizers = lambda: Unknown(module.parameters(), lr=0.1)
-    with pytest.raises(ScriptRefused, match="what a Unknown does with it is not known") as caught, Watch("O2"):
+    with pytest.raises(ScriptRefused, match="what a Unknown does with it is not known") as caught, UneditedScript("O2"):
         trainer(None).fit(module, loader())
     said = str(caught.value)
     assert "import OptLevelPrecision" in said and "Trainer(plugins=" in said and "scale_loss" not in said

@@ -1,4 +1,4 @@
-"""Scripts that train over two processes with torch alone, under a Watch on each: as with three lines of ours."""
+"""Scripts that train over two processes with torch alone, at a level: as with three lines of ours."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unedited import edited, run
 
 from amp_patch import amp
 from amp_patch.lab.unedited.refusal import ScriptRefused
-from amp_patch.lab.unedited.watch import Watch
+from amp_patch.lab.unedited.script import UneditedScript
 
 # Each leaves its losses in `losses`. The comments are the lines that our own script has there.
 NET = """
@@ -113,15 +113,15 @@ SCRIPTS: dict[str, tuple[str, dict[str, Any], Any, bool]] = {
 
 
 def trained(script: str, level: str | None, ours: bool, options: Any, prepare: Any, unused: bool) -> dict[str, Any]:
-    """Losses, weights and scales of this rank; None: plain torch, without a Watch."""
+    """Losses, weights and scales of this rank; None: plain torch, without an UneditedScript."""
     names = {"OPTIONS": options, "prepare": prepare or (lambda ddp: None), "UNUSED": unused}
     # Where nothing is skipped FP16 must hold all, of the weights (O3) or of what goes between the ranks (hooks).
     names["FACTOR"] = 1.0 if level == "O3" or (prepare and level not in ("O1", "O2")) else 1e6
-    watched = contextlib.nullcontext() if ours or level is None else Watch(level)
-    with watched:
+    run_at_level = contextlib.nullcontext() if ours or level is None else UneditedScript(level)
+    with run_at_level:
         found = run(edited(script) if ours else script, amp=amp, LEVEL=level, **names)
-    if isinstance(watched, Watch):
-        assert watched.missing() is None and watched.backwards == len(found["losses"])
+    if isinstance(run_at_level, UneditedScript):
+        assert run_at_level.missing() is None and run_at_level.backwards == len(found["losses"])
     state = found["ddp"].state_dict()
     weights = [state[name].clone() for name, _ in found["ddp"].named_parameters()]
     return {"losses": found["losses"], "weights": weights, "scales": {} if level is None else amp.state_dict()}
@@ -172,11 +172,11 @@ def sharded(level: str, ours: bool, policy: str | None) -> Any:
     names = {"POLICY": policy, "UNUSED": False, "FACTOR": 1e6, "amp": amp, "LEVEL": level}
     script = NET_SHARDED + SHARDED + TRAIN
     try:
-        with contextlib.nullcontext() if ours else Watch(level) as watch:
+        with contextlib.nullcontext() if ours else UneditedScript(level) as run_at_level:
             found = run(edited(script) if ours else script, **names)
     except ScriptRefused as refused:
         return str(refused)
-    assert ours or (watch.missing() is None and watch.backwards == 5)
+    assert ours or (run_at_level.missing() is None and run_at_level.backwards == 5)
     return found["losses"] + [p.to_local().detach().clone() for p in found["net"].parameters()]
 
 

@@ -47,7 +47,7 @@ def _takes_device(operator: str) -> bool:
 def redirect_devices(patches: Patches) -> None:
     defaults = importlib.import_module("torch.utils._device")
     context = defaults.DeviceContext
-    defaults._device_constructors()  # makes a set of torch's functions once: make it before ours are in their places
+    defaults._device_constructors()  # caches torch's functions: call it before they are replaced
     special = ("to", "pin_memory", "is_pinned")
     for owner, prefix in (torch, ""), (torch.fft, "fft_"), (Tensor, ""):
         for name in dir(owner):
@@ -85,7 +85,7 @@ def redirect_moves(patches: Patches) -> None:
         if not is_cuda(args[0] if args else kwargs.get("device")):
             return move(self, *args, **kwargs)
         args, kwargs = _first_on_cpu(args, kwargs)
-        if len(args) < 4 and not self.requires_grad:  # the fourth is `copy`
+        if len(args) < 4 and not self.requires_grad:  # argument 4 is `copy`
             kwargs["copy"] = True
         return move(self, *args, **kwargs)
 
@@ -98,14 +98,14 @@ def redirect_moves(patches: Patches) -> None:
         return to(self, "cuda", **kwargs)
 
     patches.set(Tensor, "to", to)
-    patches.set(torch._C._nn, "_parse_to", parse_to)  # of modules' and packed sequences' `to`
+    patches.set(torch._C._nn, "_parse_to", parse_to)  # `to` of modules and of packed sequences calls it
     patches.set(Tensor, "cuda", cuda)
     patches.set(Tensor, "pin_memory", lambda self, device=None: self)
     patches.set(Tensor, "record_stream", lambda self, stream: None)
-    sequence = torch.nn.utils.rnn.PackedSequence  # its own `cuda` asks of the moved tensors whether they are on CUDA
+    sequence = torch.nn.utils.rnn.PackedSequence  # its `cuda` reads `is_cuda` of the moved tensors
     patches.set(sequence, "cuda", lambda self, *args, **kwargs: self.to("cuda"))
 
-    # A loader that pins its batches warns that there is no device, or starts a thread that asks for one.
+    # A DataLoader that pins memory would warn that there is no device, or start a thread that wants one.
     loader = torch.utils.data.DataLoader
     make = loader.__init__
 
@@ -127,7 +127,7 @@ def redirect_checkpoints(patches: Patches) -> None:
         return storage if is_cuda(location) else None
 
     registry = importlib.import_module("torch.serialization")._package_registry
-    entry = (0, lambda storage: None, restore)  # before torch's own, which begin at 10
+    entry = (0, lambda storage: None, restore)  # priority 0: torch's own restore functions begin at 10
     patches.apply(lambda: registry.insert(0, entry), lambda: registry.remove(entry))
 
 

@@ -21,7 +21,7 @@ from amp_patch.support.patches import Patches
 CAPABILITY = (7, 0)  # the first with FP16 tensor cores, and the oldest that the kernels here serve
 NAME = "CPU as CUDA (amp_patch)"
 
-peak: PeakMemory | None = None  # measures from the install on, and until the uninstall
+peak: PeakMemory | None = None  # measures between install and uninstall
 
 
 class Stream:
@@ -212,9 +212,9 @@ def redirect_machine(patches: Patches) -> None:
         for path in names.split():
             owner, name = _find(torch.cuda, path)
             if name not in vars(owner):
-                continue  # torch's versions differ
+                continue  # this release of torch has no such function
             stand_in = answer if callable(answer) else _answering(answer)
-            # Where it is defined too: torch.cuda.memory, random and streams are used by their own names.
+            # In the defining module too: scripts call torch.cuda.memory, random and streams by their names.
             home = importlib.import_module(getattr(vars(owner)[name], "__module__", owner.__name__))
             for place in {owner, home}:
                 patches.set(place, name, stand_in)

@@ -21,7 +21,7 @@ def redirect_parallel(patches: Patches) -> None:
     @functools.wraps(make)
     def one_replica(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         make(self, module, device_ids=[0])
-        self.device_ids = []  # torch's own way where there is no device: calls the module
+        self.device_ids = []  # without device ids torch's forward calls the module
 
     patches.set(parallel, "__init__", one_replica)
     if not torch.distributed.is_available():

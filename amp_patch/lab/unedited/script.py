@@ -1,4 +1,4 @@
-"""Watches a script that trains with torch alone, and trains it at an opt level.
+"""Trains a script that knows torch alone at an opt level.
 
 The level begins in the call of a model, before its forward, not at the first backward: by then the first forward has
 run in FP32, on weights that a cast would change under the graph, and the first step would be another level's. A model
@@ -36,7 +36,7 @@ from amp_patch.frontend import initialize, load_state_dict, loss_scale, state_di
 from amp_patch.lab.unedited.native import NativePrecision, before_scaling
 from amp_patch.lab.unedited.reach import Reach, reach_of
 from amp_patch.lab.unedited.refusal import ScriptRefused
-from amp_patch.lab.unedited.source import names_us
+from amp_patch.lab.unedited.source import imports_us
 from amp_patch.model import fsdp
 from amp_patch.policy import OPT_LEVELS, Options, resolve
 from amp_patch.support.compiled import not_traced, uncompiled
@@ -50,15 +50,15 @@ from amp_patch.training.stash import stash_of
 from amp_patch.training.step import ClosureAlreadyRun
 
 
-class _Taken(NamedTuple):
-    """What one `initialize` was given: models, and optimizers, wrappers too."""
+class _Initialized(NamedTuple):
+    """The arguments of one `initialize`: models, and optimizers, or wrappers such as SAM around them."""
 
     models: list[weakref.ref[nn.Module]]
     optimizers: list[weakref.ref[Any]]
 
 
-class Watch(Observer):
-    """In its `with` block what torch alone would train is trained at `level`; a script of ours is left to itself.
+class UneditedScript(Observer):
+    """In its `with` block a script that knows torch alone is trained at `level`; one that imports us runs as it is.
 
     At O0 the losses and the weights are the script's own, to the bit. On leaving, all that is replaced in torch is put
     back; models and optimizers stay as they are, for `amp_patch.restore`.
@@ -68,45 +68,47 @@ class Watch(Observer):
         native: leave the script its own torch.autocast and GradScaler; for "O0" alone.
 
     Attributes:
-        backwards: how many losses were taken.
-        native: what the script does of torch's own mixed precision, which a level takes the place of.
+        backwards: how many losses a `scale_loss` of ours has scaled.
+        native: the script's own autocasts and GradScalers, in whose place a level stands.
 
     Raises:
         ValueError: a level that cannot be.
-        ScriptRefused (a SystemExit): from the line of the script that cannot be taken.
+        ScriptRefused (a SystemExit): from the line of the script that cannot be trained so.
     """
 
     def __init__(self, level: str, *, native: bool = False) -> None:
         if level not in OPT_LEVELS:
-            raise ValueError(f"Watch: level {level!r} is none of {', '.join(OPT_LEVELS)} (the letter O, not zero)")
+            raise ValueError(
+                f"UneditedScript: level {level!r} is none of {', '.join(OPT_LEVELS)} (the letter O, not zero)"
+            )
         self.level = level
-        self.native = NativePrecision(native, lambda: not (self._aside or self._is_of_ours()))
-        self._scale: Tensor | None = None  # by which the script's own GradScaler has scaled the loss of this backward
+        self.native = NativePrecision(native, lambda: not (self._left_alone or self._is_of_ours()))
+        self._scale: Tensor | None = None  # the script's own GradScaler's, of the loss of this backward
         self._policy = resolve(*overridden(level, Options()))
         self.backwards = 0
-        self._aside = False  # whether the script calls `initialize` itself
-        self._entering = False
-        self._made: list[weakref.ref[Any]] = []  # all optimizers, in the order in which they were made
-        self._taken: list[_Taken] = []
-        self._groups = 0  # how often an optimizer was given parameters
-        # The modules that were looked at -> what `_groups` was then.
-        self._looked = weakref.WeakKeyDictionary[nn.Module, int]()
-        self._knows_us: bool | None = None  # whether the script does, once that was looked at
-        self._owners: dict[int, list[int]] = {}  # id of a parameter -> of the optimizers that hold it or its master
-        self._owners_of = -1  # what `_groups` was then
+        self._left_alone = False  # whether the script calls `initialize` itself
+        self._initializing = False
+        self._optimizers_made: list[weakref.ref[Any]] = []  # in order
+        self._initialized: list[_Initialized] = []
+        self._groups_version = 0  # grows with each param group that an optimizer is given
+        # Module -> `_groups_version` when its parameters were last looked up in the optimizers: not at every forward.
+        self._checked = weakref.WeakKeyDictionary[nn.Module, int]()
+        self._script_imports_us: bool | None = None  # None until `_is_of_ours` reads the script's names
+        self._owners: dict[int, list[int]] = {}  # id of a parameter -> ids of the optimizers that hold it or its master
+        self._owners_version = -1  # the `_groups_version` that `_owners` was made at
         self._thread = threading.local()
         self._patches = Patches()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> UneditedScript:
         optimizer, patches = torch.optim.Optimizer, self._patches
-        patches.set(optimizer, "__init__", self._telling_of_optimizers(optimizer.__init__))
-        patches.set(optimizer, "add_param_group", self._telling_of_groups(optimizer.add_param_group))
-        patches.set(nn.Module, "__call__", self._telling_of_forwards(nn.Module.__call__))
-        patches.set(torch.autograd, "backward", self._scaling(torch.autograd.backward))
+        patches.set(optimizer, "__init__", self._wrap_init(optimizer.__init__))
+        patches.set(optimizer, "add_param_group", self._wrap_add_param_group(optimizer.add_param_group))
+        patches.set(nn.Module, "__call__", self._wrap_call(nn.Module.__call__))
+        patches.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
         self.native.install(patches)
-        if not ddp.installed():  # else a `no_sync()` that is entered before the first forward would not be known
+        if not ddp.installed():  # now: a `no_sync()` may be entered before the first forward, which initializes
             ddp.install()
-            patches.on_remove(lambda: None if self._taken else ddp.uninstall())
+            patches.on_remove(lambda: None if self._initialized else ddp.uninstall())
         hook = register_optimizer_step_pre_hook(self._step_begins)
         patches.on_remove(hook.remove)
         observers.add(self)
@@ -117,17 +119,17 @@ class Watch(Observer):
         self._patches.remove()
 
     def missing(self) -> ScriptRefused | None:
-        """Why nothing was trained at the level, if nothing was and the script should have been; for its end."""
-        if self._aside or self.backwards or self._is_of_ours():
+        """When the script has ended: why no loss of it was scaled, if none was and the script does not import us."""
+        if self._left_alone or self.backwards or self._is_of_ours():
             return None
-        if not self._made:
+        if not self._optimizers_made:
             return ScriptRefused("it made no optimizer of torch.optim in this process", line=False)
-        if not self._taken:
+        if not self._initialized:
             return ScriptRefused("it called no module whose parameters an optimizer holds", line=False)
         return ScriptRefused("it never called backward() of a loss of its model", line=False)
 
     def training_begun(self, training: Any) -> None:
-        self._aside = self._aside or not self._entering
+        self._left_alone = self._left_alone or not self._initializing
 
     def body_begins(self, body: Any) -> None:
         if self._scale is not None:
@@ -138,31 +140,31 @@ class Watch(Observer):
 
     # Optimizers.
 
-    def _telling_of_optimizers(self, original: Callable[..., None]) -> Callable[..., None]:
+    def _wrap_init(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
-            self._made = [ref for ref in self._made if ref() is not None]
-            self._made.append(weakref.ref(optimizer))
-            self._groups += 1
+            self._optimizers_made = [ref for ref in self._optimizers_made if ref() is not None]
+            self._optimizers_made.append(weakref.ref(optimizer))
+            self._groups_version += 1
             if self._policy.patch_torch_functions and not (install.installed() or self._is_of_ours()):
                 install.install(self._policy.op_lists)
-                self._patches.on_remove(lambda: None if self._taken else install.uninstall())
+                self._patches.on_remove(lambda: None if self._initialized else install.uninstall())
 
         return __init__
 
-    def _telling_of_groups(self, original: Callable[..., None]) -> Callable[..., None]:
+    def _wrap_add_param_group(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def add_param_group(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
-            self._groups += 1
+            self._groups_version += 1
 
         return add_param_group
 
     def _optimizers(self) -> dict[int, Any]:
-        """Those that step, by id, each in what wraps it (SAM)."""
+        """id of an optimizer whose step updates weights -> the optimizer, or the wrapper around it (SAM)."""
         found: dict[int, Any] = {}
-        for ref in self._made:
+        for ref in self._optimizers_made:
             if (optimizer := ref()) is not None:
                 target = innermost(optimizer)
                 if optimizer is not target or id(target) not in found:
@@ -172,23 +174,23 @@ class Watch(Observer):
     def _holders(self, params: Iterable[int]) -> list[Any]:
         """The optimizers, each once, that hold parameters of these ids, or their masters."""
         optimizers = self._optimizers()
-        if self._owners_of != self._groups:
+        if self._owners_version != self._groups_version:
             self._owners = {}
             for key, optimizer in optimizers.items():
                 for param in _params(innermost(optimizer)):
                     self._owners.setdefault(id(param), []).append(key)
-            self._owners_of = self._groups
+            self._owners_version = self._groups_version
         found = dict.fromkeys(owner for key in params for owner in self._owners.get(key, ()))
         return [optimizers[owner] for owner in found if owner in optimizers]
 
     def _is_of_ours(self) -> bool:
-        if self._knows_us is None:
-            self._knows_us = names_us(sys.modules.get("__main__"))
-        return self._knows_us
+        if self._script_imports_us is None:
+            self._script_imports_us = imports_us(sys.modules.get("__main__"))
+        return self._script_imports_us
 
     # Models.
 
-    def _telling_of_forwards(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         thread = self._thread
 
         @functools.wraps(original)
@@ -206,11 +208,11 @@ class Watch(Observer):
 
     @not_traced
     def _forward_begins(self, module: nn.Module) -> None:
-        if self._aside or not torch.is_grad_enabled() or self._looked.get(module) == self._groups:
+        if self._left_alone or not torch.is_grad_enabled() or self._checked.get(module) == self._groups_version:
             return
         if torch._C._get_tracing_state() is not None or torch._C._current_graph_task_id() != -1:
             return
-        self._looked[module] = self._groups
+        self._checked[module] = self._groups_version
         model = _inside(module)
         own = self._holders(map(id, model.parameters()))
         if not own:
@@ -220,21 +222,21 @@ class Watch(Observer):
         if not fresh and all(id(p) in known or id(p) not in self._owners for p in model.parameters()):
             return
         if self._is_of_ours():
-            self._aside = True
+            self._left_alone = True
             return
         if not self.native.kept and any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
             raise ScriptRefused(
                 "it turns torch's autocast on in a way of its own",
                 "and take out torch.autocast and GradScaler, whose part a level has",
             )
-        self._take(model, own)
+        self._initialize(model, own)
 
-    def _take(self, model: nn.Module, optimizers: list[Any]) -> None:
-        """Initialize these, with all that belongs to the same optimizers already; the loss scale goes on."""
+    def _initialize(self, model: nn.Module, optimizers: list[Any]) -> None:
+        """Initialize these, and the models that share an optimizer with them once more; the loss scale goes on."""
         for optimizer in optimizers:
             _refuse_lbfgs(innermost(optimizer))
         held = {id(innermost(optimizer)) for optimizer in optimizers}
-        joined = [t for t in self._taken if any(id(innermost(o)) in held for o in _alive(t.optimizers))]
+        joined = [t for t in self._initialized if any(id(innermost(o)) in held for o in _alive(t.optimizers))]
         earlier = [optimizer for taken in joined for optimizer in _alive(taken.optimizers)]
         if any(stash.gathered for o in earlier if (stash := stash_of(innermost(o))) is not None):
             raise ScriptRefused(
@@ -244,7 +246,7 @@ class Watch(Observer):
             )
         models = list({id(m): m for m in (*(m for t in joined for m in _alive(t.models)), model)}.values())
         optimizers = list({id(innermost(o)): o for o in (*earlier, *optimizers)}.values())
-        self._entering = True
+        self._initializing = True
         try:
             scales = state_dict(earlier) if len(joined) == 1 else None
             initialize(models, optimizers, opt_level=self.level)
@@ -253,28 +255,30 @@ class Watch(Observer):
         except (ValueError, TypeError, RuntimeError) as error:
             raise ScriptRefused(f"{error}") from error
         finally:
-            self._entering = False
-        self._taken = [taken for taken in self._taken if all(taken is not each for each in joined)]
-        self._taken.append(_Taken([*map(weakref.ref, models)], [*map(weakref.ref, optimizers)]))
-        self._groups += 1
+            self._initializing = False
+        self._initialized = [taken for taken in self._initialized if all(taken is not each for each in joined)]
+        self._initialized.append(_Initialized([*map(weakref.ref, models)], [*map(weakref.ref, optimizers)]))
+        self._groups_version += 1
         for each in models:
-            self._looked[each] = self._groups
+            self._checked[each] = self._groups_version
 
     def _models(self) -> list[nn.Module]:
-        return [model for taken in self._taken for model in _alive(taken.models)]
+        return [model for taken in self._initialized for model in _alive(taken.models)]
 
     # Losses.
 
-    def _scaling(self, original: Callable[..., None]) -> Callable[..., None]:
+    def _wrap_backward(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            # -1: else this is a backward pass inside of another, which recomputes a part of it.
-            plain = self._aside or getattr(self._thread, "backward", False) or torch._C._current_graph_task_id() != -1
+            # A graph task other than -1: a checkpoint recomputes its part inside of the outer backward, which scales.
+            plain = (
+                self._left_alone or getattr(self._thread, "backward", False) or torch._C._current_graph_task_id() != -1
+            )
             losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             if plain or not all(isinstance(loss, Tensor) for loss in losses):
                 return original(losses, grad_tensors, *args, **kwargs)
             reach = self._with_shards(_merged(reach_of(loss, kwargs.get("inputs")) for loss in losses))
-            optimizers = self._reached(reach)
+            optimizers = self._optimizers_behind(reach)
             if not optimizers:
                 return original(losses, grad_tensors, *args, **kwargs)
             if len(losses) > 1:
@@ -292,25 +296,25 @@ class Watch(Observer):
         return backward
 
     def _with_shards(self, reach: Reach) -> Reach:
-        """`reach` with the parameters that FSDP2 has sharded in the place of those that it has gathered."""
+        """`reach`, with FSDP2's sharded parameters in place of the gathered ones: optimizers hold the former."""
         whole = fsdp.shards(fsdp.fsdp_modules(self._models()))
         found = [whole.get(key, leaf) for key, leaf in reach.leaves.items()] if whole else reach.leaves.values()
         return Reach({id(leaf): leaf for leaf in found}, reach.whole)
 
-    def _reached(self, reach: Reach) -> list[Any]:
+    def _optimizers_behind(self, reach: Reach) -> list[Any]:
         """The optimizers that hold what the backward pass reaches.
 
         Raises:
             ScriptRefused: one of them went through no `initialize`.
         """
         if not reach.whole:
-            return [optimizer for taken in self._taken for optimizer in _alive(taken.optimizers)]
+            return [optimizer for taken in self._initialized for optimizer in _alive(taken.optimizers)]
         found = self._holders(reach.leaves)
         if not (found and self._is_of_ours()):
             for optimizer in found:
                 self._refuse_unknown(optimizer)
             return found
-        self._aside = True
+        self._left_alone = True
         return []
 
     def _refuse_unknown(self, optimizer: Any) -> None:
@@ -324,7 +328,7 @@ class Watch(Observer):
     def _others_unscaled(self, reach: Reach, optimizers: list[Any]) -> Iterator[None]:
         """Let the leaves that belong to no model and no optimizer have their gradients as without a scale."""
         others = [leaf for key, leaf in reach.leaves.items() if key not in self._owners]
-        if others:  # nearly never: to ask the models for their parameters takes a while
+        if others:  # nearly never: the walk over all parameters of the models takes a while
             known = {id(p) for each in self._models() for p in each.parameters()}
             others = [leaf for leaf in others if id(leaf) not in known]
         earlier = [leaf.grad for leaf in others]
@@ -347,7 +351,7 @@ class Watch(Observer):
 
     @not_traced
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if self._aside or all(ref() is not optimizer for ref in self._made) or self._is_of_ours():
+        if self._left_alone or all(ref() is not optimizer for ref in self._optimizers_made) or self._is_of_ours():
             return None
         name, result = base_class(optimizer).__name__, None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")

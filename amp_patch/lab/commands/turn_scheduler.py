@@ -1,4 +1,4 @@
-"""Whose turn it is among the runs that are compared.
+"""Which run trains now, among those that are compared.
 
 The levels of a seed train in turns of half a second, or a step where that takes longer: load that comes and goes falls
 on all of them alike. One trains at a time. The first level begins, and the others when it has taken a step: a script
@@ -20,21 +20,21 @@ from typing import Any
 from amp_patch.lab.commands.compare_child import Child, was_out_of_memory
 from amp_patch.lab.commands.compare_progress import Progress
 from amp_patch.lab.commands.interrupts import status_of
-from amp_patch.lab.commands.turns import LAST, TURN
+from amp_patch.lab.commands.turn_client import LAST, TURN
 from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.comparison.plan import Plan
 from amp_patch.lab.comparison.processes import free_bytes, private_bytes
 from amp_patch.lab.recording.run import INTERRUPTED, NATIVE, Run
 
 _PATIENCE = 5.0  # seconds that interrupted scripts have to end by themselves
-_FILLED = 0.8  # of the memory that is left; the first step may not be the largest
+_FILLED = 0.8  # of the free memory that the first step may take of it: later steps can be larger
 
 
 class ComparisonRefused(Exception):
     """The script cannot be trained at another level unedited; the message names the lines to add."""
 
 
-class TurnOrder:
+class TurnScheduler:
     """The runs of a plan, made: all levels of a seed, then the next seed.
 
     Attributes:
@@ -49,13 +49,13 @@ class TurnOrder:
         self._args = args
         self._progress = Progress(self.runs, plan.steps)
         self._in_turns = not args.one_by_one and os.name == "posix"
-        self._grown = False  # whether there are runs of the script's own mixed precision
-        self._looked = False  # whether the memory would do for all
-        self._queue: deque[Run | Child] = deque()  # who has the turn next comes first
+        self._grown = False  # whether runs of the script's own mixed precision were added
+        self._looked = False  # whether the first run has shown what memory the levels need
+        self._queue: deque[Run | Child] = deque()  # the next to train comes first
         self._again: list[Run] = []
         self._alive: list[Child] = []
 
-    def take(self) -> int:
+    def train(self) -> int:
         """Make the runs; the exit status of an interrupt that has ended them, else 0.
 
         After an interrupt `runs` has those that ended and those that took steps.
@@ -65,14 +65,14 @@ class TurnOrder:
         """
         try:
             for seed in range(self._plan.seeds):
-                self._take_seed(seed)
+                self._train_seed(seed)
         except KeyboardInterrupt as interrupt:
             self._interrupt()
             return status_of(interrupt)
         finally:
             for child in self._alive:
                 child.kill()
-            with suppress(OSError):  # a terminal that has closed
+            with suppress(OSError):  # the terminal is closed
                 self._progress.close()
         return 0
 
@@ -84,15 +84,15 @@ class TurnOrder:
             child.interrupt(until)
         self.runs = [run for run in self.runs if run.steps or _has_failed(run)] or self.runs[:1]
         ended, self._alive = self._alive, []
-        with suppress(OSError):  # a terminal that has closed
+        with suppress(OSError):  # the terminal is closed
             for child in ended:
                 if any(child.run is run for run in self.runs):
                     self._progress.end(child.run)
 
-    def _take_seed(self, seed: int) -> None:
+    def _train_seed(self, seed: int) -> None:
         self._queue.extend(run for run in self.runs if run.seed == seed)
         while self._queue:
-            if not self._in_turns:  # those that have begun end before another one begins
+            if not self._in_turns:  # begun runs first: each ends before another begins
                 self._queue = deque(sorted(self._queue, key=lambda each: isinstance(each, Run)))
             child = self._begun(self._queue.popleft(), self._in_turns)
             said = child.train(self._progress.show, TURN if self._in_turns else LAST)
@@ -133,17 +133,17 @@ class TurnOrder:
             fresh = Run(run.level, run.seed)
             self.runs[next(i for i, each in enumerate(self.runs) if each is run)] = fresh
             self._again.append(fresh)
-            self._in_turns = False  # nor would it do for the next seed
+            self._in_turns = False  # memory would run out at the next seed too
             return
         self._progress.end(run)
         if run.native:
             self._grow(run.seed)
         if run.refused and (run is self.runs[0] or not any(each.steps for each in self.runs)):
-            raise ComparisonRefused(run.error)  # the other levels and seeds would say the same
+            raise ComparisonRefused(run.error)  # any other level and seed would be refused alike
 
     def _grow(self, seed: int) -> None:
         """Let each seed from this one on have a run of the script's own mixed precision too."""
-        if self._grown:  # the levels of the runs do not tell: one that trains now has that of its recording
+        if self._grown:  # `run.level` cannot say: while a run trains, it is the recording's
             return
         self._grown = True
         added = [Run(NATIVE, each) for each in range(seed, self._plan.seeds)]

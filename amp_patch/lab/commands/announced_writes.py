@@ -1,0 +1,160 @@
+"""Files that a script writes, and processes that it starts, announced before that.
+
+Seen are writes by Python's and torch's functions, and safetensors'; processes that the script starts are taken for
+writers. An audit hook would see a few more, but is called for each `id()` too, some 35 microseconds a step.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib.util
+import io
+import multiprocessing.process
+import os
+import pathlib
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from amp_patch.support.patches import Patches
+
+# Packages whose processes (compilers, probes) write nothing that a training reads back.
+_HARMLESS = ("torch", "triton", "platform", "ctypes", "uuid")
+_NOT_HARMLESS = ("torch.multiprocessing", "torch.distributed")
+_STARTERS = ("subprocess", "multiprocessing", "concurrent", "os", __name__)
+_OF_TWO = ("rename", "replace", "link", "symlink")  # functions of os that take two paths
+_NAMELESS = getattr(os, "O_TMPFILE", -1)
+
+
+class _Announced:
+    """Calls `before` with its own arguments, then `original`. No function: a class may have it as an attribute."""
+
+    def __init__(self, original: Callable[..., Any], before: Callable[..., None]) -> None:
+        functools.update_wrapper(self, original)
+        self._original = original
+        self._before = before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._before(*args, **kwargs)
+        return self._original(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
+        return _itself, (self._original,)  # a spawned process takes no turns: the original
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def announce(
+    patches: Patches,
+    on_write: Callable[..., None],
+    on_process: Callable[[str], None],
+    on_temporary: Callable[[Any], None],
+) -> None:
+    """Replace the functions that write files and start processes by ones that call back first.
+
+    Args:
+        patches: takes the replacements, and undoes them.
+        on_write: called with the paths that are about to be written, renamed or removed.
+        on_process: called before a process starts or joins others, with a phrase that says so.
+        on_temporary: called with a path that `tempfile` is about to make, in place of `on_write`.
+    """
+
+    def announced(owner: Any, name: str, before: Callable[..., None]) -> None:
+        patches.set(owner, name, _Announced(getattr(owner, name), before))
+
+    def opens(file: Any = None, mode: str = "r", *_: Any, **__: Any) -> None:
+        if isinstance(mode, str) and not set("wax+").isdisjoint(mode) and _caller() != "tempfile":
+            on_write(file)
+
+    def opens_by_flags(path: Any = None, flags: int = 0, *_: Any, **__: Any) -> None:
+        if flags & _NAMELESS == _NAMELESS:
+            return
+        if _caller() == "tempfile":
+            on_temporary(path)
+        elif flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND):
+            on_write(path)
+
+    def makes_folder(path: Any = None, *_: Any, **__: Any) -> None:
+        if _caller() == "tempfile":
+            on_temporary(path)
+
+    def first(path: Any = None, *_: Any, dir_fd: Any = None, **__: Any) -> None:
+        if dir_fd is None:  # relative to `dir_fd`: shutil.rmtree calls so, and was announced itself
+            on_write(path)
+
+    def second(_: Any = None, path: Any = None, *__: Any, **named: Any) -> None:
+        on_write(path, *named.values())
+
+    def both(*paths: Any, **named: Any) -> None:
+        on_write(*paths[:2], *named.values())
+
+    opened = _Announced(builtins.open, opens)
+    patches.set(builtins, "open", opened)
+    patches.set(io, "open", opened)
+    announced(os, "open", opens_by_flags)
+    announced(os, "mkdir", makes_folder)
+    for name in ("remove", "unlink", "truncate"):
+        announced(os, name, first)
+    for name in _OF_TWO:
+        announced(os, name, both)
+    if (accessor := getattr(pathlib, "_NormalAccessor", None)) is not None:  # holds the originals, in Python 3.10
+        patches.set(accessor, "open", opened)
+        for name in ("mkdir", "unlink", *_OF_TWO):
+            patches.set(accessor, name, getattr(os, name))
+    announced(shutil, "rmtree", first)
+    announced(sqlite3, "connect", first)
+    announced(torch._C, "PyTorchFileWriter", first)  # torch.save writes by it, in C++
+    announced(torch.jit, "save", second)
+    if importlib.util.find_spec("safetensors") is not None:
+        import safetensors  # before its submodules, which import the function by name
+
+        for module in (safetensors, *map(sys.modules.get, ("safetensors.torch", "safetensors.numpy"))):
+            if module is not None:
+                announced(module, "serialize_file", second)
+    _announce_processes(patches, on_process)
+
+
+def _announce_processes(patches: Patches, on_process: Callable[[str], None]) -> None:
+    def starts(*_: Any, **__: Any) -> None:
+        caller = _caller(*_STARTERS)
+        if not _is_of(caller, _HARMLESS) or _is_of(caller, _NOT_HARMLESS):
+            on_process("starts processes")
+
+    def telling(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def start(self: Any, *args: Any, **kwargs: Any) -> Any:
+            starts()
+            return original(self, *args, **kwargs)
+
+        return start
+
+    patches.set(subprocess.Popen, "__init__", telling(subprocess.Popen.__init__))
+    process = multiprocessing.process.BaseProcess
+    patches.set(process, "start", telling(process.start))
+    for name in ("system", "fork", "forkpty", "posix_spawn", "posix_spawnp", "execv", "execve"):
+        if hasattr(os, name):
+            patches.set(os, name, _Announced(getattr(os, name), starts))
+    if torch.distributed.is_available():  # the levels' process groups would meet at one port
+        join = torch.distributed.init_process_group
+        joins = _Announced(join, lambda *_, **__: on_process("joins other processes"))
+        patches.set(torch.distributed, "init_process_group", joins)
+
+
+def _caller(*beyond: str) -> str:
+    """The name of the module that called the announced function: the first that is none of `beyond`, nor ours."""
+    frame = sys._getframe(1)
+    while frame is not None and _is_of(frame.f_globals.get("__name__") or "", (__name__, *beyond)):
+        frame = frame.f_back  # type: ignore[assignment]
+    return "" if frame is None else frame.f_globals.get("__name__") or ""
+
+
+def _is_of(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == each or module.startswith(each + ".") for each in packages)

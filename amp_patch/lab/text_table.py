@@ -1,0 +1,28 @@
+"""The columns of every table of text: what `inspect`, `explain`, `compare`, the batch search and `check` print."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+
+def in_columns(
+    rows: Sequence[Sequence[str]], *, right: Collection[int] = (), widths: Sequence[int] = (), gap: str = "  "
+) -> list[str]:
+    """A line for each row, without blanks at its end. Cells are padded to their column's width, and never cut.
+
+    Args:
+        rows: cells. One with fewer than the others ends there.
+        right: numbers of the columns whose cells stand to the right; the others stand to the left.
+        widths: of the columns; by default the widest cell's.
+        gap: between two columns.
+    """
+    if not widths:
+        columns = max(map(len, rows), default=0)
+        widths = [max(len(row[at]) for row in rows if at < len(row)) for at in range(columns)]
+    return [
+        gap.join(
+            cell.rjust(width) if at in right else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=False))
+        ).rstrip()
+        for row in rows
+    ]
