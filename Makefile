@@ -20,7 +20,7 @@ NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/nu
 # The examples' models are tiny: a second thread would only wait for the first.
 demo accuracy: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo accuracy test test-all stories test-versions test-release lint format bench sanitize cuda-compile gpu-check clean
+.PHONY: help demo accuracy test test-all stories mutations tests-about test-versions test-release lint format bench sanitize cuda-compile gpu-check clean
 
 help: ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,12 @@ test-all: $(VENV)/ecosystem ## what `test` leaves out: the tests marked slow, an
 
 stories: $(VENV)/installed ## more random lives of trainings, against training by hand; COUNT=2000 SEED=7
 	$(BIN)/python tests/tell_stories.py --workers $(WORKERS) $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED))
+
+tests-about: ## the tests about a word, by their sentences: WORD=overflow
+	@$(PYTHON) tests/about.py $(WORD)
+
+mutations: $(VENV)/installed ## break the code in one place at a time: do the tests see it? ONLY="clip DDP"
+	$(BIN)/python tests/mutations.py $(ONLY)
 
 # PyPI's torch brings CUDA's libraries, some 5 GB for each: by hand, before a release.
 test-versions: ## `test` on each torch and Python that we declare, or on ONLY="2.15.0@3.11 ..."; hours and gigabytes

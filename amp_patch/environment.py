@@ -49,7 +49,7 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
     masters = _read(MASTERS, {SPLIT: SPLIT})
     if wanted is None and dtype is None and masters is None:
         return opt_level, options
-    resolve(opt_level, options)  # the script's own mistakes are errors as ever
+    resolve(opt_level, options)  # raises for mistakes of the script, before the environment's
     given = options.given()
     kept: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if level != "O0":

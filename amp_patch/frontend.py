@@ -30,8 +30,8 @@ from amp_patch.training.training import (
     begin_training,
     check_arguments,
     leave_all,
-    leave_alone,
     leave_earlier,
+    mark_disabled,
     newest_training,
     scalers_of,
     trainings,
@@ -185,7 +185,7 @@ def initialize_as(
         module.reshard()  # after a forward its parameters may be the gathered ones, which no optimizer holds
     targets = [innermost(optimizer) for optimizer in optimizer_list]
     if policy is None:
-        leave_alone(dialect, targets)
+        mark_disabled(dialect, targets)
         return _apex_form(models, optimizers, optimizer_list)
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")

@@ -128,7 +128,7 @@ class Options:
     argparse's strings through (Apex's examples do).
     """
 
-    dtype: torch.dtype | str | None = None  # first: the environment tries the others beside it
+    dtype: torch.dtype | str | None = None  # the first field: environment.py checks the other options beside a dtype
     cast_model_type: torch.dtype | str | None = None
     patch_torch_functions: bool | str | None = None
     keep_batchnorm_fp32: bool | str | None = None

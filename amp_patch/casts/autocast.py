@@ -22,7 +22,7 @@ def disable_casts() -> region:
 
     torch.autocast is off there too. FP16 on a CPU is multiplied natively.
     """
-    return region(None, claims=True)
+    return region(None, disables_torch_autocast=True)
 
 
 @constant_in_traces
@@ -59,7 +59,7 @@ class autocast(region):
         enabled: bool = True,
         cache_enabled: bool | None = True,
     ) -> None:
-        super().__init__(autocast_policy(device_type, dtype, enabled), claims=True)
+        super().__init__(autocast_policy(device_type, dtype, enabled), disables_torch_autocast=True)
         self.caches = torch.is_autocast_cache_enabled() if cache_enabled is None else bool(cache_enabled)
 
     def __enter__(self) -> autocast:
@@ -73,14 +73,15 @@ class autocast(region):
 
 
 def autocast_policy(device_type: Any, dtype: Any, enabled: bool) -> Policy | None:
+    """The policy of `autocast(device_type, dtype, enabled)`; None where nothing is cast. Raises as `autocast`."""
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     default = _autocast_dtype(device_type)
     if dtype is not None and dtype not in LOW_PRECISION:
         raise ValueError(f"autocast: dtype is {dtype!r}; wanted {' or '.join(map(str, LOW_PRECISION))}, or None")
     if enabled and device_type == "cuda" and not torch.cuda.is_available():
-        # torch's GradScaler of "cuda" turns itself off here as well: with casts to FP16, and a loss that nobody scales,
-        # small gradients would be lost.
+        # torch's GradScaler("cuda") is disabled without CUDA too: with casts to FP16, the gradients of an unscaled loss
+        # would underflow.
         warnings.warn(
             "autocast: device_type is 'cuda', but CUDA is not available, so nothing is cast; for tensors on the CPU "
             "say 'cpu', or leave device_type out",

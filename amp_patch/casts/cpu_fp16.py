@@ -25,7 +25,7 @@ from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support.blocks import saving_through
 from amp_patch.support.compiled import constant_in_traces
 
-_FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp"}  # Linux's names for FP16 arithmetic; amx_bf16 and f16c are not it
+_FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp"}  # Linux's names for FP16 arithmetic, which amx_bf16 and f16c lack
 
 
 @functools.cache
@@ -33,12 +33,12 @@ def has_fp16_arithmetic() -> bool:
     """Whether this CPU computes in FP16 (AVX512-FP16, AMX-FP16, ARM's FP16 vectors), not only converts (F16C)."""
     try:
         return importlib.import_module("amp_patch._C").cpu_has_fp16()
-    except (ImportError, AttributeError):  # absent, or built from older sources
+    except (ImportError, AttributeError):  # the extension is absent, or built from older sources
         pass
     try:
         return not _FLAGS.isdisjoint(Path("/proc/cpuinfo").read_text().split())
     except OSError:
-        return platform.machine() == "arm64"  # macOS calls it so, and every Apple processor has it
+        return platform.machine() == "arm64"  # macOS's name of aarch64: every Apple processor has FP16 arithmetic
 
 
 @constant_in_traces
@@ -46,7 +46,7 @@ def _machine_has_fp16() -> bool:
     return has_fp16_arithmetic()
 
 
-_is_autocast_enabled = torch.is_autocast_enabled  # torch's own: lab/commands/no_cuda shows scripts another
+_is_autocast_enabled = torch.is_autocast_enabled  # bound now: lab/commands/no_cuda replaces torch's attribute
 
 
 @constant_in_traces
@@ -102,7 +102,7 @@ class _Kept(NamedTuple):
     """What autograd keeps for backward: the tensor itself, or a low operand in place of (a view of) its upcast."""
 
     tensor: Tensor
-    version: int  # of `tensor`: where hooks pack what is saved, autograd leaves it to them to notice a later change
+    version: int  # of `tensor`: of packed tensors autograd checks no version counter, so `unpack` compares
     view: tuple[torch.Size, tuple[int, ...], Any] | None = None  # of the upcast: size, stride, offset
 
 
@@ -115,13 +115,13 @@ class Upcast:
 
     def __init__(self, saves_low: bool) -> None:
         self._exchanges = saves_low and _may_exchange_saved()
-        self._operands: dict[int, Tensor] = {}  # address of an upcast storage -> what was upcast
+        self._operands: dict[int, Tensor] = {}  # address of an upcast storage -> the low operand
 
     def __call__(self, operand: Tensor, dtype: torch.dtype) -> Tensor:
         if operand.dtype not in LOW_PRECISION:
             return operand
         wide = operand.to(dtype)
-        # Other classes may have no storage of their own, and inference tensors count no versions.
+        # Tensor subclasses may have no storage of their own, and inference tensors have no version counter.
         if self._exchanges and type(operand) in (Tensor, nn.Parameter) and not operand.is_inference():
             self._operands[wide.untyped_storage()._cdata] = operand.detach()
         return wide
@@ -135,8 +135,8 @@ class Upcast:
     def _pack(self, saved: Tensor) -> _Kept:
         operand = self._operands.get(saved.untyped_storage()._cdata) if type(saved) is Tensor else None
         if operand is None:
-            # Detached: where a function saves its own result, that would hold the graph, and the graph it, for ever.
-            # Autograd attaches what it unpacks to the graph again.
+            # `detach`: a function that saves its own result would make a reference cycle of tensor and graph.
+            # Autograd attaches unpacked tensors to the graph again.
             return _Kept(saved.detach(), saved._version)
         return _Kept(operand, operand._version, (saved.size(), saved.stride(), saved.storage_offset()))
 

@@ -18,7 +18,7 @@ class _Casts(NamedTuple):
     """What acts on a thread: our policy, and torch.autocast's dtype for each device type where it is enabled."""
 
     policy: Policy | None
-    native: dict[str, torch.dtype | None]  # None, as absent: none
+    native: dict[str, torch.dtype | None]  # device type -> dtype; None or absent: autocast was off
 
 
 _NO_CASTS = _Casts(None, {})
@@ -81,7 +81,7 @@ def custom_fwd(
             args[0]._amp_casts = _NO_CASTS if _act(casts) and cast_inputs is not None else casts
         if cast_inputs is None or not _act(casts):
             return forward(*args, **kwargs)
-        # `ctx` aside, which holds nothing to cast: Dynamo of torch 2.11 cannot ask whether it is a dataclass.
+        # `ctx` holds nothing to cast, and Dynamo of torch 2.11 fails at `is_dataclass(ctx)`.
         rest, kwargs = tree.cast_floats((args[contexts:], kwargs), cast_inputs, _CASTABLE)
         args = (*args[:contexts], *rest)
         return _call_under(_NO_CASTS, casts, forward, *args, **kwargs)
@@ -135,12 +135,12 @@ def _device_types() -> list[str]:
 
 def _call_under(casts: _Casts, outside: _Casts, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`function(*args, **kwargs)` with these casts and no others, where `outside` act."""
-    # One `with` for each torch.autocast that is to change: Dynamo knows contextlib.ExitStack from torch 2.9 on alone.
+    # Nested `with` statements in place of contextlib.ExitStack, which Dynamo traces from torch 2.9 on alone.
     for kind in {*casts.native, *outside.native}:
         dtype = casts.native.get(kind)
         if dtype is not outside.native.get(kind):
             changed = _Casts(outside.policy, {**outside.native, kind: dtype})
             with torch.autocast(kind, dtype, enabled=kind in casts.native):
                 return _call_under(casts, changed, function, *args, **kwargs)
-    with regions.region(casts.policy):  # inside torch's: the inner one decides
+    with regions.region(casts.policy):  # entered inside torch's regions: the inner region decides
         return function(*args, **kwargs)

@@ -34,7 +34,7 @@ logger = logging.getLogger("amp_patch")
 
 _DYNAMO = "torch._dynamo.symbolic_convert"
 
-# What is used of Dynamo's inside. Run with torch 2.13; one that lacks any of it is left alone.
+# Private names of Dynamo that are used here, as of torch 2.13. A torch without one of them is not hooked at all.
 _USED = tuple(
     f"torch._dynamo.{name}"
     for name in (
@@ -56,28 +56,27 @@ _USED = tuple(
     )
 )
 
-# Parts of amp_patch that Dynamo passes over. They keep books on optimizers and gradients in Python: Dynamo would try to
-# compile that, and find nothing to compile.
+# Packages that Dynamo skips. Their bookkeeping of optimizers and gradients has no tensor operations to compile.
 NEVER_TRACED = ("frontend", "masters", "multi_tensor", "lab.recording", "training")
 
-# Parts of amp_patch that Dynamo traces where a frame calls them, and never as frames of their own. Where a graph breaks
-# inside a region, the rest of that forward runs as plain Python, and so do its casts: else each wrapped function would
-# become a graph, compiled anew for every other function that the wrapper's code stands for.
+# Modules that Dynamo inlines into a caller's frame, and never compiles as frames of their own. After a graph break in a
+# region the rest of the forward runs as plain Python, and wrappers must too: one code object serves all wrapped
+# functions, so Dynamo would recompile it for each.
 _NEVER_ALONE = (
     *("casts.cpu_fp16", "casts.rules", "casts.state", "casts.thread_state", "casts.wrappers"),
     *("model.forward", "model.state", "support.blocks", "support.tree"),
 )
-# What functions of this one define stands around methods of the user's, and is compiled with them.
+# Functions that are nested in this module's wrap users' methods, and are compiled with them.
 _DEFINES_FORWARDS = "model.forward"
 
-_hooks = Installation(of_process=True)  # in Dynamo, for as long as the process lives
-_hooked = False  # whether `_attach` was called, or will be by the import of Dynamo
-_attached = False  # whether Dynamo was as expected so far
-_stale = False  # whether Dynamo may hold frames that were compiled before it was hooked: no guard asks whose casts act
+_hooks = Installation(of_process=True)  # `of_process`: `restore` leaves Dynamo hooked
+_hooked = False  # whether `_attach` was called, or waits for the import of Dynamo
+_attached = False  # whether all of `_USED` was found
+_stale = False  # whether Dynamo may hold frames compiled before `hook`, which have no guard on the acting policy
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Whose casts act. A frame is compiled for one answer. A guard calls `acting` before each use of the compiled code.
+# Whose casts act. A frame is compiled for one policy; a guard calls `acting` before each use of the compiled code.
 
 
 def acting() -> Policy | None:
@@ -118,7 +117,7 @@ def hook() -> None:
         was_there = _DYNAMO in sys.modules
         when_imported(_DYNAMO, _attach)
         _stale = was_there and _attached
-    # Drop the stale frames, but not in the middle of a trace: what Dynamo has of that would go too.
+    # A reset in the middle of a trace would drop that trace's state too, so stale frames wait for the next `hook`.
     if _stale and importlib.import_module("torch._guards").TracingContext.try_get() is None:
         _stale = False
         dynamo: Any = sys.modules["torch._dynamo"]
@@ -143,8 +142,8 @@ def _attach(module: Any) -> None:
             pkgutil.resolve_name(name)
         for name in NEVER_TRACED:
             importlib.import_module("torch._dynamo.trace_rules").add(f"amp_patch.{name}")
-        # The state's methods run as plain Python: a region that begins or ends between two graphs calls them. Regions
-        # in traced code never do, they follow the trace (traced_regions.py).
+        # `PythonState`'s methods run as plain Python where a region begins or ends between two graphs. Traced regions
+        # do not call them (traced_regions.py).
         for name in _NEVER_ALONE:
             for code in _codes_of(importlib.import_module(f"amp_patch.{name}"), nested=name != _DEFINES_FORWARDS):
                 importlib.import_module("torch._dynamo.eval_frame").skip_code(code)
@@ -178,8 +177,8 @@ def _follow_traces(patches: Patches, translator: Any) -> None:
 
     @functools.wraps(run)
     def quiet_run(self: Any) -> Any:
-        # No casts while Dynamo traces. It and the backend call torch's functions for purposes of their own, and the
-        # casts of the traced code become nodes of its graph.
+        # Without this region Dynamo and the backend, which call torch's functions while they compile, would have their
+        # own tensors cast. Casts of the traced code become nodes of its graph instead.
         with regions.region(None):
             return run(self)
 
@@ -212,13 +211,13 @@ def _follow_calls(patches: Patches) -> None:
 
     @functools.wraps(found)
     def tensor_methods() -> frozenset[Any]:
-        # Dynamo collects torch.Tensor's own methods once. Where wrappers stand there by then, it misses the methods
-        # behind them, which are called all the same, and are back after `uninstall`.
+        # Dynamo caches the set of torch.Tensor's methods. A set cached while wrappers are installed lacks the wrapped
+        # originals, which rules call, and which are attributes again after `uninstall`.
         return found() | wrapped.own_tensor_methods
 
     tensor_methods.cache_clear = found.cache_clear  # type: ignore[attr-defined]
     patches.set(rules, "get_tensor_method", tensor_methods)
-    builtin.call_function_handler_cache.clear()  # it may hold the original
+    builtin.call_function_handler_cache.clear()  # cached handlers may hold the original method
     patches.set(tensor, "call_method", cast_method)
     patches.set(builtin, "_handle_insert_op_in_graph", cast_operator)
 

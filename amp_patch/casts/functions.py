@@ -80,9 +80,9 @@ def register_promote_function(module: Any, name: str) -> None:
     register(module, name, "user_widest", "register_promote_function")
 
 
-def leave_alone(module: Any, name: str) -> None:
+def register_without_rule(module: Any, name: str) -> None:
     """As `register_half_function`, with no rule: calls of `module.name` are not cast, and nothing is refused."""
-    register(module, name, "none", "leave_alone")
+    register(module, name, "none", "register_without_rule")
 
 
 def _half_rule(module: Any, name: str) -> str:

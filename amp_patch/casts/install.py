@@ -19,7 +19,7 @@ from amp_patch.casts import dynamo
 from amp_patch.casts.oplists import LATE, rules_by_name
 from amp_patch.casts.regions import as_default, as_now
 from amp_patch.casts.state import PythonState, state, use_state
-from amp_patch.casts.wrapped import Wrapped, forget_methods, know, wrapped_by
+from amp_patch.casts.wrapped import Wrapped, forget_methods, register_wrapper, wrapped_by
 from amp_patch.casts.wrappers import BACKENDS, backend, wrapper_at
 from amp_patch.support.imports import when_imported
 from amp_patch.support.patches import Installation, Patches
@@ -52,14 +52,14 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Installation. It is the process's, as torch's namespace is.
+# Installation: one for the process, since torch's namespace is the process's.
 
 _installation = Installation()
-_installed: set[str] = set()  # which op lists, while installed
-# (id of the owner, name) -> the owner, and what a wrapper replaced there; while installed
+_installed: set[str] = set()  # the op lists that are installed now
+# While installed: (id of the owner, name) -> the owner, and the attribute that a wrapper replaced
 _originals: dict[tuple[int, str], tuple[Any, Any]] = {}
-_wrappers: dict[tuple[int, str, str, str], tuple[Any, Any]] = {}  # (id of the original, rules, backend) -> both
-_registered: dict[tuple[int, str], tuple[Any, str, str]] = {}  # the user's: (owner, name, rule)
+_wrappers: dict[tuple[int, str, str, str], tuple[Any, Any]] = {}  # (id of original, rules, backend) -> both
+_registered: dict[tuple[int, str], tuple[Any, str, str]] = {}  # by `register`: (owner, name, rule)
 
 
 def install(op_lists: str = "torch") -> None:
@@ -87,7 +87,7 @@ def _replace_listed(patches: Patches, op_lists: str, first: bool) -> None:
     _replace_names(patches, [key for key in wanted if LATE.get(key[0], "torch") in sys.modules])
     if first:
         for module in LATE.values():
-            if module not in sys.modules:  # else it is done
+            if module not in sys.modules:  # names of imported modules were replaced above
                 when_imported(module, _replace_late)
         _keep_regions_in_checkpoints(patches)
         _keep_default_in_replicas(patches)
@@ -101,7 +101,7 @@ def _replace_names(patches: Patches, names: Iterable[tuple[str, str]]) -> None:
     torchs, apexs = rules_by_name("torch"), rules_by_name("apex")
     for address, name in names:
         owner = resolve_address(address)
-        # What the user registered takes the place of the lists.
+        # A rule that the user registered for a name overrides the lists' rule.
         if hasattr(owner, name) and (id(owner), name) not in _registered:
             key = address, name
             _replace(patches, owner, name, torchs.get(key, "none"), apexs[key])
@@ -152,7 +152,7 @@ def _keep_regions_in_checkpoints(patches: Patches) -> None:
         return call
 
     owner = torch.utils.checkpoint
-    # Torch 2.15 has moved the work into the first, which the second calls.
+    # From torch 2.15 on the second function calls the first, so the first alone is wrapped.
     for name in ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator"):
         if (generator := getattr(owner, name, None)) is not None:
             patches.set(owner, name, wrap(generator, 0))
@@ -191,7 +191,7 @@ def in_force(function: Any) -> Any:
 
 def resolve_address(address: str) -> Any:
     """The module or class of a dotted name such as "torch.Tensor", as the op lists have it."""
-    if address in sys.modules:  # the module above it does not have it until its import is done
+    if address in sys.modules:  # while a module is imported its parent has no such attribute yet
         return sys.modules[address]
     module, _, rest = address.partition(".")
     owner: Any = importlib.import_module(module)
@@ -221,7 +221,7 @@ def places() -> list[Place]:
     return [
         Place(owner, name, wrapper, wrapped, (id(owner), name) in _registered)
         for owner, name, wrapper in found
-        if (wrapped := wrapped_by(wrapper)) is not None  # else somebody has put another thing there
+        if (wrapped := wrapped_by(wrapper)) is not None  # else a later patch replaced the wrapper
     ]
 
 
@@ -233,7 +233,7 @@ def _replace(patches: Patches, owner: Any, name: str, rule: str, apex_rule: str)
         _wrappers[key] = (original, wrapper_at(owner, name, original, rule, apex_rule))
     wrapper = _wrappers[key][1]
     patches.set(owner, name, wrapper)
-    know(owner, name, wrapper, original, rule, apex_rule)
+    register_wrapper(owner, name, wrapper, original, rule, apex_rule)
 
 
 def register(module: Any, name: str, rule: str, caller: str) -> None:

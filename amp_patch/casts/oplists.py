@@ -1,7 +1,7 @@
 """The op lists: owner -> rule -> names. Data, and one way to read it.
 
 After today's torch: the CUDA lists of its autocast op reference, on every device. Apex's lists are the ancestor, and
-add what torch's reference leaves to other mechanisms; `APEX` says where they gave another type. The rules:
+add what torch's reference leaves to other mechanisms; apex_oplists.py says where they gave another type. The rules:
 
     lower       FP32 (and the other half type) tensors become `policy.dtype`: products, which are fast in it and are
                 summed in FP32.
@@ -35,6 +35,8 @@ the input's type, as under torch.autocast.) `tests/casts/test_oplists.py` calls 
 """
 
 from __future__ import annotations
+
+from amp_patch.casts.apex_oplists import APEX
 
 _LOSSES = (
     "binary_cross_entropy_with_logits",
@@ -95,11 +97,11 @@ _EXP_LOG_POW = (
     "tan",
 )
 
-# `mean` is not here, nor in torch's list or that of today's Apex: its result lies in the range of its input. A variance
-# may leave that range, so `std` and `var` are here, as in Apex. `nansum` goes with `sum`.
+# `mean` is on no list, torch's and today's Apex's included: a mean lies in the range of its input. A variance may leave
+# that range, so `std` and `var` are listed, as in Apex. `nansum` goes with `sum`.
 _REDUCTIONS = ("cumprod", "cumsum", "dist", "nansum", "norm", "prod", "renorm", "std", "sum", "var")
 
-# These have no half kernels at all (quantile, linear algebra, FFT: some, on some devices).
+# Functions without half kernels, on some devices or all (quantile, linear algebra, FFT).
 _NO_HALF_KERNEL = (
     "cholesky_inverse",
     "cholesky_solve",
@@ -116,14 +118,14 @@ _NO_HALF_KERNEL = (
 
 _DOTS = ("dot", "inner", "vdot")
 
-# The rule match_self emulates FP16 on a CPU for these alone.
+# The in-place functions for which the rule match_self emulates FP16 on a CPU.
 IN_PLACE_GEMMS = ("addbmm_", "addmm_", "addmv_", "baddbmm_")
 
-# Where nothing is cast, the rule fp32 emulates FP16 on a CPU for these (by their `__name__`): their half kernels take 3
-# to 25 times as long as FP32 and back, or are missing. Measured on torch 2.13.
+# Functions (by `__name__`) for which the rule fp32 emulates FP16 on a CPU where nothing is cast: the half kernels take
+# 3 to 25 times as long as FP32 and back, or are missing. Measured on torch 2.13.
 SLOW_HALF = ("__pow__", "cdist", "group_norm", "linalg_norm", "linalg_vector_norm", "norm", "pow")
 
-# Their tensors must agree in type: measured on torch 2.13, save addcdiv, addcmul and atan2, which torch lists.
+# Functions that raise on mixed types: measured on torch 2.13, save addcdiv, addcmul and atan2, which torch lists.
 _WIDEST = (
     "addcdiv",
     "addcmul",
@@ -160,7 +162,7 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "rnn_tanh_cell",
         ),
         "einsum": ("einsum",),
-        "fused": ("_grouped_mm",),  # what F.grouped_mm calls
+        "fused": ("_grouped_mm",),  # called by F.grouped_mm
         "rnn": ("gru", "lstm", "rnn_relu", "rnn_tanh"),
         "fp32": (
             *_EXP_LOG_POW,
@@ -197,7 +199,7 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "polar",
         ),
     },
-    # The same functions as in torch, for callers who import them from here.
+    # Also attributes of torch; some callers import them from torch.functional.
     "torch.functional": {
         "lower": ("chain_matmul",),
         "einsum": ("einsum",),
@@ -205,15 +207,15 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
         "emulated": ("tensordot",),
         "widest": ("cartesian_prod", "meshgrid"),
     },
-    # What torch.nn's recurrent modules call.
+    # Called by torch.nn's recurrent modules.
     "torch._VF": {
         "lower": ("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"),
         "rnn": ("gru", "lstm", "rnn_relu", "rnn_tanh"),
     },
-    # What the functions of torch.nn.attention's modules call, which users import by name.
+    # Called by the functions of torch.nn.attention's modules, which users import by name.
     "torch.nn.attention.flex_attention": {
         "fused": ("flex_attention_hop",),
-        "fused_input": ("_validate_sdpa_input",),  # in some versions of torch it refuses mixed types
+        "fused_input": ("_validate_sdpa_input",),  # raises on mixed types in some versions of torch
     },
     "torch.ops.torch_attn": {"fused": ("_varlen_attn",), "match_self": ("_varlen_attn_out",)},
     "torch._C.ScriptFunction": {"scripted": ("__call__",)},
@@ -227,7 +229,8 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "cosine_similarity",
             "gumbel_softmax",
             "interpolate",
-            # Its product is in the low type all the same: F.linear inside follows its own rule. In chunks it is FP32.
+            # linear_cross_entropy's product is in the low type: F.linear inside has a rule of its own. In chunks the
+            # product is FP32.
             "linear_cross_entropy",
             "local_response_norm",
             "log_softmax",
@@ -239,7 +242,7 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "softplus",
         ),
         "norm": ("group_norm", "layer_norm", "rms_norm"),
-        # The last three: sums whose half kernels are slow, or missing.
+        # Half kernels of the last three sums are slow, or missing.
         "emulated": ("bilinear", "avg_pool3d", "fold", "unfold"),
         "widest": ("embedding_bag", "grid_sample"),
         "banned": ("binary_cross_entropy",),
@@ -340,8 +343,8 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
-# Owners that are complete when a module is imported, which `import torch` does not do -> that module. Neither do we: it
-# takes seconds. What it has is replaced when the user's import is done.
+# Owner -> the module whose import completes the owner, and which `import torch` leaves out. amp_patch does not import
+# that module either, which would take seconds: the owner's functions are replaced after the user's import.
 LATE: dict[str, str] = {
     "torch.nn.attention.flex_attention": "torch.nn.attention.flex_attention",
     "torch.ops.torch_attn": "torch.nn.attention.varlen",
@@ -350,7 +353,7 @@ LATE: dict[str, str] = {
 # Names of the lists ("owner.name") that not every torch since 2.6 has.
 OPTIONAL: frozenset[str] = frozenset(
     {
-        "torch.Tensor.__rdiv__",  # a Python 2 operator that torch may drop any day
+        "torch.Tensor.__rdiv__",  # an operator of Python 2, absent where torch drops it
         "torch._grouped_mm",
         "torch.linalg.matrix_sqrth",
         "torch.linalg.polar",
@@ -363,98 +366,6 @@ OPTIONAL: frozenset[str] = frozenset(
         "torch.pairwise_distance",
     }
 )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Apex's variant, for scripts written for it (`Policy.op_lists`). Only what differs: a name here has this rule in the
-# variant, all others have that of OPLISTS. It differs where a call that ran in Apex gave another type there: Apex left
-# the function alone (torch.softmax, einsum), or listed what torch promotes by itself. What raised in Apex (mixed types,
-# no half kernel) keeps today's rule, and so does what torch has got since Apex's lists were last edited, in 2020
-# (attention, linalg, rms_norm, huber_loss and others).
-
-_COMPARISONS = ("eq", "equal", "ge", "gt", "le", "lt", "ne")
-
-_APEX_MIXED = ("add", "addcdiv", "addcmul", "atan2", "cross", "div", "mul", *_COMPARISONS)
-
-# The in-place forms of Apex's FP32 list.
-_APEX_IN_PLACE = (
-    "acos_",
-    "asin_",
-    "cosh_",
-    "exp_",
-    "expm1_",
-    "log10_",
-    "log2_",
-    "log_",
-    "reciprocal_",
-    "rsqrt_",
-    "sinh_",
-    "tan_",
-)
-
-# Not Apex's, in whose lists softmax stood for F.softmax alone, and so on.
-_APEX_UNLISTED = ("log1p", "log_softmax", "logsumexp", "softmax")
-
-APEX: dict[str, dict[str, tuple[str, ...]]] = {
-    "torch": {
-        "einsum_widest": ("einsum",),
-        "emulated": ("chain_matmul",),
-        "widest": (
-            *_APEX_UNLISTED,
-            "binary_cross_entropy_with_logits",
-            "cosine_embedding_loss",
-            "cosine_similarity",
-            "frobenius_norm",
-            "group_norm",
-            "hinge_embedding_loss",
-            "kl_div",
-            "layer_norm",
-            "margin_ranking_loss",
-            "native_layer_norm",
-            "pairwise_distance",
-            "poisson_nll_loss",
-            "std_mean",
-            "triplet_margin_loss",
-            "var_mean",
-        ),
-        "mixed_fp32": _APEX_MIXED,
-        "in_place_fp32": _APEX_IN_PLACE,
-    },
-    "torch.functional": {"einsum_widest": ("einsum",), "emulated": ("chain_matmul",)},
-    "torch.nn.functional": {
-        "fp32": ("grid_sample",),
-        "widest": ("pairwise_distance",),
-    },
-    "torch.Tensor": {
-        # `x **= 2` makes a new tensor of a low-precision x; so do `x += y` and the like, of mixed types.
-        "fp32": ("__ipow__", "cpu"),
-        "widest": _APEX_UNLISTED,
-        "mixed_fp32": (
-            *_APEX_MIXED,
-            "__add__",
-            "__div__",
-            "__eq__",
-            "__ge__",
-            "__gt__",
-            "__iadd__",
-            "__idiv__",
-            "__imul__",
-            "__isub__",
-            "__itruediv__",
-            "__le__",
-            "__lt__",
-            "__mul__",
-            "__ne__",
-            "__radd__",
-            "__rmul__",
-            "__rsub__",
-            "__sub__",
-            "__truediv__",
-        ),
-        "match_self": ("addr_",),  # of mixed types its backward fails; other arithmetic in place is torch's as in Apex
-        "in_place_fp32": (*_APEX_IN_PLACE, "cumprod_", "cumsum_", "erfinv_", "pow_", "renorm_"),
-    },
-}
 
 
 def rules_by_name(op_lists: str) -> dict[tuple[str, str], str]:

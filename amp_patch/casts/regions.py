@@ -10,17 +10,9 @@ from typing import Any
 
 from torch.compiler import is_dynamo_compiling
 
-from amp_patch.casts.state import (
-    acting_part,
-    current,
-    default_lock,
-    drop_cache,
-    effective_default,
-    overrides,
-    refresh_default,
-    state,
-)
-from amp_patch.casts.thread_state import Entry, is_running, stepped_aside, this_thread
+from amp_patch.casts import state as casts_state
+from amp_patch.casts.state import acting_part, current, default_lock, effective_default, overrides, refresh_default
+from amp_patch.casts.thread_state import Entry, inside_torch_autocast, is_running, this_thread
 from amp_patch.casts.traced_regions import enter_trace_of, leave_traced
 from amp_patch.policy import Policy
 from amp_patch.support import blocks
@@ -37,26 +29,33 @@ class region(blocks.Block):
 
     Args:
         policy: None for a region in which no casts of ours act.
-        claims: torch.autocast is off inside, for all device types, and afterwards on again where it was. None: if the
-            policy patches torch's functions.
+        disables_torch_autocast: torch.autocast is off inside, for all device types, and afterwards on again where it
+            was. None: if the policy patches torch's functions.
 
     Attributes:
         call: the frame of the call for which one hook enters the region and another one leaves it; else None. If an
             exception ends that call in between, the next region that this thread enters takes this one away.
     """
 
-    def __init__(self, policy: Policy | None, claims: bool | None = None) -> None:
+    # A subclass's own methods: `on_entry(entry)` runs before the region holds; `on_exit(entry)` undoes `on_entry`, of
+    # which all, a part (after an interrupt) or nothing may have been done. None: the subclass has nothing to do there.
+    on_entry: Any = None
+    on_exit: Any = None
+
+    def __init__(self, policy: Policy | None, disables_torch_autocast: bool | None = None) -> None:
         self.policy = policy
-        self.acting = acting_part(policy)
-        # Dynamo cannot trace a `functools.cache`, and traced code does not ask for `aside`.
-        self.aside = None if is_dynamo_compiling() else stepped_aside(self.acting)
-        self.claims = policy is not None and policy.patch_torch_functions if claims is None else claims
+        self.acting = acting = None if policy is None else acting_part(policy)
+        # Dynamo cannot trace a `functools.cache`, and traced code does not read `acting_inside_torch_autocast`.
+        emulates = acting is not None and acting.emulates and not is_dynamo_compiling()
+        self.acting_inside_torch_autocast = inside_torch_autocast(acting) if emulates else None
+        patches = policy is not None and policy.patch_torch_functions
+        self.disables_torch_autocast = patches if disables_torch_autocast is None else disables_torch_autocast
         self.caches = True
         self.call: FrameType | None = None
 
     def __enter__(self) -> Any:
         if is_dynamo_compiling():
-            enter_trace_of(self.acting, self.claims)
+            enter_trace_of(self.acting, self.disables_torch_autocast)
             return self
         stack = this_thread.stack
         while stack and _is_over(stack[-1]):
@@ -64,8 +63,9 @@ class region(blocks.Block):
         entry = Entry(self)
         entry.left = blocks.when_left(self, functools.partial(_leave, entry))
         stack.append(entry)
-        self.on_entry(entry)
-        entry.depth, entry.task, entry.silenced = state().begin(self.claims)
+        if self.on_entry is not None:
+            self.on_entry(entry)
+        entry.depth, entry.task, entry.silenced = casts_state.in_use.begin(self.disables_torch_autocast)
         _follow(entry)
         return self
 
@@ -78,12 +78,6 @@ class region(blocks.Block):
                 _leave(entry)
                 return
         self.on_exit_elsewhere()
-
-    def on_entry(self, entry: Entry) -> None:
-        """What a subclass does on entry, before the region holds."""
-
-    def on_exit(self, entry: Entry) -> None:
-        """Undo `on_entry`, of which all, a part (after an interrupt) or nothing may have been done."""
 
     def on_exit_elsewhere(self) -> None:
         """`__exit__` was called on a thread that is not in the region: undo that part of `on_entry` that all share."""
@@ -105,8 +99,8 @@ class region(blocks.Block):
 
         @wraps(function)
         def body(*args: Any, **kwargs: Any) -> Any:
-            if is_dynamo_compiling():  # which enters no context manager that was made outside of what it compiles
-                enter_trace_of(self.acting, self.claims)
+            if is_dynamo_compiling():  # Dynamo enters no context manager made outside of the frame
+                enter_trace_of(self.acting, self.disables_torch_autocast)
                 try:
                     return function(*args, **kwargs)
                 finally:
@@ -124,17 +118,19 @@ class no_casts_within(region):
     """
 
     def __init__(self) -> None:
-        super().__init__(None, claims=True)
+        super().__init__(None, disables_torch_autocast=True)
 
     def on_entry(self, entry: Entry) -> None:
-        this_thread.firm.append(entry)
+        """No region inside of this one acts, until `on_exit`."""
+        this_thread.uncastable_entries.append(entry)
 
     def on_exit(self, entry: Entry) -> None:
-        if entry in this_thread.firm:
-            this_thread.firm.remove(entry)
+        """Undo `on_entry`."""
+        if entry in this_thread.uncastable_entries:
+            this_thread.uncastable_entries.remove(entry)
 
 
-class everywhere(region):
+class process_wide_region(region):
     """A region that is also the process default while it lasts.
 
     For autograd's own threads: they recompute checkpointed activations on CUDA devices, and no region of ours is
@@ -143,19 +139,22 @@ class everywhere(region):
     """
 
     def on_entry(self, entry: Entry) -> None:
+        """The region's policy becomes the process default, over those of other such regions."""
         with default_lock:
             overrides.append(entry)
             refresh_default()
 
     def on_exit(self, entry: Entry) -> None:
-        drop_cache()
+        """Take the policy back, and the thread's cast weights; also on a thread that is not in the region."""
+        casts_state.in_use.drop_cache()
         with default_lock:
             if entry in overrides:
                 overrides.remove(entry)
             refresh_default()
 
     def on_exit_elsewhere(self) -> None:
-        # An entry that a `with` statement made goes with that statement.
+        """Take back the newest policy of this region whose entry no `with` statement made."""
+        # `left is None`: the entry of a `with` statement ends with that statement, wherever `__exit__` is called.
         for entry in reversed(overrides):
             if entry.region is self and entry.left is None:
                 self.on_exit(entry)
@@ -176,7 +175,7 @@ def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
 def as_default(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, to be called on a new thread, in a region of the process default.
 
-    Else the default would step aside for a torch.autocast that somebody has entered on that thread before.
+    Without a region the default does not act inside a torch.autocast that the new thread has entered before.
     """
 
     def later(*args: Any, **kwargs: Any) -> Any:
@@ -189,8 +188,9 @@ def as_default(function: Callable[..., Any]) -> Callable[..., Any]:
 def _follow(entry: Entry) -> None:
     """Have the thread follow the region of `entry`, now its innermost one."""
     inner = entry.region
-    acting, aside = (None, None) if this_thread.firm else (inner.acting, inner.aside)
-    state().follow(acting, aside, inner.caches, entry.depth, entry.task)
+    acts = not this_thread.uncastable_entries
+    acting, inside = (inner.acting, inner.acting_inside_torch_autocast) if acts else (None, None)
+    casts_state.in_use.follow(acting, inside, inner.caches, entry.depth, entry.task)
 
 
 def _is_over(entry: Entry) -> bool:
@@ -206,39 +206,38 @@ def _leave(entry: Entry, _: Any = None) -> None:
     all that is left to do. And any line may run the garbage collector, which may end another region of the thread:
     which region is the innermost now is asked again after it was followed.
     """
-    stack = this_thread.stack
-    if entry not in stack:
-        entry.region.on_exit(entry)  # its generator has ended on another thread: the process default is everyone's
+    stack, on_exit = this_thread.stack, entry.region.on_exit
+    if entry not in stack:  # a generator closed on another thread: undo the process-wide part at once
+        if on_exit is not None:
+            on_exit(entry)
         return
     if entry.silenced:
         _unsilence(entry, stack)
-    entry.region.on_exit(entry)
-    while True:
+    if on_exit is not None:
+        on_exit(entry)
+    while len(stack) > 1:
         rest = _innermost_but(entry, stack)
-        if rest is None:
-            state().leave()
-        else:
-            _follow(rest)
-        if _innermost_but(entry, stack) is rest:
+        _follow(rest)
+        if len(stack) > 1 and _innermost_but(entry, stack) is rest:
             break
+    else:
+        casts_state.in_use.leave()
     stack.remove(entry)
     entry.left = None
 
 
-def _innermost_but(entry: Entry, stack: list[Entry]) -> Entry | None:
-    """The innermost entry of `stack` that is not `entry`."""
-    if stack[-1] is not entry:
-        return stack[-1]
-    return stack[-2] if len(stack) > 1 else None
+def _innermost_but(entry: Entry, stack: list[Entry]) -> Entry:
+    """The innermost entry of `stack`, which has two or more, that is not `entry`."""
+    return stack[-2] if stack[-1] is entry else stack[-1]
 
 
 def _unsilence(ended: Entry, stack: list[Entry]) -> None:
-    """Turn torch.autocast on again, or leave that to a region that began later, claims the thread and still lasts."""
+    """Turn torch.autocast on again, or leave that to a later region that disables it too and still lasts."""
     for entry in stack[stack.index(ended) + 1 :]:
-        if entry.region.claims and entry.depth == ended.depth:
+        if entry.region.disables_torch_autocast and entry.depth == ended.depth:
             entry.silenced |= ended.silenced
             return
-    state().end(ended.silenced, ended.depth)
+    casts_state.in_use.end(ended.silenced, ended.depth)
 
 
 def _inside(entered_region: region, steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:

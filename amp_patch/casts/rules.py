@@ -51,7 +51,7 @@ def _matched(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The arguments of one call. Each returns the very object it got when nothing was to be cast.
+# The arguments of one call. Each function returns the very object that it got when nothing was to be cast.
 
 
 def _cast_args(args: Args, one: CastOne, dtype: torch.dtype) -> Args:
@@ -132,7 +132,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 def _operands(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Iterable[Tensor]:
     """The tensors whose types decide whether a call is emulated."""
-    if _name(function) == "scaled_dot_product_attention":  # its mask may be FP32 among FP16 operands
+    if _name(function) == "scaled_dot_product_attention":  # attention's mask may be FP32 among FP16 operands
         args, kwargs = args[:3], {name: value for name, value in kwargs.items() if name != "attn_mask"}
     return _tensors((args, kwargs)) if kwargs else _tensors(args)
 
@@ -147,13 +147,13 @@ def _emulate(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: P
 
 def _emulate_in_place(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     own = args[0]
-    result = _emulate(function, args, kwargs, policy)  # in place in own's FP32 copy
+    result = _emulate(function, args, kwargs, policy)  # writes into the FP32 copy of `own`
     return result if result is own else own.copy_(result)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the rules do: (function, args, kwargs, policy) -> the function's result. They are called only while casts act;
-# those whose entry in the table says `emulates`, also while FP16 is emulated and nothing is cast (O2, O3).
+# The rules: (function, args, kwargs, policy) -> the function's result. Rules are called only while casts act; a rule
+# whose entry in the table says `emulates`, also while FP16 is emulated and nothing is cast (O2, O3).
 
 
 def _lower(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy, saves_low: bool = True) -> Any:
@@ -170,7 +170,8 @@ def _fused(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Pol
 
 def _of_several(apply: Apply) -> Apply:
     def einsum(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-        # Of one operand einsum multiplies nothing: it sums, or gives a view, through which the user may mean to write.
+        # Of one operand einsum multiplies nothing. The result may be a view that the user writes through: a cast would
+        # redirect those writes into a copy.
         several = sum(1 for _ in _tensors((args, kwargs))) > 1
         return apply(function, args, kwargs, policy) if several else function(*args, **kwargs)
 
@@ -182,11 +183,11 @@ def _rnn(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Polic
     if isinstance(first, Tensor) and first.is_cuda and first.dtype in (_FLOAT16, _BFLOAT16, _FLOAT32):
         if not policy.patch_torch_functions:
             return function(*args, **kwargs)
-        # cuDNN wants the weights in one buffer. Weights that are cast one by one are not, which costs a copy and a
-        # warning at each call. torch.autocast has a cast of its own for them, into one buffer.
+        # cuDNN copies weights that lie in several buffers, and warns, at each call. torch.autocast's own cast for RNN
+        # weights gives one buffer.
         with torch.autocast("cuda", dtype=policy.dtype):
             return function(*args, **kwargs)
-    # Each time step saves the weights for backward: the steps share the one FP32 copy of them.
+    # `saves_low=False`: each time step saves the weights for backward, and all steps share the one FP32 copy.
     return _lower(function, args, kwargs, policy, saves_low=False)
 
 
@@ -196,7 +197,7 @@ def _fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Poli
         emulated = _name(function) in SLOW_HALF and not typed
         return _emulate(function, args, kwargs, policy) if emulated else function(*args, **kwargs)
     if kwargs:
-        if kwargs.get("dtype") is not None:  # the user chose the type; so does torch.autocast
+        if kwargs.get("dtype") is not None:  # an explicit type is the user's choice, as under torch.autocast
             return function(*args, **kwargs)
         kwargs = _cast_kwargs(kwargs, _raised, _FLOAT32)
     return function(*_cast_args(args, _raised, _FLOAT32), **kwargs)
@@ -209,12 +210,12 @@ def _norm(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Poli
         return _fp32(function, args, kwargs, policy)
     if given.device.type != "cpu":
         return function(*_cast_args(args, _lowered, low), **_cast_kwargs(kwargs, _lowered, low))
-    # A CPU's kernels sum the gradients of the weights of a layer norm in the input's type: over 8192 rows in BF16 they
-    # were a tenth off. And they take longer in FP16, and channels last, than FP32 there and back.
+    # CPU kernels of layer norm sum the weights' gradients in the input's type: over 8192 rows in BF16 the sums were a
+    # tenth off. Also, the kernels are slower in FP16, and channels last, than FP32 with casts.
     upcast = Upcast(saves_low=True)
     args, kwargs = _cast_args(args, upcast, _FLOAT32), _cast_kwargs(kwargs, upcast, _FLOAT32)
     result = upcast.run(function, args, kwargs)
-    if isinstance(result, tuple):  # native_layer_norm: its statistics stay FP32, as in CUDA's kernel
+    if isinstance(result, tuple):  # native_layer_norm: the statistics stay FP32, as in CUDA's kernel
         return rounded(result[0], low), *result[1:]
     return rounded(result, low)
 
@@ -239,7 +240,7 @@ def _widest_emulated(function: Callable[..., Any], args: Args, kwargs: Kwargs, p
 
 def _mixed_fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     _refuse_fp64((args, kwargs), _name(function))
-    if len({tensor.dtype for tensor in _tensors((args, kwargs)) if tensor.dtype in _WIDTH}) > 1:  # else as it is
+    if len({tensor.dtype for tensor in _tensors((args, kwargs)) if tensor.dtype in _WIDTH}) > 1:
         args, kwargs = _cast_args(args, _raised, _FLOAT32), _cast_kwargs(kwargs, _raised, _FLOAT32)
     return function(*args, **kwargs)
 
@@ -271,7 +272,7 @@ def _none(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Poli
 
 def _match_self(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     if not (args and isinstance(args[0], Tensor)):
-        return function(*args, **kwargs)  # torch says what is wrong with it
+        return function(*args, **kwargs)  # torch raises its own error for the wrong call
     own = args[0].dtype
     if policy.patch_torch_functions and own in _WIDTH:
         args, kwargs = _cast_args(args, _matched, own), _cast_kwargs(kwargs, _matched, own)
@@ -290,7 +291,7 @@ def _banned(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Po
     if not policy.allow_banned:
         for tensor in _tensors((args, kwargs)):
             if _is_low(tensor):
-                # Apex raises NotImplementedError here, torch RuntimeError; the first is a subclass of the second.
+                # Apex raises NotImplementedError, torch RuntimeError, its base class: handlers of either catch this.
                 raise NotImplementedError(
                     f"{function.__name__}: got a {tensor.dtype} tensor; the logarithms of low-precision probabilities "
                     f"overflow. {INSTEAD_OF_BANNED}"
@@ -303,13 +304,13 @@ def _rnn_input(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy:
         module, given = args[0], args[1]
         wanted = module._flat_weights[0].dtype
         if given.dtype is not wanted and given.dtype in _WIDTH and wanted in _WIDTH:
-            # The method looks at dtype and shape alone: an expanded tensor of one element does, in place of a cast.
+            # The method reads dtype and shape alone: an expanded tensor of one element stands in for the cast.
             args = (module, given.new_empty((), dtype=wanted).expand(given.shape), *args[2:])
     return function(*args, **kwargs)
 
 
 def _scripted(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-    if outside():  # code is compiled to be exported too, and a copy in FP32 stays so
+    if outside():  # torch.jit code outside regions may be an FP32 copy's, which is exported without casts
         return function(*args, **kwargs)
     return under_autocast(function, args, kwargs, policy.dtype)
 
@@ -375,7 +376,7 @@ class Rule:
 
 _HALF = "register_half_function"
 _TABLE = (
-    Rule("none", _none, shown="none", registered_by="leave_alone", in_cpp=True),
+    Rule("none", _none, shown="none", registered_by="register_without_rule", in_cpp=True),
     Rule("lower", _lower, emulates=True, shown="lower", registered_by=_HALF, in_cpp=True),
     Rule("einsum", _of_several(_lower), emulates=True, shown="lower (einsum)", registered_by=_HALF),
     Rule("fused", _fused, shown="lower"),

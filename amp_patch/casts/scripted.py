@@ -10,9 +10,10 @@ import torch
 from amp_patch.casts.thread_state import is_enabled, set_enabled
 from amp_patch.support.tree import tensors
 
-# torch.jit compiles a function once for each set of device types (CPU, CUDA) whose autocast is on, and writes the type
-# of that moment into the code: what began in FP16 goes on in FP16 where BF16 is asked for, and its backward fails. So
-# each type has a set of its own. torch's default has the device type alone, as under the script's own torch.autocast.
+# torch.jit compiles a function once for each set of device types (CPU, CUDA) whose autocast is on, and bakes the dtype
+# of that moment into the code: code compiled under FP16 would run in FP16 under BF16 too, and its backward fails. So
+# each dtype has a set of device types of its own. torch's default dtype has the device type alone, as in a
+# torch.autocast.
 _DEFAULTS = {"cpu": torch.bfloat16, "cuda": torch.float16}
 
 

@@ -15,10 +15,10 @@ from amp_patch import multi_tensor
 from amp_patch.casts.thread_state import (
     DEVICE_TYPES,
     Entry,
+    inside_torch_autocast,
     is_enabled,
     native_depth,
     set_enabled,
-    stepped_aside,
     this_thread,
 )
 from amp_patch.casts.traced_regions import traced
@@ -40,7 +40,7 @@ class PythonState:
         Inside a torch.autocast it is what of that policy still acts there.
         """
         acting = this_thread.acting if this_thread.inside else self._default
-        return acting if acting is None or self._holds() else stepped_aside(acting)
+        return acting if acting is None or self._holds() else inside_torch_autocast(acting)
 
     def _holds(self) -> bool:
         """Whether no torch.autocast has been entered since the innermost region began; see thread_state.py."""
@@ -48,12 +48,12 @@ class PythonState:
             return False
         return native_depth() <= this_thread.depth or torch._C._current_graph_task_id() not in (-1, this_thread.task)
 
-    def begin(self, claims: bool) -> tuple[int, int, Any]:
+    def begin(self, disables_torch_autocast: bool) -> tuple[int, int, Any]:
         """A region begins: what its `Entry` keeps, (depth, task, silenced).
 
-        If the region `claims` the thread, torch.autocast is off from now on, for the device types in `silenced`.
+        With `disables_torch_autocast` it is off from now on, for the device types in `silenced`.
         """
-        silenced = frozenset(kind for kind in DEVICE_TYPES if claims and is_enabled(kind))
+        silenced = frozenset(kind for kind in DEVICE_TYPES if disables_torch_autocast and is_enabled(kind))
         depth, task = native_depth(), torch._C._current_graph_task_id()
         for kind in silenced:
             set_enabled(kind, False)
@@ -68,10 +68,10 @@ class PythonState:
             for kind in silenced:
                 set_enabled(kind, True)
 
-    def follow(self, acting: Policy | None, aside: Policy | None, caches: bool, depth: int, task: int) -> None:
+    def follow(self, acting: Policy | None, inside: Policy | None, caches: bool, depth: int, task: int) -> None:
         """This thread is in a region: from now on `acting` acts, and casts of weights are remembered if `caches`.
 
-        Inside a torch.autocast (one that is enabled, or makes torch's count exceed `depth`) `aside` acts instead.
+        Inside a torch.autocast (one that is enabled, or makes torch's count exceed `depth`) `inside` acts instead.
         """
         this_thread.inside, this_thread.acting, this_thread.caches = True, acting, caches
         this_thread.depth, this_thread.task = depth, task
@@ -82,8 +82,8 @@ class PythonState:
         this_thread.depth, this_thread.task = 0, -1
         this_thread.casts.clear()
 
-    def set_default(self, acting: Policy | None, aside: Policy | None) -> None:
-        """What acts outside regions, on all threads; `aside` inside a torch.autocast, as for `follow`."""
+    def set_default(self, acting: Policy | None, inside: Policy | None) -> None:
+        """What acts outside regions, on all threads; inside a torch.autocast `inside`, as for `follow`."""
         self._default = acting
 
     def drop_cache(self) -> None:
@@ -102,22 +102,25 @@ class PythonState:
         wants_grad = weight.requires_grad and torch.is_grad_enabled()
         key = (id(weight), dtype, wants_grad, torch.is_inference_mode_enabled())
         entry = casts.get(key)
-        version = weight._version  # before the cast: another thread may change the weight meanwhile
+        version = weight._version  # read before the cast: another thread may write the weight during it
         if entry is not None and entry[0]() is weight and entry[1] == version:
             return entry[2]
         cast = weight.to(dtype)
-        if this_thread.caches:  # still: the garbage collector may have ended the region during the cast
+        if this_thread.caches:  # again: the garbage collector may end the region during the cast
             casts[key] = (weakref.ref(weight, functools.partial(_forget, casts, key)), version, cast)
         return cast
 
 
-_state: Any = PythonState() if (_extension := multi_tensor.extension()) is None else _extension.casts
+# The `PythonState` or `amp_patch._C.casts` that wrappers and regions ask; `use_state` puts another one in its place.
+in_use: Any = PythonState() if (_extension := multi_tensor.extension()) is None else _extension.casts
 
-# The process default is the policy whose casts act outside regions: what `set_default` said, or while regions of the
-# kind `everywhere` last, that of the newest one. Those of several threads may end in any order.
+# The process default is the policy whose casts act outside regions: what `set_default` said, or while a
+# `process_wide_region` lasts, that of the newest one. Regions of several threads may end in any order.
 default_lock = threading.RLock()  # re-entrant: the garbage collector may end a region while this thread holds it
-_base: Policy | None = None  # what `set_default` said
-overrides: list[Entry] = []  # the regions `everywhere` that last, newest last
+_base: Policy | None = None  # the policy that `set_default` was given
+_UNSET = object()
+_followed_default: Any = None  # the process default that the state in use has; _UNSET while that is being changed
+overrides: list[Entry] = []  # one for each `process_wide_region` that lasts, newest last
 
 
 def current() -> Policy | None:
@@ -126,7 +129,7 @@ def current() -> Policy | None:
     In a region it is the region's, or None if that policy neither patches nor emulates FP16; elsewhere it is the
     process default. Inside a torch.autocast that was entered later, on or off, it does not patch.
     """
-    return traced() if is_dynamo_compiling() else _state.current()
+    return traced() if is_dynamo_compiling() else in_use.current()
 
 
 def entered() -> Policy | None:
@@ -157,21 +160,21 @@ def default() -> Policy | None:
 
 def state() -> Any:
     """The `PythonState` or `amp_patch._C.casts` that is in use."""
-    return _state
+    return in_use
 
 
 def use_state(state: Any) -> None:
     """Put `state` in the place of the one in use, for `install.use_backend`. No thread may be in a region."""
-    global _state
+    global in_use, _followed_default
     with default_lock:
-        _state.set_default(None, None)
-        _state = state
+        in_use.set_default(None, None)
+        in_use, _followed_default = state, _UNSET
         refresh_default()
 
 
 def drop_cache() -> None:
     """Forget the weights that this thread has cast."""
-    _state.drop_cache()
+    in_use.drop_cache()
 
 
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -185,7 +188,7 @@ def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     The weight is held weakly: when it dies, its cast is forgotten. (A cast that autograd can differentiate holds its
     weight itself, until the region ends.)
     """
-    return weight.to(dtype) if is_dynamo_compiling() else _state.cast_weight(weight, dtype)
+    return weight.to(dtype) if is_dynamo_compiling() else in_use.cast_weight(weight, dtype)
 
 
 def _may_remember(weight: Tensor) -> bool:
@@ -193,7 +196,7 @@ def _may_remember(weight: Tensor) -> bool:
         return False
     if not weight.requires_grad and not issubclass(type(weight), torch.nn.Parameter):
         return False
-    return is_plain_eager()  # else the cast is a stand-in too, which means nothing after the transform or the trace
+    return is_plain_eager()  # under a transform or a trace a cast is a stand-in, dead afterwards
 
 
 def is_plain_eager() -> bool:
@@ -206,7 +209,7 @@ def is_plain_eager() -> bool:
 
 
 def _forget(casts: dict[Any, Any], key: Any, reference: Any) -> None:
-    # Another tensor may have got the id, and an entry under it, before this call came.
+    # Before this callback runs another tensor may have got the id, and an entry under the same key.
     entry = casts.get(key)
     if entry is not None and entry[0] is reference:
         del casts[key]
@@ -218,9 +221,13 @@ def acting_part(policy: Policy | None) -> Policy | None:
 
 
 def refresh_default() -> None:
-    """Tell the state in use what the process default is now. The caller holds `default_lock`."""
-    acting = effective_default()
-    _state.set_default(acting, stepped_aside(acting))
+    """Have the state in use follow the process default, if another one. The caller holds `default_lock`."""
+    global _followed_default
+    # A loop: the garbage collector may end a region, and call this function again, between any two of these lines.
+    while (acting := overrides[-1].region.acting if overrides else _base) is not _followed_default:
+        _followed_default = _UNSET  # an interrupt before the last line then has the next call do all of them
+        in_use.set_default(acting, None if acting is None else inside_torch_autocast(acting))
+        _followed_default = acting
 
 
 def effective_default() -> Policy | None:

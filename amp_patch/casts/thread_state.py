@@ -18,11 +18,11 @@ from amp_patch.policy import Policy
 
 # Regions of ours and of torch.autocast may be nested in any order. The inner one decides what is cast:
 #
-# - A region of ours that claims the thread (it casts, or it is there to keep casts off) turns torch.autocast off while
-#   it lasts.
-# - A torch.autocast that is entered inside a region of ours, enabled or not, has our casts step aside. It is known by
-#   torch's count of the torch.autocasts that a thread is in, which is higher than it was when our region began.
-# - FP16 on a CPU is emulated inside it all the same, unless it is enabled for CPUs: the emulation casts nothing.
+# - A region of ours that casts, or is there to keep casts off, disables torch.autocast while the region lasts.
+# - Inside a torch.autocast that is entered in a region of ours, enabled or not, our casts do not act. Torch counts the
+#   torch.autocasts that a thread is in: a count higher than at the region's beginning tells of one inside the region.
+# - FP16 on a CPU is emulated inside a torch.autocast all the same, unless that is enabled for CPUs: the emulation
+#   casts nothing.
 # - A higher count says nothing during backward. There torch's own `custom_bwd` enters a torch.autocast that is off, if
 #   the forward ran under none.
 DEVICE_TYPES = tuple(
@@ -43,7 +43,7 @@ def native_depth() -> int:
 
 
 @functools.cache
-def stepped_aside(acting: Policy | None) -> Policy | None:
+def inside_torch_autocast(acting: Policy | None) -> Policy | None:
     """What of `acting` still acts inside a torch.autocast: the emulation of FP16 on a CPU, or nothing (None)."""
     return replace(acting, patch_torch_functions=False) if acting is not None and acting.emulates else None
 
@@ -85,15 +85,15 @@ class Traced:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[Entry] = []  # the regions that the thread is in, innermost last
-        self.firm: list[Entry] = []  # those of them that are `no_casts_within`
-        # What `PythonState` keeps for the thread.
-        self.inside = False  # whether it is in a region
-        self.acting: Policy | None = None  # in a region: whose casts act
-        self.depth, self.task = 0, -1  # of the innermost region, as in its entry; outside regions these
-        self.caches = False  # whether the casts of weights are remembered now
-        self.casts: dict[Any, tuple[weakref.ref[Tensor], int, Tensor]] = {}  # those that are
-        # The code that torch.compile traces on this thread.
-        self.traced: list[Traced] = []  # the regions in it, innermost last; the first is the frame itself
+        self.uncastable_entries: list[Entry] = []  # the entries in `stack` of regions `no_casts_within`
+        # Fields of `PythonState`:
+        self.inside = False  # whether the thread is in a region
+        self.acting: Policy | None = None  # the policy that acts in the innermost region
+        self.depth, self.task = 0, -1  # as in the innermost `Entry`; these values outside regions
+        self.caches = False  # whether casts of weights are cached now
+        self.casts: dict[Any, tuple[weakref.ref[Tensor], int, Tensor]] = {}  # cached casts: see `cast_weight`
+        # Fields of a trace of torch.compile on this thread:
+        self.traced: list[Traced] = []  # traced regions, innermost last; the first is the frame itself
         self.silence: Callable[[str], Callable[[], object]] | None = None  # see `traced_regions.begin_trace`
 
 

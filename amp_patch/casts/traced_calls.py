@@ -24,9 +24,9 @@ from amp_patch.policy import Policy
 class _Tracing(threading.local):
     """What is known of the trace on this thread."""
 
-    # The calls that it is in the middle of, by name. Their arguments are cast already. A new list for each trace.
+    # Names of the calls that the trace is inside of, whose arguments are cast already. `begin` makes a new list.
     names: list[str] = []  # noqa: RUF012
-    emulates = False  # whether one of its calls emulates FP16
+    emulates = False  # whether a call in the trace emulates FP16
 
 
 _tracing = _Tracing()
@@ -98,42 +98,42 @@ def operator_of(function: Any, name: str) -> Callable[..., Any]:
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What Dynamo is told about the wrappers
+# Dynamo's tables of functions and types, extended by the wrappers
 
-_told: set[int] = set()  # ids of the wrappers that stand in `_table`
-_table: dict[Any, Any] | None = None  # Dynamo's, of torch's functions; it makes a new one after a process group began
+_in_table: set[int] = set()  # ids of the wrappers that are in `_table`
+_table: dict[Any, Any] | None = None  # Dynamo's rule map; Dynamo makes a new one when a process group begins
 
 
 def tell() -> None:
-    """Tell Dynamo of the wrappers that it does not know yet."""
+    """Add the wrappers that Dynamo's tables lack."""
     global _table
     rules: Any = importlib.import_module("torch._dynamo.trace_rules")
     known = rules.get_torch_obj_rule_map()
     if known is not _table:
-        _told.clear()
+        _in_table.clear()
         _table = known
-    new = [entry for key, entry in wrapped.by_id.items() if key not in _told]
+    new = [entry for key, entry in wrapped.by_id.items() if key not in _in_table]
     if not new:
         return
     builder = importlib.import_module("torch._dynamo.variables.builder")
     variable = _variable_class()
     operators = importlib.import_module("torch._ops")
     higher_order = importlib.import_module("torch._dynamo.variables").TorchHigherOrderOperatorVariable
-    # A policy in traced code: Dynamo reads its fields as constants.
+    # A policy that traced code reads: without a handler Dynamo cannot hold the fields as constants.
     handlers = builder.SourcelessBuilder._type_handlers
     for kind in (Policy, traced_regions.CastsPolicy):
         handlers.setdefault(kind, lambda tx, value: builder.UserDefinedObjectVariable(value))
-    # Up to torch 2.11 Dynamo builds all fields of such a constant at once, and fails at a float.
+    # Up to torch 2.11 Dynamo's own handler of frozen dataclasses builds all fields at once, and fails at a float.
     by_type = builder.VariableBuilder._type_dispatch()
     by_type.setdefault(
         traced_regions.CastsPolicy, lambda own, value: builder.UserDefinedObjectVariable(value, source=own.source)
     )
     by_id = builder.VariableBuilder._id_dispatch()
     for wrapper, entry in new:
-        _told.add(id(wrapper))
+        _in_table.add(id(wrapper))
         if isinstance(entry.original, operators.HigherOrderOperator):
             handlers.setdefault(type(entry.original), lambda tx, value: higher_order.make(value))
-        if rules.hashable(wrapper) and wrapper in known:  # Dynamo has made its table while the wrapper stood in torch
+        if rules.hashable(wrapper) and wrapper in known:  # Dynamo built the rule map while the wrapper was installed
             known[entry.original] = known.pop(wrapper)
 
         def build(self: Any, value: Any, entry: Wrapped = entry) -> Any:
@@ -141,13 +141,13 @@ def tell() -> None:
             return variable(entry, source=self.source)
 
         by_id[id(wrapper)] = build
-        # Under a TorchFunctionMode a wrapper in C of a method comes as a mere value, the `func` that the mode is told.
+        # A TorchFunctionMode gets a C wrapper of a method as its argument `func`: a value without a source.
         if type(wrapper).__module__ == "amp_patch._C.casts":
             handlers.setdefault(type(wrapper), lambda tx, value: variable(wrapped.by_id[id(value)][1]))
     names = {entry.original.__name__ for _, entry in new if hasattr(entry.original, "__name__")}
     for function in vars(torch.nn.functional).values():
-        # Dynamo is to trace into a function that calls wrapped ones. As one node of the graph it would call them when
-        # the graph runs, where nothing is cast.
+        # Functions that call wrapped ones are traced into. As one node of the graph such a function would call the
+        # wrappers when the graph runs, where no policy acts.
         if isinstance(function, types.FunctionType) and not names.isdisjoint(function.__code__.co_names):
             known[function] = builder.UserFunctionVariable
 
@@ -197,11 +197,11 @@ def _variable_class() -> type:
             if rule is not None:
                 return inline(tx, rule, original, list(args), kwargs)
             if isinstance(original, types.FunctionType) and original.__module__ in ("torch.nn.functional", __name__):
-                # Traced into, as above; what it calls has casts of its own.
+                # Without `_inlined` the function would become one node: its own calls have rules too.
                 with _inlined(original):
                     return functions.UserFunctionVariable(original).call_function(tx, args, kwargs)
             if not isinstance(original, (types.FunctionType, types.BuiltinFunctionType, *_METHODS)):
-                # An operator, of torch.ops or of higher order: Dynamo knows what to do with one that a function calls.
+                # An operator, of torch.ops or of higher order: Dynamo handles those only as a call in a function.
                 return functions.UserFunctionVariable(_calling(original)).call_function(tx, args, kwargs)
             return rules.lookup(original)(original).call_function(tx, args, kwargs)
 

@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from amp_patch.casts.thread_state import DEVICE_TYPES, Traced, is_enabled, native_depth, stepped_aside, this_thread
+from amp_patch.casts.thread_state import (
+    DEVICE_TYPES,
+    Traced,
+    inside_torch_autocast,
+    is_enabled,
+    native_depth,
+    this_thread,
+)
 from amp_patch.policy import Policy
 from amp_patch.support.compiled import constant_in_traces
 
@@ -22,23 +29,23 @@ def begin_trace(acting: Policy | None, silence: Callable[[str], Callable[[], obj
     this_thread.traced, this_thread.silence = [Traced(acting, native_depth(), [])], silence
 
 
-def enter_trace_of(acting: Policy | None, claims: bool) -> None:
-    """A region begins in code that is being traced; `leave_traced` ends it. `acting`, `claims`: as of `region`."""
-    # As plain constants: Dynamo hands no others to `enter_traced`.
+def enter_trace_of(acting: Policy | None, disables_torch_autocast: bool) -> None:
+    """A region begins in code that is being traced; `leave_traced` ends it. Both arguments as of `region`."""
+    # Plain constants: Dynamo hands no other values to a `constant_in_traces` function.
     if acting is None:
-        enter_traced(None, claims)
+        enter_traced(None, disables_torch_autocast)
     else:
         enter_traced(
             (
                 *(acting.dtype, acting.patch_torch_functions, acting.allow_banned, acting.cpu_fp16, acting.op_lists),
                 acting.low_precision_norms,
             ),
-            claims,
+            disables_torch_autocast,
         )
 
 
-# Dynamo calls the next three while it traces. Where it comes to a `torch.autocast` it really enters that, so torch
-# itself tells in how many of those the trace is. In a trace that nobody has begun by `begin_trace`, nothing acts.
+# Dynamo calls the next three functions while it traces. At a `torch.autocast` in the code Dynamo really enters one, so
+# `native_depth` counts those around the trace's position. In a trace without `begin_trace` no policy acts.
 
 
 @constant_in_traces
@@ -49,14 +56,14 @@ def traced() -> Policy | None:
     inner = this_thread.traced[-1]
     if inner.acting is None or (native_depth() <= inner.depth and not torch._C._is_any_autocast_enabled()):
         return inner.acting
-    return stepped_aside(inner.acting)
+    return inside_torch_autocast(inner.acting)
 
 
 @constant_in_traces
-def enter_traced(casts: tuple[Any, ...] | None, claims: bool) -> None:
+def enter_traced(casts: tuple[Any, ...] | None, disables_torch_autocast: bool) -> None:
     """What `enter_trace_of` does; `casts` are the arguments of `casts_policy`, None where none act."""
     if this_thread.traced:
-        silence = this_thread.silence if claims else None
+        silence = this_thread.silence if disables_torch_autocast else None
         undo = [silence(kind) for kind in DEVICE_TYPES if is_enabled(kind)] if silence is not None else []
         this_thread.traced.append(Traced(None if casts is None else casts_policy(*casts), native_depth(), undo))
 

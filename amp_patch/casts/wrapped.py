@@ -27,12 +27,12 @@ class Wrapped:
         return rule if rule.name != "none" and (policy.patch_torch_functions or rule.emulates) else None
 
 
-by_id: dict[int, tuple[Any, Wrapped]] = {}  # id of a wrapper -> the wrapper, which keeps the id its own; its entry
-tensor_methods: dict[str, Wrapped] = {}  # name -> entry, of the wrappers that stand in torch.Tensor now
-own_tensor_methods: set[Any] = set()  # torch.Tensor's own methods for which a wrapper ever stood there
+by_id: dict[int, tuple[Any, Wrapped]] = {}  # id of a wrapper -> the wrapper (held: the id stays unique), entry
+tensor_methods: dict[str, Wrapped] = {}  # name -> entry, of wrappers that are attributes of torch.Tensor now
+own_tensor_methods: set[Any] = set()  # torch.Tensor's own methods that a wrapper ever replaced
 
 
-def know(owner: Any, name: str, wrapper: Any, original: Any, rule: str, apex_rule: str) -> None:
+def register_wrapper(owner: Any, name: str, wrapper: Any, original: Any, rule: str, apex_rule: str) -> None:
     """Note that `wrapper` stands at `owner.name` in place of `original`."""
     wrapped = Wrapped(original, rule, apex_rule)
     by_id[id(wrapper)] = wrapper, wrapped

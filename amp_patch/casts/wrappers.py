@@ -13,8 +13,8 @@ from typing import Any
 from amp_patch.casts.rules import RULES
 from amp_patch.casts.state import PythonState, current, state
 
-# With "cpp" a callable in C stands in front of each Python wrapper of the op lists. It does the frequent rules by
-# itself, in a tenth of the time, and calls the Python wrapper for all others.
+# With "cpp" a callable in C stands in front of each Python wrapper of the op lists. The C callable does the frequent
+# rules by itself, in a tenth of the time, and calls the Python wrapper for all others.
 BACKENDS = ("cpp", "python")
 
 
@@ -47,7 +47,7 @@ class CastFunction(staticmethod):
         return vars(self)["_original"]
 
     def __getattr__(self, name: str) -> Any:
-        # An operator of torch.ops has its overloads as attributes.
+        # Overloads of an operator of torch.ops are attributes: `F.default` must work on the wrapper too.
         if name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(vars(self)["_original"], name)
@@ -82,7 +82,7 @@ def wrap(original: Any, rule: str, reduced: tuple[Any, ...], apex_rule: str | No
         if policy is None or (kwargs and kwargs.get("out") is not None):
             return original(*args, **kwargs)
         apply, emulates = apexs if differs and policy.op_lists == "apex" else torchs
-        if not (policy.patch_torch_functions or emulates):  # what acts is only the emulation of FP16 on a CPU
+        if not (policy.patch_torch_functions or emulates):  # only the emulation of FP16 on a CPU acts
             return original(*args, **kwargs)
         return apply(original, args, kwargs, policy)
 
@@ -93,13 +93,13 @@ def wrap(original: Any, rule: str, reduced: tuple[Any, ...], apex_rule: str | No
         hasattr(type(original), "__get__") and not isinstance(original, (types.MethodType, CastFunction))
     ):
         vars(call).update(getattr(original, "__dict__", {}), __wrapped__=original)
-        # torch.jit compiles the source of what it meets, and that of `call` is not in its language.
+        # torch.jit would compile the source of `call`, which is no TorchScript.
         vars(call)["__prepare_scriptable__"] = lambda: original
         return call
     return CastFunction(call, original, reduced)
 
 
-_registered: list[Any] = []  # with torch.jit, and to be kept: the id must stay theirs
+_registered: list[Any] = []  # wrappers in torch.jit's table by id, which no weak reference can take out again
 
 
 def register_with_jit(wrapper: Any, original: Any) -> None:
@@ -113,12 +113,12 @@ def register_with_jit(wrapper: Any, original: Any) -> None:
         table = builtins._get_builtin_table()
         try:
             weakref.finalize(wrapper, table.pop, id(wrapper), None).atexit = False
-        except TypeError:  # it cannot be held weakly
+        except TypeError:  # no weak references: keep the wrapper, so that no other object gets its id
             _registered.append(wrapper)
 
 
-# The kinds of object that the op lists name, for which there are wrappers in C. What users hand in may be any callable,
-# and gets a Python wrapper.
+# The kinds of object that the op lists name, for which there are wrappers in C. Other callables, which users register,
+# get a Python wrapper.
 _COMPILED = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
@@ -133,7 +133,7 @@ def wrapper_at(owner: Any, name: str, original: Any, rule: str, apex_rule: str) 
         return type(original)(wrap(original.__func__, rule, reduced, apex_rule))
     wrapper = wrap(original, rule, reduced, apex_rule)
     if isinstance(wrapper, types.FunctionType) and getattr(original, "__module__", None) is None:
-        # A method that torch.Tensor inherits from its C base: give it an address where it can be found, for pickle.
+        # Methods that torch.Tensor inherits from its C base have no module: pickle needs an importable address.
         wrapper.__module__, wrapper.__qualname__ = module, path
     if backend() == "cpp" and isinstance(original, _COMPILED) and not RULES[rule].for_users:
         wrapper = state().wrap(original, wrapper, rule, apex_rule)

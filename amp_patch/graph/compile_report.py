@@ -31,6 +31,6 @@ class CompileReport:
 
 def _compiled() -> tuple[int, dict[str, int]]:
     """How many graphs this process has compiled, and its graph breaks: reason to count."""
-    from torch._dynamo.utils import counters  # a second to import, which torch.compile has paid
+    from torch._dynamo.utils import counters  # imported late: takes a second, which torch.compile has spent already
 
     return counters["stats"]["unique_graphs"], dict(counters["graph_break"])

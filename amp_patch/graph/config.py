@@ -8,7 +8,7 @@ import torch
 
 from amp_patch.policy import LOW_PRECISION
 
-# Methods of OneFlow's config that are not served here, and what does their work.
+# Methods of OneFlow's config that are not served here -> what replaces them.
 _ELSEWHERE = {
     "enable_zero": "give add_optimizer a torch.distributed.optim.ZeroRedundancyOptimizer, or use fully_shard",
     "set_zero_redundancy_optimizer_mode": "give add_optimizer a torch.distributed.optim.ZeroRedundancyOptimizer",

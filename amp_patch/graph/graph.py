@@ -86,7 +86,7 @@ class Graph:
         self._noted = NotedLosses()
         self._run: Callable[..., Any] | None = None
         self._casts: AbstractContextManager[Any] = nullcontext()
-        self._by_level = False  # whether the scales are those of `initialize`, which the optimizers went through
+        self._by_level = False  # whether the optimizers went through `initialize`, whose loss scales are used
         self._cuda_graphs = False
         self.debug(debug_v_level)
 
@@ -221,7 +221,10 @@ class Graph:
         return f"{self._name}(\n  {body}\n)"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_run": None}  # the compiled `build` is bound to this graph: a copy compiles its own
+        return {
+            **vars(self),
+            "_run": None,
+        }  # compiled and bound to this graph: a copy compiles anew
 
     def __getattr__(self, name: str) -> Any:
         if name in ("config", "_run", "_optimizers", "_name", "_debug_level"):
@@ -336,7 +339,7 @@ class Graph:
         assert self._run is not None
         noted = self._noted
         try:
-            # Both are entered outside of what is compiled, so that they hold where Python in `build` breaks the graph.
+            # Both regions are entered outside of the compiled code: inside, a graph break in `build` would end them.
             with self._casts, noted:
                 outputs = self._run(*args, **kwargs)
             if noted.arguments:
@@ -400,7 +403,7 @@ class Graph:
     def _zero_grad(self) -> None:
         for optim, _ in self._optimizers:
             optim.zero_grad()
-            if self._grad_scaler is not None:  # an exception may have ended the last call before its update()
+            if self._grad_scaler is not None:  # an exception may have ended the last call before `update()`
                 forget_gradients(self._grad_scaler, optim)
 
     def _given_back(self, outputs: Any) -> Any:

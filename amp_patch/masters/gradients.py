@@ -13,6 +13,7 @@ from torch import Tensor
 from amp_patch import multi_tensor
 from amp_patch.masters.master import own_grad, set_own_grad
 from amp_patch.masters.masters import link_of
+from amp_patch.multi_tensor.bulk import plain_gradients
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
@@ -112,7 +113,15 @@ def gather(
         checked when they were made). It speaks of this process's shards; `distributed.agree` tells other processes.
     """
     batches: dict[torch.device, _Batch] = defaultdict(_Batch)
+    is_scaled = isinstance(inverse, Tensor)
     sums: list[tuple[Tensor, Tensor]] = []  # (master, its earlier gradient): where one of the two is sparse
+    if is_scaled and not earlier:
+        pairs = list(pairs)
+        grads = plain_gradients([param for param, master in pairs if param is master])
+        if grads is not None:
+            pairs = [pair for pair in pairs if pair[0] is not pair[1]]
+            if grads:
+                batches[grads[0].device].own = grads
     for param, master in pairs:
         grad = own_grad(param)
         before = earlier.get(id(param)) if earlier else None
@@ -126,7 +135,7 @@ def gather(
                 batch.added.append(tuple(_values(param, part) for part in (grad, before.value, before.grad)))
                 set_own_grad(param, before.grad)
                 continue
-            if isinstance(inverse, Tensor):
+            if is_scaled:
                 batch.own.append(_values(param, grad))
             elif inverse is not None:
                 batch.seen.append(_read(grad))

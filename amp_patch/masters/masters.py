@@ -175,7 +175,7 @@ def _hold(param: Tensor, link: Link) -> None:
     _links[key] = (weakref.ref(param, functools.partial(_forget, _links, key)), link)
 
 
-@swaps.let_go_in_swaps
+@swaps.release_in_swaps
 def _let_go(param: Tensor) -> swaps.Again | None:
     entry = _links.pop(id(param), None)
     if entry is None:

@@ -87,11 +87,13 @@ class _Exact:
         settle(links_of(dict.fromkeys(model.parameters())))
 
     def parameters(self) -> Iterator[Tensor]:
+        """The masters, and weights without one in FP32; in the order of the model's own."""
         for param in self._model.parameters():
             master = master_of(param)
             yield _fp32(param) if master is None else master
 
     def buffers(self) -> Iterator[Tensor]:
+        """The buffers with the FP32 values that the cast has rounded, where nothing was written since."""
         exact = buffers.exact_values(self._model, "")
         for name, buffer in self._model.named_buffers():
             yield exact.get(name, _fp32(buffer))

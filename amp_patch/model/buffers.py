@@ -20,7 +20,7 @@ from amp_patch.policy import LOW_PRECISION
 # A module that owns a buffer, and the buffer's name in it.
 Owned = tuple[nn.Module, str]
 
-_EXACT = "_amp_exact"  # attribute of a module: name of a buffer -> its FP32 value, where the cast has rounded that
+_EXACT = "_amp_exact"  # attribute of a module: name of a buffer -> the FP32 value that the cast has rounded
 
 
 def are_all_that(module: nn.Module, low: bool = False) -> bool:
@@ -45,7 +45,7 @@ def are_all_that(module: nn.Module, low: bool = False) -> bool:
 
 def cast(owned: Iterable[Owned], dtype: torch.dtype) -> None:
     """Cast FP32 buffers to `dtype` and remember their values. A tensor that two modules share stays shared."""
-    done: dict[int, tuple[Tensor, Tensor]] = {}  # by the buffer's id, which is its own while the value holds it
+    done: dict[int, tuple[Tensor, Tensor]] = {}  # by the buffer's id, unique while the value holds the buffer
     for module, name in owned:
         buffer = module._buffers[name]
         assert buffer is not None
@@ -93,7 +93,7 @@ def _cast_buffers(model: nn.Module, prefix: str, remembered: bool) -> Iterator[t
 
 
 def _remember(module: nn.Module, name: str, value: Tensor, dtype: torch.dtype) -> None:
-    """Keep `value` (FP32) beside the buffer `name` that holds it in `dtype`, if that has rounded it. Syncs."""
+    """Keep `value` (FP32) beside the buffer `name`, if `dtype` rounds the value. Syncs."""
     value = value.detach()
     if value.is_meta or not torch.equal(value, value.to(dtype).float()):
         vars(module).setdefault(_EXACT, {})[name] = value
@@ -103,10 +103,10 @@ def _remember(module: nn.Module, name: str, value: Tensor, dtype: torch.dtype) -
 
 @torch.no_grad()
 def _exact(module: nn.Module, name: str, low: Tensor) -> Tensor:
-    """`low` in FP32: elements that are the remembered ones, rounded, have the remembered value.
+    """`low` in FP32: elements equal to the remembered ones, rounded, get the remembered values.
 
-    The others were written since. Values tell, and not versions: a buffer that is moved to a device, copied, or
-    broadcast by DDP is another tensor with another version.
+    Other elements were written since the cast. Values are compared, not version counters: a buffer that is moved to a
+    device, copied, or broadcast by DDP is another tensor with another version.
     """
     kept: Tensor | None = vars(module).get(_EXACT, {}).get(name)
     if kept is None or kept.shape != low.shape:
@@ -174,7 +174,7 @@ class BufferWatch:
 
     @staticmethod
     def _state(module: nn.Module | None, name: str) -> tuple[Tensor | None, int]:
-        buffer = getattr(module, name, None)  # scripted modules have no dict of them
+        buffer = getattr(module, name, None)  # `getattr`: ScriptModules have no plain `_buffers`
         return buffer, buffer._version if isinstance(buffer, Tensor) and not buffer.is_inference() else -1
 
 

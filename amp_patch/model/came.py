@@ -54,7 +54,7 @@ def forget() -> None:
     _buffers.clear()
 
 
-@swaps.let_go_in_swaps
+@swaps.release_in_swaps
 def _let_go(param: Tensor) -> Any:
     dtype = _params.pop(param, None)
     return None if dtype is None else lambda: note(param, dtype)

@@ -31,16 +31,16 @@ from amp_patch.support.accumulation import set_data
 
 Exact = tuple[Tensor, torch.dtype, Tensor | None]  # a parameter, its type, and its master if it has one
 
-# Both by identity, parameters held weakly.
+# Both tables are by identity, parameters held weakly.
 _trained = WeakIdKeyDictionary()  # parameters of copied optimizers
-_wide = WeakIdKeyDictionary()  # a wide parameter -> all of its model, and their types by name
+_wide = WeakIdKeyDictionary()  # a widened parameter -> all widened parameters of the model, types by name
 
-_Place = tuple[dict[str, Any], str, Any]  # a dictionary, a name in it, and what stood there
+_Place = tuple[dict[str, Any], str, Any]  # a dictionary, a name in the dictionary, the value that a cast replaced
 
 
-@swaps.let_go_in_swaps
+@swaps.release_in_swaps
 def _forget(param: Tensor) -> None:
-    # They are for the time of one deepcopy or load.
+    # Both tables serve one deepcopy or load, which is over when a tensor is swapped.
     _trained.pop(param, None)
     model, _ = _wide.pop(param, ([], None))
     model.clear()
@@ -96,7 +96,7 @@ def narrow(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 class Calls:
-    """The running calls of one copy. Threads take turns: the casts stand where all of them look."""
+    """The running calls of one copy. Threads take turns: the casts are in the module, which all threads read."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -108,14 +108,14 @@ def on_casts(method: Callable[..., Any], types: Mapping[str, torch.dtype], calls
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():  # what it traces, it runs to the end
+        if is_dynamo_compiling():  # traced code is never interrupted: no `_cast` block
             replaced: list[_Place] = []
             _replace(self, types, replaced)
             try:
                 return method(self, *args, **kwargs)
             finally:
                 _put_back(replaced)
-        if getattr(self, "_is_replica", False):  # DataParallel's: nobody else looks into it, and it serves one call
+        if getattr(self, "_is_replica", False):  # DataParallel's replica lives for this call alone
             _replace(self, types, [])
             return method(self, *args, **kwargs)
         with _cast(self, types, calls):
@@ -136,7 +136,7 @@ def _cast(model: nn.Module, types: Mapping[str, torch.dtype], calls: Calls) -> G
                 try:
                     _put_back(calls.replaced)
                 finally:
-                    _put_back(calls.replaced)  # what an interrupt of the first has left
+                    _put_back(calls.replaced)  # again: an interrupt may have ended the first call
 
 
 def _replace(model: nn.Module, types: Mapping[str, torch.dtype], replaced: list[_Place]) -> None:

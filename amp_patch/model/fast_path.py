@@ -11,5 +11,5 @@ _installation = Installation()
 
 def forbid_fast_path() -> None:
     """Keep encoder layers from their one fused call in eval mode, which wants all their children of one type."""
-    # Each time: the user may have turned it on again since the last.
+    # `add`, not `install`: the user may have turned the fast path on again since the last call.
     _installation.add(lambda patches: patches.set(torch.backends.mha, "_is_fastpath_enabled", False))

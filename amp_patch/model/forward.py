@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,9 +16,9 @@ from amp_patch.casts import state as casts_state
 from amp_patch.masters.masters import LinkList, connect, has_gradient, link_of, links_of, master_of, settle
 from amp_patch.model import buffers, came, copies, fsdp, shielded_copies
 from amp_patch.model.fast_path import forbid_fast_path
-from amp_patch.model.keep_fp32 import is_batch_norm
 from amp_patch.model.state import ModelState, followed_policy, running, untouched
 from amp_patch.model.tensors import cast, load_masters, reflatten, refuse_changed, uncast, was_changed
+from amp_patch.model.type_errors import advising, explain_another_type, refuse_another_type
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS, Policy
 from amp_patch.support import generated_class, tree
 from amp_patch.support.compiled import wraps
@@ -29,9 +28,6 @@ from amp_patch.support.patches import Attempts
 from amp_patch.support.quantized import is_quantized
 
 _NO_CASTS = OPT_LEVELS["O0"]
-_DTYPE_ERROR = re.compile(
-    r"same dtype|scalar type|should be the same|dtype mismatch|mixed dtype|must have the same type", re.I
-)
 
 
 class AmpModel(Generated):
@@ -39,7 +35,7 @@ class AmpModel(Generated):
 
     @classmethod
     def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
-        overrides = {name: _advising(name, function) for name, function in generated_class.own_methods(base)}
+        overrides = {name: advising(name, function) for name, function in generated_class.own_methods(base)}
         return overrides | {name: _entering(base, name) for name in ("forward", *key)}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -96,20 +92,20 @@ class AmpModel(Generated):
                 "masters hold; use assign=False (torch's default), or load before initialize()"
             )
         module: nn.Module = self  # type: ignore[assignment]
-        hook = module.register_load_state_dict_pre_hook(load_masters)  # behind the user's, which may rename
+        hook = module.register_load_state_dict_pre_hook(load_masters)  # registered last: users' hooks may rename keys
         try:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
         finally:
             hook.remove()
-        load_masters(module, state_dict, prefix)  # where the user's class has loaded without torch's method
+        load_masters(module, state_dict, prefix)  # a user's override may not have called torch's method, nor the hook
         if cast:
             buffers.load(module, state_dict, prefix, vars(self)["_amp"].low_buffers)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        # .to(device), .float() and .half() end here, also those of a wrapper around this model.
+        # `.to(device)`, `.float()` and `.half()` call `_apply`, also through a wrapper around this model.
         policy = followed_policy(self)
         if policy is not None and policy.cast_model_type is not None:
-            _refuse_another_type(self, fn, policy)
+            refuse_another_type(self, fn, policy)
         return super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -117,7 +113,8 @@ class AmpModel(Generated):
         module: nn.Module = self  # type: ignore[assignment]
         if (own := vars(module).get("_amp")) is not None:
             own.cleared += 1
-        for _, link in links_of(module.parameters()):  # first: to be asked for `grad` would materialize it
+        # First: `super().zero_grad()` reads `.grad`, which would materialize the masters' gradients.
+        for _, link in links_of(module.parameters()):
             master = link.master
             live = not set_to_none and has_gradient(master)
             master.grad = torch.zeros_like(master.grad) if live else None  # type: ignore[arg-type]
@@ -135,13 +132,13 @@ class KeptModule(Generated):
             if policy is None:
                 return forward(self, *args, **kwargs)
             came = None
-            if policy.cast_model_type is not None:  # there the layers around take one type; those of O1 take any
+            if policy.cast_model_type is not None:  # layers of a cast model take one type, O1's any
                 inside = running.policy is not None or _in_backward()
                 came = _low_precision_of((args, kwargs)) or (policy.cast_model_type if inside else None)
             args, kwargs = tree.cast_floats((args, kwargs), torch.float32, LOW_PRECISION)
-            # At O0, where nothing is cast, a torch.autocast that the script is in acts here as anywhere.
-            claims = policy.patch_torch_functions or policy.cast_model_type is not None
-            with regions.region(_NO_CASTS, claims):
+            # At O0 nothing is cast: the script's own torch.autocast must act in kept modules too.
+            disables_torch_autocast = policy.patch_torch_functions or policy.cast_model_type is not None
+            with regions.region(_NO_CASTS, disables_torch_autocast):
                 output = forward(self, *args, **kwargs)
             return output if came is None else tree.cast_floats(output, came, (torch.float32,))
 
@@ -174,9 +171,9 @@ def enter_training(
     stay = {id(module) for module in kept}
     for module in {id(m): m for model in models for m in model.modules()}.values():
         if isinstance(module, KeptModule) and id(module) not in stay:
-            take(module)  # an earlier training kept it
+            take(module)  # a module that an earlier training kept
     for module in kept:
-        # torch's batch norms take low-precision inputs beside FP32 weights, in one kernel; others need casts.
+        # torch's batch norms take low-precision inputs beside FP32 weights, in one kernel; a user's forward may not.
         if type(module).forward is nn.BatchNorm1d.forward:
             continue
         give(module, KeptModule, ModelState(policy))
@@ -186,12 +183,12 @@ def enter_training(
         forbid_fast_path()
     for model in models:
         if isinstance(model, KeptModule):
-            continue  # it was given beside its parent, which keeps it
+            continue  # this model is inside another one of the list, whose `keep_fp32` names it
         state = ModelState(policy, low_buffers_of(model), on_demand, fast_path_off=fused)
         state.sharded = fsdp.is_fsdp(model)
         state.owner = weakref.ref(model)
         if policy.patch_torch_functions:
-            # FSDP frees the gathered weights after a forward to save memory: their casts must go then too.
+            # FSDP frees the gathered weights after a forward to save memory: cached casts would keep that memory.
             state.handles = [m.register_forward_hook(_drop_casts) for m in fsdp.fsdp_modules([model])]
         give(model, AmpModel, state, tuple(name for name in methods if hasattr(model, name)))
 
@@ -203,7 +200,7 @@ def restore(model: nn.Module, *, give_back: bool = True) -> None:
     """
     untouched.pop(model, None)
     if isinstance(model, KeptModule):
-        take(model)  # `keep_fp32` named the whole model, or the model was given beside its parent, which keeps it
+        take(model)  # `keep_fp32` named the whole model, or a parent's `keep_fp32` this one
     if not isinstance(model, AmpModel) or followed_policy(model) is None:
         return
     state, attempt = vars(model)["_amp"], Attempts()
@@ -231,7 +228,7 @@ def to_plain_fp32(model: nn.Module) -> None:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
         if isinstance(module, AmpModel):
-            restore(module, give_back=False)  # in BF16 again the values would be rounded
+            restore(module, give_back=False)  # a BF16 type given back would round the values
         elif isinstance(module, KeptModule | shielded_copies.FP32Copy):
             take(module)
     cast([p for p in model.parameters() if p.dtype in LOW_PRECISION and not is_quantized(p)], torch.float32)
@@ -287,9 +284,17 @@ def _is_under_fsdp(module: nn.Module) -> bool:
 
 
 def give(module: nn.Module, mixin: type[Generated], state: ModelState, key: tuple[str, ...] = ()) -> None:
+    """Give `module` a generated class with the overrides of `mixin`, and `state`; in place of earlier ones.
+
+    Args:
+        key: names of the methods, besides `forward`, that run under the policy.
+
+    Raises:
+        ValueError: `fully_shard` came between two trainings, and the second has another `key`.
+    """
     if isinstance(module, Generated):
         take(module)
-    if not isinstance(module, mixin):  # else it has the class beneath fully_shard's
+    if not isinstance(module, mixin):  # False: `fully_shard` subclassed the class that was given before
         generated_class.give(module, mixin, key)
     elif (given := generated_class.key_of(module)) != key:
         raise ValueError(
@@ -300,7 +305,9 @@ def give(module: nn.Module, mixin: type[Generated], state: ModelState, key: tupl
 
 
 def take(module: nn.Module) -> None:
-    vars(module).pop("_amp", None)  # without it the module behaves as its base, even where it cannot lose its class
+    """Take the state of `give` away, and the class, unless `fully_shard` has subclassed that."""
+    # Without `_amp` the module behaves as its base class, also where the generated class stays.
+    vars(module).pop("_amp", None)
     if not _is_under_fsdp(module):
         generated_class.take(module)
 
@@ -310,41 +317,46 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
 
     @wraps(getattr(base, name))
     def entering(self: Any, *args: Any, **kwargs: Any) -> Any:
-        method, policy = getattr(self._amp_base, name), followed_policy(self)
-        if policy is None:
+        method, own = getattr(self._amp_base, name), self.__dict__.get("_amp")
+        if own is None:
             return method(self, *args, **kwargs)
-        own: ModelState = self.__dict__["_amp"]
+        policy, compiling = own.policy, is_dynamo_compiling()
+        low = policy.cast_model_type
         if own.wide:
             method = copies.on_casts(method, own.wide, own.calls)
-        if running.policy is policy or _recomputed(policy, args, kwargs):
-            return method(self, *args, **kwargs)
-        # A compiled forward does without: what was written into the masters arrives with the next step. DataParallel's
-        # replicas have it already.
-        if not is_dynamo_compiling() and not getattr(self, "_is_replica", False):
-            own.edits.publish(self)
-        if (policy.cast_model_type is not None or policy.checks_gradients) and torch.is_grad_enabled():
+        outer = running.policy
+        if outer is policy or (low is not None and _in_backward() and _low_precision_of((args, kwargs)) is low):
+            return method(self, *args, **kwargs)  # a nested call or a checkpoint's recomputation: inputs are cast
+        if not compiling:
+            # Written masters reach a compiled forward with the next step only. DataParallel's replicas are copies of
+            # published weights.
+            if not getattr(self, "_is_replica", False):
+                own.edits.publish(self)
+            if own.region is None or own.region.policy is not policy:
+                own.region = regions.region(policy)
+        if own.local is not own.no_sync and torch.is_grad_enabled() and (low is not None or policy.checks_gradients):
             own.local = own.no_sync
-        watch = own.watch if not is_dynamo_compiling() and self.training and torch.is_grad_enabled() else None
+        watch = own.watch
+        watch = watch if watch is not None and not compiling and self.training and torch.is_grad_enabled() else None
         before = [] if watch is None else watch.before()
-        outer, running.policy = running.policy, policy
-        given = args, kwargs
+        edits = None
+        running.policy = policy
         try:
-            with regions.region(policy):
-                if policy.cast_model_type is not None:
-                    args, kwargs = tree.cast_floats(given, policy.cast_model_type)
-                edits = _Edits((*given[0], *given[1].values()), (*args, *kwargs.values()))
-                del given  # the uncast inputs may go while forward runs
+            with regions.region(policy) if compiling else own.region:
+                if low is not None:
+                    args, kwargs, edits = _cast_in(args, kwargs, low)
                 output = method(self, *args, **kwargs)
         except RuntimeError as error:
-            if outer is None and not is_dynamo_compiling():
-                _explain_another_type(self, policy, error)
+            if outer is None and not compiling:
+                explain_another_type(self, policy, error, KeptModule)
             raise
         finally:
             running.policy = outer
         if watch is not None and not watch.after(before):
             own.watch = None
-        edits.give_back(lambda value: _cast_out(value, policy, outer))
-        return _cast_out(output, policy, outer)
+        if edits is not None:
+            edits.give_back(lambda value: _cast_out(value, policy, outer))
+        return output if low is None and policy.cast_model_outputs is None else _cast_out(output, policy, outer)
 
     return entering
 
@@ -354,10 +366,12 @@ def _in_backward() -> bool:
     return not is_dynamo_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def _recomputed(policy: Policy, args: Any, kwargs: Any) -> bool:
-    """Whether checkpointing runs this forward again, with inputs that its parent has already cast."""
-    cast = policy.cast_model_type
-    return cast is not None and _in_backward() and _low_precision_of((args, kwargs)) is cast
+def _cast_in(args: Any, kwargs: Any, low: torch.dtype) -> tuple[Any, Any, _Edits | None]:
+    """The arguments of forward in the type of the cast, and what gives edits of the dicts among them back, if any."""
+    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
+        return (tree.cast_floats(args[0], low),), kwargs, None
+    cast_args, cast_kwargs = tree.cast_floats((args, kwargs), low)
+    return cast_args, cast_kwargs, _Edits((*args, *kwargs.values()), (*cast_args, *cast_kwargs.values()))
 
 
 class _Edits:
@@ -371,6 +385,7 @@ class _Edits:
         ]
 
     def give_back(self, cast_out: Callable[[Any], Any]) -> None:
+        """Write what forward did to the copies into the caller's dicts, in place; new values through `cast_out`."""
         for mine, copy, before in self.copies:
             for key in before.keys() - copy.keys():
                 mine.pop(key, None)
@@ -384,77 +399,13 @@ def _cast_out(output: Any, policy: Policy, outer: Policy | None) -> Any:
         return tree.cast_floats(output, policy.cast_model_outputs)
     if policy.cast_model_type is None:
         return output
-    # A model inside another training's model speaks that one's type.
+    # A model inside another training's model returns the outer model's type.
     dtype = torch.float32 if outer is None or outer.cast_model_type is None else outer.cast_model_type
     return tree.cast_floats(output, dtype, LOW_PRECISION)
 
 
-def _refuse_another_type(model: Any, fn: Callable[[Tensor], Tensor], policy: Policy) -> None:
-    """Raise if `fn`, to be applied to all tensors of a cast model, changes their type, not just their device."""
-    low = policy.cast_model_type
-    for dtype in (torch.float32, low):
-        try:
-            became = fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
-        except Exception:  # `fn` wants a tensor of another kind: nothing can be told of it
-            return
-        if became is not dtype and became in (torch.float32, *LOW_PRECISION):
-            raise RuntimeError(
-                f"{type(model).__name__} went through initialize(opt_level={policy.opt_level!r}), which cast it to "
-                f"{low} and made FP32 masters where it has any: a conversion to {became} would undo half of that. Call "
-                "amp.restore() for the FP32 model, amp.fp32_copy(model) for an FP32 copy, initialize() again for "
-                "another level or type; what is to stay FP32 is named in initialize(..., keep_fp32=...)"
-            )
-
-
-def _explain_another_type(model: nn.Module, policy: Policy, error: RuntimeError) -> None:
-    """Raise `error` with the tensors that lost the type of the cast after `initialize`, if it is about types."""
-    if policy.cast_model_type is None or not _DTYPE_ERROR.search(str(error)) or fsdp.is_fsdp(model):
-        return
-    norms = bool(policy.keep_batchnorm_fp32)
-    kept = (m for m in model.modules() if isinstance(m, KeptModule) or (norms and is_batch_norm(m)))
-    stay = {id(inner) for module in kept for inner in module.modules()}
-    names = [
-        f"{path}.{name}".lstrip(".")
-        for path, module in model.named_modules()
-        for name, tensor in (*module._parameters.items(), *module._buffers.items())
-        if tensor is not None and tensor.is_floating_point()
-        if f"{path}.{name}".lstrip(".") not in vars(model)["_amp"].wide
-        if tensor.dtype is not (torch.float32 if id(module) in stay else policy.cast_model_type)
-    ]
-    if names:
-        shown = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        raise RuntimeError(
-            f"{error}\n{type(model).__name__} was cast to {policy.cast_model_type} by initialize(), and {shown} "
-            "got another type since: by .float(), .half() or .to(dtype) of a part, by torch.func.functional_call "
-            "with values of another type, or as a new tensor. Name what is to stay FP32 in initialize(..., "
-            "keep_fp32=...), give functional_call values of the types that model.named_parameters() has, or run "
-            "amp.fp32_copy(model)"
-        ) from error
-
-
-def _advising(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with advice added to a dtype error, when it is called from outside of the model's forward."""
-
-    @wraps(function)
-    def advising(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(self, *args, **kwargs)
-        except RuntimeError as error:
-            policy = followed_policy(self)
-            if policy is None or policy.cast_model_type is None or running.policy is not None:
-                raise
-            if not _DTYPE_ERROR.search(str(error)):
-                raise
-            raise RuntimeError(
-                f"{error}\n{type(self).__name__}.{name}() was called by itself, so its inputs were not cast to "
-                f"{policy.cast_model_type} as those of forward() are; name it: initialize(..., methods=({name!r},))"
-            ) from error
-
-    return advising
-
-
 def _low_precision_of(value: Any) -> torch.dtype | None:
-    # A loop: Dynamo of torch 2.6 does not know `next` with a default.
+    # A loop: Dynamo of torch 2.6 cannot trace `next` with a default.
     for tensor in tree.tensors(value):
         if tensor.dtype in LOW_PRECISION:
             return tensor.dtype

@@ -29,7 +29,8 @@ def fp32_copy(model: nn.Module) -> nn.Module:
     plain = copy.deepcopy(model)
     model_forward.to_plain_fp32(plain)
     with torch.no_grad():
-        for copied, param in zip(plain.parameters(), model.parameters(), strict=True):  # `model` may be a part of one
+        # `model` may be a submodule of a training's model, which alone gives FP32 values to its copies.
+        for copied, param in zip(plain.parameters(), model.parameters(), strict=True):
             master = master_of(param)
             if master is not None:
                 copied.copy_(master)

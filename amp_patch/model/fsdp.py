@@ -16,14 +16,20 @@ from torch import nn
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support.distributed import is_dtensor
 
-# What a module's state says of its policy and of its gradients is not public: `_state` and `_param_groups` look
-# for it. In a torch that has it no more, nothing is refused and no gradient is known to be held back.
+# FSDP's state of a module is private: `_state` and `_param_groups` read it. In a torch without these attributes nothing
+# is refused, and no gradient is known to be held back.
 
 
 def is_fsdp(module: Any) -> bool:
     """Whether `module` went through torch's `fully_shard`."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return kind is not None and isinstance(module, kind)
+
+
+def is_used() -> bool:
+    """Whether a module of this process may have gone through `fully_shard`, which makes a subclass for each class."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and bool(kind.__subclasses__())
 
 
 def is_fsdp1(module: Any) -> bool:
@@ -155,7 +161,7 @@ def _param_groups(module: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)
-    group = getattr(state, "_fsdp_param_group", None)  # torch 2.6 to 2.10 have one
+    group = getattr(state, "_fsdp_param_group", None)  # torch 2.6 to 2.10: one group a module
     return [] if group is None else [group]
 
 

@@ -48,12 +48,12 @@ def kept_modules(
         roots = {id(model) for model in models}
         inside = (m for model in models for m in model.modules() if id(m) not in roots and not is_batch_norm(m))
         kept.update((id(m), m) for m in inside if buffers.are_all_that(m, low_tables))
-    # Attention reads the weight of its output projection itself.
+    # MultiheadAttention never calls `out_proj`, whose weight it reads: a kept `out_proj` must keep the attention too.
     for model in models:
         for module in model.modules():
             if isinstance(module, nn.MultiheadAttention) and id(module.out_proj) in kept:
                 kept[id(module)] = module
-    # A module that shares a weight with a kept one works in that weight's type.
+    # A module that shares a weight with a kept module would get inputs of another type than the weight's.
     stays = {id(p) for m in kept.values() for p in m.parameters()}
     for model in models:
         for module in model.modules():
@@ -71,6 +71,7 @@ def with_forward(module: nn.Module) -> list[nn.Module]:
 
 
 def is_batch_norm(module: nn.Module) -> bool:
+    """Whether `module` is a batch norm of torch's, or of a subclass (SyncBatchNorm)."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 

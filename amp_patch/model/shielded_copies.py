@@ -43,9 +43,9 @@ class FP32Copy(Generated):
         reduced = super().__reduce_ex__(protocol)
         if isinstance(reduced, str):
             return reduced
-        # A pickle is loaded where amp_patch may not be.
+        # A pickle of the plain class: amp_patch may be missing where the pickle is loaded.
         _, (_, _, function, args), *rest = reduced
-        if function is _NEWOBJ:  # which pickle refuses for any class but that of the instance
+        if function is _NEWOBJ:  # pickle refuses `__newobj__` of another class than the instance's
             function = args[0].__new__
         return (function, args, *rest)
 
@@ -58,7 +58,7 @@ class FP32Copy(Generated):
         return twin
 
     def __prepare_scriptable__(self) -> Any:
-        # torch.jit.script asks what it should compile in place of this module: one of the plain class.
+        # torch.jit.script calls this for the object to compile: a module of the plain class.
         base: Any = self._amp_base
         twin = base.__new__(base)
         vars(twin).update(vars(self))
@@ -98,13 +98,13 @@ def _is_known_by_its_class(module: nn.Module) -> bool:
 
 
 def _give(module: Any) -> None:
-    if not isinstance(module, Generated):  # else it is in a training by now
+    if not isinstance(module, Generated):  # a Generated module belongs to a training
         generated_class.give(module, FP32Copy)
 
 
 def _without_casts(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        return function  # other tasks of its thread would run in the region
+        return function  # other tasks of the coroutine's thread would run in a region
     if inspect.isgeneratorfunction(function):
         return regions.region(None)(function)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_patch.casts import install
+from amp_patch.casts import install, regions
 from amp_patch.masters.masters import Edits
 from amp_patch.model import buffers, came, copies, fsdp
 from amp_patch.model.fast_path import forbid_fast_path
@@ -47,6 +47,7 @@ class ModelState:
         owner: the model.
         wide: of a copy the weights that are FP32, by name, and the types that they are cast to while it is called.
         calls: those of a copy.
+        region: in which the model's forward runs; made at the first call, and again after `policy` was changed.
     """
 
     policy: Policy
@@ -63,10 +64,11 @@ class ModelState:
     owner: weakref.ref[nn.Module] | None = None
     wide: dict[str, torch.dtype] = field(default_factory=dict)
     calls: copies.Calls = field(default_factory=copies.Calls)
+    region: regions.region | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has parameters of its own.
-        fresh = {"handles": [], "no_sync": False, "local": False, "watch": None, "owner": None}
+        # These fields are of the original's parameters and hooks; a copy starts without.
+        fresh = {"handles": [], "no_sync": False, "local": False, "watch": None, "owner": None, "region": None}
         state = {**vars(self), **fresh}
         del state["edits"], state["calls"]
         model = None if self.owner is None else self.owner()
@@ -84,13 +86,15 @@ class ModelState:
             came.note(param, dtype)
         vars(self).update(state, edits=Edits(), calls=copies.Calls())
         if self.policy.patch_torch_functions or self.policy.emulates:
-            install.install(self.policy.op_lists)  # this may be another process
+            install.install(self.policy.op_lists)  # an unpickled model may be in a new process
         if self.fast_path_off:
             forbid_fast_path()
 
 
 def refuse_sharded_since(models: Iterable[nn.Module | None], caller: str) -> None:
     """Raise if `fully_shard` took one of a training's models after `initialize` did, which got its optimizer then."""
+    if not fsdp.is_used():
+        return
     for model in models:
         state = None if model is None else vars(model).get("_amp")
         if state is not None and fsdp.is_fsdp(model) and not state.sharded:
@@ -101,11 +105,12 @@ def refuse_sharded_since(models: Iterable[nn.Module | None], caller: str) -> Non
             )
 
 
-# The models of trainings that change nothing, which keep their own classes and dictionaries (untouched.py): the state
-# of each, and the methods that `initialize` was told of.
+# Models of trainings that change nothing, which keep their own classes and dictionaries (untouched.py) -> the state,
+# and the `methods` that were given to `initialize`.
 untouched: weakref.WeakKeyDictionary[nn.Module, tuple[ModelState, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
 def followed_policy(module: Any) -> Policy | None:
-    state = module.__dict__.get("_amp")  # as `vars` of a module, which torch 2.6 cannot compile
+    """The policy of the training that `module` is a model, or a kept module, of; None outside of trainings."""
+    state = module.__dict__.get("_amp")  # in place of `vars(module)`, which Dynamo of torch 2.6 cannot trace
     return None if state is None else state.policy

@@ -188,13 +188,13 @@ def uncast(param: nn.Parameter, name: str = "", *, give_back: bool = False) -> N
         value = master.data.to(param.device, torch.promote_types(param.dtype, torch.float32))
         rounds = give_back and low is not None and value.dtype is torch.float32 and _fits(value, low)
         set_data(param, value.to(low) if rounds else value)
-        del value  # of a split master it is memory of its own
+        del value  # a split master's joined value has memory of its own, which goes before the master does
         disconnect(param)
     else:
         was_cast = param.dtype in LOW_PRECISION and param.dtype is not low and not is_quantized(param)
         if was_cast:
             cast([param], torch.float32)
-            if low is torch.float16 and not param.requires_grad:  # BF16 has rounded 65504 up
+            if low is torch.float16 and not param.requires_grad:  # 65504, FP16's largest, was rounded up in BF16
                 set_data(param, torch.where(param.data.abs() == 65536, param.data.sign() * 65504, param.data))
         back = give_back or (was_cast and not param.requires_grad)
         if back and low is not None and param.dtype is torch.float32 and _fits(param.data, low):
@@ -241,5 +241,5 @@ def load_masters(model: nn.Module, state_dict: Any, prefix: str, *_: Any) -> Non
             continue
         with torch.no_grad():
             link.master.copy_(value)
-        publish(LinkList([(param, link)]))  # one by one: a split master gives its memory back
+        publish(LinkList([(param, link)]))  # one by one: publishing frees a split master's joined memory
         state_dict[prefix + name] = param

@@ -23,7 +23,7 @@ def _load() -> tuple[ModuleType | None, str]:
     """The extension `amp_patch._C`, or None; and the reason, in a line."""
     lacks, built_with = _build_notes()
     if built_with and _minor(built_with) != _minor(torch.__version__):
-        # Not tried: objects of another torch may have another layout without a missing symbol, and the import succeeds.
+        # No trial import: a build for another torch may import without a missing symbol and read a wrong object layout.
         return None, (
             f"amp_patch._C was built with torch {built_with}, and this is torch {torch.__version__}: install the wheel "
             f"for this torch, or {_BUILD}"
@@ -113,7 +113,7 @@ def run(contract: Contract, in_torch: Callable[..., Any], lists: tuple[Any, ...]
         return _plainly(in_torch, *lists, *arguments)
     try:
         return getattr(kernels, contract.op)(*lists, *arguments)
-    # Before the first write. TypeError is pybind11's: something is no tensor or no number.
+    # Both are raised before the first write. TypeError is pybind11's: an argument is no tensor or no number.
     except (kernels.Refused, TypeError):
         if contract.check(lists, arguments).type in kernels.devices:
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from amp_patch.multi_tensor import backends
@@ -22,6 +23,20 @@ def with_gradient(tensors: list[Any]) -> Sequence[int]:
         indices: list[int] = kernels.with_gradient(tensors)
         return indices
     return [index for index, tensor in enumerate(tensors) if GRAD.__get__(tensor) is not None]
+
+
+def plain_gradients(params: list[Tensor]) -> list[Tensor] | None:
+    """The gradients of those `params` that have one of their own; None unless all are dense, real and of one device."""
+    if (kernels := backends.active) is not None:
+        return kernels.plain_gradients(params)
+    grads = [grad for param in params if (grad := GRAD.__get__(param)) is not None]
+    return grads if len({grad.device for grad in grads}) < 2 and all(map(_is_plain, grads)) else None
+
+
+def _is_plain(grad: Tensor) -> bool:
+    if type(grad) is not Tensor or grad.layout is not torch.strided or grad.requires_grad or grad.is_complex():
+        return False
+    return not (grad.is_neg() or grad.is_conj())
 
 
 def drop_gradients(tensors: list[Tensor]) -> None:

@@ -103,7 +103,7 @@ class Contract:
     def check(self, lists: Sequence[Any], arguments: Sequence[Any]) -> torch.device:
         """Raise ValueError or TypeError where a call breaks this contract; returns the device of its tensors."""
         named = dict(zip(self.arguments, arguments, strict=False))
-        # Where the lists are empty flags decide. Numbers do not: one on a wrong device is an error to name.
+        # Flags decide the device of empty lists. Tensors given as numbers do not: a wrong device there is an error.
         flags = [value for argument, value in named.items() if argument.dtypes and argument.number is None]
         try:
             for wanted, tensors in zip(self.lists, lists, strict=True):
@@ -360,7 +360,7 @@ def _check_apart(outs: Mapping[str, Tensors], read: Mapping[str, Tensors]) -> No
         ]
 
     ends = {False: 0, True: 0}  # by is_read: the highest end of a span so far
-    last = {False: ("", 0), True: ("", 0)}  # and the place of that span
+    last = {False: ("", 0), True: ("", 0)}  # the list and index of that span
     for begin, end, is_read, place in sorted(spans(outs, False) + spans(read, True)):
         for other in (False, True):
             if begin < ends[other] and not (is_read and other):

@@ -39,6 +39,7 @@ def _raise_flag(found_inf: Tensor | None, finite: list[Tensor]) -> None:
 
 
 def scale(src: Tensors, dst: Tensors, factor: Number, found_inf: Tensor | None) -> None:
+    """`multi_tensor_scale`: writes `dst` and `found_inf` in place; no sync."""
     if not src:
         return
     copies = _is_one(factor) and found_inf is None  # a product with 1.0 would change the bits of NaNs
@@ -47,12 +48,14 @@ def scale(src: Tensors, dst: Tensors, factor: Number, found_inf: Tensor | None) 
 
 
 def unscale(grads: Tensors, inv_scale: Number, found_inf: Tensor | None) -> None:
+    """`multi_tensor_unscale`: writes `grads` and `found_inf` in place; no sync."""
     scale(grads, grads, inv_scale, found_inf)
 
 
 def axpby(
     x: Tensors, y: Tensors, out: Tensors, a: Number, b: Number, found_inf: Tensor | None, watch_x: bool, watch_y: bool
 ) -> None:
+    """`multi_tensor_axpby`: writes `out` and `found_inf` in place; no sync. `watch_x`: whether `x` raises the flag."""
     if not x:
         return
     # `excused`: a non-finite result raises no flag where the list that is not watched is non-finite.
@@ -73,12 +76,14 @@ def axpby(
 
 
 def check_finite(tensors: Tensors, found_inf: Tensor | None, factor: Number = 1.0) -> None:
+    """`multi_tensor_check_finite`: writes `found_inf` in place; no sync."""
     if found_inf is not None and tensors:
         scaled = tensors if _is_one(factor) else _times(tensors, factor)
         _raise_flag(found_inf, [t.isfinite().all() for t in scaled])
 
 
 def l2norm(tensors: Tensors, factor: Number = 1.0, found_inf: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`multi_tensor_l2norm`: the norm of all, shape [], and of each, shape [len(tensors)]; no sync."""
     check_finite(tensors, found_inf, factor)
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     if not tensors:
@@ -90,12 +95,14 @@ def l2norm(tensors: Tensors, factor: Number = 1.0, found_inf: Tensor | None = No
 
 
 def unscale_l2norm(grads: Tensors, inv_scale: Number, found_inf: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`unscale`, which writes `grads` in place, then `l2norm` of what it stored."""
     unscale(grads, inv_scale, found_inf)
     total, norms = l2norm(grads)
     return (total, norms) if grads or found_inf is None else (total.to(found_inf.device), norms.to(found_inf.device))
 
 
 def adopt(params: Tensors, masters: Tensors) -> None:
+    """`multi_tensor_adopt`: writes `masters`, FP32, in place; no sync."""
     for param, master in zip(params, masters, strict=True):
         master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
 
@@ -112,6 +119,7 @@ def moved_scale(
     hysteresis: int,
     hysteresis_tracker: Tensor | None,
 ) -> None:
+    """`update_scale`: writes `scale`, `growth_tracker`, `hysteresis_tracker` (one element each) in place; no sync."""
     overflow = (found_inf != 0).reshape(scale.shape)
     exhausted = overflow
     if hysteresis_tracker is not None:

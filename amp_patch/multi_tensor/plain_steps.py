@@ -79,12 +79,14 @@ def _halved(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def split(masters: Tensors, weights: Tensors, halves: Tensors) -> None:
+    """`multi_tensor_split`: writes BF16 `weights` and int16 `halves` of FP32 `masters`, in place."""
     for master, weight, half in zip(masters, weights, halves, strict=True):
         for target, value in zip((weight, half), _halved(master), strict=True):
             target.copy_(value)
 
 
 def join(weights: Tensors, halves: Tensors, masters: Tensors) -> None:
+    """`multi_tensor_join`: writes FP32 `masters` from BF16 `weights` and int16 `halves`, in place."""
     for weight, half, master in zip(weights, halves, masters, strict=True):
         master.copy_(_joined(weight, half))
 
@@ -118,6 +120,7 @@ def adam(
     maximize: bool,
     bias_correction: bool,
 ) -> None:
+    """`multi_tensor_adam`: params, averages, `steps` and `low` in place, unless `found_inf` is not 0; no sync."""
     if not params:
         return
     g, p = _gradients(grads, factors, maximize), _masters(params, low)
@@ -160,6 +163,7 @@ def sgd(
     maximize: bool,
     first_run: bool,
 ) -> None:
+    """`multi_tensor_sgd`: params, momentum buffers and `low` in place, unless `found_inf` is not 0; no sync."""
     if not params:
         return
     g, p = _gradients(grads, factors, maximize), _masters(params, low)
@@ -180,9 +184,10 @@ def sgd(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Around torch's fused functions. Of each list the tensors at a place lie alike: torch reads others in the wrong order.
+# Around torch's fused functions, which read tensors of unlike strides in the wrong order: the tensors at one index of
+# all lists are alike in strides.
 
-# At this count of steps every bias correction `1 - beta ** count` is 1: there is none.
+# A count of steps at which every bias correction `1 - beta ** count` is 1.
 _FOREVER = 1e30
 
 

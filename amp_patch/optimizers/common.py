@@ -109,7 +109,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for which in ("eps", "weight_decay", "momentum"):
             if defaults.get(which, 0) < 0:
                 raise ValueError(f"{name}: {which}={defaults[which]}, a number that is not negative is wanted")
-        # `lr` may be torch's `required`, no number: then each group has its own.
+        # `lr` may be torch's `required`, no number: each group then has an `lr` of its own.
         if isinstance(lr, int | float | Tensor) and lr < 0:
             raise ValueError(f"{name}: lr={lr}, a number that is not negative is wanted")
         if not all(0 <= beta < 1 for beta in betas):
@@ -122,9 +122,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # the state may be another optimizer's: torch's AdamW has no bias_correction
+        for group in self.param_groups:  # a state dict of torch's AdamW lacks keys such as bias_correction
             for key, value in self.defaults.items():
-                if key != "differentiable":  # torch's __setstate__ has set it
+                if key != "differentiable":  # torch's `__setstate__` adds "differentiable"
                     group.setdefault(key, value)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -212,7 +212,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch's, but state of low-precision parameters stays FP32: torch rounds it to the parameters' type."""
-        loaded: dict[str, Any] = {}  # the state dict after users' own pre-hooks, which may return another one
+        loaded: dict[str, Any] = {}  # the state dict after users' pre-hooks, which may replace it
         handle = self.register_load_state_dict_pre_hook(lambda _, given: loaded.update(given))
         try:
             super().load_state_dict(state_dict)

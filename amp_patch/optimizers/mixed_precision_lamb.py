@@ -87,6 +87,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     @property
     def param_groups_full_precision(self) -> list[dict[str, list[Tensor | None]]]:
+        """Per group the FP32 masters of low-precision parameters; None for FP32 ones, and before the first step."""
         of = [[self.state.get(p, {}).get("master_param") for p in group["params"]] for group in self.param_groups]
         return [{"params": masters} for masters in of]
 
@@ -172,7 +173,7 @@ def _unscaled(grads: list[Tensor], grad_scale: Tensor | None, found_inf: Tensor 
     if grad_scale is None and found_inf is None:
         return grads
     device = grads[0].device
-    # One buffer for all, so that one operation zeroes them.
+    # One buffer for all flags, so that one operation zeroes them.
     flat = torch.empty(sum(grad.numel() for grad in grads), dtype=wide(grads[0].dtype), device=device)
     new = [part.view(grad.shape) for part, grad in zip(flat.split([g.numel() for g in grads]), grads, strict=True)]
     multi_tensor.multi_tensor_scale(

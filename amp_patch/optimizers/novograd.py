@@ -73,7 +73,7 @@ def norms_of(tensors: Tensors, norm_type: int) -> Tensor:
     """The norm of each: shape [len(tensors)], FP32 (FP64 for float64), all on one device."""
     if norm_type == 2:
         return multi_tensor.multi_tensor_l2norm(tensors, per_tensor=True)[1]
-    # torch refuses the largest element of an empty tensor: a zero stands for that.
+    # torch.amax raises on an empty tensor: a zero takes the place of its norm.
     some = [t if t.numel() else t.new_zeros(1) for t in tensors]
     return torch.stack([norm.to(wide(norm.dtype)) for norm in torch._foreach_norm(some, math.inf)])
 
@@ -148,7 +148,7 @@ class FusedNovoGrad(FusedOptimizer):
 
     def _update(self, work: list[tuple[Group, list[list[Tensor]]]]) -> None:
         for group, _ in work:
-            self._norms(group)  # of all groups before the first write: it may raise
+            self._norms(group)  # `_norms` may raise: before the first write of any group
         for group, batches in work:
             step = count(group)
             slots = {id(p): slot for p, slot in zip(group["params"], self._norms(group).unbind(), strict=True)}
@@ -158,7 +158,7 @@ class FusedNovoGrad(FusedOptimizer):
                 now = norms_of(grads, norm_type)
                 before = torch.stack(mine).to(now)
                 if not group["init_zero"]:
-                    # A parameter without state has no running norm yet: it takes this one. Known without a sync.
+                    # A parameter without state has no running norm yet: this step's norm becomes it, without a sync.
                     first = [not self.state[p] for p in params]
                     if any(first):
                         pairs = zip(first, now.unbind(), before.unbind(), strict=True)
@@ -205,7 +205,7 @@ class FusedNovoGrad(FusedOptimizer):
         if (len(halves), len(others)) == (low.numel(), full.numel()):
             return halves + others
         if not (low.numel() and full.numel()) and low.numel() + full.numel() == len(stepped):
-            return [i for i, _ in stepped]  # all were of one type when they were stored: in the group's order
+            return [i for i, _ in stepped]  # all parameters had one type when the norms were stored: the group's order
         raise RuntimeError(
             f"FusedNovoGrad.step: group['exp_avg_sq'] has {low.numel()} norms of low-precision and {full.numel()} of "
             f"other parameters, the group has {len(halves)} and {len(others)} that have stepped: load the checkpoint "

@@ -49,7 +49,7 @@ def set_data(param: Tensor, data: Tensor) -> None:
     for register, hooks in found:
         node = _node(param)
         getattr(node, register)((_Before if register == "register_prehook" else _After)(hooks))
-        hooks.amp_node = node  # autograd holds the node weakly; so it lives as long as the old one, which holds `hooks`
+        hooks.amp_node = node  # autograd holds nodes weakly: `hooks`, which the old node holds, keeps `node`
 
 
 def _node(param: Tensor) -> Any:
@@ -62,7 +62,7 @@ def _hooks(param: Tensor) -> list[tuple[str, Any]]:
     node = _node(param)
     found = []
     for register in _KINDS:
-        probe = getattr(node, register)(lambda *_: None)  # a handle tells of the node's one dictionary of this kind
+        probe = getattr(node, register)(lambda *_: None)  # the handle refers to the node's one dictionary of a kind
         hooks = probe.hooks_dict_ref()
         probe.remove()
         values = list(hooks.values())

@@ -22,6 +22,6 @@ def asks_first(function: Callable[..., Any], kind: type, prepare: Callable[[list
         try:
             return function(*args, **kwargs)
         finally:
-            held.clear()  # a traceback may keep this frame
+            held.clear()  # a traceback that keeps this frame would keep the object alive
 
     return asking

@@ -29,7 +29,7 @@ class _Held(functools.partial[Any]):
     """A bound `__exit__`, held by the `with` statement alone. A partial, since its calls have no frame of their own."""
 
     @property
-    def __func__(self) -> Any:  # torch.compile asks for it, as of any bound method
+    def __func__(self) -> Any:  # Dynamo reads `__func__` of bound methods
         return self.func
 
 
@@ -42,12 +42,12 @@ _fetched = _Fetched()
 
 
 class _Exit:
-    # As which it passes: from torch 2.15 on Dynamo enters an object only where the class's `__exit__` is a function.
+    # A function by `isinstance`: from torch 2.15 on Dynamo enters an object only where the class's `__exit__` is one.
     __class__ = property(lambda _: types.FunctionType)
 
     def __get__(self, block: Any, owner: Any = None) -> Any:
         if block is None:
-            return owner.leave_block  # contextlib.ExitStack binds it by itself
+            return owner.leave_block  # contextlib.ExitStack reads `__exit__` of the class, and binds it
         held = _Held(type(block).leave_block, block)
         _fetched.newest = weakref.ref(held)
         return held
@@ -57,11 +57,11 @@ class Block:
     """The base of context managers. The first subclass writes its `__exit__` as ever; it becomes `leave_block`."""
 
     __exit__: Any = _Exit()
-    leave_block: Any = None  # what that class wrote
+    leave_block: Any = None  # the `__exit__` that the first subclass defines
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # A user's subclass with another one keeps that, and may call its parent's.
+        # A user's subclass keeps an `__exit__` of its own, which may call `super().__exit__`.
         if cls.leave_block is None and "__exit__" in vars(cls):
             cls.leave_block = vars(cls)["__exit__"]
             del cls.__exit__
@@ -124,7 +124,8 @@ def without_grad(function: Callable[P, Result]) -> Callable[P, Result]:
 def saving_through(pack: Callable[[Any], Any], unpack: Callable[[Any], Any], call: Callable[[], Result]) -> Result:
     """`call()` as inside of `torch.autograd.graph.saved_tensors_hooks(pack, unpack)`."""
     try:
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)  # looked up now: a recording may count
+        # Not bound at import, as `_pop_hooks` is: a recording may replace this one, to count.
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
         return call()
     finally:
         _pop_hooks()

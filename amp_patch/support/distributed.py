@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 FoundInf = dict[torch.device, Tensor]
 
+_PLAIN = {Tensor, nn.Parameter}  # the types that no DTensor has
+
 # ---------------------------------------------------------------------------------------------------------------------
 # DTensors.
 
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether `tensor` is one process's part of a larger one."""
-    if type(tensor) is Tensor or type(tensor) is nn.Parameter:
+    if type(tensor) in _PLAIN:
         return False
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return dtensor is not None and isinstance(tensor, dtensor)
@@ -29,7 +31,7 @@ def local(tensor: Tensor) -> Tensor:
         return tensor
     with torch.no_grad():
         part: Any = tensor.to_local()  # type: ignore[attr-defined]
-    return part.wait() if hasattr(part, "wait") else part  # a collective that made it may be under way
+    return part.wait() if hasattr(part, "wait") else part  # AsyncCollectiveTensor: the collective may be running
 
 
 def refuse(model: nn.Module, caller: str) -> None:
@@ -52,6 +54,9 @@ def agree(found: FoundInf, params: Iterable[Tensor]) -> FoundInf:
     Returns:
         The same, equal on all processes. `found` itself where nothing is sharded.
     """
+    params = list(params)
+    if set(map(type, params)) <= _PLAIN:
+        return found
     meshes = dict.fromkeys(param.device_mesh for param in params if is_dtensor(param))  # type: ignore[attr-defined]
     if not meshes:
         return found
@@ -61,7 +66,7 @@ def agree(found: FoundInf, params: Iterable[Tensor]) -> FoundInf:
         overall = torch.maximum(overall, flag.to(device).reshape(()))
     groups = {id(group): (group, mesh.device_type) for mesh in meshes for group in mesh.get_all_groups()}
     for group, kind in groups.values():
-        # Gradients that are offloaded to the CPU are reduced where their mesh is.
+        # Flags of gradients that are offloaded to the CPU are reduced on their mesh's devices.
         flag = overall if device.type == kind else overall.to(kind)
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)
         overall = flag.to(device)

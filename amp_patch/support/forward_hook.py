@@ -30,6 +30,8 @@ class ForwardHook:
 
 
 class NoHook:
+    """The hook that a pickled or copied model has in the place of ours: does nothing."""
+
     def __call__(self, module: Any, args: Any, kwargs: Any) -> None:
         pass
 

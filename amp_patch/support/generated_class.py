@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from torch import nn
 
-# (mixin, base, key) -> class. Values are weak: a class lives as long as an instance of it.
+# (mixin, base, key) -> class. Values are weak: a generated class lives as long as an instance.
 _classes: WeakValueDictionary[tuple[type, type, tuple[str, ...]], type] = WeakValueDictionary()
 
 
@@ -39,7 +39,7 @@ class Generated:
         return (_rebuild, rebuild, *rest)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # The base's is not called: where it keeps a registry of subclasses, that is for the user's own.
+        # `super().__init_subclass__` is not called: a base's registry of subclasses is for the user's own.
         pass
 
     @classmethod
@@ -57,11 +57,12 @@ class _MixinFirst(type):
     """
 
     def mro(cls) -> list[type]:
-        if "_amp_base" not in vars(cls):  # a subclass of a generated class: fully_shard and parametrizations make some
+        """The generated class, the mixin's, then the base's."""
+        if "_amp_base" not in vars(cls):  # a subclass that fully_shard or a parametrization made of a generated class
             return super().mro()
         bases: Any = cls.__bases__
         base, mixin = bases
-        return [cls, *mixin.__mro__[:-1], *base.__mro__]  # `object` once
+        return [cls, *mixin.__mro__[:-1], *base.__mro__]  # without the mixin's `object`
 
 
 def _new_class(base: type, mixin: type[Generated], names: dict[str, Any]) -> type:

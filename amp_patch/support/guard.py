@@ -18,7 +18,7 @@ from contextlib import suppress
 
 _VARIABLE = "AMP_PATCH_GUARD"
 _RELEASED = "released"
-_SECONDS = 2.0  # that processes have to end by themselves, and again after they are killed
+_SECONDS = 2.0  # between SIGTERM and SIGKILL, and after SIGKILL
 _POLL = 0.02
 
 
@@ -35,7 +35,8 @@ class Guard:
         self._process: subprocess.Popen[bytes] | None = None
         if os.name != "posix":
             return
-        # A scheduler sends its signals to the guard too, which inherits what is blocked. The pipe tells it of the end.
+        # A scheduler signals the guard too, which must outlive this process: the guard inherits the blocked signals,
+        # and ends when the pipe does.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
         try:
             self._process = subprocess.Popen(
@@ -43,7 +44,8 @@ class Guard:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={name: value for name, value in os.environ.items() if name != _VARIABLE},  # no other guard ends it
+                # Without the mark of an outer guard, which would end this one.
+                env={name: value for name, value in os.environ.items() if name != _VARIABLE},
                 start_new_session=True,
             )
         finally:
@@ -72,7 +74,7 @@ class Guard:
 
     def _say(self, word: str) -> None:
         if self._process is not None and self._process.stdin is not None and not self._process.stdin.closed:
-            with suppress(OSError):  # somebody has killed it
+            with suppress(OSError):  # the guard was killed: a broken pipe
                 self._process.stdin.write(f"{word}\n".encode())
                 self._process.stdin.flush()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 Then = Callable[[types.ModuleType], object]
 
-_waiting: dict[str, list[Then]] = {}  # name of a module that is not imported -> what is to be called once it is
+_waiting: dict[str, list[Then]] = {}  # name of a module that is not imported yet -> callbacks
 
 
 def when_imported(name: str, then: Then) -> None:
@@ -33,6 +33,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     """Has the loaders of awaited modules tell when their code has run. Whoever only asks for a spec ends no wait."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        """The other finders' spec of an awaited module, with a loader that calls back; None for other modules."""
         if name not in _waiting:
             return None
         others = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)

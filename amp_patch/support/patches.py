@@ -130,7 +130,7 @@ class Installation:
     def add(self, change: Callable[[Patches], Any]) -> None:
         """Call `change(patches)`, which replaces things. If it raises, all of this installation is undone."""
         with self.lock:
-            _in_force[self] = None  # first: after an interrupt in here, `restore` undoes what there is
+            _in_force[self] = None  # before `change`: `restore` must find what an interrupted `change` did
             try:
                 change(self.patches)
                 self.installed = True
@@ -148,7 +148,7 @@ class Installation:
                 _in_force.pop(self, None)
 
 
-_in_force: dict[Installation, None] = {}  # in the order in which they were begun
+_in_force: dict[Installation, None] = {}  # in the order of `add`
 
 
 def installations() -> list[Installation]:
@@ -181,7 +181,7 @@ class Attempts:
 def _own_slot(owner: Any, name: str) -> Any:
     try:
         slots = vars(owner)
-    except TypeError:  # no __dict__: slots of an instance, where getattr is the only way to look
+    except TypeError:  # no `__dict__`: an instance with slots
         return getattr(owner, name, _MISSING)
     if name not in slots and not isinstance(owner, type) and hasattr(getattr(type(owner), name, None), "__set__"):
         # A property or a slot of an instance: set and restored through its descriptor.

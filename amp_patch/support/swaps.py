@@ -1,4 +1,4 @@
-"""`torch.utils.swap_tensors`, which refuses a tensor that anybody holds weakly: what holds one here lets go meanwhile.
+"""`torch.utils.swap_tensors` refuses a tensor with weak references: holders of such references release them meanwhile.
 
 torch calls it in `module.to(...)` and `load_state_dict`, for each parameter, where a script has set
 `torch.__future__.set_swap_module_params_on_conversion(True)`. A tensor stays the same object, and gets another content.
@@ -16,21 +16,21 @@ from amp_patch.support.compiled import wraps
 from amp_patch.support.patches import Installation, Patches
 
 Again = Callable[[], Any]
-# Lets go of a tensor, and returns what takes hold of it again; None where it holds none, or need not again.
+# Releases its weak references to a tensor; returns a function that makes them again, or None.
 Holder = Callable[[Tensor], Again | None]
 
 _holders: list[Holder] = []
 _installation = Installation()
 
 
-def let_go_in_swaps(holder: Holder) -> Holder:
+def release_in_swaps(holder: Holder) -> Holder:
     """Decorates a function that is called before each swap, for both tensors, once `install` was."""
     _holders.append(holder)
     return holder
 
 
 def install() -> None:
-    """Let holders let go; idempotent."""
+    """Patch `torch.utils.swap_tensors` to call the holders; idempotent."""
     _installation.install(_replace)
 
 

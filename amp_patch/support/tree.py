@@ -51,13 +51,18 @@ def cast_floats(value: Any, dtype: torch.dtype, only: Iterable[torch.dtype] | No
     `object.to(dtype)`, as in Apex; where that raises TypeError the object is left as it is.
     """
     wanted = None if only is None else frozenset(only)
+    if isinstance(value, Tensor):  # the common case: no walk
+        found = value.dtype
+        if found is dtype or not found.is_floating_point or (wanted is not None and found not in wanted):
+            return value
+        return value.to(dtype)
     done: dict[int, Tensor] = {}  # keyed by id: `value` keeps the tensors alive meanwhile
 
     def cast(tensor: Tensor) -> Tensor:
         found = tensor.dtype
         if found is dtype or not found.is_floating_point or (wanted is not None and found not in wanted):
             return tensor
-        if is_dynamo_compiling():  # an id is a guard on that very tensor, which is another one next time
+        if is_dynamo_compiling():  # `id` would guard on this very tensor object
             return tensor.to(dtype)
         if id(tensor) not in done:
             done[id(tensor)] = tensor.to(dtype)
@@ -68,7 +73,7 @@ def cast_floats(value: Any, dtype: torch.dtype, only: Iterable[torch.dtype] | No
             return other
         try:
             return other.to(dtype)
-        except TypeError:  # its `.to` means something else, for instance a device only
+        except TypeError:  # `.to` takes something else, for instance a device only
             return other
 
     return _map(value, cast, convert)
@@ -77,17 +82,16 @@ def cast_floats(value: Any, dtype: torch.dtype, only: Iterable[torch.dtype] | No
 def _map(value: Any, fn: TensorFn, other: ObjectFn) -> Any:
     if isinstance(value, Tensor):
         return fn(value)
-    if isinstance(value, tuple):
-        return _tuple(value, fn, other)
-    if isinstance(value, list):
-        items = [_map(item, fn, other) for item in value]
-        if _same(items, value):
+    if isinstance(value, (tuple, list)):
+        if isinstance(value, PackedSequence):
+            data = _map(value.data, fn, other)
+            return value if data is value.data else value._replace(data=data)
+        items = []
+        for item in value:
+            items.append(_map(item, fn, other))
+        if _same(items, value) if is_dynamo_compiling() else all(map(is_, items, value)):
             return value
-        if type(value) is list:
-            return items
-        clone = copy.copy(value)
-        clone[:] = items
-        return clone
+        return _sequence(value, items)
     if isinstance(value, dict):
         return _dict(value, fn, other)
     if isinstance(value, UserDict):
@@ -103,27 +107,28 @@ def _map(value: Any, fn: TensorFn, other: ObjectFn) -> Any:
 
 
 def _same(items: Iterable[Any], originals: Iterable[Any]) -> bool:
-    return all(map(_is_same if is_dynamo_compiling() else is_, items, originals))
+    # torch.compile has no identity of tuples; that of torch 2.6 compares the items of lists, tensors, by `!=`.
+    return all(map(_is_same, items, originals))
 
 
 def _is_same(item: Any, original: Any) -> bool:
-    # torch.compile has no identity of tuples; that of torch 2.6 compares the items of lists, tensors, by `!=`.
     return _same(item, original) if isinstance(original, (tuple, list)) else item is original
 
 
-def _tuple(value: Any, fn: TensorFn, other: ObjectFn) -> Any:
+def _sequence(value: Any, items: list[Any]) -> Any:
+    """`items` in a tuple or list of the type of `value`."""
     cls: Any = type(value)
-    if isinstance(value, PackedSequence):
-        data = _map(value.data, fn, other)
-        return value if data is value.data else value._replace(data=data)
-    items = [_map(item, fn, other) for item in value]
-    if _same(items, value):
-        return value
+    if cls is list:
+        return items
     if cls is tuple:
         return tuple(items)
+    if isinstance(value, list):
+        clone = copy.copy(value)
+        clone[:] = items
+        return clone
     if hasattr(cls, "n_sequence_fields"):  # torch.return_types: built by their own constructor only
         return cls(items)
-    clone = tuple.__new__(cls, items)  # the constructor of a subclass may take anything
+    clone = tuple.__new__(cls, items)  # a subclass's constructor may take other arguments
     if hasattr(value, "__dict__"):
         vars(clone).update(vars(value))
     return clone
@@ -144,7 +149,7 @@ def _dict(value: dict[Any, Any], fn: TensorFn, other: ObjectFn) -> Any:
             result[key] = new
     if dataclasses.is_dataclass(value):
         # A dict that is a dataclass too (the output classes of transformers) holds each value twice, as item and as
-        # field; most keep the two equal by themselves.
+        # field. Most classes keep the two equal; for others the field is set here.
         aliases = {id(item): result[key] for key, item in items}
         for field in dataclasses.fields(value):
             item = getattr(value, field.name, None)
@@ -157,11 +162,11 @@ def _fields(value: Any, result: Any, fn: TensorFn, other: ObjectFn) -> Any:
     for field in dataclasses.fields(value):
         try:
             item = getattr(value, field.name)
-        except AttributeError:  # init=False and not set yet
+        except AttributeError:  # a field with init=False that is not set yet
             continue
         new = _map(item, fn, other)
         if new is not item:
             if result is value:
                 result = copy.copy(value)
-            object.__setattr__(result, field.name, new)  # frozen ones too
+            object.__setattr__(result, field.name, new)  # `object.__setattr__` works on frozen dataclasses too
     return result

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
-from amp_patch.casts import regions
 from amp_patch.model import state as model_state
-from amp_patch.support import blocks, compiled
+from amp_patch.support import compiled
 from amp_patch.training.innermost_optimizer import as_list, innermost
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.optimizer import take_thawed
@@ -20,7 +19,6 @@ from amp_patch.training.two_passes import enter_wrappers
 
 
 @compiled.eager_only
-@blocks.block
 def scale_loss(
     loss: Tensor,
     optimizers: Any,
@@ -28,7 +26,7 @@ def scale_loss(
     model: nn.Module | None = None,
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
-) -> Generator[Tensor, None, None]:
+) -> AbstractContextManager[Tensor]:
     """Scale the loss for backward, and leave unscaled FP32 gradients for the optimizers.
 
     ::
@@ -55,8 +53,9 @@ def scale_loss(
         delay_overflow_check: unscale, but leave moving the scale to a later exit of this `loss_id`. The optimizer
             skips all the same if it overflowed.
 
-    Yields:
-        The loss times the scale, FP32 (FP64 for an FP64 loss); `loss` itself where the level does not scale.
+    Returns:
+        A context manager that gives the loss times the scale, FP32 (FP64 for an FP64 loss); `loss` itself where the
+        level does not scale.
 
     Raises:
         RuntimeError: an optimizer that `initialize` never saw; or, from `optimizer.step()` in the body, that it belongs
@@ -66,32 +65,28 @@ def scale_loss(
     An exception in the body leaves no scaled gradient, and scale and earlier gradients as they were. What may clear
     gradients inside the body is `zero_grad()` of the optimizer or of the model given to `initialize`.
     """
-    targets = [target for target in targets_of(optimizers) if known_stash(target).enabled]
+    targets, stashes = [], []
+    for target in targets_of(optimizers):
+        stash = known_stash(target)
+        if stash.enabled:
+            targets.append(target)
+            stashes.append(stash)
     if not targets:
-        yield loss
-        return
-    scaler = _checked_scaler(loss, targets, loss_id)
-    for target in targets:
-        take_thawed(target, known_stash(target))
-    alone = len(targets) == 1 and known_stash(targets[0]).neighbours.owns_all
-    with (ScaledBackward if alone else SharedBackward)(targets, scaler) as backward:
-        with regions.everywhere(known_stash(targets[0]).policy):
-            yield backward.scaled(loss)
-        delay_unscale = backward.must_delay() or delay_unscale
-        if delay_unscale:
-            backward.delay()
-        else:
-            backward.finish()
-    if not (delay_unscale or delay_overflow_check):
-        scaler.update()
+        return nullcontext(loss)
+    scaler = _checked_scaler(loss, stashes, loss_id)
+    for target, stash in zip(targets, stashes, strict=True):
+        take_thawed(target, stash)
+    alone = len(targets) == 1 and stashes[0].neighbours.owns_all
+    return (ScaledBackward if alone else SharedBackward)(
+        loss, targets, stashes, scaler, delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check
+    )
 
 
-def _checked_scaler(loss: Any, targets: list[Any], loss_id: int) -> LossScaler:
+def _checked_scaler(loss: Any, stashes: list[Stash], loss_id: int) -> LossScaler:
     """The scaler of `loss`, on its device; raises where `scale_loss` cannot go on with these arguments."""
     if not isinstance(loss, Tensor) or not loss.is_floating_point():
         came = f"a tensor of {loss.dtype}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise TypeError(f"scale_loss: loss is {came}; wanted a floating-point tensor")
-    stashes = [known_stash(target) for target in targets]
     model_state.refuse_sharded_since((ref() for stash in stashes for ref in stash.neighbours.models), "scale_loss")
     return scaler_of(stashes[0], loss_id).to(loss.device)
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from amp_patch.casts import regions
 from amp_patch.masters import gradients
-from amp_patch.masters.of_optimizer import Pair
+from amp_patch.masters.of_optimizer import Pairs
 from amp_patch.model import forward as model_forward
 from amp_patch.model import fsdp
 from amp_patch.multi_tensor.bulk import drop_gradients, with_gradient
@@ -20,49 +21,77 @@ from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.blocks import Block, when_left
 from amp_patch.training import observers
 from amp_patch.training.loss_scaler import LossScaler
-from amp_patch.training.stash import BackwardState, Pending, Stash, known_stash
+from amp_patch.training.stash import BackwardState, Pending, Stash
 from amp_patch.training.unscale import unscale
 
 
 class ScaledBackward(Block):
-    """The stages of one `scale_loss`: in its `with` block `scaled`, the body, then `delay` or `finish`.
+    """What `scale_loss` returns: a context manager whose body runs the backward pass.
 
     Nothing here syncs with the device. An exception anywhere in the block, also at the entry of `__exit__`, abandons
     what the body did.
 
     Args:
+        loss: floating, any shape.
         optimizers: those that take part, each once.
-        scaler: of the loss.
+        stashes: theirs.
+        scaler: of the loss, on its device.
+        delay_unscale, delay_overflow_check: as of `scale_loss`.
 
     Attributes:
         now: how this body scales its gradients; an inner body may move the scaler before this one ends.
         checking: False where the loss is not multiplied and gradients are not checked either.
         models: the models whose `zero_grad()` must drop what `begin` took away; each with how often it was called.
-        had_grad: ids of the parameters that had a gradient when the body began; None before that.
         begun: whether there is something to close.
         done: whether `delay`, `finish` or `abandon` has dealt with the gradients of the body.
         failed: whether an exception has ended the body.
     """
 
-    def __init__(self, optimizers: list[Any], scaler: LossScaler) -> None:
-        self.optimizers = optimizers
-        self.stashes = [known_stash(optimizer) for optimizer in optimizers]
-        self.scaler = scaler
+    def __init__(
+        self,
+        loss: Tensor,
+        optimizers: list[Any],
+        stashes: list[Stash],
+        scaler: LossScaler,
+        *,
+        delay_unscale: bool = False,
+        delay_overflow_check: bool = False,
+    ) -> None:
+        self.loss, self.optimizers, self.stashes, self.scaler = loss, optimizers, stashes, scaler
+        self.delay_unscale, self.delay_overflow_check = delay_unscale, delay_overflow_check
         self.now = Pending(scaler)
         self.scale, self.checking = self.now.scale, self.now.checking
         self.models: dict[int, tuple[nn.Module, int]] = {}
-        self.had_grad: set[int] | None = None
         self.begun = self.done = self.failed = False
+        self._had_grad: tuple[list[Tensor], Sequence[int]] | None = None  # parameters, and which had one at the start
         self._announced = False  # whether observers wait for `body_ends`
+        self._casts: regions.region | None = None
         self._exit_watch: Any = None
 
-    def __enter__(self) -> ScaledBackward:
+    def __enter__(self) -> Tensor:
         self._exit_watch = when_left(self, lambda _: self.close())
         self.begin()
-        return self
+        self._casts = regions.process_wide_region(self.stashes[0].policy)
+        self._casts.__enter__()
+        loss, self.loss = self.loss, None  # type: ignore[assignment]  # whose graph is the user's to keep
+        observers.tell("loss_scaled", self, loss)
+        if self.now.scaling:
+            return self.scaler.scale(loss)
+        return loss.float() if loss.dtype in LOW_PRECISION else loss
 
-    def __exit__(self, *raised: Any) -> None:
-        self.close()
+    def __exit__(self, raised: Any = None, *_: Any) -> None:
+        try:
+            self._leave_casts()
+            if raised is None:
+                self.delay_unscale = self.must_delay() or self.delay_unscale
+                if self.delay_unscale:
+                    self.delay()
+                else:
+                    self.finish()
+        finally:
+            self.close()
+        if raised is None and not (self.delay_unscale or self.delay_overflow_check):
+            self.scaler.update()
 
     def begin(self) -> None:
         """Leave on the model only gradients that this backward may be added to.
@@ -85,28 +114,30 @@ class ScaledBackward(Block):
             stash.masters.drop_stepped_grads()
             own.strays.clear()
             stash.bodies += 1
+        self._make_room()
+        params = self.params()
+        self._had_grad = params, with_gradient(params)
+
+    def _make_room(self) -> None:
         accumulating = []
         for stash, pairs, new in self.parts():
             if stash.pending is None:
-                drop_gradients([param for param, master in new if param is not master])
-                if not stash.masters.waiting and not with_gradient([master for _, master in pairs]):
+                drop_gradients(new.low)
+                if not stash.masters.waiting and not with_gradient(pairs.masters):
                     stash.clear_found()
                 elif self.checking:
                     accumulating.append((stash, new))
                 continue
-            stash.forget_cleared(pairs)
+            stash.forget_cleared(pairs.pairs)
             if not stash.pending.has_scale_of(self.scaler):
-                gradients.rescale(new, (self.scale.double() / stash.pending.scale.double()).float())
+                gradients.rescale(new.distinct, (self.scale.double() / stash.pending.scale.double()).float())
                 stash.pending = self.now
         for stash, new in accumulating:  # after all stashes were asked above: they may share parameters
-            for param, master in new:
+            for param, master in new.distinct:
                 if param is master and (earlier := gradients.take(param)) is not None:
                     stash.backward.earlier[id(param)] = earlier
-        for stash in self.stashes:
             if stash.backward.earlier:
                 self.note_models(stash)
-        params = self.params()
-        self.had_grad = {id(params[index]) for index in with_gradient(params)}
 
     def prepare(self) -> None:
         """Raise where gradients of two bodies, or of two scales, would be added up; nothing has changed yet."""
@@ -131,28 +162,25 @@ class ScaledBackward(Block):
     def release_other_gradients(self) -> None:
         """Undo `claim_other_gradients`, at the end of the body."""
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """What the body runs backward on: the loss times the scale, FP32 (FP64 for an FP64 loss)."""
-        observers.tell("loss_scaled", self, loss)
-        if self.now.scaling:
-            return self.scaler.scale(loss)
-        return loss.float() if loss.dtype in LOW_PRECISION else loss
-
     def must_delay(self) -> bool:
         """Whether only a later backward can bring all gradients: FSDP modules hold some back, or DDP reduces none yet.
 
         DDP does not under its `no_sync()`.
         """
-        around = [stash.neighbours for stash in self.stashes]
-        models = [model for each in around for ref in each.models if (model := ref()) is not None]
-        self.now.local = any(map(model_forward.gradients_stay_local, models))
-        sharded = [module for each in around for ref in each.sharded if (module := ref()) is not None]
-        self.now.held_back = self.now.scaling and bool(sharded) and fsdp.hold_gradients_back(sharded)
-        return self.now.local or self.now.held_back
+        now = self.now
+        for stash in self.stashes:
+            around = stash.neighbours
+            for ref in around.models:
+                now.local = now.local or ((model := ref()) is not None and model_forward.gradients_stay_local(model))
+            if around.sharded and now.scaling:
+                sharded = [module for ref in around.sharded if (module := ref()) is not None]
+                now.held_back = now.held_back or fsdp.hold_gradients_back(sharded)
+        return now.local or now.held_back
 
     def delay(self) -> None:
         """Leave the gradients scaled where they are and note how; add to them, scaled, what `begin` has taken."""
-        self.forget_cleared()
+        if self.models:
+            self.forget_cleared()
         for stash, param, earlier in self._taken():
             stash.backward.earlier[id(param)] = gradients.put_back_scaled(param, earlier, self.scale)
         for stash in self.stashes:
@@ -161,7 +189,8 @@ class ScaledBackward(Block):
 
     def finish(self) -> None:
         """Unscale the gradients into the masters', add the earlier ones, and record overflow on the device."""
-        self.forget_cleared()
+        if self.models:
+            self.forget_cleared()
         unscale(self.optimizers, self.scaler, self.now.inverse())
         self.done = True
 
@@ -172,11 +201,12 @@ class ScaledBackward(Block):
         rest of a delayed iteration stay, with whatever backward added before it failed. All others are dropped.
         """
         self.failed = True
-        self.forget_cleared()
-        for _, _, new in self.parts():
-            for param, _ in new:
-                if self.had_grad is not None and id(param) not in self.had_grad:
-                    param.grad = None
+        if self.models:
+            self.forget_cleared()
+        if self._had_grad is not None:
+            params, indices = self._had_grad
+            for index in set(range(len(params))).difference(indices):
+                params[index].grad = None
         for stash, param, earlier in self._taken():
             gradients.put_back(param, earlier)
             del stash.backward.earlier[id(param)]
@@ -193,7 +223,13 @@ class ScaledBackward(Block):
                 self._announced = self.begun
                 observers.tell("body_ends", self)
 
+    def _leave_casts(self) -> None:
+        if self._casts is not None:
+            self._casts.__exit__(None, None, None)
+            self._casts = None
+
     def _close(self) -> None:
+        self._leave_casts()
         if not self.begun:
             return
         if not self.done:
@@ -215,8 +251,6 @@ class ScaledBackward(Block):
 
     def forget_cleared(self) -> None:
         """Drop what was taken off the parameters of models whose `zero_grad()` the body has called, as that would."""
-        if not self.models:
-            return
         cleared = (model for model, before in self.models.values() if model_forward.times_cleared(model) != before)
         if gone := {id(param) for model in cleared for param in model.parameters()}:
             self.forget_taken(gone)
@@ -234,14 +268,14 @@ class ScaledBackward(Block):
         return [
             (stash, param, stash.backward.earlier[id(param)])
             for stash, _, new in self.parts()
-            for param, _ in new
+            for param, _ in new.distinct
             if stash.pending is None and id(param) in stash.backward.earlier
         ]
 
-    def parts(self) -> list[tuple[Stash, Sequence[Pair], Sequence[Pair]]]:
+    def parts(self) -> list[tuple[Stash, Pairs, Pairs]]:
         """Per optimizer its stash, its pairs, and those of them that no optimizer before it holds."""
         known = self.stashes[0].masters.of_groups(self.optimizers[0].param_groups)
-        return [(self.stashes[0], known.pairs, known.distinct)]
+        return [(self.stashes[0], known, known)]
 
     def params(self) -> list[Tensor]:
         """The parameters of these optimizers, each once."""

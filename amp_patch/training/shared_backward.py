@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from amp_patch.masters import gradients
 from amp_patch.masters.master import own_grad
-from amp_patch.masters.of_optimizer import Pair
+from amp_patch.masters.of_optimizer import Pairs
 from amp_patch.multi_tensor.bulk import drop_gradients, with_gradient
 from amp_patch.support import distributed
-from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.scaled_backward import ScaledBackward
 from amp_patch.training.stash import Stash, distinct_pairs, known_stash, sharing, siblings, stash_of
 from amp_patch.training.unscale import unscale_pending
@@ -43,8 +41,8 @@ class SharedBackward(ScaledBackward):
         siblings: the training's other optimizers.
     """
 
-    def __init__(self, optimizers: list[Any], scaler: LossScaler) -> None:
-        super().__init__(optimizers, scaler)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.bystanders: list[_Bystander] = []
         self.siblings: list[Any] = []
 
@@ -162,15 +160,17 @@ class SharedBackward(ScaledBackward):
         super().forget_taken(params)
         self.bystanders = [b._replace(earlier=None) if id(b.param) in params else b for b in self.bystanders]
 
-    def parts(self) -> list[tuple[Stash, Sequence[Pair], Sequence[Pair]]]:
+    def parts(self) -> list[tuple[Stash, Pairs, Pairs]]:
         """Optimizers whose gradients wait, scaled, come first, so that what they share with others is theirs."""
-        parts: list[tuple[Stash, Sequence[Pair], Sequence[Pair]]] = []
+        if len(self.optimizers) == 1:
+            return super().parts()
+        parts: list[tuple[Stash, Pairs, Pairs]] = []
         seen: set[int] = set()
         both = zip(self.optimizers, self.stashes, strict=True)
         for optimizer, stash in sorted(both, key=lambda both: both[1].pending is None):
-            pairs = stash.masters.pairs(optimizer.param_groups)
-            parts.append((stash, pairs, [pair for pair in pairs if id(pair[0]) not in seen]))
-            seen.update(id(param) for param, _ in pairs)
+            known = stash.masters.of_groups(optimizer.param_groups)
+            parts.append((stash, known, Pairs([pair for pair in known.pairs if id(pair[0]) not in seen])))
+            seen.update(id(param) for param, _ in known.pairs)
         return parts
 
     def params(self) -> list[Tensor]:

@@ -267,7 +267,7 @@ def _widen(models: list[nn.Module], kept: list[nn.Module], policy: Policy) -> se
     return {id(param) for param in widened}
 
 
-def leave_alone(dialect: Dialect, targets: list[Any]) -> None:
+def mark_disabled(dialect: Dialect, targets: list[Any]) -> None:
     """Give these optimizers a stash that is not enabled, by which `scale_loss` knows that it does nothing for them."""
     for target in targets:
         if stash_of(target) is None:

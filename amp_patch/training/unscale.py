@@ -18,6 +18,8 @@ from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.stash import Stash, distinct_pairs, known_stash, sharing, siblings, stash_of
 
+Links = Sequence[tuple[Tensor, Tensor]]  # (param, master)
+
 
 def first_gradient(optimizer: Any) -> Tensor | None:
     """The first gradient that the optimizer would step with, or the parameter's where a master has none yet."""
@@ -28,8 +30,12 @@ def first_gradient(optimizer: Any) -> Tensor | None:
     waiting = stash.masters.waiting
     if waiting and (grad := waiting.first()) is not None:
         return grad
-    for param, master in stash.masters.pairs(groups):
-        if has_gradient(master):
+    return _first_of(stash.masters.pairs(groups))
+
+
+def _first_of(pairs: Links) -> Tensor | None:
+    for param, master in pairs:
+        if param is not master and has_gradient(master):
             return master.grad
         if (own := own_grad(param)) is not None:
             return own
@@ -46,13 +52,15 @@ def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Number | Non
         scaler: of the loss.
         inverse: 1 / scale, FP32, shape []; 1.0 where the loss was not multiplied; None: nor is anything checked.
     """
+    stashes = [known_stash(optimizer) for optimizer in optimizers]
     pairs = distinct_pairs(optimizers)
     try:
-        _unscale(optimizers, pairs, scaler, inverse)
+        found = _unscale(optimizers, stashes, pairs, inverse)
+        if inverse is not None:
+            _record(found, optimizers, stashes, pairs, scaler)
     except BaseException:
         drop(pairs)
-        for optimizer in optimizers:
-            stash = known_stash(optimizer)
+        for stash in stashes:
             stash.pending, stash.backward.earlier = None, {}
         raise
 
@@ -63,34 +71,37 @@ def drop(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         param.grad = master.grad = None
 
 
-def _unscale(
-    optimizers: Sequence[Any], pairs: Sequence[tuple[Tensor, Tensor]], scaler: LossScaler, inverse: Number | None
-) -> None:
-    stashes = [known_stash(optimizer) for optimizer in optimizers]
+def _unscale(optimizers: Sequence[Any], stashes: list[Stash], pairs: Links, inverse: Number | None) -> FoundInf:
+    """Bring the gradients of `pairs` to their masters; returns per device whether one was not finite, as `gather`."""
     earlier: dict[int, Earlier] = {}
     for stash in stashes:
         if stash.pending is not None:
             stash.forget_cleared(pairs)
         earlier.update(stash.backward.earlier)
-    found, rest = _leave_in_low_precision(optimizers, pairs, inverse)
-    gathered = gather(rest, inverse, earlier=earlier)
-    _add(found, gathered)
+    found, rest = _leave_in_low_precision(optimizers, stashes, pairs, inverse)
+    if rest:
+        _add(found, gather(rest, inverse, earlier=earlier))
     for optimizer, stash in zip(optimizers, stashes, strict=True):
         stash.pending = None
         stash.backward.earlier.clear()
         stash.gathered = True
         stash.route_grads()
         waiting = stash.masters.waiting
-        first = None if waiting else first_gradient(optimizer)
-        stash.backward.first_unscaled_grad = (
-            waiting.first if waiting else None if first is None else TensorWeakRef(first)
-        )
-    if inverse is None:
-        return
+        if waiting:
+            stash.backward.first_unscaled_grad = waiting.first
+        else:
+            first = _first_of(stash.masters.pairs(optimizer.param_groups))
+            stash.backward.first_unscaled_grad = None if first is None else TensorWeakRef(first)
+    return found
+
+
+def _record(found: FoundInf, optimizers: Sequence[Any], stashes: list[Stash], pairs: Links, scaler: LossScaler) -> None:
+    """Let the next steps of `optimizers`, and the scaler, know on the device what was `found`; no sync."""
     found = distributed.agree(found, [param for param, _ in pairs])
-    overall = torch.zeros_like(scaler.scale_tensor)
-    for found_inf in found.values():
+    overall = torch.zeros_like(scaler.scale_tensor) if len(found) != 1 else next(iter(found.values()))
+    for found_inf in found.values() if len(found) > 1 else ():
         overall = torch.maximum(overall, found_inf.to(overall.device))
+    overall = overall.to(scaler.scale_tensor.device)
     groups = {id(group): group for stash in stashes if (group := stash.neighbours.process_group) is not None}
     for group in groups.values():
         torch.distributed.all_reduce(overall, torch.distributed.ReduceOp.MAX, group=group)
@@ -100,10 +111,9 @@ def _unscale(
         stash.note_found(scaler, overall)
         if stash.two_passes:
             _move_nothing(optimizer, stash)
-    here = set(map(id, stashes))
-    others = {id(other): other for stash in stashes for _, other in sharing(stash) if id(other) not in here}
-    for other in others.values():  # without the flag they would step with shared gradients that have overflowed
-        other.note_found(scaler, overall)
+        for other, its in sharing(stash):  # without the flag it would step with shared gradients that have overflowed
+            if all(other is not one for one in optimizers):
+                its.note_found(scaler, overall)
     scaler.record(overall * (1 - torch.stack(known).amax()) if known else overall)
 
 
@@ -114,8 +124,8 @@ def _add(found: FoundInf, more: FoundInf) -> None:
 
 
 def _leave_in_low_precision(
-    optimizers: Sequence[Any], pairs: Sequence[tuple[Tensor, Tensor]], inverse: Number | None
-) -> tuple[FoundInf, Sequence[tuple[Tensor, Tensor]]]:
+    optimizers: Sequence[Any], stashes: list[Stash], pairs: Links, inverse: Number | None
+) -> tuple[FoundInf, Links]:
     """Let the gradients of parameters with masters wait as they are, where their optimizers can.
 
     Not where somebody will look at the masters' gradients anyway, nor where another optimizer needs them too.
@@ -124,19 +134,14 @@ def _leave_in_low_precision(
         What was found per device, as by `gather`, and the pairs that are still to be gathered.
     """
     found: FoundInf = {}
-    left: list[Any] = []
-    for optimizer in optimizers:
-        stash = known_stash(optimizer)
-        if not stash.unobserved:
+    gone: set[int] = set()
+    for optimizer, stash in zip(optimizers, stashes, strict=True):
+        if stash.masters.waiting is None or not stash.unobserved:
             continue
-        if (of_these := stash.masters.take_half(optimizer.param_groups, inverse)) is None:
-            continue
-        left.append(optimizer)
-        _add(found, of_these)
-    if len(left) == len(optimizers):
-        return found, [pair for pair in pairs if pair[0] is pair[1]]
-    gone = {id(param) for o in left for param in known_stash(o).masters.of_groups(o.param_groups).low}
-    return found, [pair for pair in pairs if id(pair[0]) not in gone]
+        if (of_these := stash.masters.take_half(optimizer.param_groups, inverse)) is not None:
+            _add(found, of_these)
+            gone.update(map(id, stash.masters.of_groups(optimizer.param_groups).low))
+    return found, [pair for pair in pairs if id(pair[0]) not in gone] if gone else pairs
 
 
 @torch.no_grad()

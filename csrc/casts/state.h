@@ -78,14 +78,15 @@ inline Acting acting_of(const py::object& policy) {
 // What a region, or the process default, says.
 struct Followed {
   py::object policy = py::none();
-  py::object aside = py::none();  // what is left of the policy inside a torch.autocast that was entered later
-  Acting acting, aside_acting;    // the plain values of both
-  int depth = 0;                  // in how many torch.autocast regions the thread was when this began
-  int task = -1;                  // in which pass of autograd it was then; -1 for none
+  py::object inside_autocast = py::none();  // what is left of the policy inside a torch.autocast that was entered later
+  Acting acting, inside_autocast_acting;    // the plain values of both
+  int depth = 0;                            // in how many torch.autocast regions the thread was when this began
+  int task = -1;                            // in which pass of autograd it was then; -1 for none
 };
 
-inline Followed follow_policy(const py::object& policy, const py::object& aside, int depth = 0, int task = -1) {
-  return {policy, aside, acting_of(policy), acting_of(aside), depth, task};
+inline Followed follow_policy(const py::object& policy, const py::object& inside_autocast, int depth = 0,
+                              int task = -1) {
+  return {policy, inside_autocast, acting_of(policy), acting_of(inside_autocast), depth, task};
 }
 
 // In how many torch.autocast regions this thread is. Torch tells the number only to one who changes it.
@@ -202,7 +203,7 @@ inline const Acting& acting() {
   const Followed* const here = region_here();
   const Acting& now = here != nullptr ? here->acting : everyones_acting;
   if (!now.on || (here != nullptr ? holds(here->depth, here->task) : holds(0, -1))) return now;
-  return (here != nullptr ? *here : everyone()).aside_acting;
+  return (here != nullptr ? *here : everyone()).inside_autocast_acting;
 }
 
 inline void end_of_thread(PyObject* capsule) {

@@ -288,11 +288,11 @@ void bind_state(py::module_& m) {
   m.def("current", [] {
     const Followed* const here = region_here();
     const Followed& followed = here != nullptr ? *here : everyone();
-    return holds(followed.depth, followed.task) ? followed.policy : followed.aside;
+    return holds(followed.depth, followed.task) ? followed.policy : followed.inside_autocast;
   });
-  m.def("begin", [](bool claims) {
+  m.def("begin", [](bool disables_torch_autocast) {
     // Not const: torch 2.6's raw_repr() is not.
-    c10::DispatchKeySet silenced = claims ? native_on() : c10::DispatchKeySet();
+    c10::DispatchKeySet silenced = disables_torch_autocast ? native_on() : c10::DispatchKeySet();
     for (const auto key : silenced) c10::impl::tls_set_dispatch_key_excluded(key, true);
     return py::make_tuple(native_depth(), torch::autograd::get_current_graph_task_id(), silenced.raw_repr());
   });
@@ -302,8 +302,8 @@ void bind_state(py::module_& m) {
       c10::impl::tls_set_dispatch_key_excluded(key, false);
     }
   });
-  m.def("follow", [](const py::object& policy, const py::object& aside, bool caches, int depth, int task) {
-    Followed followed = follow_policy(policy, aside, depth, task);
+  m.def("follow", [](const py::object& policy, const py::object& inside_autocast, bool caches, int depth, int task) {
+    Followed followed = follow_policy(policy, inside_autocast, depth, task);
     Thread& thread = this_thread != nullptr ? *this_thread : make_thread();
     thread.inside = true;
     thread.caches = caches;
@@ -315,8 +315,8 @@ void bind_state(py::module_& m) {
     const Followed gone = std::exchange(this_thread->followed, {});
     this_thread->clear();
   });
-  m.def("set_default", [](const py::object& policy, const py::object& aside) {
-    Followed followed = follow_policy(policy, aside);
+  m.def("set_default", [](const py::object& policy, const py::object& inside_autocast) {
+    Followed followed = follow_policy(policy, inside_autocast);
     everyones_acting = followed.acting;
     std::swap(everyone(), followed);
   });

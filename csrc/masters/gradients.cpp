@@ -91,6 +91,20 @@ std::vector<Py_ssize_t> with_gradient(const py::list& tensors) {
   return indices;
 }
 
+// The gradients of those parameters that have one; None unless all are dense real values of one device.
+py::object plain_gradients(const py::list& params) {
+  py::list grads;
+  c10::optional<c10::Device> device;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params.ptr()); ++i) {
+    const at::Tensor& grad = grad_of(unpacked(params.ptr(), i));
+    if (!grad.defined()) continue;
+    if (!device.has_value()) device = grad.device();
+    if (!is_plain(grad) || grad.device() != *device || grad.is_complex() || grad.requires_grad()) return py::none();
+    grads.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(grad)));
+  }
+  return grads;
+}
+
 // Sets the gradients of the tensors to None.
 void drop_gradients(const py::list& tensors) {
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors.ptr()); ++i) {
@@ -105,6 +119,7 @@ void bind_gradients(py::module_& m) {
   lone_holders();
   m.def("take_half_gradients", &take_half_gradients);  // params, masters -> {id(master): gradient} or None
   m.def("with_gradient", &with_gradient);              // tensors -> indices
+  m.def("plain_gradients", &plain_gradients);          // params -> gradients or None
   m.def("drop_gradients", &drop_gradients);            // tensors
 }
 

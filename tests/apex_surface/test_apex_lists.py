@@ -23,7 +23,8 @@ from amp_patch import amp
 from amp_patch.apex.amp import lists
 from amp_patch.casts import install, regions
 from amp_patch.casts import state as casts_state
-from amp_patch.casts.oplists import APEX, OPTIONAL, rules_by_name
+from amp_patch.casts.apex_oplists import APEX
+from amp_patch.casts.oplists import OPTIONAL, rules_by_name
 from amp_patch.policy import Policy
 
 HALF, BF16, FULL, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64

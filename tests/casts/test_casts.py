@@ -591,7 +591,7 @@ def test_regions_and_the_default() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: regions.region(o1()), casts_autocast.disable_casts, lambda: regions.everywhere(o1())]
+    "make", [lambda: regions.region(o1()), casts_autocast.disable_casts, lambda: regions.process_wide_region(o1())]
 )
 def test_an_exception_restores(make: Callable[[], Any]) -> None:
     outer = o1(torch.bfloat16)
@@ -659,7 +659,7 @@ def suspended_in(block: regions.region) -> Iterator[None]:
 
 REGIONS: dict[str, Callable[[], regions.region]] = {
     "region": lambda: regions.region(None),
-    "everywhere": lambda: regions.everywhere(None),
+    "process_wide_region": lambda: regions.process_wide_region(None),
     "no_casts_within": regions.no_casts_within,
 }
 
@@ -676,13 +676,13 @@ def test_a_region_that_ends_while_another_one_is_left_takes_itself_away(kind: st
     with EndsAnother(None):
         pass
     assert casts_state.outside()
-    assert not thread_state.this_thread.firm
+    assert not thread_state.this_thread.uncastable_entries
     assert not casts_state.overrides
 
 
 def test_regions_end_wherever_the_garbage_collector_finds_their_generators() -> None:
     def forget_one() -> None:
-        cycle: list[Any] = [suspended_in(regions.everywhere(None))]
+        cycle: list[Any] = [suspended_in(regions.process_wide_region(None))]
         cycle.append(cycle)
 
     thresholds = gc.get_threshold()
@@ -690,19 +690,19 @@ def test_regions_end_wherever_the_garbage_collector_finds_their_generators() -> 
         for allocations in range(1, 120):
             gc.set_threshold(100_000)
             forget_one()
-            with regions.everywhere(None), regions.no_casts_within():
+            with regions.process_wide_region(None), regions.no_casts_within():
                 gc.set_threshold(allocations)
             gc.set_threshold(*thresholds)
             gc.collect()
             assert casts_state.outside(), allocations
-            assert not thread_state.this_thread.firm, allocations
+            assert not thread_state.this_thread.uncastable_entries, allocations
             assert not casts_state.overrides, allocations
     finally:
         gc.set_threshold(*thresholds)
 
 
 def test_a_generator_that_ends_on_another_thread_takes_its_region_away() -> None:
-    suspended = suspended_in(regions.everywhere(o1(torch.bfloat16)))
+    suspended = suspended_in(regions.process_wide_region(o1(torch.bfloat16)))
     assert casts_state.current() is not None
     run_in_thread(suspended.close)
     assert not casts_state.overrides, "the process default is as before, at once"
@@ -714,10 +714,10 @@ def test_a_generator_that_ends_on_another_thread_takes_its_region_away() -> None
 
 def test_everywhere_is_the_default_of_other_threads() -> None:
     policy, base = o1(), o1(torch.bfloat16)
-    with regions.everywhere(policy):
+    with regions.process_wide_region(policy):
         assert casts_state.current() is policy and casts_state.entered() is policy
         assert run_in_thread(casts_state.current) is policy
-        with regions.everywhere(OFF):
+        with regions.process_wide_region(OFF):
             assert run_in_thread(casts_state.current) is None and casts_state.entered() is OFF
         assert run_in_thread(casts_state.current) is policy
         casts_state.set_default(base)  # initialize() in the body: holds from the end of it on
@@ -726,7 +726,7 @@ def test_everywhere_is_the_default_of_other_threads() -> None:
 
 
 def test_everywhere_may_end_in_any_order() -> None:
-    first, second = regions.everywhere(o1(HALF)), regions.everywhere(o1(torch.bfloat16))
+    first, second = regions.process_wide_region(o1(HALF)), regions.process_wide_region(o1(torch.bfloat16))
     run_in_thread(first.__enter__)
     run_in_thread(second.__enter__)
     first.__exit__(None, None, None)
@@ -829,7 +829,7 @@ def test_a_weight_is_cast_once_a_region(dtype: torch.dtype) -> None:
     assert cached() == 0, "outside regions nothing says when to forget"
     with regions.region(o1(dtype)):
         casts_state.cast_weight(weight, dtype)
-        with regions.everywhere(o1(dtype)):
+        with regions.process_wide_region(o1(dtype)):
             pass
         assert cached() == 0
     with casts_autocast.autocast(dtype=dtype, cache_enabled=False):
@@ -1250,7 +1250,7 @@ def test_checkpoint_recomputes_the_same(reentrant: bool) -> None:
         layer.zero_grad()
         with regions.region(o1()):
             out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant) if use else layer(x)
-        with regions.everywhere(o1()):
+        with regions.process_wide_region(o1()):
             out.float().sum().backward()
         return layer.weight.grad.clone()
 
@@ -1275,7 +1275,7 @@ def test_checkpoint_recomputes_under_the_casts_of_the_first_time(reentrant: bool
         out.sum().backward()
         with regions.region(inside), regions.region(policy):
             out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
-        with regions.everywhere(o1(torch.bfloat16)):
+        with regions.process_wide_region(o1(torch.bfloat16)):
             out.sum().backward()
         assert seen == [seen[0]] * 4, "twice forward and recomputation"
         seen.clear()

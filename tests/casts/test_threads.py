@@ -215,7 +215,7 @@ def test_the_default_changes_under_calls() -> None:
             assert (x @ weight).dtype in (HALF, BF16, FULL)
             now = casts_state.current()  # asked once: it changes meanwhile
             assert now is None or now.opt_level == "O1"
-            assert casts_state._state.cached() == 0
+            assert casts_state.in_use.cached() == 0
 
     def inside() -> None:
         with regions.region(o1(BF16)):
@@ -226,7 +226,7 @@ def test_the_default_changes_under_calls() -> None:
         try:
             for step in range(300):
                 casts_state.set_default(o1((HALF, BF16)[step % 2]))  # the policy before dies
-                with regions.everywhere(o1(HALF)):
+                with regions.process_wide_region(o1(HALF)):
                     assert (x @ weight).dtype is HALF
                 casts_state.set_default(None)
                 assert (x @ weight).dtype is FULL
@@ -250,13 +250,13 @@ def test_threads_that_end_inside_regions() -> None:
         for weight in (*shared, own):
             assert (x @ weight).dtype is dtype
             left_over.append(weakref.ref(casts_state.cast_weight(weight, dtype)))
-        assert casts_state._state.cached() == 4
+        assert casts_state.in_use.cached() == 4
         if dtype is HALF:
             shared[0] = nn.Parameter(torch.ones(2, 2))  # the one before dies here or with another thread
 
     for _ in range(10):
         run(*(lambda dtype=dtype: work(dtype) for dtype in (HALF, BF16) * 3))
-    assert casts_state._state.cached() == 0 and (x @ shared[0]).dtype is FULL
+    assert casts_state.in_use.cached() == 0 and (x @ shared[0]).dtype is FULL
     gc.collect()
     assert not any(cast() is not None for cast in left_over)
 

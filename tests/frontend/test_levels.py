@@ -102,34 +102,6 @@ def load(saved, model, optimizer):
     amp.load_state_dict(saved["amp"])
 
 
-@pytest.mark.parametrize("order", ["initialize, then load", "load, then initialize"])
-@pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
-def test_resume_is_bit_exact(level, make_optimizer, order):
-    model = convnet()
-    model, optimizer = amp.initialize(model, make_optimizer(model.parameters()), opt_level=level)
-    train(model, optimizer, 20)
-    expected = weights(model)
-
-    model = convnet()
-    model, optimizer = amp.initialize(model, make_optimizer(model.parameters()), opt_level=level)
-    train(model, optimizer, 10)
-    saved = save(model, optimizer)
-
-    model = convnet(seed=1)
-    optimizer = make_optimizer(model.parameters())
-    if order == "initialize, then load":
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level)
-        load(saved, model, optimizer)
-    else:
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level)
-        amp.load_state_dict(saved["amp"])
-    train(model, optimizer, range(10, 20))
-    assert same(weights(model), expected)
-
-
 def trainings(seeds):
     """Per level a model and an optimizer of an `initialize` of their own, with scales that move apart."""
     made = {}
@@ -467,18 +439,6 @@ def test_a_copied_model_runs_its_own_weights(level, duplicate):
         twin.state_dict()["head.weight"].abs().sum() == 0 and twin.state_dict()["head.weight"].dtype is not torch.half
     )
     assert torch.equal(model(inputs), expected)
-
-
-@pytest.mark.parametrize("duplicate", DUPLICATES)
-@pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_model_and_optimizer_copied_together_train_on_alike(level, make_optimizer, duplicate):
-    model = convnet()
-    model, optimizer = amp.initialize(model, make_optimizer(model.parameters()), opt_level=level)
-    train(model, optimizer, 3)
-    twin, twins_optimizer = duplicate((model, optimizer))
-    assert train(twin, twins_optimizer, range(3, 6)) == train(model, optimizer, range(3, 6))
-    assert same(weights(twin), weights(model))
 
 
 @pytest.mark.parametrize("first", LEVELS)

@@ -86,10 +86,15 @@ def test_a_forward_sees_what_was_written_into_the_optimizer_s_parameters(edit, l
     assert next(amp.master_params(optimizer)).item() == 1.5
 
 
+class Own(torch.optim.SGD):
+    """A script's own optimizer, whose steps are neither made in one pass nor in portions."""
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, Own])
 @pytest.mark.parametrize("level", CAST)
 @pytest.mark.parametrize("edit", EDITS)
-def test_a_step_without_a_forward_before_it_keeps_the_edit(edit, level):
-    model, optimizer = start(level)
+def test_a_step_without_a_forward_before_it_keeps_the_edit(edit, level, optimizer):
+    model, optimizer = start(level, optimizer=optimizer)
     backward(model(torch.full((1, 1), 0.5)).sum(), optimizer)
     with torch.no_grad():
         edit(next(amp.master_params(optimizer)))

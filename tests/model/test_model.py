@@ -24,6 +24,7 @@ from training import LEVELS, SGD, backward, convnet, linear
 
 from amp_patch import amp
 from amp_patch.frontend import restored
+from amp_patch.model import forward
 
 CAST = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 
@@ -129,6 +130,14 @@ def test_levels_that_do_not_cast_the_model_leave_inputs_alone(level):
 def test_cast_model_outputs_decides_the_outputs(level, dtype):
     model = amp.initialize(linear([[1.0]]), opt_level=level, cast_model_outputs=dtype)
     assert model(torch.ones(1, 1)).dtype is dtype
+
+
+def test_a_forward_follows_the_policy_that_was_set_last():
+    model = amp.initialize(nn.Linear(2, 2), opt_level="O1", dtype=torch.float16)
+    assert model(torch.ones(1, 2)).dtype is torch.float16
+    forward.set_policy(model, dataclasses.replace(forward.policy_of(model), dtype=torch.bfloat16))
+    assert model(torch.ones(1, 2)).dtype is torch.bfloat16
+    assert copy.deepcopy(model)(torch.ones(1, 2)).dtype is torch.bfloat16
 
 
 def test_the_gradient_reaches_an_fp32_input():

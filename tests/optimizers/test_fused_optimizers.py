@@ -773,40 +773,6 @@ def test_a_skipped_step_is_exact(make, level, first):
 
 
 @every
-def test_resume_at_o2_is_bit_exact(make):
-    def start():
-        model = training.convnet()
-        optimizer = make(model.parameters(), **UNDER_AMP[make])
-        return amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-
-    model, optimizer = start()
-    training.train(model, optimizer, 3)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
-    training.train(model, optimizer, range(3, 6))
-    resumed, twin = start()
-    resumed.load_state_dict(saved[0])
-    twin.load_state_dict(saved[1])
-    amp.load_state_dict(saved[2])
-    training.train(resumed, twin, range(3, 6))
-    assert training.same(training.weights(model), training.weights(resumed))
-
-
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v))], ids=["deepcopy", "pickle"]
-)
-@every
-def test_a_copy_under_amp_trains_on_alike(make, duplicate):
-    model = training.convnet()
-    optimizer = make(model.parameters(), **UNDER_AMP[make])
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    training.train(model, optimizer, 2)
-    twin, twins_optimizer = duplicate((model, optimizer))
-    training.train(model, optimizer, range(2, 4))
-    training.train(twin, twins_optimizer, range(2, 4))
-    assert training.same(training.weights(model), training.weights(twin))
-
-
-@every
 def test_state_outlives_o3_and_restore(make):
     """At O3 the parameters are half, their state is not; restore() makes them FP32 again."""
     model = training.convnet()

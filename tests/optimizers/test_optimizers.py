@@ -1,17 +1,14 @@
-"""Every optimizer that torch ships: skipped steps, O2, pickling, deepcopy. docs/optimizers.md has the table."""
+"""Every optimizer that torch ships: skipped steps, O2. docs/optimizers.md has the table."""
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 
 import pytest
 import torch
-import training
 from paths import ROOT
 from torch import nn
-from torch_optimizers import OPTIMIZERS, VARIANTS, of_sparse_gradients
+from torch_optimizers import OPTIMIZERS, VARIANTS, made, of_sparse_gradients, one_step
 from training import assert_unchanged, snapshot
 
 from amp_patch import amp
@@ -34,23 +31,7 @@ def test_the_table_of_the_documents_names_every_optimizer():
 
 
 def setup(name, flags, level="O2"):
-    """A model of one 2x2 weight (an embedding for the optimizer of sparse gradients), its optimizer and a backward."""
-    torch.manual_seed(0)
-    model = nn.Embedding(2, 2, sparse=True) if name == "SparseAdam" else nn.Linear(2, 2, bias=False)
-    model.to("cuda" if flags.get("capturable") else "cpu")  # torch refuses these on a CPU
-    make = getattr(torch.optim, name)
-    optimizer = make(model.parameters(), **OPTIMIZERS[name], **flags)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    return model, optimizer
-
-
-def one_step(model, optimizer, factor=1.0):
-    inputs = torch.tensor([0, 1]) if isinstance(model, nn.Embedding) else torch.tensor([[0.5, -0.25], [0.25, 1.0]])
-    device = model.weight.device
-    optimizer.zero_grad()
-    loss = (model(inputs.to(device)).float() * torch.tensor([[0.5, 0.25], [0.25, -0.5]], device=device)).sum() * factor
-    training.backward(loss / 8, optimizer)
-    optimizer.step()
+    return amp.initialize(*made(name, flags), opt_level=level, verbosity=0)
 
 
 def assert_skips(model, optimizer):
@@ -98,18 +79,3 @@ def test_o2_does_to_the_masters_what_the_optimizer_does_to_fp32_weights(name, fl
         one_step(plain, plain_optimizer)  # gradients here are exact in FP16
     assert torch.equal(next(amp.master_params(optimizer)), plain.weight)
     assert torch.equal(model.weight, plain.weight.half())
-
-
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v))], ids=["deepcopy", "pickle"]
-)
-@pytest.mark.parametrize(("name", "flags"), VARIANTS)
-def test_a_copy_trains_on_alike(name, flags, duplicate):
-    model, optimizer = setup(name, flags)
-    one_step(model, optimizer)
-    twin, twins_optimizer = duplicate((model, optimizer))
-    for _ in range(2):
-        one_step(model, optimizer)
-        one_step(twin, twins_optimizer)
-    assert torch.equal(model.weight, twin.weight) and model.weight is not twin.weight
-    assert torch.equal(next(amp.master_params(optimizer)), next(amp.master_params(twins_optimizer)))

@@ -1,4 +1,4 @@
-"""What we lean on in torch, and torch does not promise: docs/architecture.md lists it, and this torch has it."""
+"""What we lean on in torch, and torch does not promise: docs/torch-internals.md lists it, and this torch has it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "amp_patch"
-TABLE = (ROOT / "docs" / "architecture.md").read_text().split("## What is leaned on in torch\n")[1].split("\n## ")[0]
+TABLE = (ROOT / "docs" / "torch-internals.md").read_text()
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
@@ -174,7 +174,7 @@ def test_every_private_name_of_torch_s_is_in_the_table(uses: Uses) -> None:
     names = [name.path for row in ROWS for name in row.names]
     found = {**uses.certain, **uses.likely}
     missing = {used: wings for used, wings in found.items() if not any(covers(name, used) for name in names)}
-    assert not missing, "list them in docs/architecture.md, with a test that fails where torch changes them"
+    assert not missing, "list them in docs/torch-internals.md, with a test that fails where torch changes them"
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.names[0].path) for row in ROWS])
@@ -206,7 +206,8 @@ def test_this_torch_has_it(name: Name, row: Row, owners: dict[str, Any]) -> None
         has = True
     assert has or not name.is_of(VERSION), (
         f"torch {torch.__version__} lacks {name.path}, on which {', '.join(row.wings)} lean: "
-        f"run {', '.join(row.tests)}, mend what they say, and note this torch in docs/architecture.md ({row.history})"
+        f"run {', '.join(row.tests)}, mend what they say, "
+        f"and note this torch in docs/torch-internals.md ({row.history})"
     )
 
 
@@ -215,7 +216,7 @@ def test_the_headers_of_torch_s_inside_are_in_the_table() -> None:
     found = {name for path in sources for name in re.findall(r"#include <(.*)>", path.read_text())}
     inside = {name for name in found if name.startswith("torch/csrc/") or "/impl/" in name or "TLS" in name}
     listed = {f"{name.path}.h" for row in HEADERS for name in row.names}
-    assert inside == listed, "docs/architecture.md has them"
+    assert inside == listed, "docs/torch-internals.md has them"
 
 
 @pytest.mark.parametrize("name", [name.path for row in HEADERS for name in row.names])

@@ -115,7 +115,7 @@ def surroundings() -> dict[str, Any]:
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "default type": torch.get_default_dtype(),
         "regions": [entry.region for entry in thread_state.this_thread.stack],
-        "firm regions": len(thread_state.this_thread.firm),
+        "uncastable entries": len(thread_state.this_thread.uncastable_entries),
         "overrides": len(casts_state.overrides),
         "running model": model_state.running.policy,
         "casts": casts_state.current(),
@@ -354,7 +354,7 @@ def _force() -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
     torch.set_grad_enabled(True)
     thread_state.this_thread.stack.clear()
-    thread_state.this_thread.firm = []
+    thread_state.this_thread.uncastable_entries = []
     casts_state.overrides.clear()
     casts_state.state().leave()
     model_state.running.policy = None

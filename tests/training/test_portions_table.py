@@ -59,7 +59,8 @@ HERE = [name for name in SETTINGS if hasattr(torch.optim, name)]
 
 
 def combinations(name: str) -> Iterator[dict[str, Any]]:
-    known = SETTINGS[name]
+    here = made(name).defaults  # an older torch has fewer: Adam of 2.6 no decoupled_weight_decay
+    known = {setting: values for setting, values in SETTINGS[name].items() if setting in here}
     for values in product(*known.values()):
         settings = dict(zip(known, values, strict=True))
         if not (name == "SGD" and settings["nesterov"] and (not settings["momentum"] or settings["dampening"])):

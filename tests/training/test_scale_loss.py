@@ -144,6 +144,16 @@ def test_each_loss_has_a_scale_of_its_own_and_any_overflow_skips_the_step(level)
     assert master_grads(optimizer) == [[[0.25, 0.5]]]
 
 
+@pytest.mark.parametrize("level", SCALED)
+def test_a_loss_that_overflows_twice_before_one_step_moves_its_scale_once(level):
+    model, optimizer = setup(level, verbosity=0, loss_scale="dynamic")
+    for _ in range(2):
+        backward(quarter(model, math.inf, 2.0), optimizer)
+    optimizer.step()
+    assert optimizer._amp_stash.step_skipped
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 32768.0
+
+
 @pytest.mark.parametrize("level", EVERY)
 def test_one_loss_for_several_optimizers(level):
     first, second = linear([[1.0]]), linear([[2.0]])

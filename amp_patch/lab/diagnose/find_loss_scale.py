@@ -102,7 +102,7 @@ def _gradients(
 ) -> list[Tensor]:
     """The gradients of the loss times `scale`, of those of `params` that have one; of sparse ones the values."""
     *inputs, targets = batch
-    with state_restored(model), regions.everywhere(policy_of(model)):
+    with state_restored(model), regions.process_wide_region(policy_of(model)):
         loss = loss_fn(model(*inputs), targets)
         if not isinstance(loss, Tensor):
             raise TypeError(f"find_loss_scale: loss_fn returned a {type(loss).__name__}; wanted a tensor")

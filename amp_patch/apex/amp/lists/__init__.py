@@ -52,7 +52,7 @@ def _register_edits(module: ModuleType, dtype: torch.dtype) -> None:
     # What only one of the two low-precision lists has lost is off both.
     for name in sorted(taken_off - put_on):
         if hasattr(module.MODULE, name):
-            functions.leave_alone(module.MODULE, name)
+            functions.register_without_rule(module.MODULE, name)
 
 
 def _name(entry: str | tuple[str, str]) -> str:

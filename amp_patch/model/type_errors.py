@@ -1,0 +1,84 @@
+"""What is said where a tensor has another type than the cast gave it: refusals, and advice in torch's own errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch.model import fsdp
+from amp_patch.model.keep_fp32 import is_batch_norm
+from amp_patch.model.state import followed_policy, running
+from amp_patch.policy import LOW_PRECISION, Policy
+from amp_patch.support.compiled import wraps
+
+_DTYPE_ERROR = re.compile(
+    r"same dtype|scalar type|should be the same|dtype mismatch|mixed dtype|must have the same type", re.I
+)
+
+
+def refuse_another_type(model: Any, fn: Callable[[Tensor], Tensor], policy: Policy) -> None:
+    """Raise if `fn`, to be applied to all tensors of a cast model, changes their type, not just their device."""
+    low = policy.cast_model_type
+    for dtype in (torch.float32, low):
+        try:
+            became = fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
+        except Exception:  # `fn` fails on an empty CPU tensor: no prediction
+            return
+        if became is not dtype and became in (torch.float32, *LOW_PRECISION):
+            raise RuntimeError(
+                f"{type(model).__name__} went through initialize(opt_level={policy.opt_level!r}), which cast it to "
+                f"{low} and made FP32 masters where it has any: a conversion to {became} would undo half of that. Call "
+                "amp.restore() for the FP32 model, amp.fp32_copy(model) for an FP32 copy, initialize() again for "
+                "another level or type; what is to stay FP32 is named in initialize(..., keep_fp32=...)"
+            )
+
+
+def explain_another_type(model: nn.Module, policy: Policy, error: RuntimeError, kept_class: type) -> None:
+    """Raise `error` with the tensors that lost the type of the cast after `initialize`, if it is about types."""
+    if policy.cast_model_type is None or not _DTYPE_ERROR.search(str(error)) or fsdp.is_fsdp(model):
+        return
+    norms = bool(policy.keep_batchnorm_fp32)
+    kept = (m for m in model.modules() if isinstance(m, kept_class) or (norms and is_batch_norm(m)))
+    stay = {id(inner) for module in kept for inner in module.modules()}
+    names = [
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and tensor.is_floating_point()
+        if f"{path}.{name}".lstrip(".") not in vars(model)["_amp"].wide
+        if tensor.dtype is not (torch.float32 if id(module) in stay else policy.cast_model_type)
+    ]
+    if names:
+        shown = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        raise RuntimeError(
+            f"{error}\n{type(model).__name__} was cast to {policy.cast_model_type} by initialize(), and {shown} "
+            "got another type since: by .float(), .half() or .to(dtype) of a part, by torch.func.functional_call "
+            "with values of another type, or as a new tensor. Name what is to stay FP32 in initialize(..., "
+            "keep_fp32=...), give functional_call values of the types that model.named_parameters() has, or run "
+            "amp.fp32_copy(model)"
+        ) from error
+
+
+def advising(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with advice added to a dtype error, when it is called from outside of the model's forward."""
+
+    @wraps(function)
+    def advised(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(self, *args, **kwargs)
+        except RuntimeError as error:
+            policy = followed_policy(self)
+            if policy is None or policy.cast_model_type is None or running.policy is not None:
+                raise
+            if not _DTYPE_ERROR.search(str(error)):
+                raise
+            raise RuntimeError(
+                f"{error}\n{type(self).__name__}.{name}() was called by itself, so its inputs were not cast to "
+                f"{policy.cast_model_type} as those of forward() are; name it: initialize(..., methods=({name!r},))"
+            ) from error
+
+    return advised

@@ -1,0 +1,282 @@
+"""The code broken in one place at a time, and whether the tests that should see it do.
+
+    make mutations                    # all of them: some minutes
+    make mutations ONLY="clip DDP"    # those whose words have one of these in them
+
+By hand, before and after the code is rewritten. Each mutation is made in a copy of the tree, by its text: wherever that
+lies now, it has to be there exactly once. The named tests run until the first one fails, which must pass again without
+the mutation. Prints a row for each, and exits non-zero if none failed, or if the text was not found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "out", "build", "__pycache__", ".*_cache", "*.egg-info")
+SECONDS = 600.0  # until the tests of a mutation are ended
+
+
+class Mutation(NamedTuple):
+    """One thing that is broken.
+
+    Attributes:
+        breaks: what does not hold any more.
+        text: of one file of amp_patch/, which has it once, and no other file at all.
+        instead: what takes its place.
+        tests: files, wherever under tests/ they lie, the most telling first.
+    """
+
+    breaks: str
+    text: str
+    instead: str
+    tests: tuple[str, ...]
+
+
+MUTATIONS = (
+    Mutation(
+        "resolve: BF16 needs no loss scale",
+        "scale = 1.0 if dtype is torch.bfloat16 else policy.loss_scale",
+        "scale = policy.loss_scale",
+        ("test_policy.py",),
+    ),
+    Mutation(
+        "loss scale: it grows by its growth factor",
+        "growth_factor=self.growth_factor,",
+        "growth_factor=1.0,",
+        ("test_loss_scaler.py",),
+    ),
+    Mutation(
+        "loss scale: it falls once for a loss that overflows twice before a step",
+        "scaler.record(overall * (1 - torch.stack(known).amax()) if known else overall)",
+        "scaler.record(overall)",
+        ("test_scale_loss.py",),
+    ),
+    Mutation(
+        "skip: a step after an overflow does nothing",
+        "overflowed([scaler for scaler, _ in stash.found], flags.tolist())",
+        "[]",
+        ("test_overflow.py",),
+    ),
+    Mutation(
+        "unscale: an earlier gradient is not checked again with what is added to it",
+        'sums, watch, check="x")',
+        'sums, watch, check="both")',
+        ("test_overflow.py", "test_scale_loss.py"),
+    ),
+    Mutation(
+        "masters: what somebody wrote into one is published",
+        "written = [pair for pair in pairs if pair[1].noted.written()]",
+        "written = []",
+        ("test_edited_masters.py",),
+    ),
+    Mutation(
+        "masters: one adopts what somebody wrote into the weight",
+        "multi_tensor.multi_tensor_adopt(params, masters)",
+        "pass",
+        ("test_edited_masters.py",),
+    ),
+    Mutation(
+        "split masters: one that was written keeps its memory until it is split",
+        "written = [(param, master) for param, master in opened if not _halves_count(master)]",
+        "written = []",
+        ("test_split_masters.py",),
+    ),
+    Mutation(
+        "clipping: gradients within the norm stay as they are",
+        "(norm + 1e-6)).clamp(max=1.0)",
+        "(norm + 1e-6))",
+        ("test_half_gradients.py",),
+    ),
+    Mutation(
+        "one pass: a `step` that somebody has put into the class is called",
+        'module.partition(".")[0] in ("torch", "amp_patch") for module in modules',
+        "True for module in modules",
+        ("test_one_pass.py", "test_one_pass_hooks.py"),
+    ),
+    Mutation(
+        "portions: of a parameter without a gradient nothing is stepped",
+        "if not has_gradient(master):\n                continue\n            count = master.numel()",
+        "count = master.numel()",
+        ("test_portions.py",),
+    ),
+    Mutation(
+        "several optimizers: a GAN's other gradients are away during a backward",
+        "_Bystander(param, gradients.take(param), stash, *before)",
+        "_Bystander(param, None, stash, *before)",
+        ("test_scale_loss.py", "test_unowned.py"),
+    ),
+    Mutation(
+        "O1: operands of two types get the wider one",
+        "functools.reduce(torch.promote_types, voters)",
+        "voters[0]",
+        ("test_oplists.py",),
+    ),
+    Mutation(
+        "O1: a banned function is refused",
+        "if not policy.allow_banned:",
+        "if False:",
+        ("test_oplists.py",),
+    ),
+    Mutation(
+        "O1: the cast of a weight is made anew when that was written",
+        "if entry is not None and entry[0]() is weight and entry[1] == version:",
+        "if entry is not None and entry[0]() is weight:",
+        ("test_casts.py",),
+    ),
+    Mutation(
+        "keep_fp32: batch norms stay FP32",
+        "kept.update((id(m), m) for m in norms)",
+        "pass",
+        ("test_levels.py",),
+    ),
+    Mutation(
+        "state dict: a weight is its master's FP32 value",
+        'state[name] = master if kwargs.get("keep_vars", False) else master.detach()',
+        "state[name] = value.float()",
+        ("test_loading.py", "test_model.py"),
+    ),
+    Mutation(
+        "restore: two replacements of one name come apart last first",
+        "self._undo.pop()()",
+        "self._undo.pop(0)()",
+        ("test_patches.py",),
+    ),
+    Mutation(
+        "FSDP: gradients that it holds back are unscaled when they are reduced",
+        "self.now.held_back = self.now.scaling and bool(sharded) and fsdp.hold_gradients_back(sharded)",
+        "self.now.held_back = False",
+        ("test_fsdp.py",),
+    ),
+    Mutation(
+        "DDP: masters are broadcast with the weights",
+        "masters = [link.master.detach() for _, link in pairs]",
+        "masters = [link.master.detach().clone() for _, link in pairs]",
+        ("test_ddp.py",),
+    ),
+    Mutation(
+        "kernels: tensors at one place have one shape",
+        "if t.shape != first.shape:",
+        "if False:",
+        ("test_multi_tensor.py",),
+    ),
+    Mutation(
+        "compare: faster is what is faster in every round",
+        "level.speedup is not None and level.speedup.low > 1]",
+        "level.speedup is not None and level.speedup.high > 1]",
+        ("test_page.py",),
+    ),
+    Mutation(
+        "unedited scripts: the script's own GradScaler does nothing",
+        "scaler._enabled = self.kept",
+        "pass",
+        ("test_unedited.py",),
+    ),
+    Mutation(
+        "hooks: a post-hook of the user's may write masters",
+        "stash.masters.links.publish_written()  # by users' post-hooks",
+        "pass",
+        ("test_step_order.py",),
+    ),
+)
+
+
+class Broken(Exception):
+    """Why a mutation could not be made."""
+
+
+def holder(tree: Path, mutation: Mutation) -> Path:
+    """The file of `tree` that has the text of a mutation; Broken unless that is there once."""
+    found = [(path, path.read_text().count(mutation.text)) for path in sorted((tree / "amp_patch").rglob("*.py"))]
+    there = [(path.relative_to(tree), count) for path, count in found if count]
+    if [count for _, count in there] != [1]:
+        where = ", ".join(f"{path} has it {count} times" for path, count in there) or "no file has it"
+        raise Broken(f"{where}: {mutation.text!r}")
+    return tree / there[0][0]
+
+
+def file_of(name: str, tree: Path) -> Path:
+    """The file of tests of this name, which no two files have, from the root of `tree`."""
+    for path in (tree / "tests").rglob(name):
+        return path.relative_to(tree)
+    raise Broken(f"there is no {name} under tests/")
+
+
+def first_failure(tree: Path, tests: Sequence[str]) -> str:
+    """The first test to fail of these files or ids, run in `tree`; "" if none does.
+
+    Raises:
+        Broken: the tests could not be run, or took too long.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", "--tb=no", *tests]
+    try:
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        raise Broken(f"the tests took longer than {SECONDS:g} s") from None
+    found = re.findall(r"^(?:FAILED|ERROR) (\S+?::.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    if done.returncode == 0:
+        return ""
+    if done.returncode != 1 or not found:
+        raise Broken(f"pytest gave {done.returncode}: {(done.stdout + done.stderr).strip()[-300:]}")
+    return str(found[-1])
+
+
+def outcome(tree: Path, mutation: Mutation) -> str:
+    """The test that has caught the mutation; Broken if none has, or it could not be made. `tree` is left as it was."""
+    path = holder(tree, mutation)
+    before, times = path.read_text(), path.stat()
+    tests = [str(file_of(name, tree)) for name in mutation.tests]
+    path.write_text(before.replace(mutation.text, mutation.instead))
+    try:
+        caught = first_failure(tree, tests)
+    finally:
+        path.write_text(before)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # the compiled file of the mutation is stale
+    if not caught:
+        raise Broken("NOT CAUGHT")
+    if first_failure(tree, [caught]):
+        raise Broken(f"{caught} fails without it, too")
+    return caught
+
+
+def run(mutations: Sequence[Mutation], source: Path, say: Callable[[str], None]) -> bool:
+    """Make each mutation in a copy of `source`, and say what has caught it; whether all were caught."""
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        shutil.copytree(source, tree, ignore=NOT_COPIED)
+        for mutation in mutations:
+            start = time.monotonic()
+            try:
+                result = f"caught by {outcome(tree, mutation)}"
+            except Broken as error:
+                failed += 1
+                result = str(error)
+            say(f"{mutation.breaks}\n    {result} ({time.monotonic() - start:.0f} s)")
+    say(f"{len(mutations) - failed} of {len(mutations)} mutations caught")
+    return not failed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("only", nargs="*", metavar="WORD", help="mutations with one of these words alone")
+    words = [word.lower() for word in parser.parse_args(arguments).only]
+    chosen = [m for m in MUTATIONS if not words or any(word in m.breaks.lower() for word in words)]
+    if not chosen:
+        parser.error(f"no mutation has {' or '.join(words)} in its words")
+    return 0 if run(chosen, ROOT, lambda row: print(row, flush=True)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
