@@ -16,6 +16,7 @@ from amp_patch.masters.master import own_grad
 from amp_patch.masters.of_optimizer import Masters
 from amp_patch.model import copies
 from amp_patch.multi_tensor import inverse_of
+from amp_patch.multi_tensor.bulk import with_gradient
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import capture
@@ -150,6 +151,7 @@ class Neighbours(OfThisProcess):
         names: id(param) -> its qualified name, for messages.
         stepped: id(master) -> how much state the optimizer had of it after a step that the host knows was taken.
         has_stepped: whether a step was taken, outside of any capture.
+        before_backward, before_step: called with optimizer and stash before each `scale_loss` and each step.
     """
 
     owner: weakref.ref[Any] | None = None
@@ -164,6 +166,8 @@ class Neighbours(OfThisProcess):
     names: dict[int, str] = field(default_factory=dict)
     stepped: dict[int, int] = field(default_factory=dict)
     has_stepped: bool = False
+    before_backward: list[Callable[[Any, Stash], None]] = field(default_factory=list)
+    before_step: list[Callable[[Any, Stash], None]] = field(default_factory=list)
 
     @property
     def owns_all(self) -> bool:
@@ -279,6 +283,11 @@ class Stash:
         if self.policy.master_weights:
             clipping.install()  # this may be another process
             ddp.install()
+
+    def note_gathered(self) -> None:
+        """Let `grad` of the parameters be their masters' where these have gradients by now."""
+        self.gathered = self.gathered or bool(with_gradient(self.masters.links.masters))
+        self.route_grads()
 
     def route_grads(self) -> None:
         """Let `grad` of the parameters be their masters' where those have been gathered, and none are scaled now."""
