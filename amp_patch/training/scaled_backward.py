@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from amp_patch.casts import regions
@@ -75,9 +76,9 @@ class ScaledBackward(Block):
         self._casts.__enter__()
         loss, self.loss = self.loss, None  # type: ignore[assignment]  # whose graph is the user's to keep
         observers.tell("loss_scaled", self, loss)
-        if self.now.scaling:
-            return self.scaler.scale(loss)
-        return loss.float() if loss.dtype in LOW_PRECISION else loss
+        if not self.now.scaling:
+            return loss.float() if loss.dtype in LOW_PRECISION else loss
+        return (loss if loss.dtype is torch.float64 else loss.float()) * self.scale
 
     def __exit__(self, raised: Any = None, *_: Any) -> None:
         try:
