@@ -58,7 +58,7 @@ class AmpOptimizer(Generated):
             stash.backward.strays.clear()
             stash.note_gathered()  # zeros, where they were not set to None
             stash.backward.cleared += 1
-            stash.backward.earlier.clear()
+            stash.backward.aside.clear()
             stash.masters.drop_stepped_grads()
             stash.clear_found()
 
