@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,18 +91,17 @@ class ModelState:
             forbid_fast_path()
 
 
-def refuse_sharded_since(models: Iterable[nn.Module | None], caller: str) -> None:
+def refuse_sharded_since(model: nn.Module | None, caller: str) -> None:
     """Raise if `fully_shard` took one of a training's models after `initialize` did, which got its optimizer then."""
-    if not fsdp.is_used():
+    if model is None or not fsdp.is_used():
         return
-    for model in models:
-        state = None if model is None else vars(model).get("_amp")
-        if state is not None and fsdp.is_fsdp(model) and not state.sharded:
-            raise RuntimeError(
-                f"{caller}: fully_shard was called on this {type(model).__name__} after initialize() and put other "
-                "parameters in place of those that the optimizer and its masters hold; call fully_shard first, with "
-                "mp_policy=amp.fsdp_policy(opt_level), then make the optimizer, then call initialize()"
-            )
+    state = vars(model).get("_amp")
+    if state is not None and fsdp.is_fsdp(model) and not state.sharded:
+        raise RuntimeError(
+            f"{caller}: fully_shard was called on this {type(model).__name__} after initialize() and put other "
+            "parameters in place of those that the optimizer and its masters hold; call fully_shard first, with "
+            "mp_policy=amp.fsdp_policy(opt_level), then make the optimizer, then call initialize()"
+        )
 
 
 # Models of trainings that change nothing, which keep their own classes and dictionaries (untouched.py) -> the state,

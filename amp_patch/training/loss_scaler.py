@@ -110,16 +110,12 @@ class LossScaler:
         """The scale on its device: FP32, shape []."""
         return self._scale
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """`loss` (any floating dtype and shape) times the scale, in FP32 or the loss's FP64; no sync."""
-        if loss.dtype is not torch.float64:
-            loss = loss.float()
-        return loss * self._scale.clone()  # backward may come after the scale has moved, in place
-
     def record(self, found_inf: Tensor) -> None:
         """Remember what one backward pass found (FP32, one element, 1.0 for an overflow) until `update`; no sync."""
         # In place: a CUDA graph that holds an iteration reads and writes this very tensor at each replay.
-        self._found_inf.clamp_min_(found_inf.to(self._found_inf.device).reshape(()))
+        if found_inf.dim():
+            found_inf = found_inf.reshape(())
+        self._found_inf.clamp_min_(found_inf.to(self._found_inf.device))
 
     def update(self) -> None:
         """Move the scale by what was recorded since the last update, on the device; no sync."""

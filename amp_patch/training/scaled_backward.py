@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from amp_patch.casts import regions
@@ -21,7 +22,7 @@ from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.blocks import Block, when_left
 from amp_patch.training import observers
 from amp_patch.training.loss_scaler import LossScaler
-from amp_patch.training.stash import BackwardState, Pending, Stash
+from amp_patch.training.stash import Pending, Stash, body_events
 from amp_patch.training.unscale import unscale
 
 
@@ -75,9 +76,9 @@ class ScaledBackward(Block):
         self._casts.__enter__()
         loss, self.loss = self.loss, None  # type: ignore[assignment]  # whose graph is the user's to keep
         observers.tell("loss_scaled", self, loss)
-        if self.now.scaling:
-            return self.scaler.scale(loss)
-        return loss.float() if loss.dtype in LOW_PRECISION else loss
+        if not self.now.scaling:
+            return loss.float() if loss.dtype in LOW_PRECISION else loss
+        return (loss if loss.dtype is torch.float64 else loss.float()) * self.scale
 
     def __exit__(self, raised: Any = None, *_: Any) -> None:
         try:
@@ -105,7 +106,7 @@ class ScaledBackward(Block):
         observers.tell("body_begins", self)
         self.prepare()
         self.begun = True
-        BackwardState.body_events += 1
+        body_events.count += 1
         self.claim_other_gradients()
         for stash in self.stashes:
             own = stash.backward
@@ -235,10 +236,10 @@ class ScaledBackward(Block):
         if not self.done:
             self.abandon()
             self.done = True
-        BackwardState.body_events += 1
+        body_events.count += 1
         for stash in self.stashes:
             own = stash.backward
-            own.open, own.scale, own.checking, own.ended = False, None, False, BackwardState.body_events
+            own.open, own.scale, own.checking, own.ended = False, None, False, body_events.count
             stash.route_grads()
         self.release_other_gradients()
         self.begun, self._exit_watch = False, None
