@@ -318,7 +318,8 @@ class GradScaler(torch.amp.GradScaler):
             found = distributed.agree(gather([(p, p) for p in params], inv_scale), params)
             return self._everywhere(found, inv_scale.device)
         target = innermost(optimizer)
-        refuse_sharded_since((ref() for ref in stash.neighbours.models), "GradScaler.unscale_")
+        for ref in stash.neighbours.models:
+            refuse_sharded_since(ref(), "GradScaler.unscale_")
         stash.masters.drop_stepped_grads()
         pairs = distinct_pairs([target])
         try:

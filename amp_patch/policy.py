@@ -228,7 +228,7 @@ def _level(opt_level: Any) -> Policy:
 
 
 def _low_precision(name: str, value: Any) -> torch.dtype | None:
-    """The type, also by its name ("bfloat16", as the command line has it)."""
+    """`value` as a low-precision type, or by the type's name ("bfloat16", as the command line has it); else raise."""
     if isinstance(value, str):
         value = {str(dtype).removeprefix("torch."): dtype for dtype in LOW_PRECISION}.get(value, value)
     if value is not None and value not in LOW_PRECISION:

@@ -99,7 +99,7 @@ def rounded(result: Any, dtype: torch.dtype = torch.float16) -> Any:
 
 
 class _Kept(NamedTuple):
-    """What autograd keeps for backward: the tensor itself, or a low operand in place of (a view of) its upcast."""
+    """A tensor saved for backward: the tensor itself, or a low operand in place of (a view of) its upcast."""
 
     tensor: Tensor
     version: int  # of `tensor`: of packed tensors autograd checks no version counter, so `unpack` compares
@@ -153,8 +153,11 @@ def _unpack(kept: _Kept) -> Tensor:
 
 
 def _may_exchange_saved() -> bool:
-    """Not under transforms, modes and traces, whose tensors have no storage, and not where checkpointing or the user
-    has hooks already: ours would hide the tensors from theirs, but not from a recording's, which only count."""
+    """Whether `Upcast` may push saved-tensors hooks.
+
+    Not under transforms, modes and traces, whose tensors have no storage. Not inside of hooks of checkpointing or the
+    user, from which ours would hide the tensors; a recording's hooks only count, and do not matter.
+    """
     topmost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.8 and newer
     return (
         torch.is_grad_enabled()

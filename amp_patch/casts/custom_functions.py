@@ -15,7 +15,7 @@ from amp_patch.support import tree
 
 
 class _Casts(NamedTuple):
-    """What acts on a thread: our policy, and torch.autocast's dtype for each device type where it is enabled."""
+    """The casts that act on a thread: our policy, and torch.autocast's dtype of each device type that is enabled."""
 
     policy: Policy | None
     native: dict[str, torch.dtype | None]  # device type -> dtype; None or absent: autocast was off
@@ -26,9 +26,9 @@ _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _act(casts: _Casts) -> bool:
-    """Whether anything is cast; the emulation of FP16 on a CPU casts nothing.
+    """Whether `casts` cast anything; the emulation of FP16 on a CPU casts nothing.
 
-    No property of the class: Dynamo up to torch 2.8 reads only fields of named tuples.
+    A function, not a property of `_Casts`: Dynamo up to torch 2.8 reads only fields of named tuples.
     """
     policy, native = casts
     return bool(native) or (policy is not None and policy.patch_torch_functions)

@@ -98,15 +98,15 @@ def _casts_of(policy: Policy) -> Policy:
 
 
 def start_late() -> None:
-    """Catch up with the trace that this thread is in the middle of: the code in it has just installed the casts."""
+    """Begin anew in the middle of this thread's trace: the traced code has just installed the casts."""
     if _attached:
         _start(sys.modules[_DYNAMO].InstructionTranslator.current_tx())
 
 
-def tell_late() -> None:
-    """Let the trace that this thread may be in the middle of know the wrappers that an import in it has brought."""
+def register_late_wrappers() -> None:
+    """Register the wrappers that an import in the middle of this thread's trace, if there is one, has installed."""
     if _attached and is_compiling():
-        traced_calls.tell()
+        traced_calls.register_wrappers()
 
 
 def hook() -> None:
@@ -124,8 +124,8 @@ def hook() -> None:
         getattr(dynamo, "reset_code_caches", dynamo.reset)()
 
 
-def _unknown(found: object) -> None:
-    """Say that this torch's compiler is not the one that this file was written for. Called once."""
+def _warn_of_another_dynamo(found: object) -> None:
+    """Warn that this torch's Dynamo is not the one that this file was written for. Called once."""
     logger.warning(
         "the compiler of torch %s is not known here (%s): the casts of O1, O4 and amp.autocast act in compiled code "
         "only where its graphs break; everything else, eager code above all, is as ever",
@@ -135,7 +135,7 @@ def _unknown(found: object) -> None:
 
 
 def _attach(module: Any) -> None:
-    """Hook into Dynamo, whose `symbolic_convert` is `module`; where it is not as expected, leave it alone."""
+    """Hook into Dynamo, whose `symbolic_convert` is `module`; a Dynamo without the names of `_USED` stays as it is."""
     global _attached
     try:
         for name in _USED:
@@ -148,7 +148,7 @@ def _attach(module: Any) -> None:
             for code in _codes_of(importlib.import_module(f"amp_patch.{name}"), nested=name != _DEFINES_FORWARDS):
                 importlib.import_module("torch._dynamo.eval_frame").skip_code(code)
     except Exception as error:
-        _unknown(repr(error))
+        _warn_of_another_dynamo(repr(error))
         return
     _attached = True
     _hooks.install(functools.partial(_follow_traces, translator=module.InstructionTranslator))
@@ -167,7 +167,7 @@ def _codes_of(module: types.ModuleType, nested: bool) -> Iterator[types.CodeType
 
 
 def _follow_traces(patches: Patches, translator: Any) -> None:
-    """Be called when the trace of a frame begins, and around it."""
+    """Patch the translator: `_start` runs when the trace of a frame begins, and the trace in a region without casts."""
     started, run = translator.__init__, translator.run
 
     @functools.wraps(started)
@@ -176,18 +176,18 @@ def _follow_traces(patches: Patches, translator: Any) -> None:
         _start(self)
 
     @functools.wraps(run)
-    def quiet_run(self: Any) -> Any:
+    def run_without_casts(self: Any) -> Any:
         # Without this region Dynamo and the backend, which call torch's functions while they compile, would have their
         # own tensors cast. Casts of the traced code become nodes of its graph instead.
         with regions.region(None):
             return run(self)
 
     patches.set(translator, "__init__", __init__)
-    patches.set(translator, "run", quiet_run)
+    patches.set(translator, "run", run_without_casts)
 
 
 def _follow_calls(patches: Patches) -> None:
-    """Have methods and operators of tensors traced by their rules. (Functions are: see `traced_calls.tell`.)"""
+    """Have methods and operators of tensors traced by their rules; `register_wrappers` does that for functions."""
     tensor = importlib.import_module("torch._dynamo.variables.tensor").TensorVariable
     builtin = importlib.import_module("torch._dynamo.variables.builtin").BuiltinVariable
     rules: Any = importlib.import_module("torch._dynamo.trace_rules")
@@ -223,26 +223,26 @@ def _follow_calls(patches: Patches) -> None:
 
 
 def _start(tx: Any) -> None:
-    """Dynamo is about to trace a frame. Whatever fails here must not keep it from compiling."""
+    """Begin the trace of a frame. Errors in here are logged, not raised: the compilation goes on without casts."""
     global _attached
     traced_regions.begin_trace(None, None)
     traced_calls.begin()
     if not _attached:
         return
     try:
-        traced_calls.tell()
+        traced_calls.register_wrappers()
         _guard(tx)
         if tx.output.compiler_fn is not None:
-            tx.output.compiler_fn = _quiet_backend(tx.output.compiler_fn)
+            tx.output.compiler_fn = _backend_without_casts(tx.output.compiler_fn)
     except Exception as error:
         _attached = False
-        _unknown(repr(error))
+        _warn_of_another_dynamo(repr(error))
         return
     traced_regions.begin_trace(acting(), functools.partial(_without_autocast, tx))
 
 
 def _guard(tx: Any) -> None:
-    """Have Dynamo use what it compiles for this frame only where `acting` gives the policy of now."""
+    """Guard the compiled frame: Dynamo uses it only where `acting` returns the policy of this trace."""
     guards = importlib.import_module("torch._dynamo.guards")
     source = importlib.import_module("torch._dynamo.source")
     tracing = importlib.import_module("torch._guards").tracing
@@ -259,11 +259,11 @@ def _without_autocast(tx: Any, kind: str) -> Callable[[], object]:
     return lambda: region.exit(tx)
 
 
-def _quiet_backend(backend: Any) -> Any:
-    """`backend`, such that what it makes of a graph runs without casts: the graph's own nodes have done them."""
+def _backend_without_casts(backend: Any) -> Any:
+    """`backend`, whose compiled graphs run in a region without casts: casts are nodes of the graphs already."""
 
     @functools.wraps(backend)
-    def compile_quietly(graph: Any, *args: Any, **kwargs: Any) -> Any:
+    def compile_without_casts(graph: Any, *args: Any, **kwargs: Any) -> Any:
         with _keeping_roundings() if traced_calls.have_emulated() else nullcontext():
             compiled = backend(graph, *args, **kwargs)
         _give_kernels_back()
@@ -274,15 +274,15 @@ def _quiet_backend(backend: Any) -> Any:
 
         return functools.update_wrapper(run, compiled, assigned=())
 
-    return compile_quietly
+    return compile_without_casts
 
 
 @contextmanager
 def _keeping_roundings() -> Iterator[None]:
-    """While Inductor compiles in here, it keeps each rounding to FP16, of which emulated FP16 is made.
+    """Inductor's setting that keeps each rounding to FP16, of which emulated FP16 is made, while Inductor compiles.
 
-    Else it leaves out a rounding to FP16 that a cast to FP32 follows, and goes on with FP32's number even where FP16
-    would be infinite. Backward is compiled at once: by the time of the first backward the setting is gone.
+    Without the setting Inductor drops a rounding to FP16 before a cast to FP32, and goes on with FP32's number even
+    where FP16 would be infinite. Backward is compiled at once: at the first backward the setting is over.
     """
     options = (
         ("torch._inductor.config", "emulate_precision_casts"),
@@ -297,10 +297,10 @@ def _keeping_roundings() -> Iterator[None]:
 
 
 def _give_kernels_back() -> None:
-    """Give Inductor torch's own functions where it has found wrappers.
+    """Give Inductor torch's own functions where its import has bound wrappers.
 
-    Its code calls the functions that stood in torch when it was imported. It takes for granted what type and strides
-    their results have: a result that was cast it would read wrongly, in forward and in backward.
+    Inductor's code calls the functions that were attributes of torch at its import, and relies on the dtype and strides
+    of their results: a result that a wrapper has cast would be read wrongly, in forward and in backward.
     """
     kernels = getattr(sys.modules.get("torch._inductor.select_algorithm"), "extern_kernels", None)
     for name, function in list(vars(kernels).items()) if kernels is not None else ():

@@ -86,7 +86,7 @@ def register_without_rule(module: Any, name: str) -> None:
 
 
 def _half_rule(module: Any, name: str) -> str:
-    """The rule for `module.name`. Where the op lists have one that also emulates FP16 on a CPU, it is that one.
+    """The rule for `module.name`: the op lists' own if that also emulates FP16 on a CPU, else "user_lower".
 
     "user_lower" would cast the arguments alone, and leave the CPU to multiply in FP16.
     """

@@ -108,11 +108,11 @@ def _replace_names(patches: Patches, names: Iterable[tuple[str, str]]) -> None:
 
 
 def _replace_late(module: types.ModuleType) -> None:
-    """Replace what the lists name of owners that are there now that `module` is imported, if casts are installed."""
+    """Replace the listed functions of owners that `module`'s import has completed, if casts are installed."""
 
     def replace(patches: Patches) -> None:
         _replace_names(patches, [key for key in rules_by_name("torch") if LATE.get(key[0]) == module.__name__])
-        dynamo.tell_late()
+        dynamo.register_late_wrappers()
 
     with _installation.lock:
         if installed():
@@ -136,11 +136,11 @@ def installed() -> bool:
 
 
 def _keep_regions_in_checkpoints(patches: Patches) -> None:
-    """Let activation checkpointing compute again under the casts of the first time, as it does with torch.autocast.
+    """Let activation checkpointing recompute under the casts of the first forward, as it does with torch.autocast.
 
-    What is checkpointed is computed again during backward. By then the regions that it was first computed in have
-    ended: those of `disable_casts`, say, or of modules that are kept in FP32. Patched are the two functions that
-    `torch.utils.checkpoint.checkpoint` looks up at each call, and hands what is to be called again: users may have
+    Checkpointed code is recomputed during backward, when the regions of its first forward have ended: those of
+    `disable_casts`, say, or of modules that are kept in FP32. Patched are the two functions that
+    `torch.utils.checkpoint.checkpoint` looks up at each call and hands the function to recompute: users may have
     imported `checkpoint` itself by name.
     """
 
@@ -164,8 +164,8 @@ def _keep_regions_in_checkpoints(patches: Patches) -> None:
 def _keep_default_in_replicas(patches: Patches) -> None:
     """Let the process default hold in DataParallel's threads.
 
-    Each of these enters a torch.autocast first, enabled or not as on the caller's thread, and inside of one our casts
-    step aside. Where it is disabled nobody has asked for that: the thread then follows the default.
+    Each such thread enters a torch.autocast first, enabled or not as on the caller's thread, and inside a
+    torch.autocast our casts do not act. A disabled one is not the user's: the thread then follows the default.
     """
     parallel_apply = torch.nn.DataParallel.parallel_apply
 

@@ -65,7 +65,7 @@ class region(blocks.Block):
         stack.append(entry)
         if self.on_entry is not None:
             self.on_entry(entry)
-        entry.depth, entry.task, entry.silenced = casts_state.in_use.begin(self.disables_torch_autocast)
+        entry.depth, entry.task, entry.disabled = casts_state.in_use.begin(self.disables_torch_autocast)
         _follow(entry)
         return self
 
@@ -202,17 +202,17 @@ def _is_over(entry: Entry) -> bool:
 def _leave(entry: Entry, _: Any = None) -> None:
     """Take `entry` away.
 
-    An interrupt may come at any line: the entry leaves the stack last, so that the next call finds it there and does
-    all that is left to do. And any line may run the garbage collector, which may end another region of the thread:
-    which region is the innermost now is asked again after it was followed.
+    An interrupt may come at any line: the entry leaves the stack last, so that the next call finds the entry there and
+    does the rest. Any line may also run the garbage collector, which may end another region of the thread: so the
+    innermost region is looked up again after `_follow`.
     """
     stack, on_exit = this_thread.stack, entry.region.on_exit
     if entry not in stack:  # a generator closed on another thread: undo the process-wide part at once
         if on_exit is not None:
             on_exit(entry)
         return
-    if entry.silenced:
-        _unsilence(entry, stack)
+    if entry.disabled:
+        _enable_torch_autocast(entry, stack)
     if on_exit is not None:
         on_exit(entry)
     while len(stack) > 1:
@@ -231,13 +231,13 @@ def _innermost_but(entry: Entry, stack: list[Entry]) -> Entry:
     return stack[-2] if stack[-1] is entry else stack[-1]
 
 
-def _unsilence(ended: Entry, stack: list[Entry]) -> None:
+def _enable_torch_autocast(ended: Entry, stack: list[Entry]) -> None:
     """Turn torch.autocast on again, or leave that to a later region that disables it too and still lasts."""
     for entry in stack[stack.index(ended) + 1 :]:
         if entry.region.disables_torch_autocast and entry.depth == ended.depth:
-            entry.silenced |= ended.silenced
+            entry.disabled |= ended.disabled
             return
-    casts_state.in_use.end(ended.silenced, ended.depth)
+    casts_state.in_use.end(ended.disabled, ended.depth)
 
 
 def _inside(entered_region: region, steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:

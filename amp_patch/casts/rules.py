@@ -1,4 +1,4 @@
-"""The cast rules: what each rule of the op lists does to one call, and what else there is to know of it."""
+"""The cast rules: what each rule of the op lists does to one call, and the properties of each rule."""
 
 from __future__ import annotations
 

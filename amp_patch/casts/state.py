@@ -49,23 +49,23 @@ class PythonState:
         return native_depth() <= this_thread.depth or torch._C._current_graph_task_id() not in (-1, this_thread.task)
 
     def begin(self, disables_torch_autocast: bool) -> tuple[int, int, Any]:
-        """A region begins: what its `Entry` keeps, (depth, task, silenced).
+        """A region begins: what its `Entry` keeps, (depth, task, disabled).
 
-        With `disables_torch_autocast` it is off from now on, for the device types in `silenced`.
+        With `disables_torch_autocast` it is off from now on, for the device types in `disabled`.
         """
-        silenced = frozenset(kind for kind in DEVICE_TYPES if disables_torch_autocast and is_enabled(kind))
+        disabled = frozenset(kind for kind in DEVICE_TYPES if disables_torch_autocast and is_enabled(kind))
         depth, task = native_depth(), torch._C._current_graph_task_id()
-        for kind in silenced:
+        for kind in disabled:
             set_enabled(kind, False)
-        return depth, task, silenced
+        return depth, task, disabled
 
-    def end(self, silenced: Any, depth: int) -> None:
-        """Turn torch.autocast on again for what `begin` has silenced at `depth`.
+    def end(self, disabled: Any, depth: int) -> None:
+        """Enable torch.autocast again for the device types that `begin` has disabled at `depth`.
 
         Not at another depth: the torch.autocast that was turned off has ended meanwhile, or one inside is still open.
         """
         if native_depth() == depth:
-            for kind in silenced:
+            for kind in disabled:
                 set_enabled(kind, True)
 
     def follow(self, acting: Policy | None, inside: Policy | None, caches: bool, depth: int, task: int) -> None:

@@ -1,4 +1,4 @@
-"""What one thread knows of the regions that it is in, and of torch.autocast around them."""
+"""The state of one thread: the regions that it is in, and torch.autocast around them."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class Entry:
         region: the `regions.region`.
         depth: how many torch.autocasts the thread was in.
         task: torch's number of the backward pass that the thread was in; -1 for none.
-        silenced: the device types whose torch.autocast the region has turned off: what `begin` of the state returned.
+        disabled: the device types whose torch.autocast the region has turned off: what `begin` of the state returned.
         left: takes the entry away when the `with` statement is over, if `__exit__` has not; see blocks.py.
     """
 
     region: Any
     depth: int = 0
     task: int = -1
-    silenced: Any = ()
+    disabled: Any = ()
     left: Any = None
 
 
@@ -94,7 +94,7 @@ class _Thread(threading.local):
         self.casts: dict[Any, tuple[weakref.ref[Tensor], int, Tensor]] = {}  # cached casts: see `cast_weight`
         # Fields of a trace of torch.compile on this thread:
         self.traced: list[Traced] = []  # traced regions, innermost last; the first is the frame itself
-        self.silence: Callable[[str], Callable[[], object]] | None = None  # see `traced_regions.begin_trace`
+        self.disable: Callable[[str], Callable[[], object]] | None = None  # see `traced_regions.begin_trace`
 
 
 this_thread = _Thread()

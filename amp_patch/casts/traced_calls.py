@@ -22,7 +22,7 @@ from amp_patch.policy import Policy
 
 
 class _Tracing(threading.local):
-    """What is known of the trace on this thread."""
+    """The state of the trace on this thread."""
 
     # Names of the calls that the trace is inside of, whose arguments are cast already. `begin` makes a new list.
     names: list[str] = []  # noqa: RUF012
@@ -104,7 +104,7 @@ _in_table: set[int] = set()  # ids of the wrappers that are in `_table`
 _table: dict[Any, Any] | None = None  # Dynamo's rule map; Dynamo makes a new one when a process group begins
 
 
-def tell() -> None:
+def register_wrappers() -> None:
     """Add the wrappers that Dynamo's tables lack."""
     global _table
     rules: Any = importlib.import_module("torch._dynamo.trace_rules")
@@ -154,7 +154,7 @@ def tell() -> None:
 
 @contextmanager
 def _inlined(function: Callable[..., Any]) -> Iterator[None]:
-    """In here Dynamo may trace into `function`. Torch 2.6 asserts that its table says so; later ones do not ask."""
+    """Let Dynamo trace into `function` inside the block: torch 2.6 asserts that the rule map says so."""
     table: dict[Any, Any] = importlib.import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
     before = table.get(function)
     table[function] = importlib.import_module("torch._dynamo.variables").UserFunctionVariable

@@ -20,13 +20,13 @@ from amp_patch.policy import Policy
 from amp_patch.support.compiled import constant_in_traces
 
 
-def begin_trace(acting: Policy | None, silence: Callable[[str], Callable[[], object]] | None) -> None:
+def begin_trace(acting: Policy | None, disable: Callable[[str], Callable[[], object]] | None) -> None:
     """torch.compile begins to trace a frame on this thread, where `acting` acts.
 
     Args:
-        silence: turns torch.autocast off in what is traced from here on, for a device type; returns how to undo that.
+        disable: turns torch.autocast off in what is traced from here on, for a device type; returns how to undo that.
     """
-    this_thread.traced, this_thread.silence = [Traced(acting, native_depth(), [])], silence
+    this_thread.traced, this_thread.disable = [Traced(acting, native_depth(), [])], disable
 
 
 def enter_trace_of(acting: Policy | None, disables_torch_autocast: bool) -> None:
@@ -63,8 +63,8 @@ def traced() -> Policy | None:
 def enter_traced(casts: tuple[Any, ...] | None, disables_torch_autocast: bool) -> None:
     """What `enter_trace_of` does; `casts` are the arguments of `casts_policy`, None where none act."""
     if this_thread.traced:
-        silence = this_thread.silence if disables_torch_autocast else None
-        undo = [silence(kind) for kind in DEVICE_TYPES if is_enabled(kind)] if silence is not None else []
+        disable = this_thread.disable if disables_torch_autocast else None
+        undo = [disable(kind) for kind in DEVICE_TYPES if is_enabled(kind)] if disable is not None else []
         this_thread.traced.append(Traced(None if casts is None else casts_policy(*casts), native_depth(), undo))
 
 

@@ -52,7 +52,7 @@ def _replace(patches: Patches) -> None:
 
 
 def _lerp(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The method `original`, which takes low precision and FP32 together, as `add` does; in place, FP32 alone."""
+    """The method `original` for mixed low precision and FP32, which promote as in `add`; in place, for FP32 alone."""
 
     @wraps(original)
     def lerp(self: Tensor, end: Tensor, *weight: Any, **weights: Any) -> Tensor:

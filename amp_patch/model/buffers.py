@@ -127,19 +127,19 @@ def _join(path: str, name: str) -> str:
 # Running averages
 
 
-class BufferWatch:
+class WrittenBuffers:
     """Looks at two training forwards of a model, and warns of the cast buffers that both have written.
 
     A buffer that one forward writes may be a cache. A buffer that each forward writes is a counter, or a running
     average, which stands still in low precision when its decay is near 1. Compiled forwards are not looked at, and
-    copies of a model are not watched. The model holds its watch, which therefore holds the modules weakly.
+    copies of a model have no such object. The model holds this one, which therefore holds the modules weakly.
     """
 
     def __init__(self, model: nn.Module, owned: Iterable[Owned]) -> None:
         names = {id(module): path for path, module in model.named_modules()}
         inside = [(m, name) for m, name in owned if id(m) in names]
-        watched = [(m, name) for m, name in inside if not (_is_statistic(m) or _is_vector_of_a_norm(m, name))]
-        self.owned = [(names[id(m)], weakref.ref(m), name) for m, name in watched]
+        averages = [(m, name) for m, name in inside if not (_is_statistic(m) or _is_vector_of_a_norm(m, name))]
+        self.owned = [(names[id(m)], weakref.ref(m), name) for m, name in averages]
         self.looks = 0
 
     def before(self) -> list[tuple[Tensor | None, int]]:
@@ -147,7 +147,7 @@ class BufferWatch:
         return [self._state(module(), name) for _, module, name in self.owned]
 
     def after(self, before: list[tuple[Tensor | None, int]]) -> bool:
-        """Look at the buffers after the forward, and warn if it is the second. Returns whether to go on watching."""
+        """Look at the buffers after a forward; warn after the second. Returns whether to look at another one."""
         now = self.before()
         self.owned = [
             owned
@@ -179,7 +179,7 @@ class BufferWatch:
 
 
 def _is_statistic(module: nn.Module) -> bool:
-    """Whether the buffers are those of a norm of torch's, for which the level and `keep_batchnorm_fp32` speak."""
+    """Whether `module` is a norm of torch's, whose running statistics the level and `keep_batchnorm_fp32` decide on."""
     return isinstance(module, nn.modules.batchnorm._NormBase)
 
 

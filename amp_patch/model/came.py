@@ -49,12 +49,12 @@ def give_buffers_back(model: nn.Module) -> None:
 
 
 def forget() -> None:
-    """Forget all of them."""
+    """Forget the types of all parameters and buffers."""
     _params.clear()
     _buffers.clear()
 
 
 @swaps.release_in_swaps
-def _let_go(param: Tensor) -> Any:
+def _release(param: Tensor) -> Any:
     dtype = _params.pop(param, None)
     return None if dtype is None else lambda: note(param, dtype)

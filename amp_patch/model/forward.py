@@ -146,11 +146,11 @@ class KeptModule(Generated):
 
 
 def cast_buffers(models: Iterable[nn.Module], owned: list[buffers.Owned], dtype: torch.dtype) -> None:
-    """Cast the buffers of models of a training, and watch those that are FP32 no more."""
+    """Cast the buffers of models of a training, in place; each model then looks for training's writes into its own."""
     buffers.cast(owned, dtype)
     for model in models:
-        if isinstance(model, AmpModel) and (watch := buffers.BufferWatch(model, owned)).owned:
-            vars(model)["_amp"].watch = watch
+        if isinstance(model, AmpModel) and (written := buffers.WrittenBuffers(model, owned)).owned:
+            vars(model)["_amp"].written_buffers = written
 
 
 def low_buffers_of(model: nn.Module) -> frozenset[str]:
@@ -279,7 +279,7 @@ def _drop_casts(*_: Any) -> None:
 
 
 def _is_under_fsdp(module: nn.Module) -> bool:
-    """Whether ours is not the outermost class of `module`, because `fully_shard` came later."""
+    """Whether `fully_shard` has made a subclass of the generated class of `module`."""
     return "_amp_base" not in vars(type(module)) and fsdp.is_fsdp(module)
 
 
@@ -336,9 +336,10 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
                 own.region = regions.region(policy)
         if own.local is not own.no_sync and torch.is_grad_enabled() and (low is not None or policy.checks_gradients):
             own.local = own.no_sync
-        watch = own.watch
-        watch = watch if watch is not None and not compiling and self.training and torch.is_grad_enabled() else None
-        before = [] if watch is None else watch.before()
+        written = own.written_buffers
+        if written is not None and (compiling or not self.training or not torch.is_grad_enabled()):
+            written = None
+        before = [] if written is None else written.before()
         edits = None
         running.policy = policy
         try:
@@ -352,8 +353,8 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
             raise
         finally:
             running.policy = outer
-        if watch is not None and not watch.after(before):
-            own.watch = None
+        if written is not None and not written.after(before):
+            own.written_buffers = None
         if edits is not None:
             edits.give_back(lambda value: _cast_out(value, policy, outer))
         return output if low is None and policy.cast_model_outputs is None else _cast_out(output, policy, outer)
@@ -367,7 +368,7 @@ def _in_backward() -> bool:
 
 
 def _cast_in(args: Any, kwargs: Any, low: torch.dtype) -> tuple[Any, Any, _Edits | None]:
-    """The arguments of forward in the type of the cast, and what gives edits of the dicts among them back, if any."""
+    """The arguments of forward in the type of the cast, and the edits of dicts among them to give back, if any."""
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
         return (tree.cast_floats(args[0], low),), kwargs, None
     cast_args, cast_kwargs = tree.cast_floats((args, kwargs), low)
@@ -375,7 +376,7 @@ def _cast_in(args: Any, kwargs: Any, low: torch.dtype) -> tuple[Any, Any, _Edits
 
 
 class _Edits:
-    """What forward does to a dict argument is done to the caller's own dict too, though forward got a cast copy."""
+    """The dict arguments of which forward got cast copies: edits of a copy are done to the caller's own dict too."""
 
     def __init__(self, given: tuple[Any, ...], passed: tuple[Any, ...]) -> None:
         self.copies = [

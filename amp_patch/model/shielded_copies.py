@@ -92,7 +92,7 @@ def _unshield() -> None:
 
 
 def _is_known_by_its_class(module: nn.Module) -> bool:
-    """Whether tools ask for exactly this class: torch's own layers (quantization, torch.fx), parametrized, scripted."""
+    """Whether tools look for this very class: torch's own layers (quantization, torch.fx), parametrized, scripted."""
     own = type(module).__module__.partition(".")[0] == "torch" and next(module.children(), None) is None
     return own or parametrize.is_parametrized(module) or isinstance(module, torch.jit.ScriptModule)
 

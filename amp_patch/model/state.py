@@ -1,10 +1,9 @@
-"""What a model of a training knows of it, and which policy's model runs on this thread."""
+"""The state of a model in a training, and the policy of the model whose forward runs on this thread."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +29,7 @@ running = _Running()
 
 @dataclass
 class ModelState:
-    """What a model of a training knows of it: `module._amp`.
+    """The state of a model in a training: `module._amp`.
 
     Attributes:
         policy: of the training.
@@ -42,7 +41,7 @@ class ModelState:
         handles: of hooks on FSDP modules inside the model.
         no_sync: whether DDP's `no_sync()` is entered; training/ddp.py sets it.
         local: whether the gradients of the last forward stay on this process: it ran under `no_sync()`.
-        watch: looks for cast buffers that training writes; None when it has seen enough.
+        written_buffers: looks for cast buffers that training writes; None after two forwards.
         cleared: how often `zero_grad` was called.
         owner: the model.
         wide: of a copy the weights that are FP32, by name, and the types that they are cast to while it is called.
@@ -59,7 +58,7 @@ class ModelState:
     handles: list[Any] = field(default_factory=list)
     no_sync: bool = False
     local: bool = False
-    watch: buffers.BufferWatch | None = None
+    written_buffers: buffers.WrittenBuffers | None = None
     cleared: int = 0
     owner: weakref.ref[nn.Module] | None = None
     wide: dict[str, torch.dtype] = field(default_factory=dict)
@@ -68,7 +67,8 @@ class ModelState:
 
     def __getstate__(self) -> dict[str, Any]:
         # These fields are of the original's parameters and hooks; a copy starts without.
-        fresh = {"handles": [], "no_sync": False, "local": False, "watch": None, "owner": None, "region": None}
+        fresh = {"handles": [], "no_sync": False, "local": False}
+        fresh |= dict.fromkeys(("written_buffers", "owner", "region"))
         state = {**vars(self), **fresh}
         del state["edits"], state["calls"]
         model = None if self.owner is None else self.owner()
@@ -91,18 +91,17 @@ class ModelState:
             forbid_fast_path()
 
 
-def refuse_sharded_since(models: Iterable[nn.Module | None], caller: str) -> None:
+def refuse_sharded_since(model: nn.Module | None, caller: str) -> None:
     """Raise if `fully_shard` took one of a training's models after `initialize` did, which got its optimizer then."""
-    if not fsdp.is_used():
+    if model is None or not fsdp.is_used():
         return
-    for model in models:
-        state = None if model is None else vars(model).get("_amp")
-        if state is not None and fsdp.is_fsdp(model) and not state.sharded:
-            raise RuntimeError(
-                f"{caller}: fully_shard was called on this {type(model).__name__} after initialize() and put other "
-                "parameters in place of those that the optimizer and its masters hold; call fully_shard first, with "
-                "mp_policy=amp.fsdp_policy(opt_level), then make the optimizer, then call initialize()"
-            )
+    state = vars(model).get("_amp")
+    if state is not None and fsdp.is_fsdp(model) and not state.sharded:
+        raise RuntimeError(
+            f"{caller}: fully_shard was called on this {type(model).__name__} after initialize() and put other "
+            "parameters in place of those that the optimizer and its masters hold; call fully_shard first, with "
+            "mp_policy=amp.fsdp_policy(opt_level), then make the optimizer, then call initialize()"
+        )
 
 
 # Models of trainings that change nothing, which keep their own classes and dictionaries (untouched.py) -> the state,

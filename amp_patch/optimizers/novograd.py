@@ -181,7 +181,7 @@ class FusedNovoGrad(FusedOptimizer):
                 )
 
     def _norms(self, group: Group) -> Tensor:
-        """The group's norms, one a parameter, made or put into that form where they are not."""
+        """The group's norms, an element a parameter; made, or converted from other forms, where needed."""
         params = group["params"]
         stored = group.get("exp_avg_sq")
         device = params[0].device if params else None

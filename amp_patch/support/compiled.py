@@ -1,4 +1,4 @@
-"""What is asked of torch.compile, without importing the compiler before somebody else has."""
+"""Questions to torch.compile that do not import the compiler, which takes a second."""
 
 from __future__ import annotations
 

@@ -54,9 +54,9 @@ def before_compiled(call: Callable[..., Any], began: Began) -> Callable[..., Any
     """`__call__` of what `torch.compile(module)` returns, with `began` before it."""
 
     @functools.wraps(call)
-    def tell_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def begin_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             began(self._orig_mod, args, kwargs)
         return call(self, *args, **kwargs)
 
-    return tell_and_call
+    return begin_and_call

@@ -51,9 +51,9 @@ class Generated:
 class _MixinFirst(type):
     """The metaclass of generated classes, or an ancestor of theirs where the base has one of its own.
 
-    Python lets an instance change to a class of the same memory layout alone, and takes a layout from the first base:
-    that must be the instance's class. (`class Model(ABC, nn.Module)` has another layout than a class that begins with
-    one of ours: ABC has no `__dict__`.) The methods of the mixin must be found first all the same.
+    `instance.__class__` accepts a class of the same memory layout alone, and the layout comes from the first base,
+    which must be the instance's class. (`class Model(ABC, nn.Module)` has another layout than a class that begins with
+    a mixin: ABC has no `__dict__`.) `mro` has the mixin's methods found first all the same.
     """
 
     def mro(cls) -> list[type]:

@@ -80,26 +80,26 @@ class Guard:
 
 
 def _main(mark: str) -> None:
-    heard = sys.stdin.read().split()
-    if _RELEASED not in heard:
-        _end_all(mark.encode(), [int(each) for each in heard])
+    words = sys.stdin.read().split()
+    if _RELEASED not in words:
+        _end_all(mark.encode(), [int(each) for each in words])
 
 
 def _end_all(mark: bytes, watched: list[int]) -> None:
     for how in (signal.SIGTERM, signal.SIGKILL):
-        told: set[int] = set()
+        signalled: set[int] = set()
         until = time.monotonic() + _SECONDS
         while left := {each for each in watched if _signalled(each, 0)} | _marked(mark):
-            for each in left - told:
+            for each in left - signalled:
                 _signalled(each, how)
-            told |= left
+            signalled |= left
             if time.monotonic() > until:
                 break
             time.sleep(_POLL)
 
 
 def _signalled(target: int, how: int) -> bool:
-    """Whether there is somebody to take the signal; 0 asks alone."""
+    """Send the signal; whether the process or group exists. Signal 0 only checks."""
     try:
         os.kill(target, how)
     except ProcessLookupError:

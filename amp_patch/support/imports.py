@@ -30,7 +30,7 @@ def when_imported(name: str, then: Then) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Has the loaders of awaited modules tell when their code has run. Whoever only asks for a spec ends no wait."""
+    """Has the loaders of awaited modules call back after `exec_module`. Finding a spec alone ends no wait."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         """The other finders' spec of an awaited module, with a loader that calls back; None for other modules."""

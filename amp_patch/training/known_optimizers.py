@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from amp_patch import multi_tensor
-from amp_patch.masters.masters import Link
 from amp_patch.masters.split_master import low_half, used
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.optimizers.adam import FusedAdam
@@ -25,27 +26,37 @@ class NotKnown(Exception):
     """A setting or a state that the kernels do not take."""
 
 
+class BatchState(Enum):
+    """How far the step of a batch has come."""
+
+    NEW = auto()
+    STEPPED = auto()  # by a kernel, into the weights
+    REFUSED = auto()  # by the kernels
+    LEFT = auto()  # to the optimizer's own step
+
+
 @dataclass
-class Part:
-    """Parameters of one group whose gradients are of one kind.
+class Batch:
+    """Parameters of one group whose gradients are of one kind: one call of a kernel.
 
     Attributes:
         group: the optimizer's, for its settings.
+        factors: what the gradients are multiplied by.
         masters: what is stepped; a parameter that is its own master, too.
         grads: of low precision, still scaled, or FP32.
-        links: of the masters to the model's weights; empty where each is its own.
-        factors: what the gradients are multiplied by.
+        weights: the model's, which take the rounded results; empty where each master is its own.
+        first_run: whether there is no momentum yet.
+        version: of the first master, before the step.
     """
 
     group: Group
     factors: Sequence[Number]
     masters: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
-    links: list[tuple[Tensor, Link]] = field(default_factory=list)
-    first_run: bool = False  # whether there is no momentum yet
-    version: int = -1  # of the first master, before the step
-    refused: bool = False  # whether the kernels do not take it
-    is_left: bool = False  # whether its step is left to the optimizer's own way
+    weights: list[Tensor] = field(default_factory=list)
+    first_run: bool = False
+    version: int = -1
+    state: BatchState = BatchState.NEW
 
     @property
     def stepped(self) -> list[Tensor]:
@@ -55,14 +66,14 @@ class Part:
         return [m if (half := low_half(m)) is None else half for m in self.masters]
 
     @property
-    def is_made(self) -> bool:
-        """Whether the kernels have made the step, which counts as a write to each master, as an adopted edit does."""
-        return not self.refused and version_of(self.masters[0]) != self.version
+    def is_stepped(self) -> bool:
+        """Whether a kernel has made the step, which counts as a write to each master, as an adopted edit does.
 
-    @property
-    def weights(self) -> list[Tensor] | None:
-        """The model's weights, which take the rounded results."""
-        return [param for param, _ in self.links] or None
+        The version tells where an exception came before `state` did.
+        """
+        if self.state is not BatchState.NEW:
+            return self.state is BatchState.STEPPED
+        return version_of(self.masters[0]) != self.version
 
 
 def kernel_of(optimizer: Any) -> Kernel | None:
@@ -72,7 +83,7 @@ def kernel_of(optimizer: Any) -> Kernel | None:
 
 def counts(optimizer: Any) -> list[int]:
     """What the groups of an optimizer that counts there (FusedAdam) count with this step; of any other nothing."""
-    groups = optimizer.param_groups if kernel_of(optimizer) is _fused_adam else []
+    groups = optimizer.param_groups if isinstance(optimizer, FusedAdam) else []
     return [0 if isinstance(step := group.get("step", 0), Tensor) else int(step) + 1 for group in groups]
 
 
@@ -82,27 +93,28 @@ def version_of(master: Tensor) -> int:
     return master._version if half is None else half._version
 
 
-Kernel = Callable[[Any, Part, Tensor | None], None]
+Kernel = Callable[[Any, Batch, Tensor | None], None]
 
 # torch's question whether a graph is captured that would keep the learning rate and the count of now, by its names.
 _CAPTURE_CHECKS = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
 
 
-def _adam(optimizer: Any, part: Part, found_inf: Tensor | None) -> None:
+def _adam(optimizer: Any, part: Batch, found_inf: Tensor | None) -> None:
     for name in _CAPTURE_CHECKS:
         if (check := getattr(optimizer, name, None)) is not None:
             check()
             break
     group = part.group
-    states = _states(optimizer, part)
+    names = ("exp_avg", "exp_avg_sq", "step") + (("max_exp_avg_sq",) if group["amsgrad"] else ())
+    averages, squares, steps, *largest = _state_lists(optimizer, part, names)
     multi_tensor.multi_tensor_adam(
         part.grads,
         part.stepped,
-        _of(states, "exp_avg"),
-        _of(states, "exp_avg_sq"),
-        _of(states, "max_exp_avg_sq") if group["amsgrad"] else None,
-        _steps_of(states),
-        part.weights,
+        averages,
+        squares,
+        largest[0] if largest else None,
+        steps,
+        part.weights or None,
         **_adam_settings(part),
         decoupled=group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)),
         maximize=group["maximize"],
@@ -111,14 +123,14 @@ def _adam(optimizer: Any, part: Part, found_inf: Tensor | None) -> None:
     )
 
 
-def _adam_settings(part: Part) -> dict[str, Any]:
+def _adam_settings(part: Batch) -> dict[str, Any]:
     """What torch's Adams and ours call alike."""
     beta1, beta2 = part.group["betas"]
     numbers = {name: part.group[name] for name in ("eps", "weight_decay")}
     return {"lr": _number(part.group["lr"], part), "beta1": beta1, "beta2": beta2, **numbers}
 
 
-def _sgd(optimizer: Any, part: Part, found_inf: Tensor | None) -> None:
+def _sgd(optimizer: Any, part: Batch, found_inf: Tensor | None) -> None:
     group = part.group
     buffers = None
     if group["momentum"]:
@@ -135,7 +147,7 @@ def _sgd(optimizer: Any, part: Part, found_inf: Tensor | None) -> None:
             part.grads,
             part.stepped,
             buffers,
-            part.weights,
+            part.weights or None,
             lr=_number(group["lr"], part),
             momentum=group["momentum"],
             dampening=group["dampening"],
@@ -147,18 +159,18 @@ def _sgd(optimizer: Any, part: Part, found_inf: Tensor | None) -> None:
             found_inf=found_inf,
         )
     finally:
-        if part.first_run and not part.is_made:
+        if part.first_run and not part.is_stepped:
             for master in part.masters:
                 optimizer.state[master].pop("momentum_buffer", None)
 
 
-def _fused_sgd(optimizer: Any, part: Part, found_inf: Tensor | None) -> None:
+def _fused_sgd(optimizer: Any, part: Batch, found_inf: Tensor | None) -> None:
     if optimizer.wd_after_momentum and part.group["weight_decay"]:
         raise NotKnown  # its `decay` is more exact than the kernel's
     _sgd(optimizer, part, found_inf)
 
 
-def _fused_adam(optimizer: Any, part: Part, found_inf: Tensor | None) -> None:
+def _fused_adam(optimizer: Any, part: Batch, found_inf: Tensor | None) -> None:
     group = part.group
     decoupled = optimizer.adam_w_mode and group["weight_decay"]  # its `decay` is more exact than the kernel's
     count = group.get("step", 0)
@@ -173,7 +185,7 @@ def _fused_adam(optimizer: Any, part: Part, found_inf: Tensor | None) -> None:
         optimizer.averages(part.masters, "exp_avg_sq"),
         None,
         float(count),
-        part.weights,
+        part.weights or None,
         **_adam_settings(part),
         decoupled=False,
         bias_correction=bool(group["bias_correction"]),
@@ -182,52 +194,50 @@ def _fused_adam(optimizer: Any, part: Part, found_inf: Tensor | None) -> None:
     )
 
 
-def _number(value: Any, part: Part) -> Any:
+def _number(value: Any, part: Batch) -> Any:
     """A setting, on the device of the parameters if it is a tensor; one of the host is read there."""
     if not isinstance(value, Tensor) or value.device == part.masters[0].device:
         return value
     return value.item() if value.device.type == "cpu" else value.to(part.masters[0].device)
 
 
-def _of(states: list[dict[str, Any]], name: str) -> list[Tensor]:
+def _state_lists(optimizer: Any, part: Batch, names: tuple[str, ...]) -> Iterator[list[Tensor]]:
+    """Per name the state of the batch's parameters; what is new is made by torch's own code."""
+    state = optimizer.state
+    states = list(map(state.get, part.masters))
+    if not all(states):
+        _make_state(
+            optimizer, part.group, [master for master, its in zip(part.masters, states, strict=True) if not its]
+        )
+        states = [state[master] for master in part.masters]
     try:
-        return [state[name] for state in states]
+        if states[0]["step"].dtype is torch.float64:
+            for its in states:  # torch makes counts FP64 where that is the default type, also in checkpoints
+                its["step"] = its["step"].float()
+        return map(list, zip(*map(itemgetter(*names), states), strict=True))
     except KeyError as error:
         raise NotKnown from error
 
 
-def _steps_of(states: list[dict[str, Any]]) -> list[Tensor]:
-    """The counts of steps, FP32: torch makes them FP64 where that is the default type, also in checkpoints."""
-    steps = _of(states, "step")
-    if steps and steps[0].dtype is torch.float64:
-        for state in states:
-            state["step"] = state["step"].float()
-        steps = _of(states, "step")
-    return steps
-
-
-def _states(optimizer: Any, part: Part) -> list[dict[str, Any]]:
-    """The states of the parameters; new ones are made by torch's own code."""
+def _make_state(optimizer: Any, group: Group, masters: list[Tensor]) -> None:
+    """Let torch make the state of `masters`, in place."""
     state = optimizer.state
-    fresh = [master for master in part.masters if not state.get(master)]
-    if fresh:
-        # `_init_group` wants a gradient; a stand-in keeps the master's unmaterialized.
-        stand_ins = {nn.Parameter(master.detach(), requires_grad=False): master for master in fresh}
-        try:
-            for stand_in in stand_ins:
-                stand_in.grad = stand_in.detach()
-            _, *names = inspect.signature(optimizer._init_group).parameters
-            # The rest are lists to be filled, save that torch 2.6's AdamW is told the group's `amsgrad` too.
-            others = [part.group.get(name, []) for name in names]
-            optimizer._init_group({**part.group, "params": list(stand_ins)}, *others)
-            for stand_in, master in stand_ins.items():
-                state[master] = state[stand_in]
-        except Exception as error:  # the optimizer will say so itself
-            raise NotKnown from error
-        finally:
-            for stand_in in stand_ins:
-                state.pop(stand_in, None)
-    return [state[master] for master in part.masters]
+    # `_init_group` wants a gradient; a stand-in keeps the master's unmaterialized.
+    stand_ins = {nn.Parameter(master.detach(), requires_grad=False): master for master in masters}
+    try:
+        for stand_in in stand_ins:
+            stand_in.grad = stand_in.detach()
+        _, *names = inspect.signature(optimizer._init_group).parameters
+        # The rest are lists to be filled, save that torch 2.6's AdamW is told the group's `amsgrad` too.
+        others = [group.get(name, []) for name in names]
+        optimizer._init_group({**group, "params": list(stand_ins)}, *others)
+        for stand_in, master in stand_ins.items():
+            state[master] = state[stand_in]
+    except Exception as error:  # the optimizer will say so itself
+        raise NotKnown from error
+    finally:
+        for stand_in in stand_ins:
+            state.pop(stand_in, None)
 
 
 KERNELS: dict[type, Kernel] = {

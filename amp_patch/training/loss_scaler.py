@@ -119,7 +119,9 @@ class LossScaler:
     def record(self, found_inf: Tensor) -> None:
         """Remember what one backward pass found (FP32, one element, 1.0 for an overflow) until `update`; no sync."""
         # In place: a CUDA graph that holds an iteration reads and writes this very tensor at each replay.
-        self._found_inf.clamp_min_(found_inf.to(self._found_inf.device).reshape(()))
+        if found_inf.dim():
+            found_inf = found_inf.reshape(())
+        self._found_inf.clamp_min_(found_inf.to(self._found_inf.device))
 
     def update(self) -> None:
         """Move the scale by what was recorded since the last update, on the device; no sync."""

@@ -18,7 +18,16 @@ from amp_patch.masters import split_master
 from amp_patch.masters.half_gradients import can_wait
 from amp_patch.masters.masters import LinkList, add_gradients, publish_written, settle
 from amp_patch.support.blocks import without_grad
-from amp_patch.training.known_optimizers import KERNELS, Group, NotKnown, Part, counts, kernel_of, version_of
+from amp_patch.training.known_optimizers import (
+    KERNELS,
+    Batch,
+    BatchState,
+    Group,
+    NotKnown,
+    counts,
+    kernel_of,
+    version_of,
+)
 from amp_patch.training.stash import Stash
 from amp_patch.training.step import Plain, Step, Whole
 
@@ -53,47 +62,52 @@ class InOnePass(Whole):
 
     @without_grad
     def run(self, step: Step, plain: Plain) -> None:
-        optimizer, stash = step.optimizer, step.stash
-        publish_written(step.links)
+        optimizer = step.optimizer
+        if step.links.params:
+            publish_written(step.links)
         try:
-            parts = list(_parts(optimizer, stash))
+            batches = list(_batches(optimizer, step.stash))
         except NotKnown:
             super().run(step, plain)
             return
         step.writes = True
-        counted = counts(optimizer) if parts else []
+        counted = counts(optimizer) if batches else []
         try:
-            _step_all(step, parts, counted, plain)
+            _step_all(step, batches, counted, plain)
         except BaseException:
-            if any(part.is_made for part in parts) and not any(part.is_left for part in parts):
-                _step_all(step, parts, counted, plain)  # all or nothing, also where somebody interrupts
+            is_left = any(batch.state is BatchState.LEFT for batch in batches)
+            if any(batch.is_stepped for batch in batches) and not is_left:
+                _step_all(step, batches, counted, plain)  # all or nothing, also where somebody interrupts
             raise
 
 
 IN_ONE_PASS = InOnePass()
 
 
-def _step_all(step: Step, parts: list[Part], counted: list[int], plain: Plain) -> None:
-    """Step those parts that have not been: in one pass, or the optimizer's own way, which counts by itself."""
-    optimizer = step.optimizer
-    held = split_master.release(master for part in parts for master in part.masters)
+def _step_all(step: Step, batches: list[Batch], counted: list[int], plain: Plain) -> None:
+    """Step those batches that have not been: in one pass, or the optimizer's own way, which counts by itself."""
+    optimizer, links = step.optimizer, step.links
+    held = split_master.release(m for batch in batches for m in batch.masters) if split_master.used() else []
     try:
-        left = [part for part in parts if not _run(step, part)]
+        left = [batch for batch in batches if not _run(step, batch)]
     finally:
         for master in held:  # a graph may have saved a view of it
             torch.autograd.graph.increment_version(master)
-        split_master.follow(held)
-    stepped = {id(link.master) for part in parts if part.is_made for _, link in part.links}
-    if len(stepped) < len(step.links):
-        settle(step.links.without(stepped))
+        if held:
+            split_master.follow(held)
+    others = None
+    if left or sum([len(batch.weights) for batch in batches]) < len(links.params):
+        others = links.without({id(m) for b in batches if b.is_stepped and b.weights for m in b.masters})
+        settle(others)
     if not left:
         for group, count in zip(optimizer.param_groups, counted, strict=False):
             group["step"] = count
         done(step)
         return
-    step.unpublished = LinkList(pair for part in left for pair in part.links)
+    by_master = step.stash.masters.by_master
+    step.unpublished = LinkList(by_master[id(m)] for batch in left if batch.weights for m in batch.masters)
     _step_with_torch(optimizer, left, plain)
-    done(step, step.links.without(stepped))
+    done(step, others)
 
 
 def done(step: Step, left: LinkList | None = None) -> None:
@@ -104,20 +118,22 @@ def done(step: Step, left: LinkList | None = None) -> None:
     links.watch.note()
 
 
-def _run(step: Step, part: Part) -> bool:
-    """Step the parameters of `part`, if they have not been; returns whether the kernels took them."""
+def _run(step: Step, batch: Batch) -> bool:
+    """Step the parameters of `batch`, if they have not been; returns whether the kernels took them."""
     optimizer, flag = step.optimizer, step.overflow
-    kernel = kernel_of(optimizer)
-    part.refused = part.refused or kernel is None or not _is_ordinary(optimizer, part.group, flag)
-    if part.refused or kernel is None:
+    if batch.state is BatchState.REFUSED:
         return False
-    if not part.is_made:
+    if not batch.is_stepped:
+        kernel = kernel_of(optimizer)
         try:
+            if kernel is None or not _is_ordinary(optimizer, batch.group, flag):
+                raise NotKnown
             with torch._C.DisableTorchFunctionSubclass():  # split masters are asked for anything but their value
-                kernel(optimizer, part, None if flag is None else flag.to(part.grads[0].device))
+                kernel(optimizer, batch, None if flag is None else flag.to(batch.grads[0].device))
         except (NotKnown, TypeError, ValueError):  # before the first write
-            part.refused = True
+            batch.state = BatchState.REFUSED
             return False
+    batch.state = BatchState.STEPPED
     return True
 
 
@@ -131,7 +147,7 @@ def _is_ordinary(optimizer: Any, group: Group, flag: Tensor | None) -> bool:
     return not [setting for setting in settings if isinstance(setting, Tensor)]
 
 
-def _parts(optimizer: Any, stash: Stash) -> Iterator[Part]:
+def _batches(optimizer: Any, stash: Stash) -> Iterator[Batch]:
     """The parameters that have a gradient: per group and device those whose gradient waits, with a master, without.
 
     Raises:
@@ -146,10 +162,10 @@ def _parts(optimizer: Any, stash: Stash) -> Iterator[Part]:
     for group in optimizer.param_groups:
         keys = list(map(id, group["params"]))
         if keys and all(map(half.__contains__, keys)):  # nearly always
-            grads, links = [half[key] for key in keys], [link_of[key] for key in keys]
-            yield from _by_age(optimizer, Part(group, factors, list(group["params"]), grads, links))
+            grads, weights = list(map(half.__getitem__, keys)), [link_of[key][0] for key in keys]
+            yield from _by_age(optimizer, Batch(group, factors, list(group["params"]), grads, weights))
             continue
-        parts: dict[tuple[Any, ...], Part] = {}  # one for each call of a kernel
+        batches: dict[tuple[Any, ...], Batch] = {}
         for master in group["params"]:
             linked = link_of.get(id(master))
             waits = linked is not None and id(master) in half
@@ -159,41 +175,41 @@ def _parts(optimizer: Any, stash: Stash) -> Iterator[Part]:
             if grad.layout is not torch.strided:
                 raise NotKnown  # torch may refuse it, before any parameter is stepped
             kind = (waits, linked is None, grad.device)
-            part = parts.setdefault(kind, Part(group, factors if waits else ()))
-            part.masters.append(master)
-            part.grads.append(grad)
+            batch = batches.setdefault(kind, Batch(group, factors if waits else ()))
+            batch.masters.append(master)
+            batch.grads.append(grad)
             if linked is not None:
-                part.links.append(linked)
-        for part in parts.values():
-            yield from _by_age(optimizer, part)
+                batch.weights.append(linked[0])
+        for batch in batches.values():
+            yield from _by_age(optimizer, batch)
 
 
-def _by_age(optimizer: Any, part: Part) -> Iterator[Part]:
-    """The part; SGD's in two, since a first momentum is made otherwise."""
-    part.version = version_of(part.masters[0])
-    if not part.group.get("momentum"):
-        yield part
+def _by_age(optimizer: Any, batch: Batch) -> Iterator[Batch]:
+    """The batch; SGD's in two, since a first momentum is made otherwise."""
+    batch.version = version_of(batch.masters[0])
+    if not batch.group.get("momentum"):
+        yield batch
         return
-    fresh = [optimizer.state[master].get("momentum_buffer") is None for master in part.masters]
+    fresh = [optimizer.state[master].get("momentum_buffer") is None for master in batch.masters]
     for first_run in set(fresh):
         chosen = [is_fresh is first_run for is_fresh in fresh]
-        masters, grads = list(compress(part.masters, chosen)), list(compress(part.grads, chosen))
-        links = list(compress(part.links, chosen))
-        yield Part(part.group, part.factors, masters, grads, links, first_run=first_run, version=version_of(masters[0]))
+        masters, grads = list(compress(batch.masters, chosen)), list(compress(batch.grads, chosen))
+        weights, version = list(compress(batch.weights, chosen)), version_of(masters[0])
+        yield Batch(batch.group, batch.factors, masters, grads, weights, first_run=first_run, version=version)
 
 
-def _step_with_torch(optimizer: Any, parts: list[Part], plain: Plain) -> None:
-    """Step the parameters of `parts` as the optimizer does it by itself."""
+def _step_with_torch(optimizer: Any, batches: list[Batch], plain: Plain) -> None:
+    """Step the parameters of `batches` as the optimizer does it by itself."""
     before = [group["params"] for group in optimizer.param_groups]
     try:
         for group in optimizer.param_groups:
-            group["params"] = [m for part in parts if part.group is group for m in part.masters]
-        for part in parts:
-            part.is_left = True
-            split_master.materialize(part.masters)
+            group["params"] = [m for batch in batches if batch.group is group for m in batch.masters]
+        for batch in batches:
+            batch.state = BatchState.LEFT
+            split_master.materialize(batch.masters)
         plain(optimizer)
-        for part in parts:
-            for master in part.masters:  # torch's fused kernels leave versions as they are
+        for batch in batches:
+            for master in batch.masters:  # torch's fused kernels leave versions as they are
                 torch.autograd.graph.increment_version(master)
     finally:
         for group, params in zip(optimizer.param_groups, before, strict=True):

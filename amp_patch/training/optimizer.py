@@ -12,7 +12,7 @@ from torch import Tensor
 
 from amp_patch.masters.masters import disconnect
 from amp_patch.model.tensors import cast
-from amp_patch.multi_tensor.bulk import drop_gradients, with_gradient
+from amp_patch.multi_tensor.bulk import drop_gradients
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import generated_class
 from amp_patch.support.compiled import wraps
@@ -20,10 +20,10 @@ from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.generated_class import Generated, base_class
 from amp_patch.support.patches import Attempts, Installation, Patches
 from amp_patch.support.quantized import is_quantized
-from amp_patch.training import ddp, one_pass, portions, untouched, zero_redundancy
+from amp_patch.training import ddp, one_pass, portions, thawed, untouched, zero_redundancy
 from amp_patch.training.overflow import drop_overflowed
 from amp_patch.training.stash import Stash, give_stash, note_sharing, siblings, stash_of, take_stash
-from amp_patch.training.step import WHOLE, Whole, refuse_thawed, step_of
+from amp_patch.training.step import WHOLE, Whole, step_of
 from amp_patch.training.unscale import unscale_pending
 
 _copies = Installation()
@@ -51,7 +51,7 @@ class AmpOptimizer(Generated):
             stash.pending = stash.backward.first_unscaled_grad = None
             stash.gathered = False
             stash.backward.strays.clear()
-            _note_gathered(stash)  # zeros, where they were not set to None
+            stash.note_gathered()  # zeros, where they were not set to None
             stash.backward.cleared += 1
             stash.backward.earlier.clear()
             stash.masters.drop_stepped_grads()
@@ -77,9 +77,10 @@ class AmpOptimizer(Generated):
             drop_gradients(group["params"])  # they are scaled: no optimizer had these parameters
         if stash.policy.master_weights:
             stash.masters.attach(self, group, split=stash.policy.splits_masters)
-            _note_gathered(stash)
+            stash.note_gathered()
             stash.masters.keep(split=stash.policy.splits_masters)
             zero_redundancy.repartition(self)
+        thawed.watch(self, stash)
         note_sharing([other for other, _ in siblings(stash)])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -140,7 +141,7 @@ def enter_training(
     if stash.policy.master_weights:
         for group in optimizer.param_groups:
             stash.masters.attach(optimizer, group, about_to_be_cast, split=stash.policy.splits_masters)
-        _note_gathered(stash)
+        stash.note_gathered()
         zero_redundancy.repartition(optimizer)
     give_stash(optimizer, stash)
     if stash.policy.changes_nothing and mixin is AmpOptimizer and isinstance(optimizer, torch.optim.Optimizer):
@@ -149,26 +150,6 @@ def enter_training(
         generated_class.give(optimizer, mixin)
         _lead_scheduler(optimizer)
     enter_step(optimizer, stash)
-
-
-def take_thawed(optimizer: Any, stash: Stash) -> None:
-    """Make the masters of low-precision parameters that were frozen, and are no more.
-
-    Raises:
-        RuntimeError: as `refuse_thawed`, where the level has no masters.
-    """
-    bare = stash.masters.of_groups(optimizer.param_groups).bare
-    if not bare or not any(param.requires_grad for param in bare):
-        return
-    if not stash.policy.master_weights:
-        refuse_thawed(optimizer, stash)
-        return
-    for group in optimizer.param_groups:
-        stash.masters.attach(optimizer, group, split=stash.policy.splits_masters)
-    _note_gathered(stash)
-    stash.masters.keep(split=stash.policy.splits_masters)
-    zero_redundancy.repartition(optimizer)
-    note_sharing([other for other, _ in siblings(stash)])
 
 
 def _carry_stash(patches: Patches) -> None:
@@ -192,12 +173,6 @@ def _carry_stash(patches: Patches) -> None:
     patches.set(cls, "__setstate__", with_hooks)
 
 
-def _note_gathered(stash: Stash) -> None:
-    """Let `grad` of the parameters be their masters' where these have gradients by now."""
-    stash.gathered = stash.gathered or bool(with_gradient(stash.masters.links.masters))
-    stash.route_grads()
-
-
 def _lead_scheduler(optimizer: Any) -> None:
     """Lead the `step` that a scheduler has put into the instance to the class that the optimizer has now.
 
@@ -213,6 +188,7 @@ def enter_step(optimizer: Any, stash: Stash) -> None:
     stash.neighbours.owner = weakref.ref(optimizer)
     if stash.policy.master_weights and (one_pass.knows(optimizer) or portions.suits(optimizer, stash)):
         stash.masters.let_gradients_wait()
+    thawed.watch(optimizer, stash)
     if not isinstance(optimizer, Generated):
         stash.neighbours.handles = untouched.hook(optimizer)
 

@@ -24,7 +24,7 @@ from amp_patch.training.stash import DeviceSkip, Stash, known_stash, overflowed
 def decide(optimizer: Any, stash: Stash, is_capturing: bool) -> tuple[bool, Tensor | None]:
     """Whether the coming step is skipped; or the flag by which the optimizer decides that on the device.
 
-    An optimizer that can (`skips_on_device`) is given the flag. For any other the host reads it, which is one sync
+    An optimizer that can (`may_skip_on_device`) is given the flag. For any other the host reads it, which is one sync
     where a loss is scaled. While a CUDA graph is captured nothing can be read: the flag stays on the device.
 
     Returns:
@@ -33,17 +33,20 @@ def decide(optimizer: Any, stash: Stash, is_capturing: bool) -> tuple[bool, Tens
     Raises:
         RuntimeError: a CUDA graph is being captured, and the optimizer cannot skip on the device.
     """
-    captured = is_capturing and any(waits(found_inf.device) for _, found_inf in stash.found)
-    if skips_on_device(optimizer, stash, captured):
-        flags = torch.stack([found_inf.reshape(()) for _, found_inf in stash.found])
-        overflow = flags.amax()
-        if not captured:
-            stash.device_skips.append(DeviceSkip([scaler for scaler, _ in stash.found], flags, overflow))
-        return False, overflow
-    if captured:
+    if may_skip_on_device(optimizer, stash):
+        captured = is_capturing
+        if _knows_of_each(optimizer, stash) and (captured or not stash.last_skipped):
+            flags = torch.stack([found_inf.reshape(()) for _, found_inf in stash.found])
+            overflow = flags.amax()
+            if not captured:
+                stash.device_skips.append(DeviceSkip([scaler for scaler, _ in stash.found], flags, overflow))
+            return False, overflow
+    if is_capturing and any(waits(found_inf.device) for _, found_inf in stash.found):
         _refuse_in_capture(optimizer, stash)
-    scalers = read_found(stash)
-    stash.step_skipped = bool(scalers)
+    scalers = read_found(stash) if stash.found else []
+    if stash.device_skips:
+        stash.collect_device_skips(wait=True)
+    stash.last_skipped = bool(scalers)
     for scaler in scalers:
         scaler.skipped(lambda: culprits(optimizer))
     return bool(scalers), None
@@ -97,10 +100,10 @@ def culprits(optimizer: Any) -> str:
 
 def read_found(stash: Stash) -> list[LossScaler]:
     """The scalers whose losses overflowed since the last step; the others are told that they stepped. Syncs."""
-    if not stash.found:
-        return []
-    flags = torch.stack([found_inf.to(stash.found[0][1].device) for _, found_inf in stash.found])
-    return overflowed([scaler for scaler, _ in stash.found], flags.tolist())
+    flags = [found_inf for _, found_inf in stash.found]
+    if len(flags) > 1:  # one sync for all
+        flags = torch.stack([found_inf.to(flags[0].device) for found_inf in flags]).tolist()
+    return overflowed([scaler for scaler, _ in stash.found], list(map(float, flags)))
 
 
 def waits(device: torch.device) -> bool:
@@ -108,16 +111,12 @@ def waits(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def skips_on_device(optimizer: Any, stash: Stash, captured: bool = False) -> bool:
-    """Whether the coming step can be given its overflow flag on the device, as torch.amp.GradScaler gives it.
+def _knows_of_each(optimizer: Any, stash: Stash) -> bool:
+    """Whether the host knows that each parameter has taken a step before.
 
-    Then the host does not wait, and learns later what happened. Two steps the host must know of at once. One is the
-    first of a parameter: torch's fused SGD starts its momentum where the host says that it is the first. The other is
-    the one after a skip, so that messages about several skips in a row can name the parameters; not if it is `captured`
-    in a CUDA graph, of whose steps the host knows nothing anyway.
+    torch's fused SGD starts its momentum where the host says that this step is the first, which a skip on the device
+    would not undo. (Nor may the step after a skip be one: so messages about several skips in a row name parameters.)
     """
-    if not may_skip_on_device(optimizer, stash) or (stash.last_skipped and not captured):
-        return False
     state, stepped = optimizer.state, stash.neighbours.stepped
     plain = (Tensor, nn.Parameter, Master, SplitMaster)
     return all(
@@ -129,14 +128,18 @@ def skips_on_device(optimizer: Any, stash: Stash, captured: bool = False) -> boo
 
 
 def may_skip_on_device(optimizer: Any, stash: Stash) -> bool:
-    """Whether the optimizer can skip on the device, and all overflow flags are on one device that is worth it."""
+    """Whether the optimizer can skip on the device, and all overflow flags are on one device that is worth it.
+
+    It is given the flag there, as torch.amp.GradScaler gives it. Then the host does not wait, and learns later what
+    happened.
+    """
     able = getattr(optimizer, "skips_on_device", getattr(optimizer, "_step_supports_amp_scaling", False))
     devices = {found_inf.device for _, found_inf in stash.found} if able else set()
     return len(devices) == 1 and waits(devices.pop())
 
 
 def note_stepped(optimizer: Any, stash: Stash) -> None:
-    """Note how much state the optimizer has of each master that it has just updated, which `skips_on_device` asks."""
+    """Note how much state the optimizer has of each master that it has just updated, which `decide` asks."""
     if not may_skip_on_device(optimizer, stash):
         return
     stepped = stash.neighbours.stepped

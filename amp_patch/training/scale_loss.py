@@ -7,11 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from amp_patch.model import state as model_state
+from amp_patch.model.state import refuse_sharded_since
 from amp_patch.support import compiled
 from amp_patch.training.innermost_optimizer import as_list, innermost
 from amp_patch.training.loss_scaler import LossScaler
-from amp_patch.training.optimizer import take_thawed
 from amp_patch.training.scaled_backward import ScaledBackward
 from amp_patch.training.shared_backward import SharedBackward
 from amp_patch.training.stash import Stash, known_stash, stash_of
@@ -75,7 +74,8 @@ def scale_loss(
         return nullcontext(loss)
     scaler = _checked_scaler(loss, stashes, loss_id)
     for target, stash in zip(targets, stashes, strict=True):
-        take_thawed(target, stash)
+        for prepare in stash.neighbours.before_backward:
+            prepare(target, stash)
     alone = len(targets) == 1 and stashes[0].neighbours.owns_all
     return (ScaledBackward if alone else SharedBackward)(
         loss, targets, stashes, scaler, delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check
@@ -87,24 +87,30 @@ def _checked_scaler(loss: Any, stashes: list[Stash], loss_id: int) -> LossScaler
     if not isinstance(loss, Tensor) or not loss.is_floating_point():
         came = f"a tensor of {loss.dtype}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise TypeError(f"scale_loss: loss is {came}; wanted a floating-point tensor")
-    model_state.refuse_sharded_since((ref() for stash in stashes for ref in stash.neighbours.models), "scale_loss")
+    for stash in stashes:
+        for ref in stash.neighbours.models:
+            refuse_sharded_since(ref(), "scale_loss")
     return scaler_of(stashes[0], loss_id).to(loss.device)
 
 
 def targets_of(optimizers: Any, caller: str = "scale_loss") -> list[Any]:
     """The innermost optimizers, each once."""
-    targets = {id(t): t for t in map(innermost, as_list(optimizers))}
-    if not targets:
-        raise TypeError(f"{caller}: optimizers is empty; wanted the optimizer, or a list of those, of this loss")
-    for target in targets.values():
+    targets: dict[int, Any] = {}
+    wrappers = []
+    for optimizer in as_list(optimizers):
+        target = innermost(optimizer)
         if stash_of(target) is None:
             raise RuntimeError(
                 f"{caller}: this {type(target).__name__} never went through initialize(); call "
                 "`model, optimizer = amp.initialize(model, optimizer, opt_level=...)` first"
             )
-    for optimizer in as_list(optimizers):
-        if id(optimizer) not in targets:  # `initialize` may have been given the one inside
-            enter_wrappers(optimizer)
+        targets[id(target)] = target
+        if optimizer is not target:  # `initialize` may have been given the one inside
+            wrappers.append(optimizer)
+    if not targets:
+        raise TypeError(f"{caller}: optimizers is empty; wanted the optimizer, or a list of those, of this loss")
+    for wrapper in wrappers:
+        enter_wrappers(wrapper)
     return list(targets.values())
 
 

@@ -21,7 +21,7 @@ from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.blocks import Block, when_left
 from amp_patch.training import observers
 from amp_patch.training.loss_scaler import LossScaler
-from amp_patch.training.stash import BackwardState, Pending, Stash
+from amp_patch.training.stash import Pending, Stash, body_events
 from amp_patch.training.unscale import unscale
 
 
@@ -105,7 +105,7 @@ class ScaledBackward(Block):
         observers.tell("body_begins", self)
         self.prepare()
         self.begun = True
-        BackwardState.body_events += 1
+        body_events.count += 1
         self.claim_other_gradients()
         for stash in self.stashes:
             own = stash.backward
@@ -235,10 +235,10 @@ class ScaledBackward(Block):
         if not self.done:
             self.abandon()
             self.done = True
-        BackwardState.body_events += 1
+        body_events.count += 1
         for stash in self.stashes:
             own = stash.backward
-            own.open, own.scale, own.checking, own.ended = False, None, False, BackwardState.body_events
+            own.open, own.scale, own.checking, own.ended = False, None, False, body_events.count
             stash.route_grads()
         self.release_other_gradients()
         self.begun, self._exit_watch = False, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from amp_patch.masters.master import own_grad
 from amp_patch.masters.of_optimizer import Masters
 from amp_patch.model import copies
 from amp_patch.multi_tensor import inverse_of
+from amp_patch.multi_tensor.bulk import with_gradient
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import capture
@@ -83,26 +84,38 @@ class OfThisProcess:
     """A part of a `Stash` that means nothing elsewhere: a copy and a pickle of the stash begin with a fresh one."""
 
 
+class _BodyEvents:
+    """How often a body of any optimizer of the process has begun or ended.
+
+    An instance: an assignment to an attribute of a class discards what the interpreter has cached of its attributes.
+    """
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+body_events = _BodyEvents()
+
+
 @dataclass
 class BackwardState(OfThisProcess):
     """What the bodies of `scale_loss` need of one optimizer, from the first that begins to the step that follows.
 
     Attributes:
-        body_events: how often a body of any optimizer of the process has begun or ended.
         open: whether a body of this optimizer is running.
         scale: that body's, FP32, shape [].
         checking: whether that body's exit checks the gradients.
         other_open_bodies: the running bodies of the training's other optimizers, by id: whether their exits check
             gradients.
-        ended: what `body_events` was when the last body of this optimizer had ended.
+        ended: what `body_events.count` was when the last body of this optimizer had ended.
         cleared: how often the optimizer's `zero_grad` was called.
         earlier: by the parameter's id the unscaled gradients of parameters that are their own master, taken away while
             a body runs; after a delayed exit what of them no scaled gradient can hold.
         first_unscaled_grad: gives the first gradient that an exit has left unscaled for the next step.
         strays: ids of the parameters with masters on which another optimizer's backward has left gradients.
     """
-
-    body_events: ClassVar[int] = 0
 
     open: bool = False
     scale: Tensor | None = None
@@ -150,6 +163,7 @@ class Neighbours(OfThisProcess):
         names: id(param) -> its qualified name, for messages.
         stepped: id(master) -> how much state the optimizer had of it after a step that the host knows was taken.
         has_stepped: whether a step was taken, outside of any capture.
+        before_backward, before_step: called with optimizer and stash before each `scale_loss` and each step.
     """
 
     owner: weakref.ref[Any] | None = None
@@ -164,6 +178,8 @@ class Neighbours(OfThisProcess):
     names: dict[int, str] = field(default_factory=dict)
     stepped: dict[int, int] = field(default_factory=dict)
     has_stepped: bool = False
+    before_backward: list[Callable[[Any, Stash], None]] = field(default_factory=list)
+    before_step: list[Callable[[Any, Stash], None]] = field(default_factory=list)
 
     @property
     def owns_all(self) -> bool:
@@ -279,6 +295,11 @@ class Stash:
         if self.policy.master_weights:
             clipping.install()  # this may be another process
             ddp.install()
+
+    def note_gathered(self) -> None:
+        """Let `grad` of the parameters be their masters' where these have gradients by now."""
+        self.gathered = self.gathered or bool(with_gradient(self.masters.links.masters))
+        self.route_grads()
 
     def route_grads(self) -> None:
         """Let `grad` of the parameters be their masters' where those have been gathered, and none are scaled now."""

@@ -17,7 +17,6 @@ from amp_patch.casts import state as casts_state
 from amp_patch.masters import split_master
 from amp_patch.masters.master import own_grad
 from amp_patch.masters.masters import LinkList, has_gradient, publish, publish_written, settle
-from amp_patch.model import came
 from amp_patch.multi_tensor.bulk import with_gradient
 from amp_patch.support import capture
 from amp_patch.support.blocks import Block, when_left
@@ -25,7 +24,7 @@ from amp_patch.support.compiled import eager_only, wraps
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.scripts_line import stacklevel
 from amp_patch.training import captured, observers, overflow
-from amp_patch.training.stash import BackwardState, Stash, known_stash, sharing, stash_of
+from amp_patch.training.stash import Stash, body_events, known_stash, sharing, stash_of
 from amp_patch.training.unscale import unscale_pending
 
 Plain = Callable[..., Any]  # the `step` of an optimizer's own class
@@ -53,10 +52,11 @@ class Whole:
 
         `step.unpublished` gets the masters that are still to be rounded into the weights.
         """
-        step.unpublished = step.links
-        settle(step.links)
-        step.writes = True
-        split_master.materialize(master for master in step.links.masters if has_gradient(master))
+        if step.links.params:
+            step.unpublished = step.links
+            settle(step.links)
+            step.writes = True
+            split_master.materialize(master for master in step.links.masters if has_gradient(master))
         return plain(step.optimizer, *step.args, **step.kwargs)
 
 
@@ -104,7 +104,7 @@ class Step(Block):
         if is_capturing:
             captured.check(optimizer, stash)
         unscale_left(optimizer, stash)  # a pre-hook may have run a backward
-        if self.links:
+        if self.links.params:
             _warn_of_ungathered(optimizer, stash, self.links)
         if stash.device_skips:
             stash.collect_device_skips()
@@ -155,8 +155,8 @@ class Step(Block):
             overflow.note_stepped(self.optimizer, stash)
         casts_state.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
         self._consume()
-        if self.unpublished and self._made:  # after a skip on the device these are the values that are there already
-            publish(self.unpublished)
+        if self._made and self.unpublished is not None:
+            publish(self.unpublished)  # after a skip on the device these are the values that are there already
         if self._made and not stash.neighbours.has_stepped and not capture.is_capturing():
             stash.neighbours.has_stepped = True
 
@@ -223,8 +223,8 @@ def step_of(base: Any, strategy: Whole = WHOLE) -> Callable[..., Any]:
             result = between_hooks(self, *args, **kwargs)
         else:  # no hooks, or a script has replaced `step` of the class since
             result = _around(base.step, self, stash, args, kwargs)
-        if stash.enabled:
-            publish_written(stash.masters.links)  # by users' post-hooks
+        if (links := stash.masters.links).params:
+            publish_written(links)  # by users' post-hooks
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  # else torch would call the hooks around this method too
@@ -248,7 +248,8 @@ def prepare(optimizer: Any, stash: Stash) -> None:
     """Before users' pre-hooks: refuse a step that cannot be, and leave unscaled gradients on masters; no sync."""
     if stash.backward.open or stash.backward.other_open_bodies:
         _refuse_in_body(optimizer, stash)
-    refuse_thawed(optimizer, stash)
+    for check in stash.neighbours.before_step:
+        check(optimizer, stash)
     stash.masters.drop_stepped_grads()
     unscale_left(optimizer, stash)
 
@@ -303,24 +304,6 @@ def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
     )
 
 
-def refuse_thawed(optimizer: Any, stash: Stash) -> None:
-    """Raise if a parameter came frozen in low precision, and is trained by now without the FP32 values of its level."""
-    policy = stash.policy
-    if not (policy.master_weights or policy.patch_torch_functions):
-        return
-    bare = stash.masters.of_groups(optimizer.param_groups).bare
-    thawed = next((p for p in bare if p.requires_grad and came.type_of(p) is not None), None)
-    if thawed is None:
-        return
-    way = "call scale_loss for its loss" if policy.master_weights else "call initialize() again, then step"
-    name = stash.neighbours.names.get(id(thawed), "of a later group")
-    raise RuntimeError(
-        f"{base_class(optimizer).__name__}: parameter {name!r} came "
-        f"frozen in {thawed.dtype} and requires a gradient since; opt_level {policy.opt_level!r} trains FP32 values, "
-        f"of which it has none: {way}"
-    )
-
-
 def _warn_of_ungathered(optimizer: Any, stash: Stash, links: LinkList) -> None:
     """Warn of gradients of cast parameters that no exit of `scale_loss` has brought to their masters (`links`).
 
@@ -333,7 +316,7 @@ def _warn_of_ungathered(optimizer: Any, stash: Stash, links: LinkList) -> None:
     if not strays:
         return
     # Whether a body of another optimizer is running, or was since the last one of this optimizer.
-    others = bool(stash.backward.other_open_bodies) or stash.backward.ended != BackwardState.body_events
+    others = bool(stash.backward.other_open_bodies) or stash.backward.ended != body_events.count
     if others and any(map(has_gradient, links.masters)):
         return
     named = [

@@ -292,13 +292,13 @@ void bind_state(py::module_& m) {
   });
   m.def("begin", [](bool disables_torch_autocast) {
     // Not const: torch 2.6's raw_repr() is not.
-    c10::DispatchKeySet silenced = disables_torch_autocast ? native_on() : c10::DispatchKeySet();
-    for (const auto key : silenced) c10::impl::tls_set_dispatch_key_excluded(key, true);
-    return py::make_tuple(native_depth(), torch::autograd::get_current_graph_task_id(), silenced.raw_repr());
+    c10::DispatchKeySet disabled = disables_torch_autocast ? native_on() : c10::DispatchKeySet();
+    for (const auto key : disabled) c10::impl::tls_set_dispatch_key_excluded(key, true);
+    return py::make_tuple(native_depth(), torch::autograd::get_current_graph_task_id(), disabled.raw_repr());
   });
-  m.def("end", [](uint64_t silenced, int depth) {
+  m.def("end", [](uint64_t disabled, int depth) {
     if (native_depth() != depth) return;
-    for (const auto key : c10::DispatchKeySet(c10::DispatchKeySet::RAW, silenced)) {
+    for (const auto key : c10::DispatchKeySet(c10::DispatchKeySet::RAW, disabled)) {
       c10::impl::tls_set_dispatch_key_excluded(key, false);
     }
   });

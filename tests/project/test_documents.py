@@ -12,6 +12,8 @@ from paths import ROOT
 from torch import nn
 
 from amp_patch import __version__, amp, apex
+from amp_patch.training.known_optimizers import KERNELS
+from amp_patch.training.portions import BY_CLASS
 
 TOP = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")]
 PAGES = [*TOP, *sorted((ROOT / "docs").glob("*.md"))]
@@ -84,6 +86,23 @@ def test_the_floors_of_the_architecture_are_those_that_lint_holds():
     held = [set(re.findall(r"\w+", line)) for line in re.findall(r'"(.*)"', contract[1])]
     assert [set(re.findall(r"\w+", wings)) for _, wings in floors] == held
     assert [int(floor) for floor, _ in floors] == list(range(len(held), 0, -1))
+
+
+def test_the_architecture_names_the_optimizers_of_each_strategy():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    in_one_pass, in_portions = (
+        re.search(rf"^\| {name} .*$", text, re.MULTILINE)[0] for name in ("in one pass", "in portions")
+    )
+    for kind in KERNELS:
+        assert re.search(rf"\b{kind.__name__}\b", in_one_pass), kind
+    refused = re.search(r"torch's others save (\w+) and (\w+)", in_portions)
+    assert set(refused.groups()) == {name for name, reason in BY_CLASS.items() if reason is not None}
+
+
+def test_the_words_of_the_architecture_are_few():
+    glossary = (ROOT / "docs" / "architecture.md").read_text().split("## Glossary\n")[1]
+    words = re.findall(r"^\| ([a-z ]+) \|", glossary, re.MULTILINE)[1:]
+    assert words == sorted(words) and len(words) <= 38
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)

@@ -15,13 +15,13 @@ from amp_patch import multi_tensor
 
 # (calls, files). Lower them whenever the road gets shorter; to raise one is to make every user's step longer.
 CEILINGS = {
-    "O1": (232, 29),
-    "O2": (280, 33),
-    "O4": (201, 26),
-    "O5": (259, 31),
-    "O5, split": (264, 31),
-    "GAN, O1": (933, 30),
-    "GAN, O2": (936, 36),
+    "O1": (193, 29),
+    "O2": (249, 32),
+    "O4": (169, 26),
+    "O5": (226, 30),
+    "O5, split": (231, 30),
+    "GAN, O1": (820, 30),
+    "GAN, O2": (836, 36),
 }
 
 

@@ -206,7 +206,8 @@ def test_this_torch_has_it(name: Name, row: Row, owners: dict[str, Any]) -> None
         has = True
     assert has or not name.is_of(VERSION), (
         f"torch {torch.__version__} lacks {name.path}, on which {', '.join(row.wings)} lean: "
-        f"run {', '.join(row.tests)}, mend what they say, and note this torch in docs/torch-internals.md ({row.history})"
+        f"run {', '.join(row.tests)}, mend what they say, "
+        f"and note this torch in docs/torch-internals.md ({row.history})"
     )
 
 

@@ -33,7 +33,7 @@ _NAMELESS = getattr(os, "O_TMPFILE", -1)
 
 
 class _Announced:
-    """Calls `before` with its own arguments, then `original`. No function: a class may have it as an attribute."""
+    """Calls `before` and then `original` with its arguments. As an attribute of a class it binds to no instance."""
 
     def __init__(self, original: Callable[..., Any], before: Callable[..., None]) -> None:
         functools.update_wrapper(self, original)

@@ -31,7 +31,7 @@ def modules() -> dict[str, ModuleType]:
 
 @cache
 def _known() -> dict[str, Any]:
-    """What scripts reach through the state object or the optimizer, by the attribute's name: an instance or a class."""
+    """Attribute of Apex's state object or of the optimizer -> the instance or class of ours that it holds."""
     amp = modules()
     return {
         "_amp_state": vars(amp["apex.amp._amp_state"])["_amp_state"],
@@ -85,7 +85,7 @@ def _declares(found: Any, name: str) -> bool:
 
 @cache
 def _differences() -> tuple[dict[str, str], dict[int, str]]:
-    """What differs from Apex, by name and by the identity of what the name stands for."""
+    """The rows' `difference`, by name, and by the id of a function or class that may have other names."""
     by_name, by_id = {}, {}
     for row in apex_surface.ROWS:
         for path in row.paths():
@@ -106,6 +106,7 @@ class Finding:
 
 
 def finding(name: str, places: list[str]) -> Finding:
+    """Whether amp_patch serves this name of Apex, and with which difference; `places` are where it is used."""
     try:
         found = resolve(name.removesuffix(".*"))
     except AttributeError:

@@ -23,6 +23,7 @@ _FREE = "import torch; print(torch.cuda.mem_get_info()[0] if torch.cuda.is_avail
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare `--batch-search` and `--batch-flag`."""
     parser.add_argument(
         "--batch-search",
         metavar="SIZE",
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace, plan: Plan) -> int:
 
 
 def _limit(args: argparse.Namespace) -> int:
-    """Bytes.
+    """The memory that a batch may take, in bytes.
 
     Raises:
         ValueError: what is missing, or is no size.

@@ -42,6 +42,7 @@ _STATUS_WIDTH = 7  # of "missing", the longest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `check`."""
     parser.add_argument("paths", nargs="+", metavar="path", help="a Python file, a notebook, or a folder of them")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -214,6 +215,7 @@ class Names:
 
     @staticmethod
     def knows(path: str) -> bool:
+        """Whether ours serves this full name."""
         return finding(path, []).status != MISSING
 
     def __init__(self) -> None:
@@ -328,7 +330,7 @@ class InFull(Natives):
 
 
 def _arguments(called: str, call: ast.Call) -> Iterator[tuple[str, int]]:
-    """Of a call of a function whose arguments the table speaks of: those of the table, and those that it has not."""
+    """Name and line of each keyword argument of the call that the table has, or that ours does not take."""
     owner = called + CALL
     told = {name for row in apex_surface.ROWS if row.owner == owner for name in row.names.split()}
     for keyword in call.keywords if told else ():

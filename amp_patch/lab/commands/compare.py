@@ -42,6 +42,7 @@ the others), and 2 for arguments that cannot be.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `compare`."""
     parser.usage = "python -m amp_patch compare [options] [-m] script [options] [-- the script's own arguments]"
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -137,7 +138,7 @@ def _write(comparison: Comparison, folder: Path) -> tuple[OSError | None, str]:
 
 
 def _warn_of_slow_products(plan: Plan) -> None:
-    """Say before the run where BF16 is slower than FP32, on a machine without a GPU."""
+    """Print a line where products in BF16 are slower than in FP32, before hours of training show it."""
     with_bf16 = any(OPT_LEVELS[level].dtype is torch.bfloat16 for level in plan.levels) or plan.dtype == "bfloat16"
     if with_bf16 and not torch.cuda.is_available() and (ratio := time_of_products(torch.bfloat16)) > SLOW:
         print(f"BF16: {products_in_words(ratio)}", flush=True)

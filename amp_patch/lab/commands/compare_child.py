@@ -61,7 +61,7 @@ class Child:
         self._record = fresh(self._log.with_suffix(".jsonl").absolute())  # absolute: the script may change directory
         self._record.open("xb").close()
         self._lines = self._record.open("rb")
-        self._rest = self._said = b""
+        self._rest = self._received = b""
         self._socket: socket.socket | None
         self._socket, theirs = socket.socketpair() if in_turns else (None, None)
         # One hash seed for all levels: the order of a set of strings depends on it.
@@ -86,42 +86,44 @@ class Child:
         if theirs is not None:
             theirs.close()
         self.pid = self._process.pid
-        self._waits = False
+        self._is_waiting = False
 
     def train(self, look: Callable[[Run], Any], turn: bytes = TURN) -> dict[str, Any] | None:
-        """Give it the turn, and what it says when it hands that on; None: it has ended. `look` is called meanwhile."""
+        """Let the process train: its message when it hands the turn on, or None when it has ended.
+
+        `look` is called meanwhile, with the run so far."""
         self._load.watch(self.pid)
-        if self._waits and self._socket is not None:
+        if self._is_waiting and self._socket is not None:
             with suppress(OSError):  # the process was ended by a signal
                 self._socket.send(turn)
-        self._waits = False
+        self._is_waiting = False
         while True:
-            said = self._hear(_POLL)
-            self._take()
+            message = self._read_message(_POLL)
+            self._read_record()
             self._load.read()
             look(self.run)
-            if said is not None:
-                self._waits = True
-                return said
+            if message is not None:
+                self._is_waiting = True
+                return message
             if self._has_ended(0):
                 self._close()
                 self._conclude()
                 return None
 
-    def tell(self) -> None:
-        """Tell it, and what it has started, of an interrupt: no terminal does, in a session of its own."""
+    def signal_interrupt(self) -> None:
+        """Send SIGINT to the process group: in a session of its own no terminal does."""
         if self._socket is not None:
             self._socket.close()
         self._signal(signal.SIGINT)
 
     def interrupt(self, until: float) -> None:
-        """End it, which was told; it has until then (`time.monotonic`) to do so by itself."""
+        """End the process, which has until then (`time.monotonic`) to end by `signal_interrupt`."""
         self._has_ended(until - time.monotonic())
         self.kill()
         self.run.error, self.run.error_kind = interrupted(self.run)
 
     def kill(self) -> None:
-        """End it, and what it has started, wherever that is."""
+        """End the process and all that it has started, in other sessions too."""
         if not self._has_ended(0):
             self._guard.end()
             if not self._has_ended(_END):
@@ -137,8 +139,8 @@ class Child:
             else:
                 self._process.send_signal(number)
 
-    def _hear(self, seconds: float) -> dict[str, Any] | None:
-        """What it says within so many seconds."""
+    def _read_message(self, seconds: float) -> dict[str, Any] | None:
+        """A whole line from the socket within so many seconds, parsed; None where none came."""
         if self._socket is None:
             self._has_ended(seconds)
             return None
@@ -149,11 +151,11 @@ class Child:
         if found == b"":  # end of file: the process has ended, or is another program now, which runs to its end
             self._socket.close()
             self._socket = None
-        self._said += found or b""
-        line, end, rest = self._said.partition(b"\n")
+        self._received += found or b""
+        line, end, rest = self._received.partition(b"\n")
         if not end:
             return None
-        self._said = rest
+        self._received = rest
         return json.loads(line)
 
     def _has_ended(self, seconds: float) -> bool:
@@ -169,12 +171,12 @@ class Child:
         self._guard.join()
         if self._socket is not None:
             self._socket.close()
-        self._take()
+        self._read_record()
         self._lines.close()
         name_as_asked(self.run, self._asked)
 
-    def _take(self) -> None:
-        self._rest = take(self.run, self._rest + self._lines.read())
+    def _read_record(self) -> None:
+        self._rest = add_events(self.run, self._rest + self._lines.read())
 
     def _conclude(self) -> None:
         run, code = self.run, self._process.returncode
@@ -192,11 +194,11 @@ class Child:
 
 
 def was_out_of_memory(run: Run) -> bool:
-    """Whether it ended for want of memory, or was killed, perhaps for that."""
+    """Whether the run ended for want of memory, or by SIGKILL, which the system sends for that."""
     return run.error_kind in (OUT_OF_MEMORY, KILLED)
 
 
-def take(run: Run, recorded: bytes) -> bytes:
+def add_events(run: Run, recorded: bytes) -> bytes:
     """Add the events of the lines that are complete, and return the rest."""
     *lines, rest = recorded.split(b"\n")
     for line in lines:
@@ -232,7 +234,7 @@ def _command(plan: Plan, args: argparse.Namespace, record: Path, run: Run, chann
 
 
 def _died(code: int, log: Path) -> Failure:
-    """What can be said of a process that could not say itself why it ended."""
+    """The failure of a process that recorded none, by its exit status and the last line that it printed."""
     if code < 0:
         name = signal.Signals(-code).name if -code in list(signal.Signals) else ""
         words = f"killed by signal {-code} ({name})"

@@ -37,6 +37,7 @@ class Progress:
         print(_CLEAR + self.line(run)[: columns - 1], end="", flush=True)
 
     def line(self, run: Run) -> str:
+        """The line for a run that trains: which of how many runs, and its newest figures."""
         of = "" if self._steps is None else f" of {self._steps}"
         loss, ms = newest_figures(run)
         figures = [f"loss {loss}"] * bool(loss) + [f"{ms} ms a step"] * bool(ms)

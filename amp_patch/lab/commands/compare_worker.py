@@ -64,6 +64,7 @@ def recorded(
 
 
 def main() -> None:
+    """Run a script, recorded, with the options that `compare` has put on the command line."""
     parser = argparse.ArgumentParser(prog="python -m amp_patch.lab.commands.compare_worker", allow_abbrev=False)
     parser.add_argument("--record", required=True)
     parser.add_argument("--steps", type=int)

@@ -34,6 +34,7 @@ from amp_patch.lab.unedited.script import UneditedScript
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `run`, also for a compared run."""
     parser.usage = "python -m amp_patch run [-h] [--device cpu] [-m] script ..."
     parser.add_argument("--device", choices=["cpu"], help="cpu: where the script says CUDA, take the CPU")
     parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module, as in python -m")
@@ -160,7 +161,7 @@ def _report(
 
 
 class _Call:
-    """Pickles as a call: whoever unpickles it calls `function(*arguments)`."""
+    """Unpickled, it is the result of `function(*arguments)`."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.function = function

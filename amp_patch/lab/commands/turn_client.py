@@ -112,7 +112,7 @@ class TurnClient:
         self._ours.add(os.path.abspath(os.fsdecode(path)))
 
     def _wait(self) -> bool:
-        """Hand the turn on, and wait for the next; whether there is one."""
+        """Hand the turn on, and wait for the next one; False where `compare` has closed the socket."""
         try:
             if os.fstat(self._socket.fileno()).st_ino != self._inode:
                 raise OSError("the script has closed the socket, and opened something else by its number")

@@ -27,7 +27,7 @@ from amp_patch.lab.comparison.processes import free_bytes, private_bytes
 from amp_patch.lab.recording.run import INTERRUPTED, NATIVE, Run
 
 _PATIENCE = 5.0  # seconds that interrupted scripts have to end by themselves
-_FILLED = 0.8  # of the free memory that the first step may take of it: later steps can be larger
+_FILLED = 0.8  # of the free memory, which first steps may fill: later steps can take more
 
 
 class ComparisonRefused(Exception):
@@ -49,10 +49,10 @@ class TurnScheduler:
         self._args = args
         self._progress = Progress(self.runs, plan.steps)
         self._in_turns = not args.one_by_one and os.name == "posix"
-        self._grown = False  # whether runs of the script's own mixed precision were added
-        self._looked = False  # whether the first run has shown what memory the levels need
+        self._native_added = False  # whether runs of the script's own mixed precision were added
+        self._memory_checked = False  # whether the first run has shown what memory the levels need
         self._queue: deque[Run | Child] = deque()  # the next to train comes first
-        self._again: list[Run] = []
+        self._rerun: list[Run] = []
         self._alive: list[Child] = []
 
     def train(self) -> int:
@@ -79,7 +79,7 @@ class TurnScheduler:
     def _interrupt(self) -> None:
         until = time.monotonic() + _PATIENCE
         for child in self._alive:
-            child.tell()
+            child.signal_interrupt()
         for child in self._alive:
             child.interrupt(until)
         self.runs = [run for run in self.runs if run.steps or _has_failed(run)] or self.runs[:1]
@@ -94,37 +94,37 @@ class TurnScheduler:
         while self._queue:
             if not self._in_turns:  # begun runs first: each ends before another begins
                 self._queue = deque(sorted(self._queue, key=lambda each: isinstance(each, Run)))
-            child = self._begun(self._queue.popleft(), self._in_turns)
-            said = child.train(self._progress.show, TURN if self._in_turns else LAST)
-            if said is None:
+            child = self._child_of(self._queue.popleft(), self._in_turns)
+            message = child.train(self._progress.show, TURN if self._in_turns else LAST)
+            if message is None:
                 self._end(child)
             else:
-                self._hear(said, child)
+                self._use_message(message, child)
                 self._queue.append(child)
-        while self._again:
-            run = self._again.pop(0)
-            child = self._begun(run, False)
+        while self._rerun:
+            run = self._rerun.pop(0)
+            child = self._child_of(run, False)
             child.train(self._progress.show)
             run.notes.append("the memory did not do for all levels at once: this run was made again by itself")
             self._end(child)
 
-    def _begun(self, of: Run | Child, in_turns: bool) -> Child:
+    def _child_of(self, of: Run | Child, in_turns: bool) -> Child:
         if isinstance(of, Child):
             return of
         child = Child(self._plan, self._args, of, in_turns, self.load)
         self._alive.append(child)
         return child
 
-    def _hear(self, said: dict[str, Any], child: Child) -> None:
-        """Take what a process says when it hands its turn on."""
-        if said["native"]:
-            self._grow(child.run.seed)
-        if not self._looked:
-            self._looked = True
+    def _use_message(self, message: dict[str, Any], child: Child) -> None:
+        """Add native runs if the message of a finished turn asks so; the first one decides if turns go on."""
+        if message["native"]:
+            self._add_native_runs(child.run.seed)
+        if not self._memory_checked:
+            self._memory_checked = True
             waiting = sum(run.seed == child.run.seed for run in self.runs) - 1
             free = free_bytes()
             fits = free is None or waiting * private_bytes(child.pid) < _FILLED * free
-            self._in_turns = fits and not said["cuda"]
+            self._in_turns = fits and not message["cuda"]
 
     def _end(self, child: Child) -> None:
         run = child.run
@@ -132,20 +132,20 @@ class TurnScheduler:
         if self._alive and was_out_of_memory(run):
             fresh = Run(run.level, run.seed)
             self.runs[next(i for i, each in enumerate(self.runs) if each is run)] = fresh
-            self._again.append(fresh)
+            self._rerun.append(fresh)
             self._in_turns = False  # memory would run out at the next seed too
             return
         self._progress.end(run)
         if run.native:
-            self._grow(run.seed)
+            self._add_native_runs(run.seed)
         if run.refused and (run is self.runs[0] or not any(each.steps for each in self.runs)):
             raise ComparisonRefused(run.error)  # any other level and seed would be refused alike
 
-    def _grow(self, seed: int) -> None:
-        """Let each seed from this one on have a run of the script's own mixed precision too."""
-        if self._grown:  # `run.level` cannot say: while a run trains, it is the recording's
+    def _add_native_runs(self, seed: int) -> None:
+        """Add a run of the script's own mixed precision for each seed from this one on."""
+        if self._native_added:  # `run.level` cannot say: while a run trains, it is the recording's
             return
-        self._grown = True
+        self._native_added = True
         added = [Run(NATIVE, each) for each in range(seed, self._plan.seeds)]
         self.runs += added
         self.runs.sort(key=lambda run: run.seed)

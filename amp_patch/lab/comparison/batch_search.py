@@ -75,6 +75,7 @@ class Search:
 
     @property
     def name(self) -> str:
+        """The level with its type, as in "O2 fp16"."""
         return level_name(self.level, self.dtype)
 
     @property
@@ -131,6 +132,7 @@ class Search:
         return None if self.best is None or self._line is None else self._line.memory_at(self.best.batch + 1)
 
     def to_dict(self) -> dict[str, Any]:
+        """For batch_search.json."""
         best = self.best
         return {
             "level": self.level,
@@ -190,7 +192,7 @@ class _Line:
 
     @property
     def slope(self) -> tuple[int, int]:
-        """Bytes, and by how much batch: whole numbers, so that what is exactly linear stays so."""
+        """(bytes, batches) as whole numbers: a float would round memory that is exactly linear."""
         assert self.low.memory is not None and self.high.memory is not None
         return self.high.memory - self.low.memory, self.high.batch - self.low.batch
 

@@ -51,18 +51,22 @@ class Picture(NamedTuple):
 
 
 def var(colour: str) -> str:
+    """A CSS reference to a colour of the page, by its name in COLOURS."""
     return f"var(--{colour})"
 
 
 def rect(x: str | float, y: str | float, width: str | float, height: str | float, colour: str, more: str = "") -> str:
+    """An SVG rectangle; `more` are attributes, as they stand."""
     return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" style="fill: {var(colour)}"{more}/>'
 
 
 def line(x1: str | float, y1: str | float, x2: str | float, y2: str | float, colour: str, more: str = "") -> str:
+    """An SVG line; `more` are attributes, as they stand."""
     return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" style="stroke: {var(colour)}"{more}/>'
 
 
 def text(x: str | float, y: str | float, words: str, colour: str = "ink", *, size: float = 13, more: str = "") -> str:
+    """An SVG text, escaped; `more` are attributes, as they stand."""
     return f'<text x="{x}" y="{y}" font-size="{size}" style="fill: {var(colour)}"{more}>{escape(words)}</text>'
 
 
@@ -121,9 +125,11 @@ class Plot:
             self.outer.append(text(_short(place), self.HEIGHT - 7, label, "soft", size=10, more=middle))
 
     def x(self, value: float) -> float:
+        """Pixels from the left."""
         return (value - self._x[0]) / ((self._x[1] - self._x[0]) or 1) * self.width
 
     def y(self, value: float) -> float:
+        """Pixels from the top; values far outside of the axis are clamped."""
         low, high = self._y
         if self._log:
             value = math.log(value) if value > 0 else low
@@ -184,6 +190,7 @@ class Plot:
         self.outer.append(text(place, self.TOP + self.height - 14, words, colour, size=10.5, more=end))
 
     def picture(self, alt: str) -> Picture:
+        """The whole picture, with `alt` for who cannot see it."""
         box = f"0 0 {self.WIDTH:g} {self.HEIGHT + self._below:g}"
         head = text(2, 14, self.title, size=11.5, more=' font-weight="600"')
         axes = f'<svg x="{self.LEFT}" y="{self.TOP}" width="{self.width}" height="{self.height}">'

@@ -42,6 +42,7 @@ def gains(comparison: Comparison) -> str:
 
 
 def speed_in_words(level: LevelResult) -> str:
+    """ "1.8x faster"; empty where the speed is not known."""
     if level.speedup is None:
         return ""
     median, low, high = level.speedup
@@ -51,6 +52,7 @@ def speed_in_words(level: LevelResult) -> str:
 
 
 def memory_in_words(level: LevelResult) -> str:
+    """The memory beside the baseline's; empty where it is not known."""
     if level.memory is None:
         return ""
     percent = round(100 * (level.memory - 1))

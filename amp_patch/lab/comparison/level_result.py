@@ -89,6 +89,7 @@ class LevelResult:
 
     @property
     def seeds(self) -> list[int]:
+        """Of the runs that went well."""
         return [run.seed for run in self.runs]
 
     @property
@@ -138,6 +139,7 @@ def failures(level: LevelResult) -> list[str]:
 
 
 def seeds_in_words(seeds: Sequence[int]) -> str:
+    """ "seed 0", "seeds 0 and 2"."""
     return f"seed{'s' if len(seeds) > 1 else ''} {listed([str(seed) for seed in seeds])}"
 
 
@@ -180,12 +182,12 @@ def level_dict(level: LevelResult) -> dict[str, Any]:
 
 
 def _median(sizes: Iterable[int | None]) -> float | None:
-    """Of those that are known."""
+    """The median of the known sizes; None without one."""
     known = [size for size in sizes if size is not None]
     return statistics.median(known) if known else None
 
 
 def _ratio(ours: Iterable[int | None], theirs: Iterable[int | None]) -> float | None:
-    """Of the medians; None if one of them is not known, or there is nothing to divide by."""
+    """Of the medians of the known sizes; None where a side has none, or the divisor is 0."""
     one, other = _median(ours), _median(theirs)
     return one / other if one is not None and other else None

@@ -157,7 +157,7 @@ def _smooth(several: Sequence[Sequence[float]], longest: int | None = None) -> _
 
 
 def _mean(values: Sequence[float], window: int) -> _Value:
-    """None where the run had ended before the window did."""
+    """The mean of the window; None where the run ended inside of it."""
     if len(values) < window or not all(map(math.isfinite, values)):
         return None
     return statistics.fmean([max(-_LARGEST, min(value, _LARGEST)) for value in values])

@@ -41,6 +41,7 @@ class Recommendation:
 
 
 def recommend(levels: Sequence[LevelResult], base: LevelResult) -> Recommendation:
+    """The fastest sound level; else the smallest that is as fast; else the baseline, and why not the others."""
     others = [level for level in levels if level is not base and level.runs]
     sure = not any(level.finding.kind == "undecided" for level in levels)
     sound = [level for level in others if level.finding.sound]

@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 
 class _Scale(NamedTuple):
-    """From results to shares of the width."""
+    """Maps results to shares of the width."""
 
     low: float
     high: float
@@ -106,7 +106,7 @@ def _number(part: float, value: float, state: str) -> str:
 
 
 def _reference(most: float) -> str:
-    """Where the baseline's bar ends."""
+    """A line where the baseline's bar ends."""
     return line(share(_BAR / most), 0, share(_BAR / most), "100%", "soft", ' stroke-dasharray="2 3"')
 
 
@@ -144,7 +144,7 @@ def _dots(comparison: Comparison, level: LevelResult, scale: _Scale | None) -> s
 
 
 def _results(comparison: Comparison) -> _Scale | None:
-    """The axis of the dots. What is far off would leave of all others one dot: it is told by a number at the edge."""
+    """The axis of the dots. Results far off are numbers at its edge: else all others would be one dot."""
     values = {id(level): [v for v in level.finite.values() if abs(v) < _LARGEST] for level in comparison.levels}
     every = [value for each in values.values() for value in each]
     if not every:
@@ -155,5 +155,5 @@ def _results(comparison: Comparison) -> _Scale | None:
 
 
 def _centred(inside: str) -> str:
-    """Drawn around the middle of the height."""
+    """An SVG around the parts, with y = 0 in the middle of its height."""
     return f'<svg y="50%" overflow="visible">{inside}</svg>'

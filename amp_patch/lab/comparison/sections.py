@@ -100,6 +100,7 @@ def sections(comparison: Comparison) -> dict[str, Any]:
 
 
 def number(value: float | None) -> str:
+    """Five significant digits; "" for None."""
     return "" if value is None else wording.digits(value, 5) if math.isfinite(value) else "not finite"
 
 
@@ -182,7 +183,7 @@ def _errors(looks: Sequence[Look]) -> Table | None:
 
 
 def _lost(looks: Sequence[Look]) -> Table | None:
-    """Of which gradients FP16 loses most: the largest shares of all looks."""
+    """Parameters of whose gradients FP16 loses most, with the largest shares of all looks."""
     none = [0.0, 0.0, 0.0]
     shares: dict[str, list[float]] = {}
     for look in looks:
@@ -241,6 +242,6 @@ def _run(run: Run, metric: str) -> list[str]:
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """Of those that are known."""
+    """The mean of the known sizes; 0 without one."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else 0.0

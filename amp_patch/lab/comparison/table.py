@@ -92,7 +92,7 @@ def _sizes(comparison: Comparison) -> list[str]:
 
 
 def _machine(machine: dict[str, str]) -> list[str]:
-    """What it ran on, and what the levels' types are worth there."""
+    """The processor, its threads, and how fast FP16 and BF16 are on it."""
     words = [machine["gpu"] if machine["gpu"] != "none" else machine["cpu"]] if machine else []
     said = {"threads": "threads", "bfloat16": "BF16", "cpu_fp16": "cpu_fp16", "tensor_cores": "tensor cores"}
     words += [f"{name}: {machine[key]}" for key, name in said.items() if key in machine]
@@ -153,7 +153,7 @@ def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -
 
 
 def _wrapped(text: str, width: int = _WIDTH) -> list[str]:
-    """Nothing of it is left out: a word that is too long is broken."""
+    """The text in lines of at most `width`; a longer word is broken."""
     return textwrap.wrap(text, width, break_on_hyphens=False)
 
 

@@ -34,6 +34,7 @@ def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric
 
 
 def failures_in_words(level: LevelResult) -> str:
+    """Which seeds failed, and with which error; empty where none did."""
     return "; ".join(f"failed with {each}" for each in failures(level))
 
 
@@ -55,7 +56,7 @@ def _mean_and_spread(base: LevelResult) -> str:
 
 
 def _accuracy(found: Finding, base: LevelResult, figure: str) -> str:
-    """Of a level of which no run diverged, beside the baseline."""
+    """The accuracy of a level without a diverged run, in words."""
     if found.distance is None:
         return f"no seed of it has a result of {base.name}'s to compare with"
     mean, of_base, _ = found.distance
@@ -89,7 +90,7 @@ def _lost(lost: Lost, metric: str, base: LevelResult | None) -> str:
 
 
 def _skips(found: Finding) -> str:
-    """What a reader has to know of the skips and of the loss scale, if anything."""
+    """Skips and loss scale in words; empty where both are as they should be."""
     words = []
     if found.skips is not None:
         words.append("{} of {} steps were skipped with seed {}".format(*found.skips))

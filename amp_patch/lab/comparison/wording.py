@@ -103,6 +103,7 @@ def sizes(counts: Sequence[float]) -> tuple[str, list[str]]:
 
 
 def in_unit(count: float, unit: str) -> str:
+    """Bytes in one of the units of `sizes`."""
     return three(count / 1024 ** _UNITS.index(unit))
 
 
@@ -126,6 +127,7 @@ def ratio(value: float | None) -> str:
 
 
 def percent(share: float) -> str:
+    """A share from 0 to 1, in a table."""
     return "0 %" if share == 0 else "<0.1 %" if share < 0.001 else f"{100 * share:.2g} %" if share < 1 else "100 %"
 
 

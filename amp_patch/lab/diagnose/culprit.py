@@ -28,6 +28,7 @@ class Call:
 
     @property
     def casts(self) -> bool:
+        """Whether the function casts, by its name."""
         return self.op in CASTS
 
 

@@ -19,7 +19,7 @@ from amp_patch.casts.rules import Rule
 from amp_patch.lab.diagnose import native_autocast, products
 from amp_patch.lab.diagnose.call_log import CallLog
 from amp_patch.lab.diagnose.explanation import EMULATED, UNDECIDED, Explanation, OpCall, Types
-from amp_patch.lab.diagnose.trial_forward import undone
+from amp_patch.lab.diagnose.trial_forward import state_restored
 from amp_patch.model import buffers
 from amp_patch.model.forward import KeptModule, policy_of
 from amp_patch.policy import LOW_PRECISION, Policy
@@ -62,15 +62,15 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation | None
     if not inputs and not kwargs:
         at_next_forward(model)
         return None
-    with torch.no_grad(), undone(model), _explaining(model) as explanation:
+    with torch.no_grad(), state_restored(model), _explaining(model) as explanation:
         model(*inputs, **kwargs)
     return explanation
 
 
 def at_next_forward(model: nn.Module) -> None:
     """Let the next forward of `model` print its explanation."""
-    if not any(isinstance(hook, _Waiting) for hook in model._forward_pre_hooks.values()):
-        _Waiting(model)
+    if not any(isinstance(hook, _AtNextForward) for hook in model._forward_pre_hooks.values()):
+        _AtNextForward(model)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -80,16 +80,16 @@ def at_next_forward(model: nn.Module) -> None:
 _one_at_a_time = threading.Lock()  # held while functions are replaced, for the whole process
 
 
-class _Here(threading.local):
-    busy = False  # whether a forward of this thread is being explained
+class _OfThread(threading.local):
+    explains = False  # whether a forward of this thread is being explained
 
 
-_here = _Here()
+_of_thread = _OfThread()
 
 
 @contextmanager
 def _explaining(model: nn.Module) -> Iterator[Explanation]:
-    if _here.busy:
+    if _of_thread.explains:
         raise RuntimeError("explain: called within a forward that is being explained; call it outside of the model")
     with _one_at_a_time:
         log = _TypeLog(model)
@@ -100,8 +100,8 @@ def _explaining(model: nn.Module) -> Iterator[Explanation]:
             log.stop()
 
 
-class _Waiting:
-    """A forward pre-hook that takes itself away, and has the forward that begins there explained and printed."""
+class _AtNextForward:
+    """A forward pre-hook for one forward: removes itself, and starts the log that `_Printing` prints."""
 
     def __init__(self, model: nn.Module) -> None:
         self.handle = model.register_forward_pre_hook(self)
@@ -109,7 +109,7 @@ class _Waiting:
     def __call__(self, model: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if _here.busy:  # a forward inside of one that is being explained
+        if _of_thread.explains:  # a forward inside of one that is being explained
             self.handle.remove()
         elif _one_at_a_time.acquire(blocking=False):
             self.handle.remove()
@@ -117,7 +117,7 @@ class _Waiting:
 
 
 class _Printing:
-    """The forward hook that ends what a `_Waiting` began."""
+    """The forward hook that ends the log of an `_AtNextForward`, and prints it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.type_log = model, _TypeLog(model)
@@ -174,14 +174,14 @@ class _TypeLog(CallLog):
         for place in install.places():
             patches.set(place.owner, place.name, self._frame(place))
         stack.enter_context(self)
-        stack.callback(setattr, _here, "busy", False)
-        _here.busy = True
+        stack.callback(setattr, _of_thread, "explains", False)
+        _of_thread.explains = True
 
     def stop(self) -> None:
         self.stack.close()
 
     def is_logging(self) -> bool:
-        return _here.busy
+        return _of_thread.explains
 
     def passes_over(self, func: Any) -> bool:
         expected, self.expected = self.expected, None
@@ -205,14 +205,14 @@ class _TypeLog(CallLog):
         return result
 
     def _frame(self, place: install.Place) -> Any:
-        """What stands in place of a wrapper meanwhile; it binds as the wrapper does."""
+        """The frame in place of a wrapper; it binds as the wrapper does."""
         wrapper, original = place.wrapper, place.wrapped.original
         call = wrapper.__func__ if isinstance(wrapper, (staticmethod, classmethod)) else wrapper
         function = original.__func__ if isinstance(original, (staticmethod, classmethod)) else original
 
         @functools.wraps(function)
         def frame(*args: Any, **kwargs: Any) -> Any:
-            if self.inside or not _here.busy or kwargs.get("out") is not None:
+            if self.inside or not _of_thread.explains or kwargs.get("out") is not None:
                 return call(*args, **kwargs)
             policy = casts_state.current()
             rule = place.wrapped.rule_of(policy)
@@ -272,7 +272,7 @@ class _TypeLog(CallLog):
     def _casting(self, cast_floats: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(cast_floats)
         def casting(value: Any, dtype: torch.dtype, *args: Any) -> Any:
-            if self.inside or not _here.busy:
+            if self.inside or not _of_thread.explains:
                 return cast_floats(value, dtype, *args)
             with self._unseen():
                 result = cast_floats(value, dtype, *args)
@@ -306,7 +306,7 @@ class _TypeLog(CallLog):
             self.products[self.products_before[index] :] = found
 
     def _end(self, index: int, result: Any, decided: str | None = None, parts_count: bool = False) -> None:
-        """The call has returned: note what it gave, and drop what need not be told.
+        """Log the types of the result, and drop the entries that the tables need not have.
 
         A call that nothing decided is dropped if there were decided ones inside of it; else those inside of it are.
         With `parts_count` (of a function that a user registered) both stay. What has no floating tensors is dropped.
@@ -360,7 +360,7 @@ def _address_at(place: install.Place) -> str:
 
 
 def _address(function: Any) -> str:
-    """Where users find a function that a mode was told of."""
+    """The path by which users call a function that `__torch_function__` was given."""
     name = getattr(function, "__name__", str(function))
     module = getattr(function, "__module__", None)
     if module in ("torch.nn.functional", "torch._C._nn"):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from amp_patch.casts import regions
 from amp_patch.casts import state as casts_state
-from amp_patch.lab.diagnose.trial_forward import undone
+from amp_patch.lab.diagnose.trial_forward import state_restored
 from amp_patch.model.forward import policy_of
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
@@ -102,7 +102,7 @@ def _gradients(
 ) -> list[Tensor]:
     """The gradients of the loss times `scale`, of those of `params` that have one; of sparse ones the values."""
     *inputs, targets = batch
-    with undone(model), regions.process_wide_region(policy_of(model)):
+    with state_restored(model), regions.process_wide_region(policy_of(model)):
         loss = loss_fn(model(*inputs), targets)
         if not isinstance(loss, Tensor):
             raise TypeError(f"find_loss_scale: loss_fn returned a {type(loss).__name__}; wanted a tensor")

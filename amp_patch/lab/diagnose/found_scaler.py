@@ -33,27 +33,27 @@ class FoundScaler(Observer):
         self._given = scaler is not None
         self._targets = targets
         self._begins, self._ends = begins, ends
-        self._flowing: Tensor | None = None  # the scale of the loss whose backward pass runs
+        self._backward_scale: Tensor | None = None  # the scale of the loss whose backward pass runs
 
     def scale(self) -> Tensor | None:
         """By how much the gradients that flow now are multiplied; None where no scaler has scaled their loss."""
         if not self._given:
-            return self._flowing
+            return self._backward_scale
         if isinstance(self.scaler, torch.amp.GradScaler) and self.scaler.is_enabled():
             return vars(self.scaler)["_scale"]  # `get_scale` would sync; None until the first loss
         return torch.tensor(float(self.scaler.get_scale()), dtype=torch.float32, device="cpu")
 
     def loss_given_to_scaler(self, scaler: Any, loss: Tensor, scaled: Tensor, scale: Tensor) -> None:
-        self._flowing = None  # left over where an exception has ended a backward
+        self._backward_scale = None  # left over where an exception has ended a backward
         if scaled.requires_grad and not self._given:
-            scaled.register_hook(partial(self._flow, scaler, scale))
+            scaled.register_hook(partial(self._backward_begins, scaler, scale))
 
-    def _flow(self, scaler: Any, scale: Tensor, _: Tensor) -> None:
-        self.scaler, self._flowing = scaler, scale
-        torch.autograd.Variable._execution_engine.queue_callback(self._flowed)
+    def _backward_begins(self, scaler: Any, scale: Tensor, _: Tensor) -> None:
+        self.scaler, self._backward_scale = scaler, scale
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
-    def _flowed(self) -> None:
-        self._flowing = None
+    def _backward_ends(self) -> None:
+        self._backward_scale = None
 
     def scaler_unscales(self, scaler: Any, optimizer: Any) -> None:
         if self._is_target(optimizer):

@@ -107,10 +107,12 @@ class Histogram:
 
     @property
     def zeros(self) -> int:
+        """How many numbers are 0."""
         return self._read()[0]
 
     @property
     def not_finite(self) -> int:
+        """How many numbers are infinite or NaN."""
         return self._read()[2]
 
     @property

@@ -80,8 +80,8 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
                 seen.scale = stashes[0].scalers[0].loss_scale()
 
 
-class _own:
-    """A block that computes for the log itself: none of its calls is the model's."""
+class _unlogged:
+    """In this block no log logs: it computes for a log, not for the model."""
 
     def __enter__(self) -> None:
         self.before, _NumberLog.busy = _NumberLog.busy, True
@@ -145,12 +145,12 @@ class _NumberLog(CallLog):
 
     def log(self, func: Any, args: Any, kwargs: Any) -> Any:
         op = getattr(func, "__name__", str(func))
-        with _own():
+        with _unlogged():
             given = [self._key(t) for t in _given((args, kwargs))]
         result = func(*args, **kwargs)
         if op == "backward":
             return result
-        with _own():
+        with _unlogged():
             outputs = _given(args[0] if op == "__setitem__" else result)
             if func == _GRAD:  # `.grad` is no call that makes a tensor: backward made it
                 self.outside.update(self._key(grad) for grad in outputs)
@@ -161,7 +161,7 @@ class _NumberLog(CallLog):
         return result
 
     def _key(self, tensor: Tensor, new: bool = False) -> int:
-        """The tensor's place in the log; another one once it was written to (`new`)."""
+        """The tensor's key in the log: a new one where a call made it (`new`), or its version has changed."""
         key, version = self.keys.get(tensor, (None, 0))
         changed = key is not None and version != _version(tensor)  # by a write through a view, say
         if new or changed or key is None:
@@ -188,7 +188,7 @@ class _NumberLog(CallLog):
         return key
 
     def _note_unseen(self, made_by: Any, key: int, changed: bool) -> None:
-        """Log the maker of a tensor that no mode was told of: a cast of O1's, an autograd function.
+        """Log the maker of a tensor that `__torch_function__` never got: a cast of O1's, an autograd function.
 
         Autograd's graph names the maker and its inputs. It is asked now: whoever held its nodes until later would keep
         alive what they saved for backward.
@@ -211,7 +211,7 @@ class _NumberLog(CallLog):
             self.calls.append(Call(self.module_name(), op, given, [key], harmless=changed))
 
     def _factor(self) -> float | Tensor:
-        """What turns the gradients that flow now into those of the loss."""
+        """The factor from the gradients of the running backward to those of the unscaled loss."""
         scale = self.found.scale()
         if scale is None:
             stashes = map(stash_of, self.targets)
@@ -242,7 +242,7 @@ class _NumberLog(CallLog):
         def gradient_arrives(grad: Tensor) -> None:
             seen.activation_gradients.setdefault(name, Histogram()).add(_values(grad))
 
-        with _own():
+        with _unlogged():
             outputs = floats(output)
             for tensor in (tensor for tensor in outputs if tensor.requires_grad):
                 if seen.not_finite is None and not _in_backward():
@@ -260,10 +260,10 @@ class _NumberLog(CallLog):
                     self.errors[name] = torch.maximum(error, self.errors.get(name, error).to(error.device))
 
     def _note_outside(self, args: Any, kwargs: Any) -> None:
-        """Note the model's arguments and buffers as from outside: a mask's -inf among them is none of its doing."""
+        """Log the model's arguments and buffers as from outside: no call of the model made a mask's -inf among them."""
         if _in_backward() or self.seen.not_finite is not None:
             return
-        with _own():
+        with _unlogged():
             for tensor in floats((args, kwargs, [*self.model.buffers()])):
                 self.outside.add(self._key(tensor))
 
@@ -288,7 +288,7 @@ class _NumberLog(CallLog):
 
     def conclude(self) -> None:
         """Look for the first number of this step that is not finite, and read the errors. One sync."""
-        with _own():
+        with _unlogged():
             pairs = [*self.values, *self.gradients.values(), *self.errors.values()]
             if pairs:
                 every = torch.stack([pair.to(pairs[0].device) for pair in pairs]).tolist()
@@ -376,7 +376,7 @@ def _range(tensor: Tensor) -> Tensor:
 
 
 def _version(tensor: Tensor) -> int:
-    """How often it was written to, as far as torch counts that."""
+    """Its version counter, which inference tensors do not have."""
     return 0 if tensor.is_inference() else tensor._version
 
 

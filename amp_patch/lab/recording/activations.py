@@ -51,14 +51,17 @@ class SavedBytes:
 
     @property
     def peak(self) -> int | None:
+        """See above."""
         return self._peak if self._seen else None
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count the storages of these tensors, if they are saved."""
         for tensor in tensors:
             with suppress(Exception):
                 self._note(tensor, counts=False)
 
     def count(self, tensor: Tensor) -> None:
+        """Count the tensor's storages, which autograd has saved, unless it is a parameter or a view of one."""
         self._seen = True
         try:
             base = tensor._base if tensor._base is not None else tensor
@@ -86,7 +89,7 @@ class SavedBytes:
 
 
 class _Saved(NamedTuple):
-    """What stands in for a saved tensor, and the version that it had then."""
+    """The packed form of a saved tensor, with its version when it was saved."""
 
     tensor: Tensor
     version: int
@@ -179,7 +182,7 @@ class WeighedStep:
         self._push(_MarkedAs(pack, pack_and_see), unpack)
 
     def _see_and_wrap(self, wrap: Callable[..., Any]) -> Callable[..., Any]:
-        """Selective checkpoints put the outputs that they keep into such wrappers, out of the hooks' sight."""
+        """Count the outputs that selective checkpoints keep: wrapped so, they never reach the hooks."""
 
         def see_and_wrap(value: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(value, Tensor):
@@ -189,7 +192,7 @@ class WeighedStep:
         return see_and_wrap
 
     def _before(self, disable: Callable[..., Any]) -> Callable[..., Any]:
-        """torch.func's transforms forbid hooks while they run, and fail where there are some."""
+        """Pop the hooks before a transform of torch.func, which refuses to run where there are some."""
 
         def leave_and_disable(*args: Any, **kwargs: Any) -> Any:
             self.abandon()
@@ -216,7 +219,7 @@ class _MarkedAs:
 
 
 def _unpack(saved: _Saved) -> Tensor:
-    """What was saved. Without hooks torch itself looks whether somebody has written to it since."""
+    """The saved tensor, if nothing has written to it since: with hooks torch leaves that check out."""
     if saved.tensor._version != saved.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -227,11 +230,11 @@ def _unpack(saved: _Saved) -> Tensor:
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that have the memory of this one."""
+    """The strided tensors whose storages hold this tensor's values."""
     local = distributed.local(tensor)
     return (local._values(), local._indices()) if local.is_sparse else (local,)
 
 
 def _top() -> Any:
-    """The pair of hooks that is called now, on this thread; None where there is none."""
+    """The innermost (pack, unpack) on this thread; None without one."""
     return _torch._top_saved_tensors_default_hooks(True)

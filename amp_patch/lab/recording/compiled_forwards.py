@@ -31,6 +31,7 @@ def add(listener: Listener) -> None:
 
 
 def remove(listener: Listener) -> None:
+    """Call `listener` no more; with the last one all replacements are undone."""
     with _installation.lock:
         _listeners.remove(listener)
         if not _listeners:
@@ -51,20 +52,20 @@ def _patch_dynamo() -> None:
     optimized, compile = dynamo.OptimizedModule, nn.Module.compile
 
     @functools.wraps(compile)
-    def compile_and_tell(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def compile_and_watch(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         compile(self, *args, **kwargs)
         _replace_call(self)
 
     def replace(patches: Patches) -> None:
-        patches.set(optimized, "__call__", before_compiled(optimized.__call__, _tell))
-        patches.set(nn.Module, "compile", compile_and_tell)
+        patches.set(optimized, "__call__", before_compiled(optimized.__call__, _call_listeners))
+        patches.set(nn.Module, "compile", compile_and_watch)
         patches.apply(lambda: _patched.append(dynamo), _patched.clear)
 
     _installation.add(replace)
 
 
 def _replace_call(model: nn.Module) -> None:
-    """Replace what `model.compile()` gave to the model, if it was called, until the last listener is removed."""
+    """Replace the `_compiled_call_impl` that `model.compile()` has set, until the last listener is removed."""
     compiled = model._compiled_call_impl
     if compiled is None or isinstance(compiled, CompiledForward):
         return
@@ -75,11 +76,11 @@ def _replace_call(model: nn.Module) -> None:
         if model is not None and isinstance(found := model._compiled_call_impl, CompiledForward):
             model._compiled_call_impl = found.compiled
 
-    ours = CompiledForward(model, compiled, _tell)
+    ours = CompiledForward(model, compiled, _call_listeners)
     # Not by `patches.set`: it would keep the model alive until the last listener is removed.
     _installation.add(lambda patches: patches.apply(lambda: setattr(model, "_compiled_call_impl", ours), undo))
 
 
-def _tell(model: nn.Module, args: Any, kwargs: Any) -> None:
+def _call_listeners(model: nn.Module, args: Any, kwargs: Any) -> None:
     for listener in tuple(_listeners):
         listener(model, args, kwargs)

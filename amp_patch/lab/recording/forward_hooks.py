@@ -28,6 +28,7 @@ class ForwardHooks:
         compiled_forwards.add(self._compiled_begins)
 
     def add(self, models: Iterable[nn.Module]) -> None:
+        """Hook the forwards of these models, of each once."""
         for model in models:
             compiled_forwards.watch(model)
             if not self._is_hooked(model):
@@ -37,6 +38,7 @@ class ForwardHooks:
                 self._handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
 
     def remove(self) -> None:
+        """Remove all hooks."""
         compiled_forwards.remove(self._compiled_begins)
         for handle in self._handles:
             handle.remove()

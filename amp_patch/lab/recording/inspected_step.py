@@ -80,5 +80,5 @@ def _mode_stack() -> list[Any]:
 
 
 def _is_default_device(mode: Any) -> bool:
-    """torch.set_default_device's, which stays, and finds itself below others."""
+    """Whether it is the mode of torch.set_default_device, which stays below others."""
     return type(mode).__module__ == "torch.utils._device"

@@ -68,9 +68,11 @@ class Outbox:
         self._flushed = time.monotonic()
 
     def put(self, event: Event) -> None:
+        """Queue an event whose numbers are on the host."""
         self._queue.append(UnreadEvent([], lambda _: event))
 
     def put_unread(self, event: UnreadEvent) -> None:
+        """Queue an event, some of whose numbers may be on a device."""
         self._queue.append(event)
 
     def is_due(self) -> bool:

@@ -26,10 +26,12 @@ class PeakMemory:
         _measuring.add(self)
 
     def pause(self) -> None:
+        """Leave what runs until `resume` out of the peak."""
         self.bank()
         self._paused = True
 
     def resume(self) -> None:
+        """Measure again, from what is held now."""
         _reset()
         self._paused = False
 
@@ -87,7 +89,7 @@ _measuring: weakref.WeakSet[PeakMemory] = weakref.WeakSet()
 
 
 def _reset() -> None:
-    """Let the system's peaks begin anew. All who measure share them, so each notes the peak until now first."""
+    """Reset the system's peaks, which all measurements share: each banks its peak first."""
     for measurement in list(_measuring):
         measurement.bank()
     if _has_cuda():

@@ -229,7 +229,7 @@ class Recorder(Observer):
 
     @eager_only
     def _adopt(self, training: Training) -> None:
-        """Take this training for one that is recorded."""
+        """Record this training."""
         self.enabled = True
         self._adopted.append(training)
         self._scalers.add(id(training.scalers))

@@ -146,6 +146,7 @@ class Run:
 
     @property
     def steps(self) -> int:
+        """How many steps were recorded."""
         return len(self.loss)
 
     def add(self, event: Event) -> None:
@@ -179,10 +180,12 @@ class Run:
             raise ValueError(f"Run.add: event is {kind!r}; wanted begin, step, log, look, memory, advice, note or end")
 
     def to_dict(self) -> dict[str, Any]:
+        """For JSON; `from_dict` takes it."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Run:
+        """The run that `to_dict` was called on, also after JSON."""
         values = dict(values)
         values["looks"] = [Look(**look) for look in values.get("looks", [])]
         values["logged"] = {name: [(s, v) for s, v in pairs] for name, pairs in values.get("logged", {}).items()}

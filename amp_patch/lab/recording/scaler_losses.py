@@ -32,10 +32,12 @@ class ScalerLosses:
         self._of_scaler: dict[int, list[_ScaledLoss]] = {}  # by the id of the scaler
 
     def add(self, scaler: Any, loss: Tensor, scale: Tensor, samples: int) -> None:
+        """Keep a copy of a loss that `scaler` has scaled; of `scale` the tensor itself."""
         found = _ScaledLoss(weakref.ref(loss), single_value(loss), scale, samples)
         self._of_scaler.setdefault(id(scaler), []).append(found)
 
     def has_some(self, scaler: Any) -> bool:
+        """Whether the scaler has scaled a loss since it last stepped an optimizer."""
         return bool(self._of_scaler.get(id(scaler)))
 
     def forget(self, loss: Tensor) -> int | None:

@@ -30,6 +30,7 @@ class JsonLines:
         self._file = Path(path).open("w", encoding="utf-8") if writes() else None  # noqa: SIM115
 
     def add(self, event: Event) -> None:
+        """Keep the event's line until `flush`."""
         self._lines.append(dumps(event))
 
     def flush(self) -> None:
@@ -46,6 +47,7 @@ class JsonLines:
         self._lines.clear()
 
     def close(self) -> None:
+        """Flush and close the file."""
         self.flush()
         if self._file is not None:
             self._file.close()
@@ -63,6 +65,7 @@ class TensorBoard:
         self._steps = 0
 
     def add(self, event: Event) -> None:
+        """Write the scalars of a step, or of an `amp.log`; other events have none."""
         if not writes():
             return
         if event["event"] == "log":

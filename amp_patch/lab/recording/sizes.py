@@ -65,7 +65,7 @@ class Sizes:
         self.bytes["gradients"] = max(self.bytes["gradients"], _bytes(grads))
 
     def _optimizers(self) -> list[Any]:
-        """Those of the trainings that are still there, and in no later training."""
+        """The trainings' optimizers that are alive and in no later training."""
         return [
             optimizer
             for training in self._trainings
@@ -92,7 +92,7 @@ def alive(refs: Iterable[Any]) -> list[Any]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """What the tensors take, each once; of a sharded one this process's part."""
+    """The bytes of the tensors, each once; of a sharded one this process's part."""
     total = 0
     for tensor in {id(t): t for t in tensors}.values():
         local = distributed.local(tensor)

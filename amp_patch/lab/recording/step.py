@@ -33,6 +33,7 @@ class Body(NamedTuple):
 
     @classmethod
     def of(cls, body: ScaledBackward, loss: Tensor, samples: int) -> Body:
+        """The body of a `scale_loss` that has ended; `loss` is a copy of its unscaled loss."""
         optimizers = tuple(map(id, body.optimizers))
         key = (id(body.scaler), *sorted(optimizers))
         return cls(loss, body.scale, body.scaler.loss_id, key, optimizers, samples)

@@ -67,12 +67,14 @@ class StepClock:
             self._phase = "backward"
 
     def body_ends(self) -> None:
+        """A `scale_loss` is left."""
         self._open_bodies = max(0, self._open_bodies - 1)
         if self._open_bodies == 0:
             self._mark("backward")
             self._phase = _IDLE
 
     def loss_given_to_scaler(self) -> None:
+        """`scaler.scale(loss)` was called: the backward follows."""
         if self._phase != "backward":
             self._mark(self._part_before_loss())
             self._phase = "backward"
@@ -90,6 +92,7 @@ class StepClock:
             self._stepping = True
 
     def step_ends(self) -> None:
+        """The optimizer's step has returned."""
         self._mark("optimizer")
         self._stepping = False
         self._phase = "backward" if self._open_bodies else _IDLE
@@ -98,7 +101,7 @@ class StepClock:
         return "forward" if self.step.forward_seen else "data"
 
     def _now(self) -> Any:
-        """This moment: for a training on CUDA when the device gets there."""
+        """Seconds, or for a training on CUDA an event that is recorded on its stream: no sync."""
         if self.cuda is None:
             return clock()
         event = torch.cuda.Event(enable_timing=True)

@@ -36,6 +36,7 @@ class NativePrecision:
         self.seen = False
 
     def install(self, patches: Patches) -> None:
+        """Replace methods of torch's autocast and GradScaler, until `patches` are removed."""
         autocast, scaler = torch.amp.autocast_mode.autocast, torch.amp.GradScaler
         patches.set(autocast, "__init__", self._marking(autocast.__init__))
         for name in "__enter__", "__exit__":

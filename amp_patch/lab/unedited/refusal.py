@@ -53,7 +53,7 @@ def _where() -> str:
 
 
 def _frames() -> Iterator[FrameType]:
-    """Those that run now, innermost first."""
+    """The frames of this thread, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame

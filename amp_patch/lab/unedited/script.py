@@ -368,7 +368,7 @@ class UneditedScript(Observer):
 
 
 def _inside(module: nn.Module) -> nn.Module:
-    """The module that trains inside of those that torch wraps around one."""
+    """The module inside of DataParallel, DistributedDataParallel and torch.compile."""
     inner = uncompiled(module)
     if isinstance(inner, nn.DataParallel | nn.parallel.DistributedDataParallel):
         inner = inner.module
@@ -417,7 +417,7 @@ def _merged(reaches: Iterable[Reach]) -> Reach:
 
 
 def _as_type_of(grad_tensors: Any, loss: Tensor) -> Any:
-    """What backward begins with, in the type of the scaled loss."""
+    """The gradients that backward starts from, in the type of the scaled loss."""
     if isinstance(grad_tensors, Tensor):
         return grad_tensors.to(loss.dtype)
     return [_as_type_of(each, loss) for each in grad_tensors] if isinstance(grad_tensors, list | tuple) else None

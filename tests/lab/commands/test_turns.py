@@ -175,7 +175,7 @@ class Made:
             if self.in_turns and turn == TURN:
                 return {"native": False, "cuda": False, **given}
 
-    def tell(self):
+    def signal_interrupt(self):
         self.told = True
 
     def interrupt(self, until):

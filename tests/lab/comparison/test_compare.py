@@ -17,7 +17,7 @@ from recordings import read_lines
 
 from amp_patch.__main__ import main
 from amp_patch.lab.commands import compare
-from amp_patch.lab.commands.compare_child import take
+from amp_patch.lab.commands.compare_child import add_events
 from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.recording.run import EXITED, INTERRUPTED, KILLED, OUT_OF_MEMORY, PARTS, Run, dumps, loads
 
@@ -196,7 +196,7 @@ def test_a_process_that_leaves_in_silence_has_an_error_and_one_that_forks_has_no
 def test_a_line_that_a_full_disk_has_cut_is_left_out():
     run = Run("O2")
     line = dumps({"event": "note", "text": "seen"}).encode()
-    assert take(run, line[:9] + line + b"\n" + line + b"\n" + line[:9]) == line[:9]
+    assert add_events(run, line[:9] + line + b"\n" + line + b"\n" + line[:9]) == line[:9]
     assert run.notes == ["seen"]
 
 

@@ -61,8 +61,8 @@ def redirect_autocast(patches: Patches) -> None:
     patches.set(casts_autocast, "autocast_policy", of_cpu)
 
 
-class _Torchs(threading.local):
-    """The torch.autocasts of a thread.
+class _TorchAutocasts(threading.local):
+    """The torch.autocasts that a thread has entered.
 
     Attributes:
         areas: what was entered in their place, innermost last.
@@ -74,7 +74,7 @@ class _Torchs(threading.local):
         self.compiled = False
 
 
-_torchs = _Torchs()
+_torchs = _TorchAutocasts()
 
 
 def _instead(autocast: Any) -> casts_autocast.autocast | None:

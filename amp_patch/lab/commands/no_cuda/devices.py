@@ -45,6 +45,7 @@ def _takes_device(operator: str) -> bool:
 
 
 def redirect_devices(patches: Patches) -> None:
+    """Make a device of type `cuda` the CPU, in every function of torch's that takes a device."""
     defaults = importlib.import_module("torch.utils._device")
     context = defaults.DeviceContext
     defaults._device_constructors()  # caches torch's functions: call it before they are replaced
@@ -78,6 +79,7 @@ def _first_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
 
 
 def redirect_moves(patches: Patches) -> None:
+    """Make `cuda()`, `to` and their like move nothing, and take CUDA's devices."""
     move, parse = Tensor.to, torch._C._nn._parse_to
 
     @functools.wraps(move)

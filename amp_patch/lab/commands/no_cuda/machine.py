@@ -110,7 +110,7 @@ def _free_memory() -> int:
 
 
 def _rng_state() -> torch.Tensor:
-    """As many bytes as CUDA's has."""
+    """A state of as many bytes as a CUDA generator's."""
     return torch.zeros(16, dtype=torch.uint8, device="cpu")
 
 
@@ -120,7 +120,7 @@ def _held(*_: Any, **__: Any) -> int:
 
 
 def _most_held(*_: Any, **__: Any) -> int:
-    """The most of them at any time since `install`, or since the script's last reset."""
+    """The largest `_held` since `install`, or since the script's last reset."""
     return _or_say_why(None if peak is None else peak.read("cpu"))
 
 
@@ -141,7 +141,7 @@ def _say_that_nothing_tells() -> None:
 
 
 def _memory_stats(*_: Any, **__: Any) -> Counter[str]:
-    """Of every other statistic 0."""
+    """The memory statistics of torch.cuda; those without a counterpart on a CPU are 0."""
     told = Counter[str]()
     for kind in ("allocated", "active", "reserved"):
         told[f"{kind}_bytes.all.current"], told[f"{kind}_bytes.all.peak"] = _held(), _most_held()
@@ -208,6 +208,7 @@ _CLASSES: tuple[tuple[type, str], ...] = (
 
 
 def redirect_machine(patches: Patches) -> None:
+    """Replace the functions of torch.cuda by ones that speak of one GPU, with this machine's memory."""
     for answer, names in (*_ANSWERS, *_CLASSES):
         for path in names.split():
             owner, name = _find(torch.cuda, path)

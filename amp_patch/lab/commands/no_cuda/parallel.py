@@ -15,6 +15,7 @@ from amp_patch.support.patches import Patches
 
 
 def redirect_parallel(patches: Patches) -> None:
+    """Make NCCL gloo, and let DataParallel and DistributedDataParallel take CUDA's device ids."""
     parallel = torch.nn.DataParallel
     make = parallel.__init__
 
@@ -42,7 +43,7 @@ def redirect_parallel(patches: Patches) -> None:
 
 @functools.cache
 def _wait_for_gloo_at_exit() -> None:
-    """NCCL has no threads that need the interpreter; gloo's drop the last gradients' reduction when it is done.
+    """Wait for gloo's threads, which free the last reduction's gradients: at exit that needs the interpreter.
 
     One that is not yet through when the interpreter ends aborts the process (seen in up to a quarter of the runs of
     scripts that end with a backward, with plain torch too), and torchrun then tells of a failure. Sleeping lets go of

@@ -1,0 +1,59 @@
+"""Parameters that came frozen in low precision, without a master, and may be trained later.
+
+`watch` subscribes to the backwards and steps of an optimizer that holds some; no other optimizer is asked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from amp_patch.model import came
+from amp_patch.support.generated_class import base_class
+from amp_patch.training import zero_redundancy
+from amp_patch.training.stash import Stash, note_sharing, siblings
+
+
+def watch(optimizer: Any, stash: Stash) -> None:
+    """Have `take` called before each backward and `refuse` before each step, where there is a reason; idempotent."""
+    around, policy = stash.neighbours, stash.policy
+    if take in around.before_backward or not (policy.master_weights or policy.patch_torch_functions):
+        return
+    if stash.masters.of_groups(optimizer.param_groups).bare:
+        around.before_backward.append(take)
+        around.before_step.append(refuse)
+
+
+def take(optimizer: Any, stash: Stash) -> None:
+    """Make the masters of low-precision parameters that were frozen, and are no more.
+
+    Raises:
+        RuntimeError: as `refuse`, where the level has no masters.
+    """
+    bare = stash.masters.of_groups(optimizer.param_groups).bare
+    if not any(param.requires_grad for param in bare):
+        return
+    if not stash.policy.master_weights:
+        refuse(optimizer, stash)
+        return
+    for group in optimizer.param_groups:
+        stash.masters.attach(optimizer, group, split=stash.policy.splits_masters)
+    stash.note_gathered()
+    stash.masters.keep(split=stash.policy.splits_masters)
+    zero_redundancy.repartition(optimizer)
+    note_sharing([other for other, _ in siblings(stash)])
+
+
+def refuse(optimizer: Any, stash: Stash) -> None:
+    """Raise if such a parameter is trained by now without the FP32 values of its level."""
+    policy = stash.policy
+    bare = stash.masters.of_groups(optimizer.param_groups).bare
+    thawed = next((p for p in bare if p.requires_grad and came.type_of(p) is not None), None)
+    if thawed is None:
+        return
+    way = "call scale_loss for its loss" if policy.master_weights else "call initialize() again, then step"
+    name = stash.neighbours.names.get(id(thawed), "of a later group")
+    raise RuntimeError(
+        f"{base_class(optimizer).__name__}: parameter {name!r} came "
+        f"frozen in {thawed.dtype} and requires a gradient since; opt_level {policy.opt_level!r} trains FP32 values, "
+        f"of which it has none: {way}"
+    )
