@@ -6,7 +6,6 @@ not take (sparse gradients, capturable=True, a state that somebody has replaced)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch import multi_tensor
 from amp_patch.masters.half_gradients import can_wait
 from amp_patch.masters.masters import (
     LinkList,
@@ -24,6 +22,7 @@ from amp_patch.masters.masters import (
     settle,
     without_materialized,
 )
+from amp_patch.multi_tensor import backends
 from amp_patch.support.blocks import without_grad
 from amp_patch.training.known_optimizers import (
     KERNELS,
@@ -64,7 +63,7 @@ class InOnePass(Whole):
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
         # With the backend "torch" torch's own kernels are nearer to torch's numbers.
-        return not given and stash.masters.waiting is not None and multi_tensor.backend() != "torch"
+        return not given and stash.masters.waiting is not None and backends.active is not None
 
     @without_grad
     def run(self, step: Step, plain: Plain) -> None:
@@ -72,7 +71,7 @@ class InOnePass(Whole):
         if step.links.params:
             publish_written(step.links)
         try:
-            batches = list(_batches(optimizer, step.stash))
+            batches = _batches(optimizer, step.stash)
         except NotKnown:
             super().run(step, plain)
             return
@@ -148,7 +147,7 @@ def _is_ordinary(optimizer: Any, group: Group, flag: Tensor | None) -> bool:
     return not [setting for setting in settings if isinstance(setting, Tensor)]
 
 
-def _batches(optimizer: Any, stash: Stash) -> Iterator[Batch]:
+def _batches(optimizer: Any, stash: Stash) -> list[Batch]:
     """The parameters that have a gradient: per group and device those whose gradient waits, with a master, without.
 
     Raises:
@@ -159,12 +158,12 @@ def _batches(optimizer: Any, stash: Stash) -> Iterator[Batch]:
         add_gradients(stash.masters.links.masters)
     half = {} if waiting is None else waiting.grads
     factors = [] if waiting is None else waiting.factors
-    link_of = stash.masters.by_master
+    link_of, made = stash.masters.by_master, []
     for group in optimizer.param_groups:
         keys = list(map(id, group["params"]))
         if keys and all(map(half.__contains__, keys)):  # nearly always
             grads, weights = list(map(half.__getitem__, keys)), [link_of[key][0] for key in keys]
-            yield from _by_age(optimizer, Batch(group, factors, list(group["params"]), grads, weights))
+            made += _by_age(optimizer, Batch(group, factors, list(group["params"]), grads, weights))
             continue
         batches: dict[tuple[Any, ...], Batch] = {}
         for master in group["params"]:
@@ -182,20 +181,22 @@ def _batches(optimizer: Any, stash: Stash) -> Iterator[Batch]:
             if linked is not None:
                 batch.weights.append(linked[0])
         for batch in batches.values():
-            yield from _by_age(optimizer, batch)
+            made += _by_age(optimizer, batch)
+    return made
 
 
-def _by_age(optimizer: Any, batch: Batch) -> Iterator[Batch]:
+def _by_age(optimizer: Any, batch: Batch) -> list[Batch]:
     """The batch; SGD's in two, since a first momentum is made otherwise."""
     if not batch.group.get("momentum"):
-        yield batch.ready()
-        return
+        return [batch.ready()]
     fresh = [optimizer.state[master].get("momentum_buffer") is None for master in batch.masters]
+    made = []
     for first_run in set(fresh):
         chosen = [is_fresh is first_run for is_fresh in fresh]
         masters, grads = list(compress(batch.masters, chosen)), list(compress(batch.grads, chosen))
         weights = list(compress(batch.weights, chosen))
-        yield Batch(batch.group, batch.factors, masters, grads, weights, first_run=first_run).ready()
+        made.append(Batch(batch.group, batch.factors, masters, grads, weights, first_run=first_run).ready())
+    return made
 
 
 def _step_with_torch(optimizer: Any, batches: list[Batch], plain: Plain) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from amp_patch.masters.masters import disconnect
 from amp_patch.model.tensors import cast
-from amp_patch.multi_tensor.bulk import drop_gradients
+from amp_patch.multi_tensor.bulk import drop_gradients, with_gradient
 from amp_patch.optimizers.common import FusedOptimizer
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import generated_class
@@ -43,24 +43,26 @@ class AmpOptimizer(Generated):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """torch's, and the low-precision gradients of the model's parameters with it."""
         stash = stash_of(self)
-        to_none = getattr(self, "set_grad_none", True)  # FusedAdam's, FusedSGD's
-        if stash is not None and self._zero_grad_is_known and to_none and not args and not kwargs:
-            # `super().zero_grad()` reads `.grad` of every master, which would materialize it.
-            if stash.masters.waiting is not None:
-                stash.masters.waiting.clear(stash.masters.links.masters)
-            drop_gradients(stash.masters.of_groups(self.param_groups).masters)  # type: ignore[attr-defined]
-        else:
+        at_once = self._zero_grad_is_known and not args and not kwargs
+        at_once = at_once and getattr(self, "set_grad_none", True)  # FusedAdam's, FusedSGD's
+        if stash is None or not at_once:
             super().zero_grad(*args, **kwargs)  # type: ignore[misc]
-        if stash is not None:
-            drop_gradients(stash.masters.links.params)
-            stash.pending = stash.backward.first_unscaled_grad = None
-            stash.gathered = False
-            stash.backward.strays.clear()
-            stash.note_gathered()  # zeros, where they were not set to None
-            stash.backward.cleared += 1
-            stash.backward.aside.clear()
-            stash.masters.drop_stepped_grads()
-            stash.clear_found()
+        if stash is None:
+            return
+        masters = stash.masters
+        if at_once:  # `super().zero_grad()` reads `.grad` of every master, which would materialize it
+            if masters.waiting is not None:
+                masters.waiting.clear(masters.links.masters)
+            drop_gradients(masters.of_groups(self.param_groups).masters)  # type: ignore[attr-defined]
+        drop_gradients(masters.links.params)
+        stash.pending = stash.backward.first_unscaled_grad = None
+        stash.gathered = not at_once and bool(with_gradient(masters.links.masters))  # zeros
+        stash.route_grads()
+        stash.backward.strays.clear()
+        stash.backward.cleared += 1
+        stash.backward.aside.clear()
+        masters.drop_stepped_grads()
+        stash.clear_found()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """torch's; float16 and bfloat16 parameters of the group get masters where the policy has them.

@@ -230,7 +230,8 @@ class ScaledBackward(Block):
             self._casts = None
 
     def _close(self) -> None:
-        self._leave_casts()
+        if self._casts is not None:
+            self._leave_casts()
         if not self.begun:
             return
         if not self.done:

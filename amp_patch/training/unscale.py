@@ -45,7 +45,8 @@ def _first_of(pairs: Links) -> Tensor | None:
 def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Number | None) -> None:
     """Turn scaled gradients of the model into unscaled ones of the masters; record overflow on the device; no sync.
 
-    An exception in here drops all these gradients: some may be unscaled by then, and an overflow not noted.
+    An exception in here drops all these gradients: some may be unscaled by then, and an overflow not noted. Call
+    `route_grads` of the stashes afterwards, or where the body that this is in ends.
 
     Args:
         optimizers: whose gradients; a parameter that several of them hold is unscaled once.
@@ -85,7 +86,6 @@ def _unscale(optimizers: Sequence[Any], stashes: list[Stash], pairs: Links, inve
         stash.pending = None
         stash.backward.aside.clear()
         stash.gathered = True
-        stash.route_grads()
         waiting = stash.masters.waiting
         if waiting:
             stash.backward.first_unscaled_grad = waiting.first
@@ -172,5 +172,7 @@ def unscale_pending(optimizer: Any) -> None:
             continue
         left = [other for other, its in siblings(known) if its.pending is pending and other is not holder]
         unscale([holder, *left], pending.scaler, pending.inverse())
+        for other in (holder, *left):
+            known_stash(other).route_grads()
         if pending.updates == pending.scaler.updates:  # else a later exit has moved the scale for this one too
             pending.scaler.update()

@@ -145,3 +145,4 @@ class AmpOptimizer(optimizer_side.AmpOptimizer):
         """Unscale the model's gradients into the masters' ones by the scale of `loss_scaler`, which notes overflows."""
         self._amp_lazy_init()
         unscale([self], loss_scaler, inverse_of(loss_scaler.scale_tensor) if loss_scaler.scales else None)
+        self._amp_stash.route_grads()
