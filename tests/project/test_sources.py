@@ -1,4 +1,4 @@
-"""What no linter's rule asks of the sources: tensors that no default makes, and asserts that may be left out."""
+"""What no linter's rule asks of sources: tensors that no default makes, asserts that may be left out, short files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "amp_patch"
 FILES = sorted(PACKAGE.rglob("*.py"))
+LONGEST = 450  # lines
 
 # torch's functions whose tensors are of torch.set_default_dtype, and of torch.set_default_device, unless told.
 FACTORIES = {
@@ -109,3 +110,9 @@ def test_no_assert_does_anything():
 )
 def test_what_an_assert_may_not_do(test, is_found):
     assert bool(list(asserts(ast.parse(f"assert {test}")))) is is_found
+
+
+@pytest.mark.parametrize("folder", ["amp_patch", "tests", "benchmarks", "examples"])
+def test_no_file_is_longer_than_one_reads_at_a_time(folder):
+    lengths = {path: len(path.read_text().splitlines()) for path in (PACKAGE.parent / folder).rglob("*.py")}
+    assert {path.name: length for path, length in lengths.items() if length > LONGEST} == {}

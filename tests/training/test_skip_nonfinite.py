@@ -10,12 +10,11 @@ from typing import Any
 import makers
 import pytest
 import torch
-import torch.distributed as dist
 import training
 from conftest import DEVICES
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from training import ADAM, assert_unchanged, backward, linear, same, snapshot
+from training import assert_unchanged, backward, linear, same, snapshot
+from unscaled_trainings import TRAININGS, every_training
 
 from amp_patch import amp
 from amp_patch.masters.half_gradients import can_wait
@@ -31,16 +30,9 @@ MAKERS = {
     "RMSprop": lambda p: OPTIM.RMSprop(p, lr=1e-2, eps=1e-4, momentum=0.9),
     "NAdam": lambda p: OPTIM.NAdam(p, lr=1e-2, eps=1e-4, foreach=True),
 }
-TRAININGS: dict[str, dict[str, Any]] = {
-    "O0": {"opt_level": "O0"},
-    "O3": {"opt_level": "O3"},
-    "O4": {"opt_level": "O4"},
-    "O5": {"opt_level": "O5"},
-    "O5, split": {"opt_level": "O5", "master_weights": "split"},
-    "O2 in BF16": {"opt_level": "O2", "dtype": torch.bfloat16},
-}
+
 ON = {"skip_nonfinite": True, "verbosity": 0}
-every_training = pytest.mark.parametrize("options", TRAININGS.values(), ids=TRAININGS)
+
 every_maker = pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
 OWN_MASTERS = ["O0", "O3", "O4"]
 
@@ -65,9 +57,6 @@ def iterate(model: nn.Module, optimizer: Any, step: int, factor: float = 1.0, de
 
 def skipped(optimizer: Any) -> bool:
     return getattr(optimizer, "optim", optimizer)._amp_stash.step_skipped
-
-
-# What a skip leaves alone
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -121,9 +110,6 @@ def test_off_nothing_is_checked_and_the_nan_is_in_the_weights(options):
     model, optimizer = start(training.SGD, **options)
     iterate(model, optimizer, 0, math.nan)
     assert not skipped(optimizer) and model.head.weight.isnan().all()
-
-
-# What finite gradients come to
 
 
 def accumulated(model: nn.Module, optimizer: Any, step: int) -> None:
@@ -231,9 +217,6 @@ def test_gradients_wait_in_low_precision_as_without(options):
     assert (waiting is not None and len(waiting.grads) > 0 and waiting.factors == []) or not can_wait()
 
 
-# Whose loss it was, and what is said of it
-
-
 @every_training
 def test_only_the_loss_that_was_not_finite_is_named(options, caplog):
     model, optimizer = start(training.SGD, num_losses=2, **options, skip_nonfinite=True, verbosity=1)
@@ -308,9 +291,6 @@ def test_a_parameter_that_no_optimizer_holds_loses_a_gradient_that_is_not_finite
         assert model["free"].weight.grad.item() == wanted
 
 
-# What cannot be checked is refused, by name
-
-
 @every_training
 def test_closures_and_steps_in_the_body_are_refused(options):
     model, optimizer = start(training.SGD, **options, **ON)
@@ -339,9 +319,6 @@ def test_what_steps_by_itself_is_refused_before_anything_is_changed(level):
     with pytest.raises(ValueError, match=r"steps parameter 'weight' .* \(without skip_nonfinite\)"):
         amp.initialize(model, training.SGD(model.parameters()), opt_level=level, skip_nonfinite=True)
     amp.initialize(model, training.SGD(model.parameters()), opt_level=level)
-
-
-# The policy
 
 
 def test_the_field_of_the_policy():
@@ -376,91 +353,3 @@ def test_the_environment_s_o0_is_the_script_without_it(monkeypatch):
     monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "O4")
     _, optimizer = start(training.SGD, opt_level="O5", **ON)
     assert optimizer._amp_stash.policy == replace(resolve("O4", skip_nonfinite=True), cpu_fp16="native")
-
-
-# Several processes
-
-
-def mine(step: int) -> tuple[Tensor, Tensor]:
-    """This rank's half of the batch of a step."""
-    return tuple(tensor.chunk(2)[dist.get_rank()] for tensor in training.images(step))  # type: ignore[return-value]
-
-
-def mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 5))
-
-
-def train_rank(options: dict[str, Any], way: str, bad: float, on: bool) -> dict[str, Any]:
-    """Three steps; what one rank's data are multiplied by in the second is `bad`."""
-    model = mlp()
-    group = dist.group.WORLD if way == "process group" else None
-    model, optimizer = amp.initialize(
-        model, ADAM(model.parameters()), skip_nonfinite=on, verbosity=0, process_group=group, **options
-    )
-    wrapped = model if way == "process group" else DistributedDataParallel(model)
-    seen: dict[str, Any] = {"skipped": [], "weights": []}
-    for step in range(3):
-        optimizer.zero_grad()
-        factor = bad if step == 1 and dist.get_rank() == 1 else 1.0
-        if way == "no_sync":
-            with wrapped.no_sync():
-                inputs, targets = mine(step + 10)
-                backward(nn.functional.cross_entropy(wrapped(inputs * factor), targets), optimizer)
-            factor = 1.0
-        inputs, targets = mine(step)
-        backward(nn.functional.cross_entropy(wrapped(inputs * factor), targets), optimizer)
-        optimizer.step()
-        seen["skipped"].append(optimizer._amp_stash.step_skipped)
-        seen["weights"].append([p.detach().clone() for p in amp.master_params(optimizer)])
-    return seen
-
-
-@every_training
-@pytest.mark.parametrize("way", ["ddp", "no_sync", "process group"])
-def test_all_ranks_skip_what_is_not_finite_on_one(ranks, options, way):
-    results = ranks(train_rank, options, way, math.nan, True)
-    for seen in results:
-        assert seen["skipped"] == [False, True, False]
-        assert same(seen["weights"][0], seen["weights"][1]) and not same(seen["weights"][1], seen["weights"][2])
-    if way != "process group":
-        assert same(results[0]["weights"][2], results[1]["weights"][2])
-    checked, plain = (ranks(train_rank, options, way, 1.0, on) for on in (True, False))
-    for ours, wanted in zip(checked, plain, strict=True):
-        assert ours["skipped"] == [False] * 3 and same(ours["weights"][2], wanted["weights"][2])
-
-
-def train_shards(level: str, bad: float, on: bool) -> dict[str, Any]:
-    """Three steps of two micro-batches, of which fully_shard holds the first back; `bad` is in one of the second's."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model: Any = fully_shard(mlp(), mesh=mesh, mp_policy=amp.fsdp_policy(level))
-    model, optimizer = amp.initialize(
-        model, ADAM(model.parameters()), opt_level=level, num_losses=2, skip_nonfinite=on, verbosity=0
-    )
-    seen: dict[str, Any] = {"skipped": [], "weights": []}
-    for step in range(3):
-        optimizer.zero_grad()
-        for micro_batch in range(2):
-            model.set_requires_gradient_sync(micro_batch == 1)
-            inputs, targets = mine(2 * step + micro_batch)
-            factor = bad if (step, micro_batch, dist.get_rank()) == (1, 0, 1) else 1.0
-            loss = nn.functional.cross_entropy(model(inputs).float(), targets) * factor
-            backward(loss, optimizer, loss_id=micro_batch)
-        optimizer.step()
-        seen["skipped"].append(optimizer._amp_stash.step_skipped)
-        seen["weights"].append([p.detach().to_local().clone() for p in amp.master_params(optimizer)])
-    return seen
-
-
-@pytest.mark.skipif(torch.__version__.startswith(("2.6.", "2.8.")), reason="fully_shard over gloo: model/test_fsdp.py")
-@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
-def test_shards_are_checked_where_a_micro_batch_was_held_back(ranks, level):
-    for seen in ranks(train_shards, level, math.nan, True):
-        assert seen["skipped"] == [False, True, False]
-        assert same(seen["weights"][0], seen["weights"][1]) and not same(seen["weights"][1], seen["weights"][2])
-    checked, plain = (ranks(train_shards, level, 1.0, on) for on in (True, False))
-    for ours, wanted in zip(checked, plain, strict=True):
-        assert ours["skipped"] == [False] * 3 and same(ours["weights"][2], wanted["weights"][2])

@@ -1,0 +1,306 @@
+"""Apex's casts and its older face: decorators, lists, the handle of `init`, wrapped optimizers."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+import training
+from apex_scripts import INF, backward, make
+from apexed import LEVELS, apex_amp  # noqa: F401  the fixture `amp`
+from torch import nn
+from torch.nn import functional as F
+from training import SGD, linear
+
+
+def mm_dtype():
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+def test_disable_casts_reaches_into_models(amp):
+    """progan's penalty, ONNX export, evaluation "in pure fp32"."""
+    model, optimizer = make(amp, "O1")
+    inputs = torch.full((1, 1), 1 + 2**-12)
+    assert model(inputs).dtype is torch.float16
+    with amp.disable_casts():
+        assert mm_dtype() is torch.float32
+        output = model(inputs)
+        assert output.dtype is torch.float32 and output.item() == 1 + 2**-12
+        with amp.scale_loss(output.sum(), optimizer) as scaled_loss:
+            assert model(inputs).dtype is torch.float32
+            assert mm_dtype() is torch.float32
+            scaled_loss.backward()
+        assert mm_dtype() is torch.float32
+    assert mm_dtype() is torch.float16 and model(inputs).dtype is torch.float16
+
+    @amp.disable_casts()
+    def evaluate():
+        raise KeyError(str(model(inputs).dtype))
+
+    with pytest.raises(KeyError, match="float32"):
+        evaluate()
+    assert model(inputs).dtype is torch.float16
+    with amp.handle.disable_casts(), amp._amp_state.handle._disable_casts():
+        assert mm_dtype() is torch.float32
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_disable_casts_is_legal_at_every_level(amp, level):
+    model, _ = make(amp, level)
+    with amp.disable_casts():
+        assert model(torch.ones(1, 1)).item() == 1.0
+
+
+def test_decorators_and_registrations(amp):
+    """DCNv2 and detectron forms: float_function(_C.nms), a static forward, half_function(F.apply)."""
+    seen = []
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        @amp.half_function
+        def forward(ctx, inputs):
+            seen.append(inputs.dtype)
+            return inputs * 2
+
+        @staticmethod
+        @amp.float_function
+        def backward(ctx, grad):
+            seen.append(grad.dtype)
+            return grad * 2
+
+    nms = amp.float_function(lambda boxes: boxes)
+    apply = amp.half_function(Function.apply)
+    promote = amp.promote_function(lambda a, b: (a, b))
+    module = type("Module", (), {"score": staticmethod(lambda x: x)})
+    assert nms(torch.ones(1).half()).dtype is torch.float16, "before initialize nothing is cast"
+    amp.register_half_function(torch, "einsum")
+    amp.register_float_function(torch, "sigmoid")
+    amp.register_promote_function(module, "score")
+    with pytest.raises(ValueError, match="no function named"):
+        amp.register_half_function(torch, "does_not_exist")
+    make(amp, "O1")
+    assert nms(torch.ones(1).half()).dtype is torch.float32
+    inputs = torch.ones(1, requires_grad=True)
+    assert apply(inputs).dtype is torch.float16
+    apply(inputs).sum().float().backward()
+    assert inputs.grad.dtype is torch.float32 and seen[0] is torch.float16
+    assert [t.dtype for t in promote(torch.ones(1).half(), torch.ones(1))] == [torch.float32] * 2
+    assert torch.einsum("i,i->", torch.ones(2), torch.ones(2)).dtype is torch.float16
+    assert torch.sigmoid(torch.ones(2).half()).dtype is torch.float32
+
+
+def test_the_op_lists_are_apexs_and_their_edits_act(amp):
+    half = torch.ones(2).half()
+    with pytest.MonkeyPatch.context() as patch:
+        lists = importlib.import_module("apex.amp.lists")
+        edited = [*lists.torch_overrides.FP32_FUNCS, "sort"]
+        patch.setattr(lists.torch_overrides, "FP32_FUNCS", edited)
+        make(amp, "O1")
+        assert torch.sort(half).values.dtype is torch.float32
+    assert torch.softmax(half, 0).dtype is torch.float16, "Apex's lists had F.softmax alone"
+    assert F.softmax(half, 0).dtype is torch.float32
+    training.amp.restore()
+    handle = amp.init()
+    assert torch.softmax(half, 0).dtype is torch.float16
+    handle._deactivate()
+
+
+def test_the_handle_of_an_o1_training_deactivates_it(amp):
+    """fairseq's pre_export; the tearDown of Apex's own tests."""
+    model, optimizer = make(amp, "O1")
+    other = linear([[1.0]])
+    handle = amp._amp_state.handle
+    assert handle.is_active() is True and handle.has_cache is True and handle.verbose is False
+    handle._clear_cache()
+    handle._deactivate()
+    assert handle.is_active() is False
+    assert mm_dtype() is torch.float32 and model(torch.ones(1, 1)).dtype is torch.float32
+    with amp.scale_loss(model(torch.ones(1, 1)).sum() / 8, optimizer) as scaled_loss:
+        assert mm_dtype() is torch.float32
+        scaled_loss.backward()
+    optimizer.step()
+    assert model.weight.item() == 1 - 0.25 / 8
+    other, _ = amp.initialize(other, SGD(other.parameters()), opt_level="O1")
+    assert amp._amp_state.handle is not handle
+    assert other(torch.ones(1, 1)).dtype is torch.float16 and model(torch.ones(1, 1)).dtype is torch.float32
+
+
+def test_is_active_of_the_handle_may_be_written(amp):
+    model, _ = make(amp, "O1")
+    amp._amp_state.handle._is_active = False
+    assert mm_dtype() is torch.float32 and model(torch.ones(1, 1)).dtype is torch.float32
+    amp._amp_state.handle._is_active = True
+    assert mm_dtype() is torch.float16 and model(torch.ones(1, 1)).dtype is torch.float16
+
+
+def test_no_casts_inside_of_the_optimizers_step(amp):
+    """Apex disables them there: Muon, Shampoo and K-FAC multiply matrices."""
+
+    class Shampoo(torch.optim.SGD):
+        seen: list[torch.dtype] = []  # noqa: RUF012
+
+        def step(self, closure=None):
+            self.seen.append(mm_dtype())
+            if self.fails:
+                raise KeyError("planted")
+            return super().step(closure)
+
+        fails = False
+
+    model = linear([[1.0]])
+    optimizer = Shampoo(model.parameters(), lr=0.25)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+    backward(amp, model, optimizer)
+    optimizer.step()
+    scheduler.step()
+    assert Shampoo.seen == [torch.float32] and mm_dtype() is torch.float16
+    optimizer.fails = True
+    backward(amp, model, optimizer)
+    with pytest.raises(KeyError):
+        optimizer.step()
+    backward(amp, model, optimizer)
+    assert mm_dtype() is torch.float16
+
+
+def test_a_closure_that_step_calls_has_the_casts_of_the_training(amp):
+    model = linear([[1.0]])
+    seen = []
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O4")  # bfloat16: nothing is scaled
+    optimizer.step(lambda: seen.append(mm_dtype()))
+    assert seen == [torch.bfloat16]
+
+
+def test_init_casts_and_deactivate_undoes_it(amp):
+    handle = amp.init(enabled=True)
+    assert amp._amp_state.handle is handle and handle.is_active()
+    assert mm_dtype() is torch.float16 and torch.exp(torch.ones(1).half()).dtype is torch.float32
+    with pytest.raises(NotImplementedError, match="binary_cross_entropy"):
+        F.binary_cross_entropy(torch.ones(1).half(), torch.ones(1).half())
+    handle._deactivate()
+    assert mm_dtype() is torch.float32 and not handle.is_active()
+    handle = amp.init(enabled=True, allow_banned=True)
+    assert F.binary_cross_entropy(torch.ones(1).half(), torch.ones(1).half()).dtype is torch.float32
+    handle._deactivate()
+
+
+def test_init_disabled_does_nothing(amp):
+    handle = amp.init(enabled=False)
+    assert not handle.is_active() and mm_dtype() is torch.float32
+    model = linear([[1.0]])
+    optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.25))
+    loss = model(torch.ones(1, 1)).sum()
+    with optimizer.scale_loss(loss) as scaled_loss:
+        assert scaled_loss is loss
+        scaled_loss.backward()
+    optimizer.step()
+    assert model.weight.item() == 0.75
+    with handle.scale_loss(loss, optimizer) as scaled_loss, handle._disable_casts():
+        assert scaled_loss is loss
+    handle._clear_cache()
+    handle._deactivate()
+
+
+@pytest.mark.parametrize("overflow", [None, 0, 1])
+def test_a_wrapped_optimizer_scales_each_of_its_losses(amp, overflow):
+    model = linear([[1.0]])
+    handle = amp.init(loss_scale=4.0)
+    optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.25), num_loss=2)
+    assert isinstance(optimizer, amp.opt.OptimWrapper) and optimizer.param_groups[0]["lr"] == 0.25
+    expected = 1.0
+    for iteration in range(2):
+        optimizer.zero_grad()
+        for index in range(2):
+            with optimizer.scale_loss(model(torch.ones(1, 1)).sum()) as scaled_loss:
+                assert scaled_loss.item() == 4.0 * model.weight.item()
+                (scaled_loss * (INF if overflow == index and iteration == 0 else 1.0)).backward()
+        optimizer.step()
+        expected -= 0.0 if overflow is not None and iteration == 0 else 0.5
+        assert model.weight.item() == expected
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.25
+
+
+def test_an_initialized_optimizer_can_be_wrapped(amp):
+    model, optimizer = make(amp, "O1")
+    wrapped = amp._amp_state.handle.wrap_optimizer(optimizer, num_loss=2)
+    assert len(optimizer._amp_stash.scalers) == 2
+    for _ in range(2):
+        with wrapped.scale_loss(model(torch.ones(1, 1)).float().sum() / 8) as scaled_loss:
+            scaled_loss.backward()
+    wrapped.step()
+    assert model.weight.item() == 1 - 0.25 / 4
+
+
+def test_more_losses_than_announced_are_refused(amp):
+    model = linear([[1.0]])
+    optimizer = amp.init().wrap_optimizer(SGD(model.parameters()))
+    with optimizer.scale_loss(model(torch.ones(1, 1)).sum() / 8) as scaled_loss:
+        scaled_loss.backward()
+    with pytest.raises(RuntimeError, match="num_loss=2"), optimizer.scale_loss(model(torch.ones(1, 1)).sum()):
+        pass
+
+
+def test_the_handles_own_scale_loss(amp):
+    model = linear([[1.0]])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    handle = amp.init(loss_scale=8.0)
+    for expected in (0.75, 0.5):
+        optimizer.zero_grad()
+        with handle.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as scaled_loss:
+            assert scaled_loss.item() == 8.0 * model.weight.item()
+            scaled_loss.backward()
+        optimizer.step()
+        assert model.weight.item() == expected
+    handle._deactivate()
+    loss = torch.ones(())
+    with handle.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss is loss
+
+
+def test_restore_undoes_the_old_api_too(amp):
+    model = linear([[1.0]])
+    optimizer = SGD(model.parameters())
+    plain = type(optimizer)
+    amp.init().wrap_optimizer(optimizer)
+    assert type(optimizer) is not plain
+    training.amp.restore()
+    assert type(optimizer) is plain and not hasattr(optimizer, "_amp_stash") and mm_dtype() is torch.float32
+
+
+def test_an_fp16_optimizer_is_refused(amp):
+    model = nn.Linear(2, 2).half()
+    optimizer = importlib.import_module("apex.fp16_utils").FP16_Optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), verbose=False
+    )
+    with pytest.raises(RuntimeError, match="pass the optimizer that it was made from"):
+        amp.initialize(nn.Linear(2, 2), [optimizer])
+
+
+def test_an_old_handle_leaves_a_newer_training_alone(amp):
+    model = linear([[1.0]])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    handle = amp._amp_state.handle
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    handle._deactivate()
+    assert optimizer._amp_stash.policy.opt_level == "O2"
+    assert len(optimizer._amp_stash.all_fp32_from_fp16_params) == 1
+
+
+def test_already_patched_can_be_written(amp):
+    model = linear([[1.0]])
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.25), opt_level="O2", verbosity=0)
+    for factor, written, moved in ((1.0, True, 0.0), (1.0, False, 0.25)):
+        with amp.scale_loss(model(torch.ones(1, 1)).sum() * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer._amp_stash.already_patched = written
+        assert optimizer._amp_stash.already_patched is written
+        optimizer.step()
+        assert model.weight.item() == 1.0 - moved
+
+
+def test_the_level_is_said_once_in_rank_0_s_words(amp, caplog, capsys):
+    with caplog.at_level("INFO"):
+        amp.initialize(nn.Linear(1, 1), opt_level="O1")
+    assert capsys.readouterr().out.count("O1") + caplog.text.count("O1 (") == 1

@@ -1,0 +1,260 @@
+"""Apex's op lists in modules, in the cast cache and beside other trainings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from apex_casts import (
+    APEXS,
+    BF16,
+    DOUBLE,
+    FULL,
+    HALF,
+    NATIVE,
+    ROWS,
+    arguments,
+    inside,
+    installed_fixture,  # noqa: F401  the fixture `installed`
+    run,
+)
+from conftest import DEVICES, original
+from op_calls import call, flat, result_types, sample
+from other_thread import run_in_thread
+from torch import Tensor, nn
+from torch_names import differences, namespaces
+
+from amp_patch.casts import install, regions
+from amp_patch.casts import state as casts_state
+from amp_patch.casts.apex_oplists import APEX
+from amp_patch.casts.oplists import rules_by_name
+from amp_patch.policy import Policy
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules
+
+
+def test_a_block_of_layers_has_the_types_that_apex_gave_it() -> None:
+    conv, norm, linear = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 4)
+    seen: list[torch.dtype] = []
+    with inside:
+        x = conv(torch.randn(2, 3, 8, 8))
+        seen.append(x.dtype)
+        x = norm(x)
+        seen.append(x.dtype)
+        x = F.relu(x).mean((2, 3))
+        seen.append(x.dtype)
+        x = F.layer_norm(linear(x), (4,))
+        seen.append(x.dtype)
+        seen.append(F.softmax(linear(x), dim=1).dtype)
+        seen.append(linear(x).softmax(dim=1).dtype)
+        loss = F.mse_loss(linear(x), torch.zeros(2, 4))
+    assert seen == [HALF, HALF, HALF, FULL, FULL, HALF] and loss.dtype is FULL
+    loss.backward()
+    for module in (conv, norm, linear):
+        assert all(weight.grad is not None and weight.grad.dtype is FULL for weight in module.parameters())
+    assert norm.running_mean.dtype is FULL and norm.running_mean.abs().sum() > 0 and norm.num_batches_tracked == 1
+    norm.eval()
+    with inside, torch.no_grad():
+        assert norm(torch.ones(2, 4, 2, 2, dtype=HALF)).dtype is HALF
+
+
+def test_what_goes_to_numpy_is_fp32() -> None:
+    with inside:
+        assert torch.ones(2, dtype=HALF).cpu().numpy().dtype == "float32"
+        assert torch.ones(2, dtype=DOUBLE).cpu().dtype is DOUBLE and torch.ones(2, dtype=torch.int64).cpu().sum() == 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("given", [HALF, FULL])
+@pytest.mark.parametrize("cell", [nn.RNNCell, nn.GRUCell, nn.LSTMCell])
+def test_recurrent_cells(cell: type[nn.Module], given: torch.dtype, device: str) -> None:
+    module = cell(3, 3).to(device)
+    inputs = [torch.randn(2, 3, device=device).to(given).requires_grad_() for _ in range(3)]
+    zeros = torch.zeros(2, 3, dtype=given, device=device)
+    hidden: Any = (zeros, zeros) if cell is nn.LSTMCell else zeros
+    with inside:
+        for x in inputs:
+            hidden = module(x, hidden)
+            assert result_types(hidden) == {HALF}
+    flat(hidden)[0].float().sum().backward()
+    assert [x.grad.dtype for x in inputs if x.grad is not None] == [given] * 3
+    assert {weight.grad.dtype for weight in module.parameters() if weight.grad is not None} == {FULL}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("given", [HALF, FULL])
+@pytest.mark.parametrize(("layers", "both_ways"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("packed", [False, True])
+def test_recurrent_networks(
+    kind: type[nn.RNNBase], layers: int, both_ways: bool, given: torch.dtype, packed: bool, device: str
+) -> None:
+    network = kind(3, 3, num_layers=layers, bidirectional=both_ways).to(device)
+    x = torch.randn(4, 2, 3, device=device).to(given).requires_grad_()
+    state = torch.zeros(layers * (1 + both_ways), 2, 3, dtype=given, device=device)
+    value: Any = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([4, 2])) if packed else x
+    with inside:
+        output, _ = network(value, (state, state) if kind is nn.LSTM else state)
+    data = output.data if packed else output
+    assert data.dtype is HALF
+    data.float().sum().backward()
+    assert x.grad is not None and x.grad.dtype is given
+    assert all(weight.grad is not None and weight.grad.dtype is FULL for weight in network.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The cast cache
+
+
+def multiplied(x: Tensor, weight: Tensor) -> Tensor:
+    return (x.mm(weight)).mm(weight).sum()
+
+
+def raised(x: Tensor, weight: Tensor) -> Tensor:
+    return (x + torch.pow(weight, 2) + torch.pow(weight, 2)).sum()
+
+
+def promoted(x: Tensor, weight: Tensor) -> Tensor:
+    return ((x * weight) * weight).sum()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("given", [HALF, FULL])
+@pytest.mark.parametrize("operations", [multiplied, raised, promoted])
+def test_training_evaluation_and_training_again(
+    operations: Callable[[Tensor, Tensor], Tensor], given: torch.dtype, device: str
+) -> None:
+    rows = 8 if operations is multiplied else 2
+    weight = nn.Parameter(torch.arange(rows * 8.0, device=device).view(rows, 8).to(given) / 8)
+    x = torch.ones(2, 8, device=device)
+
+    def train() -> None:
+        weight.grad = None
+        oracle = weight.detach().float().requires_grad_()
+        operations(x, oracle).backward()
+        with inside:
+            operations(x, weight).backward()
+        assert weight.grad is not None and weight.grad.dtype is given
+        torch.testing.assert_close(weight.grad.float(), oracle.grad, rtol=1e-3, atol=1e-3)
+        weight.data -= 1.0
+
+    train()
+    with inside, torch.no_grad():
+        operations(x, weight)
+    train()
+
+
+def test_a_weight_is_cast_once_in_training_and_not_for_it_in_evaluation() -> None:
+    weight, x = nn.Parameter(torch.eye(3)), torch.ones(2, 3)
+    with inside:
+        with torch.no_grad():
+            F.linear(x, weight)
+        first = casts_state.state().cached()
+        y = F.linear(F.linear(x, weight), weight)
+        assert casts_state.state().cached() == first + 1, "one cast, with a graph of its own"
+        y.sum().backward()
+        F.linear(x, weight.detach().clone())
+        assert casts_state.state().cached() == first + 1, "what is no parameter is not kept"
+    assert weight.grad is not None and weight.grad.dtype is FULL and weight.grad.abs().sum() > 0
+    assert casts_state.state().cached() == 0
+    with inside:
+        weight.data.fill_(2.0)
+        assert F.linear(torch.ones(1, 3), weight).tolist() == [[6.0, 6.0, 6.0]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Beside other trainings
+
+
+def test_native_trainings_neither_change_nor_carry_what_only_apex_listed() -> None:
+    install.uninstall()
+    before = namespaces()
+    install.install()
+    native = namespaces()
+    only = {f"{owner}.{name}" for owner, name in rules_by_name("apex").keys() - rules_by_name("torch").keys()}
+    touched = {change.replace("<class '", "").replace("'>", "") for change in differences(before, native)}
+    assert not touched & only and "__add__" not in vars(torch.Tensor)
+    install.install("apex")
+    install.install("apex")
+    assert original(torch.add) is before[repr(torch)]["add"] and "__add__" in vars(torch.Tensor)
+    install.uninstall()
+    assert differences(before, namespaces()) == []
+    assert "__add__" not in vars(torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        pytest.param(owner, name, id=f"{owner}.{name}")
+        for owner, rules in APEX.items()
+        for rule, names in rules.items()
+        for name in names
+        if rule in ("widest", "emulated", "none", "einsum_widest") and owner != "torch.functional"
+    ],
+)
+def test_policies_of_both_kinds_take_turns(owner: str, name: str) -> None:
+    native = HALF if name in ("einsum", "chain_matmul") else FULL
+    apexs = FULL if name in ("einsum", "chain_matmul") else HALF
+    given = FULL if native is HALF else HALF
+    for policy, expected in [(NATIVE, native), (APEXS, apexs)] * 2:
+        with regions.region(policy):
+            assert result_types(call(owner, name, [given], "cpu")) == {expected}
+            with regions.region(None):
+                assert result_types(call(owner, name, [given], "cpu")) == {given}
+
+
+def test_threads_have_each_their_own() -> None:
+    x = torch.rand(3, dtype=HALF)
+    with inside:
+        casts_state.set_default(NATIVE)
+        assert x.softmax(0).dtype is HALF
+        assert run_in_thread(lambda: x.softmax(0).dtype) is FULL
+        casts_state.set_default(APEXS)
+        assert run_in_thread(lambda: x.softmax(0).dtype) is HALF
+
+
+def test_o4_follows_the_same_lists() -> None:
+    x = torch.rand(2, 3)
+    with regions.region(replace(APEXS, dtype=BF16)):
+        assert (x @ x.T).dtype is BF16 and torch.cat([x.bfloat16(), x]).dtype is FULL
+        assert (x.bfloat16() * torch.tensor(1.0)).dtype is FULL and x.bfloat16().softmax(0).dtype is BF16
+
+
+EMULATING = replace(APEXS, cpu_fp16="emulate")
+
+
+@pytest.mark.parametrize("policy", [EMULATING, Policy("O2", cast_model_type=HALF, cpu_fp16="emulate", op_lists="apex")])
+@pytest.mark.parametrize("name", ["einsum", "chain_matmul", "bilinear", "dot", "mm", "baddbmm"])
+def test_fp16_on_a_cpu_is_emulated_here_too(policy: Policy, name: str) -> None:
+    args, kwargs = sample("torch", name, [HALF], "cpu")
+    wide = [arg.float() if isinstance(arg, Tensor) and arg.dtype is HALF else arg for arg in args]
+    expected = run("torch", name, wide, kwargs).half()
+    with regions.region(policy):
+        assert torch.equal(run("torch", name, list(args), kwargs), expected)
+
+
+@pytest.mark.parametrize("given", [HALF, FULL])
+def test_einsum_of_one_operand_is_a_view_under_emulation(given: torch.dtype) -> None:
+    matrix = torch.ones(3, 3, dtype=given)
+    with regions.region(EMULATING):
+        torch.einsum("ii->i", matrix).zero_()
+    assert matrix.sum() == 6
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [row.values[:2] for row in ROWS if (row.values[0], row.values[1]) != ("torch.Tensor", "__ipow__")],
+)
+def test_types_are_the_same_under_emulation(owner: str, name: str) -> None:
+    for given in ([HALF], [FULL], [HALF, FULL]):
+        types = []
+        for policy in (APEXS, EMULATING):
+            args, kwargs = arguments(owner, name, given, "cpu")
+            with regions.region(policy):
+                types.append(result_types(run(owner, name, args, kwargs)))
+        assert types[0] == types[1]

@@ -1,0 +1,285 @@
+"""Casts in torch's modules, in their gradients and on several threads."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import DEVICES
+from o1_casts import (
+    FULL,
+    HALF,
+    LOW,
+    OFF,
+    cached,
+    clean_fixture,  # noqa: F401  the fixture `_clean`
+    installed_fixture,  # noqa: F401  the fixture `installed`
+    needs_install,
+    o1,
+)
+from other_thread import run_in_thread
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_patch.casts import autocast as casts_autocast
+from amp_patch.casts import regions
+from amp_patch.casts import state as casts_state
+
+
+def reference_and_casts(module: nn.Module, dtype: torch.dtype, *inputs: Any) -> tuple[Any, Any]:
+    expected = module(*inputs)
+    with regions.region(o1(dtype)):
+        return expected, module(*inputs)
+
+
+def close(result: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """A few roundings to `dtype` of numbers of the size of 1: eps is 2**-10 for FP16, 2**-7 for BF16; we allow 8."""
+    torch.testing.assert_close(result.float(), expected, rtol=0, atol=8 * torch.finfo(dtype).eps)
+
+
+@needs_install
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("given", ["float32", "low", "packed"])
+def test_recurrent_networks(kind: Any, given: str, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    network = kind(4, 5, num_layers=2, bidirectional=True).to(device)
+    x = torch.randn(6, 3, 4, device=device)
+    expected = network(x)[0]
+    with regions.region(o1(dtype)):
+        if given == "packed":
+            packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([6, 6, 6]))
+            result = nn.utils.rnn.pad_packed_sequence(network(packed)[0])[0]
+        else:
+            result = network(x.to(dtype) if given == "low" else x)[0]
+    assert result.dtype is dtype
+    close(result, expected, dtype)
+    result.float().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype is FULL for p in network.parameters())
+
+
+@needs_install
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("kind", [nn.RNNCell, nn.LSTMCell, nn.GRUCell])
+def test_recurrent_cells(kind: Any, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    cell = kind(4, 5).to(device)
+    x = torch.randn(3, 4, device=device)
+    expected, result = reference_and_casts(cell, dtype, x)
+    expected, result = (out[0] if isinstance(out, tuple) else out for out in (expected, result))
+    assert result.dtype is dtype
+    close(result, expected, dtype)
+
+
+@needs_install
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("training", [True, False])
+def test_attention(training: bool, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 8, device=device)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True, device=device).train(training)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, device=device)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
+    expected = attention(x, x, x)[0], encoder(x)
+    with torch.set_grad_enabled(training), regions.region(o1(dtype)), Products() as products:
+        result = attention(x, x, x)[0], encoder(x)
+    close(result[0], expected[0], dtype)
+    close(result[1], expected[1], dtype)
+    assert result[0].dtype is dtype
+    assert result[1].dtype is FULL, "a layer norm comes last"
+    assert set(products.types) == {dtype} and len(products.types) >= 10, "a fused path went round the lists"
+
+
+class Products(TorchDispatchMode):
+    """The types of the matrix products in the block, each as torch's kernel gave it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(name in str(func) for name in ("mm.", "dot_product", "attention", "encoder_layer")):
+            self.types.append((result[0] if isinstance(result, tuple) else result).dtype)
+        return result
+
+
+@needs_install
+@pytest.mark.parametrize("dtype", LOW)
+def test_double_backward(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 4), nn.LayerNorm(4))
+    x = torch.randn(4, 2, 4, 4, requires_grad=True)
+
+    def penalty() -> Tensor:
+        (gradient,) = torch.autograd.grad(model(x).exp().sum(), x, create_graph=True)
+        model.zero_grad()
+        (gradient.norm() - 1).square().backward()
+        return model[0].weight.grad.clone()
+
+    expected = penalty()
+    with regions.region(o1(dtype)):
+        result = penalty()
+    assert result.dtype is FULL and result.abs().sum() > 0
+    torch.testing.assert_close(result, expected, rtol=0.2, atol=0.05 * float(expected.abs().max()))
+
+
+@needs_install
+def test_threads_have_their_own_policies_and_caches() -> None:
+    layer = nn.Linear(4, 4)
+    x = torch.ones(2, 4)
+    failures: list[str] = []
+
+    def work(dtype: torch.dtype) -> None:
+        for _ in range(50):
+            with regions.region(o1(dtype)):
+                if layer(x).dtype is not dtype or layer(x).dtype is not dtype:
+                    failures.append(f"not {dtype}")
+                if cached() != 2:
+                    failures.append(f"{cached()} casts")
+            if layer(x).dtype is not FULL:
+                failures.append("casts outside")
+
+    threads = [threading.Thread(target=work, args=(dtype,)) for dtype in (HALF, torch.bfloat16) * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+@needs_install
+def test_threads_that_share_weights_under_stress() -> None:
+    """Regions, casts and caches while weights change, die and are collected by other threads."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    x, shared, failures = torch.ones(2, 4), [torch.ones(4, 4)], []
+    barrier = threading.Barrier(5)
+
+    def work(dtype: torch.dtype) -> None:
+        barrier.wait()
+        for step in range(150):
+            with regions.region(o1(dtype)), torch.set_grad_enabled(step % 3 > 0):
+                result = model(x)
+                frozen = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+                shared[0] = frozen  # the one before dies in this thread
+                types = [result.dtype, (x @ frozen).dtype, torch.exp(result).dtype, F.linear(x, shared[0]).dtype]
+                if types != [dtype, dtype, FULL, dtype]:
+                    failures.append(types)
+                if step % 10 == 0:
+                    casts_state.drop_cache()
+            if model(x).dtype is not FULL or cached():
+                failures.append("casts outside")
+
+    def disturb() -> None:
+        barrier.wait()
+        for _ in range(60):
+            with torch.no_grad():
+                model[0].weight.mul_(1)
+            gc.collect()
+
+    threads = [threading.Thread(target=work, args=(dtype,)) for dtype in (HALF, torch.bfloat16) * 2]
+    threads.append(threading.Thread(target=disturb))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failures == []
+
+
+class Examples(torch.utils.data.Dataset):
+    """Each example is what a worker process finds: the types of a product outside regions, inside one, and outside."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> list[str]:
+        x, weight = torch.ones(2, 2), nn.Parameter(torch.ones(2, 2))
+        types = [(x @ weight).dtype]
+        with casts_autocast.autocast("cpu", dtype=HALF):
+            types += [(x @ weight).dtype, run_in_thread(lambda: (x @ weight).dtype)]
+        return [str(dtype) for dtype in (*types, (x @ weight).dtype)]
+
+
+@needs_install
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_workers_of_a_data_loader(start: str) -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    outside, inside = str(FULL), str(HALF)
+    # A worker that is forked inside a region is inside it, as threads' state is copied; one that is spawned is not.
+    within = str(torch.bfloat16) if start == "fork" else outside
+    with regions.region(o1(torch.bfloat16)):
+        casts_state.cast_weight(weight, torch.bfloat16)
+        loader = torch.utils.data.DataLoader(
+            Examples(), batch_size=None, num_workers=1, multiprocessing_context=start, collate_fn=list
+        )
+        assert list(loader) == [[within, inside, outside, within]] * 4
+        assert cached() == 1
+
+
+@needs_install
+def test_data_parallel_threads() -> None:
+    """What DataParallel's threads do: the same module, each thread in the region of its own forward."""
+    model = nn.Linear(4, 4)
+    forward = regions.region(o1())(model.forward)
+    results: list[torch.dtype] = []
+    threads = [threading.Thread(target=lambda: results.append(forward(torch.ones(2, 4)).dtype)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [HALF] * 8
+
+
+@needs_install
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_recomputes_the_same(reentrant: bool) -> None:
+    layer = nn.Linear(4, 4)
+    x = torch.ones(2, 4, requires_grad=True)
+
+    def gradient(use: bool) -> Tensor:
+        layer.zero_grad()
+        with regions.region(o1()):
+            out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant) if use else layer(x)
+        with regions.process_wide_region(o1()):
+            out.float().sum().backward()
+        return layer.weight.grad.clone()
+
+    torch.testing.assert_close(gradient(True), gradient(False), rtol=0, atol=0)
+
+
+@needs_install
+@pytest.mark.parametrize("cpu_fp16", ["native", "emulate"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_recomputes_under_the_casts_of_the_first_time(reentrant: bool, cpu_fp16: str) -> None:
+    """Wherever backward runs: outside of regions, as torch advises for autocast, and under other casts."""
+    x, seen = torch.ones(2, 4, requires_grad=True), []
+
+    def block(x: Tensor) -> Tensor:
+        seen.append((casts_state.current(), (x @ x.T).dtype))
+        return (x @ x.T).float()
+
+    inside, policies = o1(cpu_fp16=cpu_fp16), (o1(cpu_fp16=cpu_fp16), o1(torch.bfloat16), OFF, None)
+    for policy in policies:
+        with regions.region(inside), regions.region(policy):
+            out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
+        out.sum().backward()
+        with regions.region(inside), regions.region(policy):
+            out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
+        with regions.process_wide_region(o1(torch.bfloat16)):
+            out.sum().backward()
+        assert seen == [seen[0]] * 4, "twice forward and recomputation"
+        seen.clear()

@@ -1,0 +1,252 @@
+"""Regions of casts: entered, left in any order, by exceptions and interrupts."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from o1_casts import (
+    FULL,
+    HALF,
+    OFF,
+    clean_fixture,  # noqa: F401  the fixture `_clean`
+    installed_fixture,  # noqa: F401  the fixture `installed`
+    needs_install,
+    o1,
+)
+from other_thread import run_in_thread
+from torch import Tensor
+
+from amp_patch.casts import autocast as casts_autocast
+from amp_patch.casts import install, regions, thread_state
+from amp_patch.casts import state as casts_state
+
+
+@needs_install
+def test_regions_and_the_default() -> None:
+    outer, inner = o1(HALF), o1(torch.bfloat16)
+    assert casts_state.current() is None and casts_state.entered() is None
+    casts_state.set_default(outer)
+    assert casts_state.current() is outer and casts_state.entered() is None
+    with regions.region(inner):
+        assert casts_state.current() is inner and casts_state.entered() is inner
+        with regions.region(OFF):
+            assert casts_state.current() is None and casts_state.entered() is OFF
+            assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype is FULL
+        with casts_autocast.disable_casts():
+            assert casts_state.current() is None and casts_state.entered() is inner, "disable_casts is transparent"
+        assert casts_state.current() is inner
+    assert casts_state.current() is outer
+    casts_state.set_default(OFF)
+    assert casts_state.current() is None
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: regions.region(o1()), casts_autocast.disable_casts, lambda: regions.process_wide_region(o1())]
+)
+def test_an_exception_restores(make: Callable[[], Any]) -> None:
+    outer = o1(torch.bfloat16)
+    casts_state.set_default(outer)
+    with pytest.raises(KeyError), make():
+        raise KeyError
+    assert casts_state.current() is outer and run_in_thread(casts_state.current) is outer
+
+
+def test_one_object_nested_and_in_threads() -> None:
+    shared = regions.region(o1())
+    with shared, shared:
+        assert casts_state.current() is shared.policy
+    assert casts_state.current() is None
+    with shared:
+        assert run_in_thread(casts_state.current) is None, "regions are the thread's"
+        barrier = threading.Barrier(4)
+
+        def work() -> bool:
+            for _ in range(200):
+                with shared:
+                    if casts_state.current() is not shared.policy:
+                        return False
+                if casts_state.current() is not None:
+                    return False
+            barrier.wait()
+            return True
+
+        results: list[bool] = []
+        threads = [threading.Thread(target=lambda: results.append(work())) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert results == [True] * 4
+        assert casts_state.current() is shared.policy
+
+
+def test_regions_that_end_out_of_order() -> None:
+    first, second = o1(HALF), o1(torch.bfloat16)
+
+    def generator() -> Iterator[None]:
+        with regions.region(first):
+            yield
+
+    suspended = generator()
+    next(suspended)
+    with regions.region(second):
+        suspended.close()
+        assert casts_state.current() is second
+    assert casts_state.current() is None
+
+
+def suspended_in(block: regions.region) -> Iterator[None]:
+    """A generator that is suspended in `block`, and started."""
+
+    def generator() -> Iterator[None]:
+        with block:
+            yield
+
+    started = generator()
+    next(started)
+    return started
+
+
+REGIONS: dict[str, Callable[[], regions.region]] = {
+    "region": lambda: regions.region(None),
+    "process_wide_region": lambda: regions.process_wide_region(None),
+    "no_casts_within": regions.no_casts_within,
+}
+
+
+@pytest.mark.parametrize("kind", REGIONS)
+def test_a_region_that_ends_while_another_one_is_left_takes_itself_away(kind: str) -> None:
+    """As where the garbage collector finds a suspended generator in the middle of an exit."""
+
+    class EndsAnother(regions.region):
+        def on_exit(self, entry: Any) -> None:
+            other.close()
+
+    other = suspended_in(REGIONS[kind]())
+    with EndsAnother(None):
+        pass
+    assert casts_state.outside()
+    assert not thread_state.this_thread.uncastable_entries
+    assert not casts_state.overrides
+
+
+def test_regions_end_wherever_the_garbage_collector_finds_their_generators() -> None:
+    def forget_one() -> None:
+        cycle: list[Any] = [suspended_in(regions.process_wide_region(None))]
+        cycle.append(cycle)
+
+    thresholds = gc.get_threshold()
+    try:
+        for allocations in range(1, 120):
+            gc.set_threshold(100_000)
+            forget_one()
+            with regions.process_wide_region(None), regions.no_casts_within():
+                gc.set_threshold(allocations)
+            gc.set_threshold(*thresholds)
+            gc.collect()
+            assert casts_state.outside(), allocations
+            assert not thread_state.this_thread.uncastable_entries, allocations
+            assert not casts_state.overrides, allocations
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+def test_a_generator_that_ends_on_another_thread_takes_its_region_away() -> None:
+    suspended = suspended_in(regions.process_wide_region(o1(torch.bfloat16)))
+    assert casts_state.current() is not None
+    run_in_thread(suspended.close)
+    assert not casts_state.overrides, "the process default is as before, at once"
+    with regions.region(None):
+        pass
+    assert casts_state.outside(), "the thread's own share went with its next region"
+    assert casts_state.current() is None
+
+
+def test_everywhere_is_the_default_of_other_threads() -> None:
+    policy, base = o1(), o1(torch.bfloat16)
+    with regions.process_wide_region(policy):
+        assert casts_state.current() is policy and casts_state.entered() is policy
+        assert run_in_thread(casts_state.current) is policy
+        with regions.process_wide_region(OFF):
+            assert run_in_thread(casts_state.current) is None and casts_state.entered() is OFF
+        assert run_in_thread(casts_state.current) is policy
+        casts_state.set_default(base)  # initialize() in the body: holds from the end of it on
+        assert run_in_thread(casts_state.current) is policy
+    assert casts_state.current() is base and run_in_thread(casts_state.current) is base
+
+
+def test_everywhere_may_end_in_any_order() -> None:
+    first, second = regions.process_wide_region(o1(HALF)), regions.process_wide_region(o1(torch.bfloat16))
+    run_in_thread(first.__enter__)
+    run_in_thread(second.__enter__)
+    first.__exit__(None, None, None)
+    assert casts_state.current() is second.policy
+    second.__exit__(None, None, None)
+    assert casts_state.current() is None
+
+
+@needs_install
+def test_region_as_decorator() -> None:
+    a = torch.ones(2, 2)
+
+    class Model:
+        @casts_autocast.autocast(dtype=torch.bfloat16)
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ x
+
+        @casts_autocast.autocast(dtype=torch.bfloat16)
+        def steps(self, x: Tensor) -> Iterator[Any]:
+            try:
+                received = yield x @ x
+            except KeyError:
+                received = "caught"
+            yield received, (x @ x).dtype
+
+    assert Model().forward(a).dtype is torch.bfloat16
+    assert Model.forward.__name__ == "forward"
+    steps = Model().steps(a)
+    assert next(steps).dtype is torch.bfloat16
+    assert casts_state.current() is None, "the region leaked out of the suspended generator"
+    assert steps.send("sent") == ("sent", torch.bfloat16)
+    steps = Model().steps(a)
+    next(steps)
+    assert steps.throw(KeyError) == ("caught", torch.bfloat16)
+    steps.close()
+
+    async def coroutine() -> None: ...
+
+    with pytest.raises(TypeError, match=r"autocast: .*coroutine is async"):
+        casts_autocast.autocast()(coroutine)
+
+
+def test_autocast_arguments() -> None:
+    assert casts_autocast.autocast("cpu").policy.dtype is torch.get_autocast_dtype("cpu")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    assert casts_autocast.autocast().policy.dtype is torch.get_autocast_dtype(default)
+    assert casts_autocast.autocast("cpu", HALF, True, False).policy.dtype is HALF
+    with pytest.raises(ValueError, match="autocast: device_type is 'gpu'"):
+        casts_autocast.autocast("gpu")
+    with pytest.raises(TypeError, match="autocast: device_type is 3"):
+        casts_autocast.autocast(3)  # type: ignore[arg-type]
+    for wrong in (FULL, torch.int8, "half"):
+        with pytest.raises(ValueError, match=r"autocast: dtype is .*; wanted torch.float16 or torch.bfloat16"):
+            casts_autocast.autocast(dtype=wrong)  # type: ignore[arg-type]
+
+
+def test_autocast_installs_and_nests() -> None:
+    a = torch.ones(2, 2)
+    with casts_autocast.autocast(enabled=False):
+        assert not install.installed()
+    with casts_autocast.autocast(dtype=HALF):
+        assert install.installed() and (a @ a).dtype is HALF
+        with casts_autocast.autocast(enabled=False):
+            assert (a @ a).dtype is FULL
+            with casts_autocast.autocast(dtype=torch.bfloat16):
+                assert (a @ a).dtype is torch.bfloat16
+        assert (a @ a).dtype is HALF
+    assert (a @ a).dtype is FULL

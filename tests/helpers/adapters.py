@@ -1,0 +1,76 @@
+"""Models with peft's adapters; who imports this is skipped where a package is missing, before what imports that."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+EXTRAS = "pip install amp_patch[lightning,transformers,ecosystem]; `make test-all` does"
+pytest.importorskip("lightning.pytorch", reason=EXTRAS)
+pytest.importorskip("accelerate", reason=EXTRAS)
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: nothing here comes from the network
+pytest.importorskip("transformers", reason=EXTRAS)
+peft = pytest.importorskip("peft", reason=EXTRAS)
+
+# After the skips: these import the packages.
+from checkpoints import TRAININGS, adamw, iterate, masters, random_model  # noqa: E402
+
+from amp_patch import amp  # noqa: E402
+
+# The newer name is that of transformers 5.23, and peft and scripts have this one.
+OLDER_NAME = ".*gradient_checkpointing.* is deprecated"
+
+
+TYPES = {"FP32": torch.float32, "BF16": torch.bfloat16, "FP16": torch.float16}
+CAST = {"O2": torch.float16, "O5": torch.bfloat16, "O5, split": torch.bfloat16}
+LR = 1e-2
+every_training = pytest.mark.parametrize("training", TRAININGS)
+
+every_adapter = pytest.mark.parametrize("adapters", ["FP32", "BF16"])
+
+
+def base_model(base: str, name: str = "Llama") -> Any:
+    """Its values are those of BF16, whatever it is in."""
+    return random_model(name).bfloat16().to(TYPES[base])
+
+
+def lora(base: str = "BF16", adapters: str = "FP32", name: str = "Llama", **options: Any) -> Any:
+    """FP32 is what peft makes of adapters by itself, over any base."""
+    config = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0, **options}
+    kind = {} if name == "ViT" else {"task_type": "CAUSAL_LM"}
+    model = base_model(base, name)
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, peft.LoraConfig(**kind, **config), autocast_adapter_dtype=False)
+    for param in trained(model):
+        param.data = param.data.bfloat16().to(TYPES[adapters])
+    return model.train()
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def frozen(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if not p.requires_grad]
+
+
+def of_adapters(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: value.detach().clone() for key, value in state.items() if "lora_" in key or "modules_to_save" in key}
+
+
+def begun(training: str, model: Any, **options: Any) -> tuple[Any, Any]:
+    return amp.initialize(model, adamw(model, LR), **TRAININGS[training], verbosity=0, **options)
+
+
+def run(training: str, model: Any, steps: int = 4, **options: Any) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and masters of a training, which is over then."""
+    between, name = options.pop("between", None), options.pop("name", "Llama")
+    model, optimizer = begun(training, model, **options)
+    losses = iterate(model, optimizer, name, steps, between)
+    found = masters(optimizer)
+    amp.restore()
+    return losses, found

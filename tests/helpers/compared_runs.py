@@ -1,0 +1,30 @@
+"""Runs made up for a comparison."""
+
+from __future__ import annotations
+
+from made_up import made_up_run
+
+from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.comparison.finding import Verdict
+from amp_patch.lab.recording.run import Run
+
+
+def seeds(level: str, *finals: float, **fields) -> list[Run]:
+    """A run a seed, that ends with these losses."""
+    return [made_up_run(level, seed, final=final, **fields) for seed, final in enumerate(finals)]
+
+
+def compare(*groups: list[Run], **options) -> Comparison:
+    return Comparison("train.py", [run for group in groups for run in group], **options)
+
+
+def judge(base: list[Run], level: list[Run], **options) -> Verdict:
+    """The verdict on a level beside O0's runs."""
+    return compare(base, level, **options).levels[1].verdict
+
+
+def logs(level: str, *values: float | None, name: str = "accuracy") -> list[Run]:
+    return [
+        made_up_run(level, seed, logged={} if value is None else {name: [(0, 0.125), (40, value)]})
+        for seed, value in enumerate(values)
+    ]

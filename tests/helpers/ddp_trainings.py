@@ -1,0 +1,123 @@
+"""Trainings of two ranks under torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from training import ADAM, SGD, backward, convnet, images, same
+
+from amp_patch import amp
+
+SCALED = {"loss_scale": 1024.0}
+
+
+def mlp(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 5))
+
+
+def mine(step: int) -> tuple[Tensor, Tensor]:
+    """This rank's half of the batch of a step."""
+    return tuple(tensor.chunk(2)[dist.get_rank()] for tensor in images(step))  # type: ignore[return-value]
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    inputs, targets = batch
+    return nn.functional.cross_entropy(model(inputs), targets)
+
+
+def learned(model: nn.Module) -> list[Tensor]:
+    """The parameters, FP32 as a checkpoint has them. (Batch norms' statistics are each rank's own between forwards.)"""
+    state = model.state_dict()
+    return [state[name].clone() for name, _ in model.named_parameters()]
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return SGD(params)
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return ADAM(params)
+
+
+def masters(optimizer: Any) -> list[Tensor]:
+    return [param.detach().clone() for param in amp.master_params(optimizer)]
+
+
+def both_alike(results: list[list[Tensor]]) -> list[Tensor]:
+    """What both ranks returned."""
+    assert same(*results), "the ranks differ"
+    return results[0]
+
+
+def close(left: list[Tensor], right: list[Tensor], tolerance: float) -> None:
+    for a, b in zip(left, right, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=tolerance, atol=tolerance)
+
+
+def train(
+    level: str | None,
+    steps: int = 50,
+    make: Any = mlp,
+    optim: Any = adam,
+    seed_by_rank: bool = False,
+    hook: bool = False,
+    ddp: dict[str, Any] | None = None,
+    **initialize: Any,
+) -> list[Tensor]:
+    """The weights (the masters') after so many steps; None: plain DDP without a line of ours."""
+    model = make(dist.get_rank() if seed_by_rank else 0)
+    optimizer = optim(model.parameters())
+    if level is not None:
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, **initialize)
+    wrapped = DistributedDataParallel(model, **(ddp or {}))
+    if hook:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        wrapped.register_comm_hook(None, fp16_compress_hook)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(wrapped, mine(step))
+        if level is None:
+            loss.backward()
+        else:
+            backward(loss, optimizer)
+        optimizer.step()
+    return learned(model)
+
+
+def wrapped(level: str, kind: str) -> Any:
+    """The weights of every step with a DDP made before `initialize` ("around", "inside") or "after" it.
+
+    One rank overflows in the second step. What was wrapped before is restored then, and trains on in FP32.
+    """
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(convnet(), nn.Identity())
+    if kind == "inside":
+        model[0] = DistributedDataParallel(model[0])
+    called = DistributedDataParallel(model) if kind == "around" else model
+    optimizer = ADAM(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if kind == "after":
+        called = DistributedDataParallel(model)
+    scaled, weights = level in ("O1", "O2"), []
+    for step in range(5):
+        inputs, targets = mine(step)
+        if scaled and (step, dist.get_rank()) == (1, 1):
+            inputs[0, 0, 0, 0] = float("inf")
+        optimizer.zero_grad()
+        backward(nn.functional.cross_entropy(called(inputs), targets), optimizer)
+        optimizer.step()
+        assert optimizer._amp_stash.step_skipped is (scaled and step == 1)
+        weights.append([p.detach().clone() for p in model.parameters()])
+    amp.restore()
+    for step in range(5, 7 if kind != "after" else 5):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(called(mine(step)[0]), mine(step)[1]).backward()
+        optimizer.step()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    return weights

@@ -1,0 +1,104 @@
+"""Trainings of models that went through torch's `fully_shard`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from torch import Tensor, nn
+
+from amp_patch import amp, optimizers
+
+averaged = pytest.mark.skipif(
+    torch.__version__.startswith("2.8."), reason="fully_shard of torch 2.8 sums gradients over gloo, and averages none"
+)
+
+
+def SGD(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def ADAM(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=1e-2)
+
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    "SGD": SGD,
+    "Adam": ADAM,
+    "FusedAdam": lambda params: optimizers.FusedAdam(params, lr=1e-2),
+    "FusedAdagrad": optimizers.FusedAdagrad,
+}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    # 7 rows on two ranks are 4 and 3, and 1 row is 1 and none.
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 7), nn.Linear(7, 1))
+
+
+def fully_shard(module: Any, mesh: Any = None, **kwargs: Any) -> Any:
+    """torch's, over all ranks on the CPU: without a mesh it would take a GPU where there is one, over gloo."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(module, mesh=mesh or init_device_mesh("cpu", (dist.get_world_size(),)), **kwargs)
+
+
+def shard(model: nn.Sequential, level: str = "O1", dtype: Any = None, **kwargs: Any) -> nn.Sequential:
+    policy = amp.fsdp_policy(level, dtype=dtype, **{k: kwargs.pop(k) for k in ("reduce_dtype",) if k in kwargs})
+    fully_shard(model[0], mp_policy=policy, **kwargs)
+    return fully_shard(model, mp_policy=policy, **kwargs)
+
+
+def sharded_training(level: str, dtype: Any, maker: str, shards: Any = None, **kwargs: Any) -> tuple[Any, Any]:
+    model = shard(network(), level, dtype, **(shards or {}))
+    return amp.initialize(model, MAKERS[maker](model.parameters()), opt_level=level, dtype=dtype, verbosity=0, **kwargs)
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, 6, generator=generator), torch.randn(4, 1, generator=generator)
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+    inputs, targets = batch(step, rank)
+    return nn.functional.mse_loss(model(inputs).float(), targets)
+
+
+def backward(loss: Tensor, optimizer: Any, **kwargs: Any) -> None:
+    with amp.scale_loss(loss, optimizer, **kwargs) as scaled_loss:
+        scaled_loss.backward()
+
+
+def full(value: Any) -> Any:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [full(value).detach().clone() for value in model.state_dict().values()]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.fixture(name="restored", autouse=True)
+def restored_fixture() -> Iterator[None]:
+    yield
+    amp.restore()
+
+
+@pytest.fixture(name="one", scope="module")
+def one_fixture() -> Iterator[Ranks]:
+    with Ranks(1) as processes:
+        yield processes
+
+
+@pytest.fixture(name="four", scope="module")
+def four_fixture() -> Iterator[Ranks]:
+    with Ranks(4) as processes:
+        yield processes

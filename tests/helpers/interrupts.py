@@ -1,0 +1,147 @@
+"""Raising at the n-th call of an iteration, and what must be as it was then."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch import amp
+from amp_patch.casts import state as casts_state
+from amp_patch.casts import thread_state
+from amp_patch.model import state as model_state
+
+INPUTS = {
+    "first": torch.tensor([[1.0, 2.0, 0.0], [3.0, -1.0, 1.0]]),
+    "second": torch.tensor([[2.0, -1.0, 1.0], [1.0, 1.0, -2.0]]),
+    "overflows": torch.full((2, 3), 60000.0),
+}
+TARGETS = {
+    "first": torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, -1.0]]),
+    "second": torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 3.0]]),
+    "overflows": torch.full((2, 3), -60000.0),
+}
+
+
+class Raise:
+    """Calls a function and raises `error` at its `at`-th call of a Python function, whoever's that is.
+
+    "call" is where CPython notices a signal on entry; "c_return", the other event, where it does after a call into C.
+    Of several such moments one raises: a second Ctrl-C within the cleaning up of the first is not promised anything.
+
+    Meanwhile the garbage collector rests. It would close what earlier interrupts left behind at calls that are counted;
+    and CPython 3.11, where one of these raises, goes on to call a profile function that it has freed.
+    """
+
+    def __init__(self, at: int = 0, error: type[BaseException] = KeyboardInterrupt, event: str = "call") -> None:
+        self.at, self.error, self.event = at, error, event
+        self.count = 0
+        self.place: tuple[CodeType, ...] = ()  # where it raised, innermost first
+        self.raised: BaseException | None = None
+
+    def __call__(self, run: Callable[[], Any]) -> Raise:
+        unraisable, sys.unraisablehook = sys.unraisablehook, lambda _: None  # what a generator's end swallows
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            sys.setprofile(self._look)
+            run()
+        except self.error as raised:
+            self.raised = raised
+        finally:
+            sys.setprofile(None)
+            sys.unraisablehook = unraisable
+            if collects:
+                gc.enable()
+        assert self.raised is None or str(self.raised) == "here", self.raised
+        return self
+
+    def _look(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != self.event or frame.f_code is Raise.__call__.__code__:
+            return
+        self.count += 1
+        if self.count == self.at:
+            self.place = tuple(frame.f_code for frame in _outwards(frame))
+            raise self.error("here")
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def topmost_hooks() -> Any:
+    """The innermost hooks for what autograd saves; None as well before torch 2.8, which does not tell."""
+    topmost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if topmost is None else topmost(False)
+
+
+def surroundings() -> dict[str, Any]:
+    """What an iteration changes while it runs, torch's and ours, on this thread and in the process."""
+    return {
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "torch.autocast": [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
+        "torch.autocast's depth": thread_state.native_depth(),
+        "saved-tensor hooks": topmost_hooks(),
+        "function modes": torch._C._len_torch_function_stack(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "default type": torch.get_default_dtype(),
+        "regions": [entry.region for entry in thread_state.this_thread.stack],
+        "uncastable entries": len(thread_state.this_thread.uncastable_entries),
+        "overrides": len(casts_state.overrides),
+        "running model": model_state.running.policy,
+        "casts": casts_state.current(),
+    }
+
+
+def network() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.LayerNorm(3))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1.0, 0.5, 0.0], [0.25, -1.0, 2.0], [1.0, 1.0, 1.0]]))
+    return model
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    """One call into C changes all weights: torch's own step is taken or not, wherever it is interrupted."""
+    return torch.optim.SGD(model.parameters(), lr=0.5, foreach=True)
+
+
+class Training:
+    """A model and its optimizer at a level."""
+
+    def __init__(self, level: str, **options: Any) -> None:
+        self.model = network()
+        self.optimizer = sgd(self.model)
+        if level not in ("O0", "O3"):
+            options["keep_fp32"] = nn.LayerNorm  # at O3 torch's step would be one call for each type
+        if level in ("O1", "O2", "O3"):
+            options.setdefault("loss_scale", 128.0)
+        amp.initialize(self.model, self.optimizer, opt_level=level, verbosity=0, **options)
+
+    def loss(self, batch: str) -> Tensor:
+        return nn.functional.mse_loss(self.model(INPUTS[batch]), TARGETS[batch])
+
+    def backward(self, batch: str, **options: Any) -> None:
+        with amp.scale_loss(self.loss(batch), self.optimizer, **options) as scaled_loss:
+            scaled_loss.backward()
+
+    def step(self) -> None:
+        torch.nn.utils.clip_grad_norm_(amp.master_params(self.optimizer), 1e4)
+        self.optimizer.step()
+
+    def iteration(self, batch: str) -> None:
+        self.optimizer.zero_grad()
+        self.backward(batch)
+        self.step()
+
+    def weights(self) -> list[Tensor]:
+        """Those that the optimizer updates, and the model's own."""
+        params = [*amp.master_params(self.optimizer), *self.model.parameters()]
+        return [param.detach().clone() for param in params]

@@ -1,0 +1,7 @@
+"""Small models that tell what they were given."""
+
+from __future__ import annotations
+
+import torch
+
+CAST = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}

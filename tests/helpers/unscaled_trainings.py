@@ -1,0 +1,19 @@
+"""Trainings whose loss is not scaled, and which skip steps all the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+TRAININGS: dict[str, dict[str, Any]] = {
+    "O0": {"opt_level": "O0"},
+    "O3": {"opt_level": "O3"},
+    "O4": {"opt_level": "O4"},
+    "O5": {"opt_level": "O5"},
+    "O5, split": {"opt_level": "O5", "master_weights": "split"},
+    "O2 in BF16": {"opt_level": "O2", "dtype": torch.bfloat16},
+}
+
+every_training = pytest.mark.parametrize("options", TRAININGS.values(), ids=TRAININGS)

@@ -1,0 +1,261 @@
+"""Lightning trains at a level as the plain loop does."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+EXTRAS = "pip install amp_patch[lightning,transformers]; `make test-all` does"
+pytest.importorskip("lightning", reason=EXTRAS)
+pytest.importorskip("transformers", reason=EXTRAS)
+pytest.importorskip("accelerate", reason=EXTRAS)
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: nothing here comes from the network
+
+import lightning.pytorch as pl  # noqa: E402
+from frameworks import INPUTS, PACKAGES_WARN, Classifier, adam, loader, network, trainer  # noqa: E402
+from training import LEVELS, same, weights  # noqa: E402
+
+from amp_patch import amp  # noqa: E402
+from amp_patch.casts import state as casts_state  # noqa: E402
+from amp_patch.integrations.lightning import OptLevelPrecision  # noqa: E402
+from amp_patch.integrations.pytorch_lightning import OptLevelPrecision as OtherPrecision  # noqa: E402
+
+pytestmark = PACKAGES_WARN
+
+
+def by_hand(level: str, *, clip: Any = None, every: int = 1, inputs: torch.Tensor = INPUTS) -> tuple[Any, list[float]]:
+    """What Classifier's training is, in two epochs of a plain loop."""
+    model = network()
+    optimizer = adam(model)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    losses = []
+    for _ in range(2):
+        for step, (batch, classes) in enumerate(loader(inputs), 1):
+            loss = nn.functional.cross_entropy(model(batch), classes)
+            losses.append(loss.item())
+            with amp.scale_loss(loss / every, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            if step % every == 0:
+                if clip:
+                    clip(list(amp.master_params(optimizer)), 0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+    scale = optimizer._amp_stash.scalers[0].loss_scale()
+    amp.restore()
+    return model, [*losses, scale]
+
+
+CLIPS = {
+    None: ({}, None),
+    "norm": ({"gradient_clip_val": 0.05}, torch.nn.utils.clip_grad_norm_),
+    "value": ({"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}, torch.nn.utils.clip_grad_value_),
+}
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_lightning_does_what_the_loop_does(level, clip, every):
+    options, function = CLIPS[clip]
+    module, precision = Classifier(), OptLevelPrecision(level)
+    trainer(precision, accumulate_grad_batches=every, **options).fit(module, loader())
+    expected, losses = by_hand(level, clip=function, every=every)
+    assert [*module.losses, precision.scalers[0].loss_scale()] == losses
+    assert same(weights(module.net), weights(expected))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_lightning_gives_the_module_back(level):
+    module = Classifier()
+    trainer(OptLevelPrecision(level)).fit(module, loader())
+    computed = {"O0": torch.float32, "O4": torch.bfloat16, "O5": torch.bfloat16}.get(level, torch.float16)
+    assert module.dtypes == {computed}
+    assert type(module) is Classifier and type(module.net) is nn.Sequential
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+    assert casts_state.default() is None and casts_state.current() is None, "no casts outside of the steps"
+
+
+@pytest.mark.parametrize("function", ["validate", "test", "predict"])
+def test_lightning_evaluates_at_the_level_and_leaves_the_weights(function):
+    module = Classifier()
+    before = weights(module)
+    result = getattr(trainer(OptLevelPrecision("O2")), function)(module, loader())
+    assert module.dtypes == {torch.float16}
+    assert same(weights(module), before)
+    if function == "predict":
+        assert {output.dtype for output in result} == {torch.float32}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_lightning_skips_what_overflows(level):
+    """Sixteen rows that overflow are two steps that change nothing but the scale; no scheduler warns."""
+    spoilt = torch.cat([torch.full((16, 8), float("inf")), INPUTS[16:]])
+    module, precision = Classifier(), OptLevelPrecision(level)
+    module.net[1] = nn.Identity()  # a batch norm's statistics would keep the infinity
+    before = weights(module)
+    fit = trainer(precision, max_steps=2)
+    fit.fit(module, loader(spoilt))
+    assert precision.scalers[0].loss_scale() == 2.0**14
+    assert same(weights(module), before)
+    assert fit.optimizers[0].state_dict()["state"] == {}
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning")
+@pytest.mark.parametrize("level", LEVELS)
+def test_lightning_resumes_to_the_same_bits(level, tmp_path):
+    def scale_of_512(precision: OptLevelPrecision) -> pl.Callback:
+        class Begin(pl.Callback):
+            def on_train_start(self, trainer, module):
+                if level in ("O1", "O2"):
+                    precision.scalers[0].load_state_dict({"loss_scale": 512.0, "unskipped": 7})
+
+        return Begin()
+
+    first, whole = OptLevelPrecision(level), Classifier()
+    saves = pl.callbacks.ModelCheckpoint(tmp_path, every_n_epochs=1, save_top_k=-1, filename="{epoch}")
+    trainer(first, callbacks=[saves, scale_of_512(first)]).fit(whole, loader())
+    path = tmp_path / "epoch=0.ckpt"
+    saved = torch.load(path, weights_only=True)
+    assert {value.dtype for value in saved["state_dict"].values()} <= {torch.float32, torch.int64}
+
+    again, resumed = OptLevelPrecision(level), Classifier()
+    trainer(again, callbacks=[pl.callbacks.ModelCheckpoint(tmp_path)]).fit(resumed, loader(), ckpt_path=path)
+    assert resumed.losses == whole.losses[4:]
+    assert same(weights(resumed), weights(whole))
+    assert again.state_dict() == first.state_dict()
+    if level in ("O1", "O2"):
+        assert saved["OptLevelPrecision"]["loss_scaler0"] == {"loss_scale": 512.0, "unskipped": 11}
+
+
+class Adversaries(pl.LightningModule):
+    """Two optimizers by hand, in the order of Lightning's own example of a GAN: gradients are cleared after a step, and
+    `toggle_optimizer` is to keep the one's loss out of the other's gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.nets = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 3)])
+        self.toggled = True
+
+    def training_step(self, batch, index):
+        for position, optimizer in enumerate(self.optimizers()):
+            if self.toggled:
+                self.toggle_optimizer(optimizer)
+            loss = nn.functional.cross_entropy(self.nets[1](self.nets[0](batch[0])), batch[1])
+            self.manual_backward(loss if position else -loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if self.toggled:
+                self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(net.parameters(), lr=0.1) for net in self.nets]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_lightning_steps_several_optimizers(level):
+    module = Adversaries()
+    trainer(OptLevelPrecision(level)).fit(module, loader())
+
+    by_hand = Adversaries()
+    optimizers = by_hand.configure_optimizers()
+    nets, optimizers = amp.initialize(list(by_hand.nets), optimizers, opt_level=level)
+    for _ in range(2):
+        for batch, classes in loader():
+            for sign, optimizer in zip((-1, 1), optimizers, strict=True):
+                loss = sign * nn.functional.cross_entropy(nets[1](nets[0](batch)), classes)
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                optimizer.step()
+                for each in optimizers:
+                    each.zero_grad()
+    amp.restore()
+    assert same(weights(module), weights(by_hand))
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
+def test_lightning_shows_hooks_unscaled_gradients_and_lets_a_step_be_left_out():
+    norms = []
+
+    class Watching(Classifier):
+        def training_step(self, batch, index):
+            return super().training_step(batch, index) if index != 1 else None
+
+        def on_before_optimizer_step(self, optimizer):
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            norms.append(float(torch.nn.utils.get_total_norm(grads)) if grads else None)
+
+    seen = []
+    for precision in (OptLevelPrecision("O0"), OptLevelPrecision("O2")):
+        norms.clear()
+        trainer(precision, max_steps=3).fit(Watching(), loader())
+        seen.append(list(norms))
+    assert seen[0][1] is None and seen[1][1] is None
+    assert seen[1][::2] == pytest.approx(seen[0][::2], rel=1e-2)
+
+
+def test_lightning_keeps_a_child_in_fp32():
+    class Kept(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.exact = nn.Linear(8, 8)
+            self.expected = self.exact(INPUTS[:8])
+
+        def loss(self, batch):
+            assert torch.equal(self.exact(batch[0]), self.expected)
+            return super().loss(batch)
+
+    module = Kept()
+    trainer(OptLevelPrecision("O2", keep_fp32="exact"), max_steps=1).fit(module, loader())
+    assert module.dtypes == {torch.float16}
+
+
+def test_lightning_trains_what_was_frozen_at_first():
+    class Thawed(Classifier):
+        def on_train_start(self):
+            self.unfreeze()
+
+    frozen, usual = Thawed(), Classifier()
+    for module in (frozen, usual):
+        module.net[1] = nn.Identity()  # a batch norm, FP32, would be thawed with its master
+    frozen.freeze()
+    frozen.train()
+    trainer(OptLevelPrecision("O2")).fit(frozen, loader())
+    trainer(OptLevelPrecision("O2")).fit(usual, loader())
+    assert same(weights(frozen), weights(usual))
+
+
+def test_lightning_passes_a_closure_to_lbfgs_at_o0():
+    class Evaluating(Classifier):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), max_iter=3)
+
+    module = Evaluating()
+    trainer(OptLevelPrecision("O0"), max_steps=1).fit(module, loader())
+    assert len(module.losses) == 3
+
+
+def test_the_package_pytorch_lightning_is_served_too():
+    import pytorch_lightning
+
+    class Module(pytorch_lightning.LightningModule):
+        loss, training_step = Classifier.loss, Classifier.training_step
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.losses = network(), []
+
+        def configure_optimizers(self):
+            return adam(self)
+
+    module, same_module = Module(), Classifier()
+    trainer(OtherPrecision("O2"), pytorch_lightning, max_steps=1).fit(module, loader())
+    trainer(OptLevelPrecision("O2"), max_steps=1).fit(same_module, loader())
+    assert same(weights(module), weights(same_module))

@@ -1,0 +1,247 @@
+"""Modules that stay FP32 in a cast model, inside of and beside others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import training
+from probes import CAST
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.checkpoint import checkpoint
+from training import LEVELS, SGD, backward, convnet, linear
+
+from amp_patch import amp
+
+
+@pytest.mark.parametrize("rule", ["body.0", nn.Conv2d, lambda name, module: name == "body.0", ["body.0", "body.3"]])
+@pytest.mark.parametrize("level", LEVELS)
+def test_kept_modules_stay_fp32_inside_and_fit_outside(level, rule):
+    seen = []
+    model = convnet()
+    model.body[0].register_forward_hook(lambda m, args, out: seen.append((args[0].dtype, out.dtype)))
+    optimizer = SGD(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, keep_fp32=rule)
+    assert model.body[0].weight.dtype is torch.float32
+    training.train(model, optimizer, 3)
+    inside = []
+    original = nn.functional.conv2d
+    try:
+        nn.functional.conv2d = lambda *a, **k: (inside.append(a[0].dtype), original(*a, **k))[1]
+        model(training.images(0)[0])
+    finally:
+        nn.functional.conv2d = original
+    assert inside[0] is torch.float32
+    assert "weight" in dict(model.body[0].named_parameters()) and all(out is cast for cast, out in seen)
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_a_custom_norm_can_be_kept(level):
+    class ScaleNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(4))
+
+        def forward(self, inputs):
+            assert inputs.dtype is torch.float32
+            return inputs * self.gain / (inputs * inputs).sum().sqrt()
+
+    model = nn.Sequential(nn.Linear(4, 4), ScaleNorm(), nn.Linear(4, 4))
+    model = amp.initialize(model, opt_level=level, keep_fp32=ScaleNorm)
+    assert model(torch.full((1, 4), 300.0)).isfinite().all()
+
+
+def test_a_batch_norm_with_a_forward_of_its_own_is_given_fp32():
+    class MyNorm(nn.BatchNorm1d):
+        def forward(self, inputs):
+            return super().forward(inputs - self.running_mean)
+
+    model = nn.Sequential(nn.Linear(4, 4), MyNorm(4), nn.Linear(4, 4))
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2")
+    backward(model(torch.randn(3, 4)).sum() / 64, optimizer)
+
+
+def test_keep_batchnorm_fp32_false_casts_batch_norms():
+    model = amp.initialize(convnet(), opt_level="O2", keep_batchnorm_fp32="False")
+    assert model.body[1].weight.dtype is torch.float16
+
+
+@pytest.mark.parametrize("cell", [nn.RNN, nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("level", LEVELS)
+def test_rnns_train_at_every_level(level, cell):
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.out = cell(3, 4, batch_first=True, bidirectional=True), nn.Linear(8, 2)
+
+        def forward(self, inputs):
+            return self.out(self.rnn(inputs)[0][:, -1])
+
+    torch.manual_seed(0)
+    model = Tagger()
+    model, optimizer = amp.initialize(model, training.ADAM(model.parameters()), opt_level=level)
+    batch = torch.randn(4, 5, 3), torch.tensor([0, 1, 0, 1])
+    losses = training.train(model, optimizer, 12, lambda step: batch)
+    assert losses[-1] < losses[0]
+    assert all(a is b for a, b in zip(model.rnn._flat_weights, model.rnn.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_rnns_take_packed_sequences(level):
+    model = amp.initialize(nn.LSTM(3, 4), opt_level=level)
+    output, (hidden, _) = model(pack_sequence([torch.randn(4, 3), torch.randn(2, 3)]))
+    assert output.data.dtype is hidden.dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_parent_and_its_child_in_one_list(level):
+    class Translator(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.generator = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.last = nn.Linear(2, 2)
+
+        def forward(self, inputs):
+            return self.last(self.generator(self.encoder(inputs)))
+
+    model = Translator()
+    models, optimizer = amp.initialize([model, model.generator], SGD(model.parameters()), opt_level=level)
+    backward(model(torch.ones(1, 2)).sum() / 8 + model.generator(torch.ones(1, 2)).sum() / 8, optimizer)
+    optimizer.step()
+    assert models[1] is model.generator
+    assert len(list(amp.master_params(optimizer))) == 6
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_shared_weights_stay_shared(level):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.out = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+            self.out.weight = self.embed.weight
+
+        def forward(self, ids):
+            return self.out(self.embed(ids))
+
+    model = Tied()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
+    assert model.out.weight is model.embed.weight and len(list(amp.master_params(optimizer))) == 1
+    training.train(model, optimizer, 2, lambda step: (torch.tensor([0, 1]), torch.tensor([1, 2])))
+    twin = Tied()
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(twin.embed.weight, model.state_dict()["out.weight"])
+
+
+@pytest.mark.parametrize("kept", ["embed", "out"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_kept_module_s_weight_may_be_shared(level, kept):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.mid, self.out = nn.Embedding(4, 3), nn.Linear(3, 3), nn.Linear(3, 4, bias=False)
+            self.out.weight = self.embed.weight
+
+        def forward(self, ids):
+            return self.out(self.mid(self.embed(ids)))
+
+    model = Tied()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, keep_fp32=kept)
+    assert model.out.weight is model.embed.weight and model.out.weight.dtype is torch.float32
+    training.train(model, optimizer, 2, lambda step: (torch.tensor([0, 1]), torch.tensor([1, 2])))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_that_is_kept_as_a_whole_is_restored_too(level):
+    model = linear([[2.0]])
+    amp.initialize(model, SGD(model.parameters()), opt_level=level, keep_fp32=nn.Linear)
+    amp.restore()
+    assert type(model) is nn.Linear and "_amp" not in vars(model)
+
+
+def test_a_module_is_no_longer_kept_when_a_later_call_does_not_name_it():
+    model = amp.initialize(convnet(), opt_level="O1", keep_fp32="head")
+    assert model(training.images(0)[0]).dtype is torch.float32
+    model = amp.initialize(model, opt_level="O1")
+    assert model(training.images(0)[0]).dtype is torch.float16 and type(model.head) is nn.Linear
+
+
+def test_a_child_of_the_same_training_keeps_its_own_types_inside_its_parent():
+    class Head(nn.Module):
+        def forward(self, inputs):
+            assert inputs.dtype is torch.float32
+            return inputs
+
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.Linear(2, 2), Head()
+
+        def forward(self, inputs):
+            out = self.head(self.layer(inputs).float())
+            assert out.dtype is torch.float32
+            return out
+
+    model = Parent()
+    models = amp.initialize([model, model.head], opt_level="O2")
+    assert models[0](torch.ones(1, 2)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_kept_containers_keep_what_is_inside_them(level):
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk, self.heads = nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+        def forward(self, inputs):
+            features = self.trunk(inputs)
+            return sum(head(features) for head in self.heads)
+
+    model = amp.initialize(Heads(), opt_level=level, keep_fp32="heads")
+    assert {p.dtype for p in model.heads.parameters()} == {torch.float32}
+    assert model(torch.ones(1, 2)).isfinite().all()
+    if level in ("O1", "O4"):
+        assert model(torch.ones(1, 2)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("rule", [nn.LayerNorm, nn.Linear, nn.MultiheadAttention])
+@pytest.mark.parametrize("level", LEVELS)
+def test_modules_inside_a_transformer_can_be_kept_in_train_and_eval(level, rule):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0), 2)
+    model = amp.initialize(model, opt_level=level, keep_fp32=rule)
+    inputs = torch.randn(1, 3, 8)
+    with torch.no_grad():
+        trained, evaluated = model.train()(inputs).float(), model.eval()(inputs).float()
+    assert torch.allclose(trained, evaluated, atol=0.05)
+    amp.restore()
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+class Recomputing(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.embed, self.mid, self.head, self.reentrant = (
+            nn.Embedding(4, 3),
+            nn.Linear(3, 3),
+            nn.Linear(3, 2),
+            reentrant,
+        )
+
+    def inner(self, ids, dummy):
+        return self.mid(self.embed(ids)) * dummy
+
+    def forward(self, ids):
+        dummy = torch.ones(1, dtype=self.mid.weight.dtype, requires_grad=True)
+        features = checkpoint(self.inner, ids, dummy, use_reentrant=self.reentrant)
+        return checkpoint(self.head, features, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+def test_checkpoints_recompute_kept_modules_and_children_with_the_same_types(level, reentrant):
+    model = Recomputing(reentrant)
+    (model, _), optimizer = amp.initialize(
+        [model, model.head], SGD(model.parameters()), opt_level=level, keep_fp32=nn.Embedding, loss_scale=8.0
+    )
+    backward(model(torch.tensor([0, 1])).sum(), optimizer)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in amp.master_params(optimizer))

@@ -1,0 +1,361 @@
+"""Calls that break a contract: what came, what was wanted, and nothing written; and how a backend is chosen."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import subprocess
+import sys
+from decimal import Decimal
+from fractions import Fraction
+from types import SimpleNamespace
+
+import pytest
+import torch
+from on_every_backend import (
+    INF,
+    backend_fixture,  # noqa: F401  the fixture `backend`
+    flag,
+    scaler,
+    versions,
+)
+
+from amp_patch import multi_tensor as mt
+from amp_patch.multi_tensor import backends
+from amp_patch.multi_tensor.checks import Contract
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors: what came, what was wanted, and nothing written
+
+
+F32, F16 = torch.ones(3), torch.ones(3, dtype=torch.float16)
+BAD_CALLS = [
+    (([F32], [F32, F32]), ValueError, "multi_tensor_scale: dst has 2 tensors, src has 1"),
+    (
+        ([F32] * 4, [F32, F32, F32, torch.ones(2)]),
+        ValueError,
+        "multi_tensor_scale: tensor 3 of dst has shape [2], src has [3]",
+    ),
+    ((F32, [F32]), TypeError, "multi_tensor_scale: src is a Tensor, a list or tuple of tensors is wanted"),
+    (([F32], F32), TypeError, "multi_tensor_scale: dst is a Tensor, a list or tuple of tensors is wanted"),
+    (([F32, None], [F32, F32]), TypeError, "multi_tensor_scale: tensor 1 of src is a NoneType, a tensor is wanted"),
+    (
+        ([F32.int()], [F32]),
+        TypeError,
+        "multi_tensor_scale: tensor 0 of src is torch.int32, one of float32, float16, bfloat16, float64 is wanted: ",
+    ),
+    (([F32], [F32.cfloat()]), TypeError, "multi_tensor_scale: tensor 0 of dst is torch.complex64, one of float32"),
+    (
+        ([F32.to_sparse()], [F32]),
+        TypeError,
+        "multi_tensor_scale: tensor 0 of src is sparse (torch.sparse_coo), a dense one is wanted: hand over its "
+        "coalesced values (`t.coalesce().values()`)",
+    ),
+    (
+        ([F32, F32.double()], [F32, F32]),
+        TypeError,
+        "multi_tensor_scale: tensor 1 of dst is torch.float32, src has torch.float64: float64 stays float64",
+    ),
+    (
+        ([F32, F32.to("meta")], [F32, F32]),
+        ValueError,
+        "multi_tensor_scale: tensor 1 of src is on meta, tensor 0 of src on cpu: one call takes one device",
+    ),
+    (
+        ([F32.expand(2, 3)], [F16.expand(2, 3)]),
+        ValueError,
+        "multi_tensor_scale: tensor 0 of dst overlaps itself (an expanded tensor, strides [0, 1])",
+    ),
+    (
+        ([torch.ones(2, dtype=torch.cfloat).conj().imag], [torch.ones(2)]),
+        ValueError,
+        "multi_tensor_scale: tensor 0 of src is a lazily negated view, call `.resolve_neg()` on it first",
+    ),
+]
+
+
+@pytest.mark.parametrize("lists, error, message", BAD_CALLS, ids=lambda value: value if isinstance(value, str) else "")
+def test_errors_name_the_list_and_the_index_and_change_nothing(lists, error, message):
+    tensors = [t for ts in lists for t in (ts if isinstance(ts, list) else [ts]) if isinstance(t, torch.Tensor)]
+    before, found = versions(tensors), flag()
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        mt.multi_tensor_scale(*lists, 2.0, found)
+    assert versions(tensors) == before
+    assert found == 0.0 and F32.tolist() == [1.0] * 3 and F16.tolist() == [1.0] * 3
+
+
+def test_tensors_without_their_memory_are_refused():
+    tensors = [torch.ones(6), torch.ones(2, 3).t(), torch.ones(6)[2:]]
+    for t in tensors:
+        t.untyped_storage().resize_(t.untyped_storage().nbytes() - 4)
+    for t in tensors:
+        shape = re.escape(str(list(t.shape)))
+        with pytest.raises(
+            ValueError, match=f"^multi_tensor_unscale: tensor 1 of grads has shape {shape} but its storage"
+        ):
+            mt.multi_tensor_unscale([torch.ones(3), t], 2.0, flag())
+    empty = torch.ones(0, 3)
+    empty.untyped_storage().resize_(0)
+    mt.multi_tensor_unscale([empty], 2.0, flag())
+
+
+def test_overlapping_outputs_are_refused():
+    base, twice = torch.zeros(10), torch.ones(4)
+    apart = [base[:3], base[5:], base[3:5]]
+    mt.multi_tensor_scale([torch.ones_like(t) for t in apart], apart, 2.0)
+    assert base.tolist() == [2.0] * 10
+    mt.multi_tensor_scale([base, base[4:4]], [base, base[4:4]], 1.0)  # no elements, none shared
+    for outs, which in [((base[:5], twice, base[4:]), "0 and 2"), ((twice, base, twice), "0 and 2")]:
+        message = f"multi_tensor_scale: tensors {which} of dst overlap in memory: hand over each element once"
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            mt.multi_tensor_scale([torch.ones_like(t) for t in outs], list(outs), 3.0)
+    with pytest.raises(ValueError, match=r"^multi_tensor_unscale: tensors 0 and 1 of grads overlap"):
+        mt.multi_tensor_unscale([twice, twice], 3.0, flag())
+    assert base.tolist() == [2.0] * 10 and twice.tolist() == [1.0] * 4
+
+
+def test_overlapping_lists_are_refused():
+    base = torch.arange(10.0)
+    message = "multi_tensor_scale: tensor 0 of dst overlaps tensor 0 of src in memory"
+    with pytest.raises(ValueError, match=message):
+        mt.multi_tensor_scale([base[:8]], [base[1:9]], 2.0)
+    with pytest.raises(ValueError, match=message):
+        mt.multi_tensor_scale([base[:9].view(3, 3)], [base[:9].view(3, 3).t()], 2.0)
+    assert base.tolist() == list(range(10))
+    mt.multi_tensor_scale([base[:5]], [base[5:]], 2.0)  # neighbours in one buffer are apart
+    assert base.tolist() == [0, 1, 2, 3, 4, 0, 2, 4, 6, 8]
+    halves = base.view(torch.float16)[:10]
+    with pytest.raises(ValueError, match=message):
+        mt.multi_tensor_scale([base], [halves], 2.0)  # one address, two dtypes
+
+
+def test_lists_that_overlap_through_two_storages_are_refused():
+    base = torch.arange(200.0)
+    one, other, same = base[:100], torch.from_dlpack(base.numpy()[4:104]), torch.from_dlpack(base.numpy()[:100])
+    with pytest.raises(ValueError, match=r"^multi_tensor_scale: tensor 0 of dst overlaps tensor 0 of src in memory"):
+        mt.multi_tensor_scale([one], [other], 2.0)
+    assert base.tolist() == list(range(200))
+    mt.multi_tensor_scale([one], [same], 2.0)  # the very same elements
+    assert one.tolist() == list(range(0, 200, 2))
+
+
+@pytest.mark.parametrize(
+    "found, error",
+    [
+        (torch.zeros(2), ValueError),
+        (torch.zeros((), dtype=torch.int32), ValueError),
+        (torch.zeros((), device="meta"), ValueError),
+        (torch.zeros((), dtype=torch.cfloat).conj().imag, ValueError),
+        (0.0, TypeError),
+    ],
+)
+def test_found_inf_is_checked(found, error):
+    tensors = [torch.ones(3)]
+    for call in (
+        lambda: mt.multi_tensor_unscale(tensors, 2.0, found),
+        lambda: mt.multi_tensor_check_finite(tensors, found),
+        lambda: mt.multi_tensor_unscale_l2norm(tensors, 2.0, found),
+        lambda: mt.multi_tensor_axpby(2.0, tensors, 2.0, tensors, tensors, found),
+    ):
+        with pytest.raises(
+            error, match=r"^multi_tensor_\w+: found_inf is a .*, a float32 tensor of one element on cpu"
+        ):
+            call()
+    assert tensors[0].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    "factor, error",
+    [
+        (torch.ones(2), ValueError),
+        (torch.ones((), dtype=torch.float16), ValueError),
+        (torch.ones((), device="meta"), ValueError),
+        (torch.ones((), dtype=torch.cfloat).conj().imag, ValueError),
+        ("2", TypeError),
+        (None, TypeError),
+    ],
+)
+def test_factors_are_checked(factor, error):
+    tensors = [torch.ones(3)]
+    with pytest.raises(error, match=r"^multi_tensor_scale: factor is a "):
+        mt.multi_tensor_scale(tensors, tensors, factor)
+    with pytest.raises(error, match=r"^multi_tensor_axpby: b is a "):
+        mt.multi_tensor_axpby(1.0, tensors, factor, tensors, tensors)
+    assert tensors[0].tolist() == [1.0] * 3
+
+
+def test_a_subclass_without_memory_of_its_own_is_refused():
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls):
+            return torch.Tensor._make_wrapper_subclass(cls, (3,), dtype=torch.float32)
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError("nothing may be computed")
+
+    with pytest.raises(
+        TypeError, match=r"^multi_tensor_unscale: tensor 1 of grads is a Wrapper, a plain tensor is wanted"
+    ):
+        mt.multi_tensor_unscale([torch.ones(3), Wrapper()], 2.0, flag())
+
+
+def seen_through_vmap():
+    seen = []
+    torch.func.vmap(lambda t: (seen.append(t), t)[1])(torch.ones(3, 3))
+    return seen[0]
+
+
+def test_wrapped_tensors_without_elements_are_refused():
+    wrapped = []
+    torch.func.vmap(lambda t: (wrapped.append(t), t)[1])(torch.ones(3, 0))
+    with pytest.raises(TypeError, match=r"^multi_tensor_unscale: tensor 0 of grads has no memory of its own"):
+        mt.multi_tensor_unscale(wrapped, 2.0, flag())
+
+
+def freed():
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "make",
+    [seen_through_vmap, freed, lambda: torch._efficientzerotensor((3,)), lambda: torch._to_functional_tensor(F32)],
+    ids=["vmap", "freed", "lazy zero", "functionalized"],
+)
+def test_tensors_without_memory_are_refused(make):
+    tensors, found = [torch.ones(3)] * 2, flag()
+    lists = [torch.ones(3), make()]
+    for call, label in [
+        (lambda: mt.multi_tensor_unscale(lists, 2.0, found), "tensor 1 of grads"),
+        (lambda: mt.multi_tensor_scale(lists, tensors, 2.0, found), "tensor 1 of src"),
+        (lambda: mt.multi_tensor_scale(tensors, lists, 2.0, found), "tensor 1 of dst"),
+        (lambda: mt.multi_tensor_l2norm(lists), "tensor 1 of tensors"),
+    ]:
+        with pytest.raises(
+            TypeError, match=rf"^multi_tensor_\w+: {label} has no memory of its own .*a plain tensor is"
+        ):
+            call()
+    assert lists[0].tolist() == tensors[0].tolist() == [1.0] * 3 and found == found._version == 0
+
+
+def test_single_tensors_without_memory_are_refused():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    tensors = [torch.ones(3)]
+    with FakeTensorMode():
+        fake = torch.zeros(())
+    for bad in (fake, torch._efficientzerotensor(())):
+        with pytest.raises(TypeError, match=r"^multi_tensor_unscale: found_inf is a \w+ without memory of its own"):
+            mt.multi_tensor_unscale(tensors, 2.0, bad)
+        with pytest.raises(TypeError, match=r"^multi_tensor_unscale: inv_scale is a \w+ without memory of its own"):
+            mt.multi_tensor_unscale(tensors, bad, flag())
+        with pytest.raises(TypeError, match=r"^update_scale: scale is a \w+ without memory of its own"):
+            mt.update_scale(bad, torch.zeros(1, dtype=torch.int32), flag())
+    assert tensors[0].tolist() == [1.0] * 3
+
+
+def test_flags_and_scales_that_require_grad_are_written_under_no_grad_alone():
+    tensors, found = [torch.tensor([1.0, INF])], torch.zeros((), requires_grad=True)
+    with pytest.raises(ValueError, match=r"^multi_tensor_check_finite: found_inf requires grad.*torch.no_grad\(\)$"):
+        mt.multi_tensor_check_finite(tensors, found)
+    scale, tracker = scaler(8.0)
+    scale.requires_grad_()
+    with pytest.raises(ValueError, match=r"^update_scale: scale requires grad.*torch.no_grad\(\)$"):
+        mt.update_scale(scale, tracker, torch.ones(()))
+    assert (found.item(), scale.item(), found._version, scale._version) == (0.0, 8.0, 0, 0)
+    with torch.no_grad():
+        mt.multi_tensor_check_finite(tensors, found)
+        mt.update_scale(scale, tracker, found)
+    assert (found.item(), scale.item()) == (1.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    "factor", [10**400, 2j, torch.ones(2).numpy(), [2.0]], ids=["huge", "complex", "array", "list"]
+)
+def test_numbers_that_are_no_float_are_refused(factor):
+    tensors = [torch.ones(3)]
+    with pytest.raises(TypeError, match=r"^multi_tensor_unscale: inv_scale is a \w+, a float is wanted"):
+        mt.multi_tensor_unscale(tensors, factor, flag())
+    scale, tracker = scaler(8.0)
+    with pytest.raises(TypeError, match=r"^update_scale: backoff_factor is .*, a float is wanted$"):
+        mt.update_scale(scale, tracker, flag(), backoff_factor=factor)
+    assert tensors[0].tolist() == [1.0] * 3 and scale.item() == 8.0
+
+
+@pytest.mark.parametrize("count", [2.5, "3", 2**31])
+def test_counts_that_are_no_int_are_refused(count):
+    scale, tracker = scaler(8.0)
+    with pytest.raises(TypeError, match=r"^update_scale: growth_interval is .*, an int of 32 bits is wanted$"):
+        mt.update_scale(scale, tracker, flag(), growth_interval=count)
+    assert (scale.item(), tracker.item()) == (8.0, 0)
+
+
+@pytest.mark.parametrize("factor", [2, True, Fraction(1, 2), Decimal("0.5"), torch.tensor(0.5).numpy()], ids=str)
+def test_any_number_is_a_factor(factor):
+    tensors = [torch.full((3,), 4.0)]
+    mt.multi_tensor_unscale(tensors, factor, flag())
+    assert tensors[0].tolist() == [4.0 * float(factor)] * 3
+
+
+def test_contracts_have_the_names_of_the_functions_arguments():
+    contracts = [c for module in (mt, mt.steps) for c in vars(module).values() if isinstance(c, Contract)]
+    assert {c.name for c in contracts} == {name for name in mt.__all__ if name.startswith(("multi_tensor_", "update_"))}
+    for contract in contracts:
+        taken = inspect.signature(getattr(mt, contract.name)).parameters
+        assert {part.name for part in (*contract.lists, *contract.arguments)} <= set(taken), contract.name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Backends
+
+
+def test_the_backend_says_what_and_why(backend):
+    assert mt.backend() == backend
+    assert "\n" not in mt.backend_reason() and mt.backend_reason()
+    with (
+        pytest.raises(ValueError, match=re.escape("use_backend: 'cuda' is none of cpp, torch")),
+        mt.use_backend("cuda"),
+    ):
+        pass
+    assert mt.backend() == backend
+
+
+@pytest.mark.parametrize("left_by", [None, KeyError])
+def test_a_backend_is_in_use_inside_of_its_block_alone(backend, left_by):
+    with contextlib.suppress(KeyError), mt.use_backend("torch"):
+        assert mt.backend() == "torch" and mt.extension() is None
+        if left_by is not None:
+            raise left_by
+    assert mt.backend() == backend and (mt.extension() is None) == (backend == "torch")
+
+
+def test_the_environment_forces_torch_and_the_import_touches_no_cuda():
+    program = (
+        "import torch; from amp_patch import multi_tensor as mt;"
+        "print(mt.backend(), torch.cuda.is_initialized(), mt.backend_reason())"
+    )
+
+    def run(**environment):
+        import os
+
+        return subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+            capture_output=True,
+            text=True,
+        )
+
+    assert run(AMP_PATCH_BACKEND="torch").stdout.startswith("torch False ")
+    assert "AMP_PATCH_BACKEND='nonsense' is none of cpp, torch" in run(AMP_PATCH_BACKEND="nonsense").stderr
+
+
+def test_why_the_extension_is_absent_is_remembered(monkeypatch):
+    monkeypatch.setitem(sys.modules, "amp_patch._C", None)
+    monkeypatch.setitem(sys.modules, "amp_patch._build", SimpleNamespace(REASON="its build failed: no compiler"))
+    assert backends._load() == (None, "amp_patch._C is absent: its build failed: no compiler")
+    monkeypatch.setitem(sys.modules, "amp_patch._build", None)
+    extension, reason = backends._load()
+    assert extension is None and reason.startswith("amp_patch._C cannot be imported: ")

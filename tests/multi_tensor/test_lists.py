@@ -1,0 +1,337 @@
+"""Lists of any shape, and what autograd, version counters and threads see of a kernel."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+
+import pytest
+import reference
+import torch
+from conftest import DTYPES
+from on_every_backend import (
+    ALL_DTYPES,
+    INF,
+    NAN,
+    SETS,
+    backend_fixture,  # noqa: F401  the fixture `backend`
+    device,
+    draw,
+    exact,
+    flag,
+    on_every_set,
+    scaler,
+    versions,
+)
+
+from amp_patch import multi_tensor as mt
+from amp_patch.multi_tensor import backends
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lists of any shape
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_no_tensors(dtype):
+    found = flag()
+    mt.multi_tensor_scale([], [], 2.0, found)
+    mt.multi_tensor_unscale([], 2.0, found)
+    mt.multi_tensor_axpby(1.0, [], 1.0, [], [], found)
+    mt.multi_tensor_check_finite([], found)
+    mt.multi_tensor_adopt([], [])
+    total, norms = mt.multi_tensor_l2norm([], per_tensor=True)
+    assert total == 0.0 and total.shape == () and norms.shape == (0,)
+    assert mt.multi_tensor_unscale_l2norm([], 2.0, found) == 0.0
+    empty = [torch.empty(0, dtype=dtype), torch.empty(3, 0, dtype=dtype)]
+    mt.multi_tensor_scale(empty, empty, 2.0, found)
+    assert mt.multi_tensor_unscale_l2norm(empty, 2.0, found, per_tensor=True)[1].tolist() == [0.0, 0.0]
+    assert found == 0.0
+
+
+@device
+def test_norms_have_the_places_of_their_tensors(device):
+    tensors = [torch.empty(0), torch.full((4,), 2.0), torch.full((9,), 3.0, dtype=torch.float64), torch.empty(2, 0)]
+    tensors = [t.to(device) for t in [*tensors, torch.full((40_000,), 1.0, dtype=torch.float16)]]
+    assert mt.multi_tensor_l2norm(tensors, per_tensor=True)[1].tolist() == [0.0, 4.0, 9.0, 0.0, 200.0]
+
+
+@device
+def test_lazy_copies_become_real_where_they_are_written(device):
+    base = torch.arange(6.0, device=device).reshape(2, 3)
+    for view in (lambda t: t, lambda t: t.t(), lambda t: t[:, ::2]):
+        copy = view(torch._lazy_clone(base))
+        mt.multi_tensor_unscale([copy], 2.0, None)
+        exact(copy, view(base) * 2)
+        read = torch._lazy_clone(base)
+        mt.multi_tensor_l2norm([read])
+        assert torch._C._is_cow_tensor(read)
+    found = torch.zeros((), device=device)
+    lazy = torch._lazy_clone(found)
+    mt.multi_tensor_check_finite([torch.full((3,), NAN, device=device)], lazy)
+    assert (found.item(), lazy.item()) == (0.0, 1.0)
+    exact(base, torch.arange(6.0, device=device).reshape(2, 3))
+
+
+@device
+def test_four_thousand_tiny_tensors(device):
+    src = [torch.full((i % 5,), float(i), device=device) for i in range(4000)]  # i is exact in FP16 up to 2048
+    dst = [torch.empty_like(t, dtype=torch.float16 if i <= 2048 else torch.float32) for i, t in enumerate(src)]
+    found = flag(device)
+    mt.multi_tensor_scale(tuple(src), tuple(dst), 0.5, found)
+    assert all(d.tolist() == [i / 2] * (i % 5) for i, d in enumerate(dst))
+    assert found == 0.0
+    src[3999][3] = NAN
+    mt.multi_tensor_check_finite(src, found)
+    assert found == 1.0
+
+
+def layouts(dtype, seed=0):
+    """Views of all kinds, none of them a plain row of elements."""
+    base = [
+        t.to(dtype)
+        for t in draw(
+            [(6, 20, 33), (4, 3, 5, 7), (64, 9), (1100,), (3, 1, 1, 5), (100,), (6, 20, 33), (64, 9), (6, 20, 33)],
+            torch.float32,
+            "cpu",
+            seed,
+        )
+    ]
+    return [
+        base[0].transpose(0, 2),
+        base[6][1:5, ::2, 3:],
+        base[1].to(memory_format=torch.channels_last),
+        base[2].t(),
+        base[7][:, 4],
+        base[3][::2],
+        base[5][99],  # zero-dim
+        base[4].to(memory_format=torch.channels_last),
+        base[8].permute(1, 0, 2)[:, 2],
+    ]
+
+
+@on_every_set
+@device
+@pytest.mark.parametrize("source, target", [*itertools.product(DTYPES, DTYPES), (torch.float64, torch.float64)])
+def test_any_strides(device, source, target):
+    for same in (True, False):
+        src = [t.to(device) for t in layouts(source)]
+        if same:
+            dst = [t.to(device) for t in layouts(target, seed=1)]
+        else:
+            dst = [torch.empty(t.shape, dtype=target, device=device) for t in src]
+        mt.multi_tensor_scale(src, dst, 1 / 3)
+        for s, d in zip(src, dst, strict=True):
+            exact(d, reference.scale(s, target, 1 / 3))
+        mt.multi_tensor_scale(dst, src, 1 / 3)  # and the other way round
+        for s, d in zip(src, dst, strict=True):
+            exact(s, reference.scale(d, source, 1 / 3))
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_a_dimension_of_one_element_may_have_any_stride(dtype):
+    out = torch.ones(3, dtype=dtype).expand(1, 3)  # strides (0, 1)
+    mt.multi_tensor_scale([torch.ones(1, 3, dtype=dtype)], [out], 2.0)
+    assert out.tolist() == [[2.0] * 3]
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_writing_a_view_leaves_its_neighbours(dtype):
+    base = torch.zeros(40, 40, dtype=dtype)
+    mt.multi_tensor_scale([torch.ones(13, 20, dtype=dtype)], [base[1::3, ::2]], 2.0)
+    expected = torch.zeros(40, 40, dtype=dtype)
+    expected[1::3, ::2] = 2.0
+    exact(base, expected)
+
+
+@on_every_set
+def test_strided_lists_in_every_kernel():
+    x, y, out = layouts(torch.float16), layouts(torch.float32, seed=1), layouts(torch.bfloat16, seed=2)
+    mt.multi_tensor_axpby(0.5, x, 3.0, y, out)
+    for p, q, z in zip(x, y, out, strict=True):
+        exact(z, reference.axpby(0.5, p, 3.0, q, torch.bfloat16))
+    norms = mt.multi_tensor_l2norm(x, per_tensor=True)[1]
+    torch.testing.assert_close(norms, torch.stack([reference.l2norm([t]) for t in x]).float(), rtol=1e-6, atol=0)
+    masters = [t.float().contiguous() for t in x]
+    x[1].add_(1)
+    mt.multi_tensor_adopt(x, masters)
+    for p, m in zip(x, masters, strict=True):
+        exact(m, p.float())
+    found = flag()
+    x[0][-1, -1, -1] = INF
+    mt.multi_tensor_check_finite(x, found)
+    assert found == 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Autograd, versions, threads
+
+
+@device
+def test_writes_bump_the_version_counter_and_reads_do_not(device):
+    x, y, out = (draw([4, 0, 700], torch.float32, device) for _ in range(3))
+    for call, written, read in [
+        (lambda: mt.multi_tensor_scale(x, out, 2.0), out, x),
+        (lambda: mt.multi_tensor_unscale(out, 2.0, flag(device)), out, []),
+        (lambda: mt.multi_tensor_axpby(1.0, x, 1.0, y, out), out, x + y),
+        (lambda: mt.multi_tensor_unscale_l2norm(out, 2.0, flag(device)), out, []),
+        (lambda: mt.multi_tensor_adopt(x, out), out, x),
+        (lambda: mt.multi_tensor_l2norm(out), [], out),
+    ]:
+        before, before_read = versions(written), versions(read)
+        call()
+        assert all(now > then for now, then in zip(versions(written), before, strict=True))
+        assert versions(read) == before_read
+
+
+def test_flags_and_scales_have_versions_too():
+    tensors, found = [torch.ones(3)], flag()
+    for call in (
+        lambda: mt.multi_tensor_check_finite([torch.tensor([INF])], found),
+        lambda: mt.multi_tensor_unscale([torch.tensor([INF])], 1.0, found),
+    ):
+        before = found._version
+        call()
+        assert found._version > before
+    scale, tracker = scaler(8.0)
+    patience = torch.ones(1, dtype=torch.int32)
+    before = versions([scale, tracker, patience, found, *tensors])
+    mt.update_scale(scale, tracker, found, hysteresis=2, hysteresis_tracker=patience)
+    after = versions([scale, tracker, patience, found, *tensors])
+    assert [now > then for now, then in zip(after, before, strict=True)] == [True, True, True, False, False]
+
+
+def test_autograd_notices_a_write():
+    weight = torch.ones(3, requires_grad=True)
+    hidden = weight * 2
+    loss = (hidden * hidden).sum()
+    with torch.no_grad():
+        mt.multi_tensor_unscale([hidden], 0.5, flag())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_leaves_that_require_grad_are_written_under_no_grad_alone():
+    master = torch.nn.Parameter(torch.ones(3))
+    param = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+    for call in (
+        lambda: mt.multi_tensor_scale([master], [param], 3.0),
+        lambda: mt.multi_tensor_adopt([param], [master]),
+        lambda: mt.multi_tensor_axpby(1.0, [param], 1.0, [master], [master]),
+    ):
+        before = versions([master, param])
+        with pytest.raises(
+            ValueError, match=r"^multi_tensor_\w+: tensor 0 of \w+ requires grad.*under torch.no_grad\(\)$"
+        ):
+            call()
+        assert versions([master, param]) == before
+        with torch.no_grad():
+            call()
+    assert master.tolist() == [6.0] * 3 and param.tolist() == [3.0] * 3
+    assert master.is_leaf and param.is_leaf and master.grad_fn is None
+    assert not mt.multi_tensor_l2norm([master]).requires_grad
+
+
+def test_inference_tensors():
+    with torch.inference_mode():
+        tensors = [torch.ones(3)]
+        mt.multi_tensor_unscale(tensors, 2.0, flag())
+    assert tensors[0].tolist() == [2.0] * 3
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    def everything():
+        x, y = (
+            draw([300_000, 5, 40_001, 0], torch.float16, "cpu"),
+            draw([300_000, 5, 40_001, 0], torch.float32, "cpu", 1),
+        )
+        found = flag()
+        mt.multi_tensor_axpby(0.3, x, 0.7, y, y)
+        total, norms = mt.multi_tensor_unscale_l2norm(y, 1 / 3, found, per_tensor=True)
+        return [*y, total, norms, found]
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = everything()
+        for threads in (2, 3, 7):
+            torch.set_num_threads(threads)
+            if mt.backend() == "cpp":
+                exact(everything(), one)
+            else:  # torch's own norm splits its sum among the threads
+                torch.testing.assert_close(everything(), one, rtol=1e-6, atol=0)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(len(SETS) < 2, reason="this machine's extension has one instruction set")
+def test_instruction_sets_give_the_same_bits():
+    sizes = [*range(140), 511, 16384, 16385, 40000]
+
+    def everything(name):
+        backends._C.use_instruction_set(name)
+        results = []
+        for low, target in itertools.product(DTYPES, DTYPES):
+            x, y, out = draw(sizes, low, "cpu"), draw(sizes, torch.float32, "cpu", 1), draw(sizes, target, "cpu", 2)
+            found = flag()
+            mt.multi_tensor_scale(x, out, 1 / 3, found)
+            sums = [t.clone() for t in out]
+            mt.multi_tensor_axpby(1 / 3, x, 3.0, y, sums, found)
+            mt.multi_tensor_axpby(1 / 7, x, 3.0, y, y, found)
+            results += [*out, *sums, *(t.clone() for t in y), *mt.multi_tensor_l2norm(x, per_tensor=True)]
+            y[-1][77] = NAN
+            mt.multi_tensor_adopt(x, y)
+            results += [*y, *mt.multi_tensor_unscale_l2norm(x, 1 / 3, found, per_tensor=True), *x, found]
+        return results
+
+    first, *others = map(everything, SETS)
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            exact(a, b)
+
+
+@on_every_set
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_outputs_at_any_address(backend, dtype):
+    n = (33 << 20) // dtype.itemsize  # past the caches, where the loop takes another store
+    base = torch.zeros(n + 70, dtype=dtype)
+    src = torch.arange(n, dtype=torch.int32).remainder_(255).float()
+    for offset in (0, 1, 5):
+        base.zero_()
+        mt.multi_tensor_scale([src], [base[offset : offset + n]], 0.5)
+        exact(base[offset : offset + n], (src * 0.5).to(dtype))
+        assert not base[:offset].any() and not base[offset + n :].any()
+
+
+def test_threads_share_no_chunk():
+    before = torch.get_num_threads()
+    try:
+        # Two chunks of cpu.cpp on two threads end exactly where the threads do; a chunk done twice is halved twice.
+        for threads, chunks in itertools.product((2, 3, 4), range(1, 9)):
+            torch.set_num_threads(threads)
+            grads = [torch.ones(16384 * chunks)]
+            mt.multi_tensor_unscale(grads, 0.5, flag())
+            assert (grads[0] == 0.5).all()
+    finally:
+        torch.set_num_threads(before)
+
+
+@on_every_set
+def test_the_flag_is_found_wherever_it_hides():
+    for place in range(0, 200_000, 9_973):
+        tensor, found = torch.zeros(200_000, dtype=torch.bfloat16), flag()
+        tensor[place] = NAN
+        mt.multi_tensor_check_finite([torch.zeros(3), tensor], found)
+        assert found == 1.0
+
+
+def test_no_reference_is_kept():
+    import weakref
+
+    tensor = torch.ones(3)
+    alive = weakref.ref(tensor)
+    mt.multi_tensor_unscale([tensor], 1.0, flag())
+    with pytest.raises(ValueError):
+        mt.multi_tensor_scale([tensor], [], 1.0)
+    del tensor
+    gc.collect()
+    assert alive() is None

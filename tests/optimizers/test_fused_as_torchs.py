@@ -1,0 +1,360 @@
+"""The fused optimizers have torch's manners: state dicts, groups, hooks, schedulers."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+import training
+from conftest import DEVICES, DTYPES
+from fused_cases import ORACLES, cases, every, give_gradients, parameters, relative, required, run
+from syncs import count
+from torch import nn
+
+from amp_patch import amp, multi_tensor
+from amp_patch.multi_tensor import backends
+from amp_patch.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedLAMB,
+    FusedNovoGrad,
+    FusedSGD,
+)
+
+
+@every
+def test_a_parameter_without_a_gradient_is_left_alone(make):
+    params = parameters()
+    optimizer = make(params, **required(make))
+    before = params[1].detach().clone()
+    run(optimizer, [p for p in params if p is not params[1]])
+    assert torch.equal(params[1], before) and not optimizer.state[params[1]]
+    run(optimizer, params)  # it may join later
+    assert not torch.equal(params[1], before)
+
+
+@every
+def test_a_parameter_that_joins_later_steps_as_if_it_were_alone(make):
+    """Save for the count of steps, which is the group's."""
+    flags = required(make) | ({"max_grad_norm": None} if issubclass(make, FusedLAMB) else {})
+    if make not in (FusedSGD, FusedAdagrad):
+        flags["bias_correction"] = False
+    if make is FusedSGD:
+        flags["dampening"] = 0.5  # not of a buffer's first value
+    both, alone = parameters(shapes=[(3,), (4,)]), parameters(shapes=[(3,), (4,)])[1:]
+    optimizer = make(both, **flags)
+    run(optimizer, both[:1], [7, 8])
+    other = make(alone, **flags)
+    for step in range(3):
+        give_gradients(both, step)
+        alone[0].grad = both[1].grad.clone()
+        optimizer.step()
+        other.step()
+    assert torch.equal(both[1], alone[0])
+
+
+@every
+def test_a_step_without_any_gradient_changes_nothing(make):
+    params = parameters()
+    optimizer = make(params, **required(make))
+    optimizer.zero_grad()
+    optimizer.step()
+    assert not optimizer.state and not optimizer.param_groups[0].get("step")
+    run(optimizer, params)
+    before = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
+    optimizer.zero_grad(set_to_none=True)
+    optimizer.step()
+    after = optimizer.state_dict()
+    assert repr(after["param_groups"]) == repr(before[0]["param_groups"])
+    assert all(map(torch.equal, params, before[1]))
+
+
+@every
+def test_empty_groups_and_groups_added_later(make):
+    params = parameters()
+    optimizer = make([{"params": []}, {"params": params[:2]}], **required(make))
+    run(optimizer, params[:2])
+    optimizer.add_param_group({"params": params[2:], "lr": 0.0, "weight_decay": 0.0})
+    before = [p.detach().clone() for p in params]
+    run(optimizer, params)
+    assert all(torch.equal(p, q) for p, q in zip(params[2:], before[2:], strict=True))  # its own learning rate
+    assert not torch.equal(params[0], before[0])
+    assert optimizer.param_groups[2].get("step", 3) == 3
+
+
+@every
+def test_a_closure_is_evaluated_with_gradients(make):
+    p = nn.Parameter(torch.ones(3))
+    optimizer = make([p], **required(make))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (p * p).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3.0
+    assert (p != 1).all()
+
+
+@every
+def test_a_sparse_gradient_is_refused_before_anything_is_written(make):
+    dense, table = nn.Parameter(torch.ones(2)), nn.Embedding(3, 2, sparse=True)
+    optimizer = make([dense, table.weight], **required(make))
+    dense.grad = torch.ones(2)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match=rf"{make.__name__}.step: parameter 1 of group 0 has a sparse gradient"):
+        optimizer.step()
+    assert torch.equal(dense, torch.ones(2)) and not optimizer.state and not optimizer.param_groups[0].get("step")
+
+
+@every
+def test_complex_parameters_are_refused_by_name(make):
+    p = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    p.grad = torch.ones_like(p)
+    with pytest.raises(TypeError, match=rf"{make.__name__}.step: parameter 0 of group 0 is torch.complex64"):
+        make([p], **required(make)).step()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("through", ["load_state_dict", "torch.save", "deepcopy", "pickle"])
+@cases
+def test_resume_is_bit_exact(make, flags, through, dtype):
+    params = parameters(dtype)
+    optimizer = make(params, **flags)
+    run(optimizer, params)
+    if through == "deepcopy":
+        twins, twin = copy.deepcopy((params, optimizer))
+    elif through == "pickle":
+        twins, twin = pickle.loads(pickle.dumps((params, optimizer)))
+    else:
+        twins = [nn.Parameter(p.detach().clone()) for p in params]
+        twin = make(twins, **flags)
+        state = copy.deepcopy(optimizer.state_dict())
+        if through == "torch.save":
+            file = io.BytesIO()
+            torch.save(state, file)
+            file.seek(0)
+            state = torch.load(file)
+        twin.load_state_dict(state)
+    run(optimizer, params, range(10, 13))
+    run(twin, twins, range(10, 13))
+    assert all(torch.equal(p, q) and p is not q for p, q in zip(params, twins, strict=True))
+
+
+@every
+def test_loading_runs_the_hooks_of_others_and_reads_what_they_return(make):
+    params = parameters(torch.float16)
+    optimizer = make(params, **required(make))
+    run(optimizer, params)
+    saved = optimizer.state_dict()
+    name = next(iter(saved["state"][0]))
+
+    def double(_, given):
+        state = {key: {k: v * 2 for k, v in s.items()} for key, s in given["state"].items()}
+        return {**given, "state": state}
+
+    twin = make(params, **required(make))
+    twin.register_load_state_dict_pre_hook(double)
+    twin.load_state_dict(saved)
+    assert torch.equal(twin.state[params[0]][name], 2 * saved["state"][0][name])
+    assert len(twin._optimizer_load_state_dict_pre_hooks) == 1
+
+
+def apex_checkpoint(make, params):
+    """What Apex saved: the step and NovoGrad's norms in the group, states in the parameters' type."""
+    names = {FusedAdam: ["exp_avg", "exp_avg_sq"], FusedLAMB: ["exp_avg", "exp_avg_sq"], FusedNovoGrad: ["exp_avg"]}
+    group = {k: v for k, v in make(params).param_groups[0].items() if k != "params"}
+    group |= {"params": list(range(len(params))), "step": 7}
+    if make is FusedNovoGrad:
+        halves = sum(p.dtype is torch.float16 for p in params)
+        group["exp_avg_sq"] = [torch.full((halves,), 2.0), torch.full((len(params) - halves,), 3.0)]
+    state = {i: {n: torch.full_like(p, 0.25) for n in names[make]} for i, p in enumerate(params)}
+    return {"state": state, "param_groups": [group]}
+
+
+@pytest.mark.parametrize("make", [FusedAdam, FusedLAMB, FusedNovoGrad], ids=lambda make: make.__name__)
+def test_a_checkpoint_of_apex_s_is_continued(make):
+    params = [q for p in parameters(shapes=[(3,), (4,)]) for q in (p, nn.Parameter(p.detach().half()))]
+    twins = [p.detach().double() for p in params]
+    optimizer = make(params)
+    optimizer.load_state_dict(apex_checkpoint(make, params))
+    states = [
+        {"exp_avg": torch.full_like(p, 0.25)}
+        | ({"norm": p.new_tensor(2.0 if q.dtype is torch.float16 else 3.0)} if make is FusedNovoGrad else {})
+        | ({"exp_avg_sq": torch.full_like(p, 0.25)} if make is not FusedNovoGrad else {})
+        for p, q in zip(twins, params, strict=True)
+    ]
+    give_gradients(params, 0)
+    ORACLES[make](twins, [p.grad.double() for p in params], states, 8)
+    optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 8
+    for p, twin in zip(params, twins, strict=True):
+        assert relative(p, twin) <= (1e-3 if p.dtype is torch.float16 else 1e-6)
+        assert optimizer.state[p]["exp_avg"].dtype is torch.float32
+
+
+def test_norms_of_frozen_parameters_are_absent_in_apex_s_checkpoints():
+    params = parameters(shapes=[(2,), (2,), (2,)])
+    saved = apex_checkpoint(FusedNovoGrad, params)
+    del saved["state"][1]
+    saved["param_groups"][0]["exp_avg_sq"] = [torch.zeros(0), torch.tensor([2.0, 3.0])]
+    optimizer = FusedNovoGrad(params, betas=(0.9, 1 - 2**-30))
+    optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["betas"] = (0.9, 1 - 2**-30)  # norms all but stand still
+    give_gradients([params[0], params[2]], 0)
+    optimizer.step()
+    low, full = optimizer.param_groups[0]["exp_avg_sq"]
+    assert low.numel() == 0 and torch.allclose(full, torch.tensor([2.0, 0.0, 3.0]))
+
+
+def test_norms_that_fit_no_parameters_are_refused():
+    params = parameters(shapes=[(2,), (2,)])
+    saved = apex_checkpoint(FusedNovoGrad, params)
+    saved["param_groups"][0]["exp_avg_sq"] = [torch.ones(1), torch.ones(2)]
+    optimizer = FusedNovoGrad(params)
+    optimizer.load_state_dict(saved)
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(RuntimeError, match="has 1 norms of low-precision and 2 of other parameters"):
+        run(optimizer, params, [0])
+    assert all(map(torch.equal, params, before)) and optimizer.param_groups[0]["step"] == 7
+
+
+def test_a_checkpoint_of_torch_s_adamw_is_continued():
+    params, twins = parameters(), parameters()
+    theirs = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+    run(theirs, params)
+    ours = FusedAdam(twins, lr=1e-2, weight_decay=0.1)
+    with torch.no_grad():
+        for p, q in zip(params, twins, strict=True):
+            q.copy_(p)
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))  # torch takes a state's tensors as they are
+    assert ours.param_groups[0]["step"] == 3 and ours.param_groups[0]["bias_correction"] is True
+    run(theirs, params, range(10, 13))
+    run(ours, twins, range(10, 13))
+    assert max(map(relative, twins, params)) <= 1e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", [b for b in backends.BACKENDS if b == "torch" or multi_tensor.backend() == "cpp"])
+@every
+def test_no_step_waits_for_the_device(make, backend, device):
+    params = parameters(device=device) + parameters(torch.float16, device)
+    optimizer = make(params, **required(make))
+    with multi_tensor.use_backend(backend):
+        run(optimizer, params)
+        give_gradients(params, 3)
+        assert count(device, optimizer.step) == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_capturable_adam_keeps_its_numbers_on_the_device(device):
+    params, twins = parameters(device=device), parameters(device=device)
+    optimizer, twin = FusedAdam(params, lr=0.01, capturable=True), FusedAdam(twins, lr=0.01)
+    run(optimizer, params)
+    run(twin, twins)
+    group = optimizer.param_groups[0]
+    assert isinstance(group["lr"], torch.Tensor) and group["lr"].device.type == device
+    assert group["step"].dtype is torch.int32 and group["step"].item() == 3
+    assert max(map(relative, params, twins)) <= 1e-6
+    saved = copy.deepcopy(twin.state_dict())  # its numbers are on the host
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"].device.type == optimizer.param_groups[0]["step"].device.type == device
+    with torch.no_grad():
+        torch._foreach_copy_(params, twins)
+    run(optimizer, params)
+    run(twin, twins)
+    assert max(map(relative, params, twins)) <= 1e-6
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # and the other way
+    twin.param_groups[0]["lr"] = 0.01
+    run(twin, twins)
+    assert twin.param_groups[0]["step"] == 9  # three times three
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_capturable_adam_skips_on_the_device_under_torch_s_scaler(device):
+    params = parameters(device=device, shapes=[(3,), (4,)])
+    optimizer = FusedAdam(params, lr=0.01, capturable=True)
+    scaler = torch.amp.GradScaler(device, init_scale=4.0)
+    twins = parameters(device=device, shapes=[(3,), (4,)])
+    twin = FusedAdam(twins, lr=0.01)
+    optimizer.add_param_group({"params": parameters(device=device, shapes=[(2,)])})  # without gradients
+    for step, bad in enumerate([False, True, False]):
+        scaler.scale(torch.ones((), device=device))
+        give_gradients(params, step)
+        if not bad:
+            give_gradients(twins, step)
+            twin.step()
+        for p in params:
+            p.grad.mul_(scaler.get_scale())
+        if bad:
+            params[0].grad[0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.param_groups[0]["step"].item() == 2
+    assert max(map(relative, params, twins)) <= 1e-6
+
+
+LAYOUTS = {
+    "alike": lambda t: t,
+    "transposed": lambda t: t.t().contiguous().t(),
+    "with gaps": lambda t: torch.stack([t, t], dim=-1)[..., 0],
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", [b for b in backends.BACKENDS if b == "torch" or multi_tensor.backend() == "cpp"])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, amp.GradScaler])
+@pytest.mark.parametrize("masters", [False, True])
+def test_a_capturable_adam_unscales_every_gradient_in_place(kind, masters, layout, dtype, backend, device):
+    """As torch's fused Adam does: right after a step taken, and as they came after one skipped."""
+    value = torch.arange(1.0, 7.0).reshape(2, 3)
+    params, twins = ([nn.Parameter(value.to(device, d, copy=True)) for d in (dtype, torch.float32)] for _ in range(2))
+    optimizer = FusedAdam(params, lr=0.25, capturable=True, master_weights=masters)
+    twin = FusedAdam(twins, lr=0.25, master_weights=masters)
+    scaler = kind(device, init_scale=4.0)
+    with multi_tensor.use_backend(backend):
+        for bad in (False, True, False):
+            scaler.scale(torch.ones((), device=device))
+            unscaled = [LAYOUTS[layout](value.to(device, p.dtype, copy=True)) for p in params]
+            scale = scaler.get_scale()
+            for p, q, grad in zip(params, twins, unscaled, strict=True):
+                p.grad, q.grad = LAYOUTS[layout](grad * scale), grad
+            if bad:
+                params[1].grad[0, 0] = math.inf
+            given, before = [p.grad for p in params], [p.grad.clone() for p in params]
+            if not bad:
+                twin.step()
+            scaler.step(optimizer)
+            scaler.update()
+            assert all(p.grad is grad for p, grad in zip(params, given, strict=True))
+            assert training.same(given, before if bad else unscaled)
+            assert training.same([p.detach() for p in params], [q.detach() for q in twins])
+    assert optimizer.param_groups[0]["step"].item() == 2 and scaler.get_scale() == 2.0
+
+
+def test_a_gradient_that_cannot_be_unscaled_in_place_is_refused_before_anything_is_counted():
+    param = nn.Parameter(torch.ones(2, 3))
+    optimizer = FusedAdam([param], capturable=True)
+    param.grad = torch.ones(1).expand(2, 3)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+    with pytest.raises(ValueError, match=r"FusedAdam: a gradient of shape \[2, 3\] overlaps itself .* `.clone\(\)`"):
+        optimizer.step()
+    assert "step" not in optimizer.param_groups[0] and torch.equal(param, torch.ones(2, 3))
+    assert not optimizer.state
+
+
+def test_master_weights_of_adam_keep_what_half_weights_lose():
+    half = nn.Parameter(torch.ones(1, dtype=torch.float16))
+    optimizer = FusedAdam([half], lr=1e-5, master_weights=True)
+    for _ in range(100):
+        half.grad = torch.ones_like(half)
+        optimizer.step()
+    assert optimizer.state[half]["master_param"].item() == pytest.approx(1 - 1e-3, rel=1e-5)
+    assert half.item() == pytest.approx(1 - 1e-3, rel=1e-3)

@@ -1,0 +1,281 @@
+"""Under DistributedDataParallel: accumulation, overflows of one rank, several losses, clipping."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_trainings import SCALED, both_alike, close, learned, loss_of, masters, mine, mlp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from training import ADAM, LEVELS, SGD, backward, same
+
+from amp_patch import amp
+
+HALVED = {"loss_scale": 32768.0, "unskipped": 0}
+
+
+def gradients(optimizer: Any) -> list[Tensor]:
+    return [param.grad.clone() for param in amp.master_params(optimizer)]
+
+
+def accumulate_plainly(low: torch.dtype | None) -> list[Tensor]:
+    """Plain DDP, its loss scaled by hand, its gradients divided at the end: by a power of two, exactly."""
+    model = mlp()
+    optimizer, wrapped, collected = SGD(model.parameters()), DistributedDataParallel(model), []
+    for iteration in range(2):
+        optimizer.zero_grad()
+        for micro in range(3):
+            apart = wrapped.no_sync() if micro < 2 else contextlib.nullcontext()
+            with apart, amp.autocast("cpu", low) if low else contextlib.nullcontext():
+                loss = loss_of(wrapped, mine(3 * iteration + micro))
+                (loss * SCALED["loss_scale"]).backward()
+        for param in model.parameters():
+            param.grad /= SCALED["loss_scale"]
+        collected += gradients(optimizer)
+        optimizer.step()
+    return collected + masters(optimizer)
+
+
+def accumulate(level: str, delay: bool, way: str = "together", options: dict[str, Any] | None = None) -> list[Tensor]:
+    """The optimizer's gradients after two micro-batches under no_sync and a third that reduces, then its weights."""
+    model = mlp()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, **SCALED)
+    wrapped = DistributedDataParallel(model, **(options or {}))
+    collected = []
+    for iteration in range(2):
+        optimizer.zero_grad()
+        for micro in range(3):
+            apart = micro < 2
+            with contextlib.ExitStack() as stack:
+                if apart:
+                    stack.enter_context(wrapped.no_sync())
+                loss = loss_of(wrapped, mine(3 * iteration + micro))
+                if way == "forward alone":  # as in torch, it decides
+                    stack.close()
+                backward(loss, optimizer, delay_unscale=delay and apart)
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1e3)
+        collected += gradients(optimizer)
+        optimizer.step()
+    return collected + masters(optimizer)
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_accumulation_under_no_sync(ranks, level, delay):
+    """amp sees no_sync by itself: with and without delay_unscale the same gradients, plain DDP's, on both ranks."""
+    plain = both_alike(ranks(accumulate_plainly, {"O1": torch.float16, "O4": torch.bfloat16}.get(level)))
+    for way, options in (("together", {}), ("forward alone", {}), ("together", {"gradient_as_bucket_view": True})):
+        ours = both_alike(ranks(accumulate, level, delay, way, options))
+        if level in ("O0", "O1", "O4"):
+            assert same(ours, plain)
+        close(ours, plain, 2e-2 if level == "O5" else 3e-3)
+
+
+def overflow_before_the_reduction(level: str, rank: int) -> dict[str, Any]:
+    """One rank overflows in a micro-batch under no_sync, which only the backward after it tells the other."""
+    model = mlp()
+    model, optimizer = amp.initialize(
+        model, SGD(model.parameters()), opt_level=level, verbosity=0, loss_scale="dynamic"
+    )
+    wrapped = DistributedDataParallel(model)
+    with wrapped.no_sync():
+        loss = loss_of(wrapped, mine(0))
+        backward(loss * float("inf") if dist.get_rank() == rank else loss, optimizer)
+    backward(loss_of(wrapped, mine(1)), optimizer)
+    optimizer.step()
+    return amp.state_dict()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_overflow_under_no_sync_moves_the_scale_alike_on_all_ranks(ranks, level, rank):
+    assert ranks(overflow_before_the_reduction, level, rank) == [{"loss_scaler0": HALVED}] * 2
+
+
+def never_reduced(level: str) -> list[Tensor]:
+    """Each rank by itself, for a step; what averages the weights now and then is not ours."""
+    model = mlp()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, **SCALED)
+    wrapped = DistributedDataParallel(model)
+    with wrapped.no_sync():
+        backward(loss_of(wrapped, mine(0)), optimizer)
+        optimizer.step()
+    return masters(optimizer)
+
+
+def stepped_alone(level: str) -> list[Tensor]:
+    model = mlp()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, **SCALED)
+    backward(loss_of(model, mine(0)), optimizer)
+    optimizer.step()
+    return masters(optimizer)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_under_no_sync_is_each_ranks_own(ranks, level):
+    steps = ranks(never_reduced, level)
+    assert not same(*steps)
+    for rank, alone in enumerate(ranks(stepped_alone, level)):
+        assert same(steps[rank], alone)
+
+
+def overflow(level: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Three steps, with an infinity in one rank's batch of the second."""
+    model = mlp()
+    model, optimizer = amp.initialize(
+        model, ADAM(model.parameters()), opt_level=level, dtype=dtype, loss_scale="dynamic", verbosity=0
+    )
+    wrapped = DistributedDataParallel(model)
+    seen: dict[str, Any] = {"skipped": [], "scales": [], "weights": []}
+    for step in range(3):
+        inputs, targets = mine(step)
+        if step == 1 and dist.get_rank() == 1:
+            inputs[0, 0, 0, 0] = float("inf")
+        optimizer.zero_grad()
+        backward(nn.functional.cross_entropy(wrapped(inputs), targets), optimizer)
+        optimizer.step()
+        seen["skipped"].append(optimizer._amp_stash.step_skipped)
+        seen["scales"].append(amp.state_dict()["loss_scaler0"]["loss_scale"])
+        seen["weights"].append(learned(model))
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_an_overflow_on_one_rank_skips_on_all(ranks, level, dtype):
+    results = ranks(overflow, level, dtype)
+    for seen in results:
+        assert seen["skipped"] == [False, True, False]
+        assert seen["scales"] == [65536.0, 32768.0, 32768.0]
+        assert same(seen["weights"][0], seen["weights"][1]) and not same(seen["weights"][1], seen["weights"][2])
+    both_alike([seen["weights"][2] for seen in results])
+
+
+def two_losses(level: str | None, options: dict[str, Any], apart: bool, bad: bool) -> dict[str, Any]:
+    """Loss 0, which overflows on rank 1 if `bad`, then loss 1: `apart`, its first half is not reduced by itself."""
+    model = mlp()
+    optimizer = SGD(model.parameters())
+    if level is not None:
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level=level, num_losses=2, verbosity=0, loss_scale="dynamic", max_loss_scale=1024.0
+        )
+    wrapped = DistributedDataParallel(model, **options)
+    for micro in range(3):
+        with wrapped.no_sync() if apart and micro == 1 else contextlib.nullcontext():
+            loss = loss_of(wrapped, mine(micro))
+            if bad and micro == 0 and dist.get_rank() == 1:
+                loss = loss * float("inf")
+            if level is None:
+                loss.backward()
+            else:
+                backward(loss, optimizer, loss_id=min(micro, 1))
+    seen: dict[str, Any] = {"gradients": gradients(optimizer)}
+    optimizer.step()
+    return {
+        **seen,
+        "weights": masters(optimizer),
+        "scales": None if level is None else [tuple(state.values()) for state in amp.state_dict().values()],
+        "skipped": level is not None and optimizer._amp_stash.step_skipped,
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_gradients_of_another_loss_that_are_reduced_already_are_added_to(ranks, level, apart, options):
+    plain = ranks(two_losses, None, {}, apart, False)[0]
+    results = ranks(two_losses, level, options, apart, False)
+    for key in ("gradients", "weights"):
+        close(both_alike([seen[key] for seen in results]), plain[key], 1e-6 if level == "O0" else 5e-3)
+    for seen in results:
+        assert seen["scales"] == [(1024.0, 1), (1024.0, 1 if apart else 2)] and not seen["skipped"]
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_an_overflow_of_another_loss_on_one_rank_is_blamed_on_that_loss_on_all(ranks, level, apart, options):
+    start = [param.detach() for param in mlp().parameters()]
+    for seen in ranks(two_losses, level, options, apart, True):
+        assert seen["scales"] == [(512.0, 0), (1024.0, 1 if apart else 2)] and seen["skipped"]
+        assert not all(grad.isfinite().all() for grad in seen["gradients"])
+        assert same(seen["weights"], start)
+
+
+def beside_ddp(level: str) -> list[Tensor]:
+    """The first of two losses does not go through DDP's forward."""
+    model = mlp()
+    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, **SCALED)
+    wrapped = DistributedDataParallel(model)
+    backward(loss_of(model, mine(0)), optimizer, delay_unscale=True)
+    backward(loss_of(wrapped, mine(1)), optimizer)
+    return gradients(optimizer)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_delayed_gradients_that_ddp_did_not_reduce_are_in_its_next_reduction(ranks, level):
+    both_alike(ranks(beside_ddp, level))
+
+
+def gan(level: str | None, options: dict[str, Any], dropping: bool = False) -> list[Tensor]:
+    """A generator and a discriminator under a DDP each: the discriminator's gradients wait, while the generator's loss
+    goes through it."""
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 8), nn.Linear(8, 1)]
+    optimizers = [SGD(model.parameters()) for model in models]
+    if level is not None:
+        models, optimizers = amp.initialize(models, optimizers, opt_level=level, num_losses=2, **SCALED)
+    generator, discriminator = (DistributedDataParallel(model, **options) for model in models)
+    for step in range(4):
+        generate = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        real, noise = torch.randn(4, 8, generator=generate), torch.randn(4, 4, generator=generate)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = discriminator(generator(noise).detach()).mean() - discriminator(real).mean()
+        if level is None:
+            loss.backward()
+        else:
+            backward(loss, optimizers[1], loss_id=0)
+        if level is None:
+            kept = [param.grad.clone() for param in models[1].parameters()]
+            (-discriminator(generator(noise)).mean()).backward()
+            for param, grad in zip(models[1].parameters(), kept, strict=True):
+                param.grad = grad if dropping else param.grad
+        else:
+            backward(-discriminator(generator(noise)).mean(), optimizers[0], loss_id=1)
+        for optimizer in optimizers:
+            optimizer.step()
+    return [tensor for model in models for tensor in learned(model)]
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_a_gan_under_two_ddps(ranks, level, options):
+    """What the generator's loss gives to the discriminator is added, as in torch; masters do not get it."""
+    plain = both_alike(ranks(gan, None, {}, dropping=level in ("O2", "O5")))
+    close(both_alike(ranks(gan, level, options)), plain, {"O0": 1e-6, "O5": 3e-2}.get(level, 5e-3))
+
+
+def clipped(level: str | None) -> tuple[float, list[Tensor]]:
+    model = mlp()
+    optimizer = SGD(model.parameters())
+    if level is not None:
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, **SCALED)
+    wrapped = DistributedDataParallel(model)
+    loss = loss_of(wrapped, mine(0))
+    loss.backward() if level is None else backward(loss, optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5)
+    optimizer.step()
+    return norm.item(), masters(optimizer)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_clipping_by_the_norm_of_the_reduced_gradients(ranks, level):
+    (norm, plain), _ = ranks(clipped, None)
+    results = ranks(clipped, level)
+    assert norm > 0.5 and results[0][0] == results[1][0] == pytest.approx(norm, rel=0 if level == "O0" else 1e-2)
+    close(both_alike([weights for _, weights in results]), plain, 0 if level == "O0" else 1e-3)

@@ -1,0 +1,227 @@
+"""`scale_loss` where a training has several optimizers: shared parameters, GANs, bodies in bodies."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from one_weight import EVERY, SCALED, master_grads, setup, sgd, x
+from torch import nn
+from training import backward, linear
+
+from amp_patch import amp
+
+
+@pytest.mark.parametrize("level", EVERY)
+def test_one_loss_for_several_optimizers(level):
+    first, second = linear([[1.0]]), linear([[2.0]])
+    models, optimizers = amp.initialize([first, second], [sgd(first), sgd(second)], opt_level=level, loss_scale=64.0)
+    loss = models[1](models[0](x(1.0))).sum()  # d/d first = second's weight, and the reverse
+    with amp.scale_loss(loss, optimizers) as scaled_loss:
+        scaled_loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert (first.weight.item(), second.weight.item()) == (-1.0, 1.0)
+
+
+@pytest.mark.parametrize("level", EVERY)
+def test_two_losses_for_one_optimizer_with_a_retained_graph(level):
+    model, optimizer = setup(level, num_losses=2, loss_scale=64.0)
+    out = model(x(1.0, 2.0))
+    with amp.scale_loss(out.sum(), optimizer, loss_id=0) as scaled_loss:
+        scaled_loss.backward(retain_graph=True)
+    with amp.scale_loss(2 * out.sum(), optimizer, loss_id=1) as scaled_loss:
+        scaled_loss.backward()
+    assert master_grads(optimizer) == [[[3.0, 6.0]]]
+
+
+@pytest.mark.parametrize("level", EVERY)
+def test_two_optimizers_over_one_model_share_its_masters(level):
+    model = linear([[1.0]])
+    model, first = amp.initialize(model, sgd(model), opt_level=level, loss_scale=64.0)
+    model, second = amp.initialize(model, sgd(model), opt_level=level, loss_scale=64.0)
+    for optimizer in (first, second):
+        backward(model(x(1.0)).sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.weight.item() == -1.0
+    assert [p.item() for p in amp.master_params(first)] == [-1.0]
+
+
+class Gan(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+
+def gan_losses(level, zero_at, steps=12, plant=lambda optimizer: None):
+    """A GAN whose generator's loss also fills the discriminator's gradients; each optimizer clears only its own."""
+    netd, netg = Gan(1), Gan(2)
+    models, optimizers = [netd, netg], [sgd(netd, 0.02, momentum=0.9), sgd(netg, 0.02, momentum=0.9)]
+    (netd, netg), (optd, optg) = amp.initialize(models, optimizers, opt_level=level, num_losses=3)
+    generator, losses = torch.Generator().manual_seed(0), []
+    for _ in range(steps):
+        real, noise = torch.randn(2, 16, 4, generator=generator)
+        plant(optd)
+        if zero_at == "before backward":
+            optd.zero_grad()
+        loss_real = netd(real).pow(2).mean()
+        backward(loss_real, optd, loss_id=0)
+        fake = netg(noise)
+        loss_fake = (netd(fake.detach()) - 1).pow(2).mean()
+        backward(loss_fake, optd, loss_id=1)
+        optd.step()
+        optd.zero_grad()
+        optg.zero_grad()
+        loss_g = netd(fake).pow(2).mean()
+        backward(loss_g, optg, loss_id=2)
+        optg.step()
+        losses.append((loss_real.item(), loss_fake.item(), loss_g.item()))
+    return torch.tensor(losses)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_no_stale_scaled_gradient_enters_a_gan_s_step(level):
+    expected = gan_losses("O0", "before backward")
+    assert torch.allclose(gan_losses(level, "before backward"), expected, atol=0.02)
+    # Clearing right after the step leaves the generator's gradients in the discriminator until its next backward.
+    assert gan_losses(level, "after step").isfinite().all()
+
+
+def test_gradients_that_another_loss_left_are_no_part_of_the_next_backward():
+    netd, netg = linear([[1.0]]), linear([[2.0]])
+    (netd, netg), (optd, optg) = amp.initialize([netd, netg], [sgd(netd), sgd(netg)], opt_level="O2", loss_scale=64.0)
+    backward(netd(netg(x(1.0))).sum(), optg)
+    assert netd.weight.grad is None  # it was scaled, and nobody's
+    backward(netd(x(3.0)).sum(), optd)
+    assert master_grads(optd) == [[[3.0]]]
+
+
+def test_a_stale_scaled_gradient_planted_as_known_is_caught_by_the_gan_test():
+    from amp_patch.training.stash import Pending
+
+    def plant(optimizer):
+        scaler = optimizer._amp_stash.scalers[0]  # as if the optimizer's own delayed exit had left the gradients
+        optimizer.zero_grad = lambda: None
+        optimizer._amp_stash.pending = Pending(scaler)
+        optimizer._amp_stash.route_grads()
+        for param in optimizer._amp_stash.masters.links.params:
+            param.grad = torch.full_like(param, 30000.0)
+
+    losses = gan_losses("O2", "after step", plant=plant)
+    assert not torch.allclose(losses, gan_losses("O0", "before backward"), atol=0.02)
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_other_optimizers_of_the_training_see_unscaled_gradients(level):
+    first, second = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    _, (opta, _) = amp.initialize([first, second], [sgd(first), sgd(second)], opt_level=level, loss_scale=1024.0)
+    inputs = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+    backward(first(second(inputs)).sum(), opta)
+    for p in second.parameters():
+        assert p.grad.abs().max() < 16  # not 65536 times too large
+    backward(first(second(inputs)).sum(), opta)
+    assert second.bias.grad.abs().max() < 16
+
+
+@pytest.mark.parametrize("level", EVERY)
+def test_optimizers_that_share_a_parameter_unscale_it_once_and_skip_together(level):
+    model = linear([[1.0]])
+    model, optimizers = amp.initialize(model, [sgd(model), sgd(model)], opt_level=level, loss_scale=64.0, verbosity=0)
+    for _ in range(2):
+        backward(model(x(0.25)).sum(), optimizers)
+    assert master_grads(optimizers[0]) == master_grads(optimizers[1]) == [[[0.5]]]
+    backward(model(x(math.inf)).sum(), optimizers)
+    for optimizer in optimizers:
+        optimizer.step()
+        assert optimizer._amp_stash.step_skipped
+    assert model.weight.item() == 1.0
+
+
+@pytest.mark.parametrize("level", EVERY)
+def test_nested_bodies_unscale_once(level):
+    netd, netg = nn.BatchNorm1d(1), nn.BatchNorm1d(1)
+    (netd, netg), (optd, optg) = amp.initialize(
+        [netd, netg], [sgd(netd), sgd(netg)], opt_level=level, num_losses=2, loss_scale=64.0
+    )
+    inputs = torch.tensor([[0.0], [2.0]])
+    with (
+        amp.scale_loss(netd(inputs).sum(), optd, 0) as first,
+        amp.scale_loss(netg(inputs).sum(), optg, 1) as second,
+    ):
+        first.backward()
+        second.backward()
+    for optimizer in (optd, optg):
+        assert list(amp.master_params(optimizer))[1].grad.item() == 2.0
+
+
+def test_optimizers_of_two_trainings_in_one_body_are_unscaled_alike():
+    first, second = linear([[1.0]]), linear([[1.0]])
+    first, scaled = amp.initialize(first, sgd(first), opt_level="O2", loss_scale=64.0)
+    second, unscaled = amp.initialize(second, sgd(second), opt_level="O5")
+    loss = first(x(0.5)).sum() + second(x(0.5)).sum()
+    backward(loss, [scaled, unscaled])
+    assert master_grads(scaled) == master_grads(unscaled) == [[[0.5]]]
+
+
+def test_an_optimizer_whose_sibling_moved_to_another_level_trains_on():
+    netd, netg = linear([[1.0]]), linear([[1.0]])
+    (netd, netg), (optd, _) = amp.initialize([netd, netg], [sgd(netd), sgd(netg)], opt_level="O2", loss_scale=64.0)
+    netg, _ = amp.initialize(netg, sgd(netg), opt_level="O1")
+    netg, _ = amp.initialize(netg, sgd(netg), opt_level="O2")
+    backward(netd(x(0.5)).sum(), optd)
+    assert master_grads(optd) == [[[0.5]]]
+
+
+@pytest.mark.parametrize("level", EVERY)
+@pytest.mark.parametrize("how", ["restore", "initialize"])
+def test_delayed_gradients_are_unscaled_when_the_training_ends_early(level, how):
+    model, optimizer = setup(level, loss_scale=64.0)
+    backward(model(x(0.5, 1.0)).sum(), optimizer, delay_unscale=True)
+    if how == "restore":
+        amp.restore()
+    else:
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=32.0)
+    assert master_grads(optimizer) == [[[0.5, 1.0]]]
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_a_delayed_iteration_is_not_disturbed_by_another_loss(level):
+    models, optimizers = [linear([[1.0]]), linear([[1.0]])], []
+    optimizers = [sgd(model) for model in models]
+    (netd, netg), (optd, optg) = amp.initialize(models, optimizers, opt_level=level, num_losses=2, loss_scale=64.0)
+    backward(netd(x(0.5)).sum(), optd, delay_unscale=True)
+    optd._amp_stash.scalers[1].load_state_dict({"loss_scale": 1024.0, "unskipped": 0})
+    backward(netd(netg(x(0.25))).sum(), optg, loss_id=1)
+    backward(netd(x(0.25)).sum(), optd)
+    assert master_grads(optd) == [[[0.75]]]
+
+
+def test_an_overflow_that_reaches_another_optimizer_is_known_to_it():
+    model = nn.Sequential(linear([[1.0]]), linear([[1.0]]))
+    optimizers = [sgd(layer) for layer in model]
+    model, optimizers = amp.initialize(model, optimizers, opt_level="O1", verbosity=0)
+    backward(model(x(math.inf)).sum(), optimizers[0])
+    for optimizer in optimizers:
+        optimizer.step()
+        assert optimizer._amp_stash.step_skipped
+    assert [p.item() for p in model.parameters()] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("level", EVERY)
+def test_optimizers_that_share_a_parameter_both_step(level):
+    model = linear([[1.0]])
+    model, optimizers = amp.initialize(model, [sgd(model), sgd(model)], opt_level=level, loss_scale=64.0)
+    backward(model(x(0.25)).sum(), optimizers)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert model.weight.item() == 0.5
+    before = model.weight.item()
+    for optimizer in optimizers if level in ("O2", "O5") else ():  # no later step takes what these were for
+        optimizer.step()
+    assert model.weight.item() == before
