@@ -57,7 +57,7 @@ _USED = tuple(
 )
 
 # Packages that Dynamo skips. Their bookkeeping of optimizers and gradients has no tensor operations to compile.
-NEVER_TRACED = ("frontend", "masters", "multi_tensor", "lab.recording", "training")
+NEVER_TRACED = ["frontend", "masters", "multi_tensor", "training"]  # and those given to `never_trace`
 
 # Modules that Dynamo inlines into a caller's frame, and never compiles as frames of their own. After a graph break in a
 # region the rest of the forward runs as plain Python, and wrappers must too: one code object serves all wrapped
@@ -132,6 +132,13 @@ def _warn_of_another_dynamo(found: object) -> None:
         torch.__version__,
         found,
     )
+
+
+def never_trace(package: str) -> None:
+    """Have Dynamo skip one more package of amp_patch, by its path in there: its `__init__` calls this."""
+    NEVER_TRACED.append(package)
+    if _attached:
+        importlib.import_module("torch._dynamo.trace_rules").add(f"amp_patch.{package}")
 
 
 def _attach(module: Any) -> None:

@@ -109,10 +109,39 @@ def test_methods_are_known_though_wrappers_stood_there_first(wrappers):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("name", dynamo.NEVER_TRACED)
+@pytest.mark.parametrize("name", [*dynamo.NEVER_TRACED])
 def test_what_dynamo_passes_over_is_there(name):
     """It takes any name: what has moved would be traced again, without a word."""
     assert importlib.util.find_spec(f"amp_patch.{name}") is not None
+
+
+REGISTERED = """
+import importlib, torch
+from amp_patch.casts import dynamo
+if ATTACHED:
+    torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
+    from amp_patch import amp
+    amp.initialize(torch.nn.Linear(2, 2), verbosity=0)
+    assert dynamo._attached
+import amp_patch.lab.recording.recorder as recorder
+if not ATTACHED:
+    import torch._dynamo
+    from amp_patch import amp
+    amp.initialize(torch.nn.Linear(2, 2), verbosity=0)
+    torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
+    assert dynamo._attached
+from torch._dynamo import trace_rules
+assert trace_rules.check_file(recorder.__file__).skipped
+import amp_patch.model.forward as forward
+assert not trace_rules.check_file(forward.__file__).skipped
+"""
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_package_registers_itself_before_or_after_dynamo_is_hooked(attached):
+    code = REGISTERED.replace("ATTACHED", str(attached))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 UNKNOWN = """
