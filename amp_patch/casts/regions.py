@@ -45,8 +45,9 @@ class region(blocks.Block):
     def __init__(self, policy: Policy | None, disables_torch_autocast: bool | None = None) -> None:
         self.policy = policy
         self.acting = acting = None if policy is None else acting_part(policy)
-        # Dynamo cannot trace a `functools.cache`, and traced code does not read `acting_inside_torch_autocast`.
-        emulates = acting is not None and acting.emulates and not is_dynamo_compiling()
+        # Dynamo cannot trace a `functools.cache`, nor everywhere a property of a policy. Traced code does not read
+        # `acting_inside_torch_autocast`.
+        emulates = not is_dynamo_compiling() and acting is not None and acting.emulates
         self.acting_inside_torch_autocast = inside_torch_autocast(acting) if emulates else None
         patches = policy is not None and policy.patch_torch_functions
         self.disables_torch_autocast = patches if disables_torch_autocast is None else disables_torch_autocast

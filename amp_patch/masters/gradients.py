@@ -23,22 +23,55 @@ Groups = list[dict[str, Any]]
 FoundInf = dict[torch.device, Tensor]
 
 
-class Earlier(NamedTuple):
-    """A gradient that was taken off a parameter, so that the next backward adds nothing to it.
+class Aside(NamedTuple):
+    """A gradient that `take` has taken off a parameter, so that the next backward adds nothing to it.
 
     Attributes:
-        grad: the tensor that the parameter had, and gets back.
+        param: the parameter.
+        grad: the tensor that it had, and gets back.
         value: what that tensor held: the tensor itself, or a copy where the next backward may write into its memory.
     """
 
+    param: Tensor
     grad: Tensor
     value: Tensor
 
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Give the parameter its gradient, bit for bit, in place of what it has."""
+        if self.value is not self.grad:
+            self.grad.copy_(self.value)
+        set_own_grad(self.param, self.grad)
 
-_NONE: Mapping[int, Earlier] = MappingProxyType({})
+    @torch.no_grad()
+    def give_back_scaled(self, scale: Tensor) -> Aside:
+        """Add the gradient, times `scale` (FP32, shape []), to the scaled one of the parameter; no sync.
+
+        Returns:
+            What must be added after the sum is unscaled: the elements that overflow when they are scaled, or had
+            overflowed before, and 0 elsewhere. In the sum they would pass for an overflow of the gradients that are
+            scaled now.
+        """
+        param, value = self.param, self.value
+        new = own_grad(param)
+        if value.is_sparse:
+            value = value.coalesce()
+            held, rest = (_sparse(value, part) for part in _split(value._values(), scale))
+            total = held if new is None else _sum(held, new)
+        else:
+            held, rest = _split(_values(param, value), scale)
+            if new is not None and not new.is_sparse:
+                held = _values(param, new) + held
+            _values(param, self.grad).copy_(held)
+            total = self.grad if new is None or not new.is_sparse else _sum(self.grad, new)
+        set_own_grad(param, total)
+        return Aside(param, total, rest)
 
 
-def take(param: Tensor) -> Earlier | None:
+_NONE: Mapping[int, Aside] = MappingProxyType({})
+
+
+def take(param: Tensor) -> Aside | None:
     """Take the gradient off `param`, which has none then; None if it had none."""
     grad = own_grad(param)
     if grad is None:
@@ -46,41 +79,9 @@ def take(param: Tensor) -> Earlier | None:
     if grad.is_neg() or grad.is_conj():
         grad = grad.resolve_conj().resolve_neg()
     # A view is part of a DDP bucket: DDP reduces the next gradient into that memory.
-    earlier = Earlier(grad, grad.clone() if grad._is_view() else grad)
+    aside = Aside(param, grad, grad.clone() if grad._is_view() else grad)
     set_own_grad(param, None)  # last: an exception in here leaves it
-    return earlier
-
-
-@torch.no_grad()
-def put_back(param: Tensor, earlier: Earlier) -> None:
-    """Give `param` the gradient that was taken, bit for bit, in place of what it has."""
-    if earlier.value is not earlier.grad:
-        earlier.grad.copy_(earlier.value)
-    set_own_grad(param, earlier.grad)
-
-
-@torch.no_grad()
-def put_back_scaled(param: Tensor, earlier: Earlier, scale: Tensor) -> Earlier:
-    """Add what was taken, times `scale` (FP32, shape []), to the scaled gradient of `param`; no sync.
-
-    Returns:
-        What must be added after the sum is unscaled: the elements that overflow when they are scaled, or had overflowed
-        before, and 0 elsewhere. In the sum they would pass for an overflow of the gradients that are scaled now.
-    """
-    new, value = own_grad(param), earlier.value
-    if value.is_sparse:
-        value = value.coalesce()
-        held, rest = (_sparse(value, part) for part in _split(value._values(), scale))
-        total = held if new is None else _sum(held, new)
-        set_own_grad(param, total)
-        return Earlier(total, rest)
-    held, rest = _split(_values(param, value), scale)
-    if new is not None and not new.is_sparse:
-        held = _values(param, new) + held
-    _values(param, earlier.grad).copy_(held)
-    total = earlier.grad if new is None or not new.is_sparse else _sum(earlier.grad, new)
-    set_own_grad(param, total)
-    return Earlier(total, rest)
+    return aside
 
 
 def _split(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +96,7 @@ def gather(
     pairs: Iterable[tuple[Tensor, Tensor]],
     inverse: Number | None,
     *,
-    earlier: Mapping[int, Earlier] = _NONE,
+    aside: Mapping[int, Aside] = _NONE,
 ) -> FoundInf:
     """Turn the scaled gradients of the parameters into unscaled ones of their masters, in one fused pass; no sync.
 
@@ -106,7 +107,7 @@ def gather(
     Args:
         pairs: (param, master), each parameter once.
         inverse: FP32, shape []; 1.0 for gradients that are not scaled; None where nobody checks them either.
-        earlier: by the parameter's id what `take` took off those that are their own master.
+        aside: by the parameter's id what `take` took off those that are their own master.
 
     Returns:
         Per device an FP32 tensor of one element: 1.0 if a scaled gradient there was not finite (earlier ones were
@@ -115,7 +116,7 @@ def gather(
     batches: dict[torch.device, _Batch] = defaultdict(_Batch)
     is_scaled = isinstance(inverse, Tensor)
     sums: list[tuple[Tensor, Tensor]] = []  # (master, its earlier gradient): where one of the two is sparse
-    if is_scaled and not earlier:
+    if is_scaled and not aside:
         pairs = list(pairs)
         grads = plain_gradients([param for param, master in pairs if param is master])
         if grads is not None:
@@ -124,10 +125,10 @@ def gather(
                 batches[grads[0].device].own = grads
     for param, master in pairs:
         grad = own_grad(param)
-        before = earlier.get(id(param)) if earlier else None
+        before = aside.get(id(param)) if aside else None
         if grad is None or (param is master and inverse is None and before is None):
             if before is not None:
-                put_back(param, before)
+                before.give_back()
             continue
         batch = batches[grad.device]
         if param is master:

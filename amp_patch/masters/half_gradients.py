@@ -208,10 +208,6 @@ class HalfGradients:
         self.clear(masters)
         return waited
 
-    def take_back(self, gradients: Gradients) -> None:
-        """Let what `hand_over` gave away wait again."""
-        self.grads, self.factors, self._made = gradients.half, [*gradients.factors], gradients.fp32
-
     def tensors(self) -> list[Tensor]:
         """Every gradient that waits."""
         return [*self.grads.values(), *self._made.values()]

@@ -242,5 +242,5 @@ def update_scale(
 
 
 def inverse_of(scale: Tensor) -> Tensor:
-    """1 / ``scale`` (float32, shape []) on its device, inverted in float64 and rounded once; no sync."""
-    return scale.double().reciprocal().float()
+    """1 / ``scale`` (float32, shape []) on its device, rounded once; no sync."""
+    return scale.reciprocal()

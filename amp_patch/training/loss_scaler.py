@@ -110,12 +110,6 @@ class LossScaler:
         """The scale on its device: FP32, shape []."""
         return self._scale
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """`loss` (any floating dtype and shape) times the scale, in FP32 or the loss's FP64; no sync."""
-        if loss.dtype is not torch.float64:
-            loss = loss.float()
-        return loss * self._scale.clone()  # backward may come after the scale has moved, in place
-
     def record(self, found_inf: Tensor) -> None:
         """Remember what one backward pass found (FP32, one element, 1.0 for an overflow) until `update`; no sync."""
         # In place: a CUDA graph that holds an iteration reads and writes this very tensor at each replay.

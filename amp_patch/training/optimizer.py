@@ -13,6 +13,7 @@ from torch import Tensor
 from amp_patch.masters.masters import disconnect
 from amp_patch.model.tensors import cast
 from amp_patch.multi_tensor.bulk import drop_gradients
+from amp_patch.optimizers.common import FusedOptimizer
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import generated_class
 from amp_patch.support.compiled import wraps
@@ -32,17 +33,21 @@ _copies = Installation()
 class AmpOptimizer(Generated):
     """Overrides of an optimizer that went through `initialize`."""
 
+    _zero_grad_is_known = False  # whether the `zero_grad` of the class is torch's, or ours
+
     @classmethod
-    def _amp_overrides(cls, base: type, key: tuple[str, ...]) -> dict[str, Any]:
-        return {"step": step_of(base, _strategy_of(base))}
+    def _amp_overrides(cls, base: Any, key: tuple[str, ...]) -> dict[str, Any]:
+        known = getattr(base, "zero_grad", None) in (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad)
+        return {"step": step_of(base, _strategy_of(base)), "_zero_grad_is_known": known}
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """torch's, and the low-precision gradients of the model's parameters with it."""
         stash = stash_of(self)
         to_none = getattr(self, "set_grad_none", True)  # FusedAdam's, FusedSGD's
-        if stash is not None and stash.masters.waiting is not None and to_none and not args and not kwargs:
+        if stash is not None and self._zero_grad_is_known and to_none and not args and not kwargs:
             # `super().zero_grad()` reads `.grad` of every master, which would materialize it.
-            stash.masters.waiting.clear(stash.masters.links.masters)
+            if stash.masters.waiting is not None:
+                stash.masters.waiting.clear(stash.masters.links.masters)
             drop_gradients(stash.masters.of_groups(self.param_groups).masters)  # type: ignore[attr-defined]
         else:
             super().zero_grad(*args, **kwargs)  # type: ignore[misc]
@@ -53,7 +58,7 @@ class AmpOptimizer(Generated):
             stash.backward.strays.clear()
             stash.note_gathered()  # zeros, where they were not set to None
             stash.backward.cleared += 1
-            stash.backward.earlier.clear()
+            stash.backward.aside.clear()
             stash.masters.drop_stepped_grads()
             stash.clear_found()
 

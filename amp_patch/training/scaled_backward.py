@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from amp_patch.casts import regions
@@ -75,9 +76,9 @@ class ScaledBackward(Block):
         self._casts.__enter__()
         loss, self.loss = self.loss, None  # type: ignore[assignment]  # whose graph is the user's to keep
         observers.tell("loss_scaled", self, loss)
-        if self.now.scaling:
-            return self.scaler.scale(loss)
-        return loss.float() if loss.dtype in LOW_PRECISION else loss
+        if not self.now.scaling:
+            return loss.float() if loss.dtype in LOW_PRECISION else loss
+        return (loss if loss.dtype is torch.float64 else loss.float()) * self.scale
 
     def __exit__(self, raised: Any = None, *_: Any) -> None:
         try:
@@ -134,9 +135,9 @@ class ScaledBackward(Block):
                 stash.pending = self.now
         for stash, new in accumulating:  # after all stashes were asked above: they may share parameters
             for param, master in new.distinct:
-                if param is master and (earlier := gradients.take(param)) is not None:
-                    stash.backward.earlier[id(param)] = earlier
-            if stash.backward.earlier:
+                if param is master and (aside := gradients.take(param)) is not None:
+                    stash.backward.aside[id(param)] = aside
+            if stash.backward.aside:
                 self.note_models(stash)
 
     def prepare(self) -> None:
@@ -181,8 +182,8 @@ class ScaledBackward(Block):
         """Leave the gradients scaled where they are and note how; add to them, scaled, what `begin` has taken."""
         if self.models:
             self.forget_cleared()
-        for stash, param, earlier in self._taken():
-            stash.backward.earlier[id(param)] = gradients.put_back_scaled(param, earlier, self.scale)
+        for stash, aside in self._taken():
+            stash.backward.aside[id(aside.param)] = aside.give_back_scaled(self.scale)
         for stash in self.stashes:
             stash.pending = self.now
         self.done = True
@@ -207,9 +208,9 @@ class ScaledBackward(Block):
             params, indices = self._had_grad
             for index in set(range(len(params))).difference(indices):
                 params[index].grad = None
-        for stash, param, earlier in self._taken():
-            gradients.put_back(param, earlier)
-            del stash.backward.earlier[id(param)]
+        for stash, aside in self._taken():
+            aside.give_back()
+            del stash.backward.aside[id(aside.param)]
 
     def close(self) -> None:
         """End the body; one that was neither delayed nor finished is abandoned.
@@ -258,18 +259,18 @@ class ScaledBackward(Block):
     def forget_taken(self, params: set[int]) -> None:
         """Drop what was taken off these parameters (ids)."""
         for stash in self.stashes:
-            taken = stash.backward.earlier
-            stash.backward.earlier = {key: earlier for key, earlier in taken.items() if key not in params}
+            taken = stash.backward.aside
+            stash.backward.aside = {key: aside for key, aside in taken.items() if key not in params}
 
-    def _taken(self) -> list[tuple[Stash, Tensor, gradients.Earlier]]:
+    def _taken(self) -> list[tuple[Stash, gradients.Aside]]:
         """What `begin` took away and nothing has brought back."""
-        if not any(stash.backward.earlier for stash in self.stashes):
+        if not any(stash.backward.aside for stash in self.stashes):
             return []
         return [
-            (stash, param, stash.backward.earlier[id(param)])
+            (stash, stash.backward.aside[id(param)])
             for stash, _, new in self.parts()
             for param, _ in new.distinct
-            if stash.pending is None and id(param) in stash.backward.earlier
+            if stash.pending is None and id(param) in stash.backward.aside
         ]
 
     def parts(self) -> list[tuple[Stash, Pairs, Pairs]]:

@@ -20,14 +20,14 @@ class _Bystander(NamedTuple):
     """A parameter of the training that belongs to no optimizer of this call, while its gradient is taken away.
 
     Attributes:
-        earlier: the gradient that was taken off it, if it had one.
+        aside: the gradient that was taken off it, if it had one.
         stash: of the optimizer that it belongs to, if any.
         bodies: how many bodies that optimizer had begun then.
         cleared: how often its `zero_grad` had been called then.
     """
 
     param: Tensor
-    earlier: gradients.Earlier | None
+    aside: gradients.Aside | None
     stash: Stash | None
     bodies: int
     cleared: int
@@ -140,12 +140,12 @@ class SharedBackward(ScaledBackward):
                 param.grad = None
         added = [param for param in params if param.grad is not None]
         uncleared = owner is None or owner.backward.cleared == cleared
-        kept = {id(b.param): b.earlier for b in group if b.earlier and uncleared}
+        kept = {id(b.param): b.aside for b in group if b.aside and uncleared}
         # Whether an inner body of the owner has unscaled what this backward added.
         own = owner is not None and owner.bodies != bodies
         inverse = None if own else self.now.inverse()
         try:
-            found = gradients.gather([(param, param) for param in params], inverse, earlier=kept)
+            found = gradients.gather([(param, param) for param in params], inverse, aside=kept)
             if owner is None:
                 gradients.clear_overflowed(params, found)  # no step would drop them
             elif added and not own:
@@ -158,7 +158,7 @@ class SharedBackward(ScaledBackward):
 
     def forget_taken(self, params: set[int]) -> None:
         super().forget_taken(params)
-        self.bystanders = [b._replace(earlier=None) if id(b.param) in params else b for b in self.bystanders]
+        self.bystanders = [b._replace(aside=None) if id(b.param) in params else b for b in self.bystanders]
 
     def parts(self) -> list[tuple[Stash, Pairs, Pairs]]:
         """Optimizers whose gradients wait, scaled, come first, so that what they share with others is theirs."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.masters import clipping
-from amp_patch.masters.gradients import Earlier
+from amp_patch.masters.gradients import Aside
 from amp_patch.masters.master import own_grad
 from amp_patch.masters.of_optimizer import Masters
 from amp_patch.model import copies
@@ -111,7 +111,7 @@ class BackwardState(OfThisProcess):
             gradients.
         ended: what `body_events.count` was when the last body of this optimizer had ended.
         cleared: how often the optimizer's `zero_grad` was called.
-        earlier: by the parameter's id the unscaled gradients of parameters that are their own master, taken away while
+        aside: by the parameter's id the unscaled gradients of parameters that are their own master, taken away while
             a body runs; after a delayed exit what of them no scaled gradient can hold.
         first_unscaled_grad: gives the first gradient that an exit has left unscaled for the next step.
         strays: ids of the parameters with masters on which another optimizer's backward has left gradients.
@@ -123,7 +123,7 @@ class BackwardState(OfThisProcess):
     other_open_bodies: dict[int, bool] = field(default_factory=dict)
     ended: int = -1
     cleared: int = 0
-    earlier: dict[int, Earlier] = field(default_factory=dict)
+    aside: dict[int, Aside] = field(default_factory=dict)
     first_unscaled_grad: Callable[[], Tensor | None] | None = None
     strays: set[int] = field(default_factory=set)
 
@@ -309,10 +309,10 @@ class Stash:
 
     def forget_cleared(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Forget what was taken off parameters whose scaled gradients somebody has cleared since the delayed exit."""
-        taken = self.backward.earlier
+        taken = self.backward.aside
         if taken:
             there = {id(param) for param, _ in pairs if own_grad(param) is not None}
-            self.backward.earlier = {key: earlier for key, earlier in taken.items() if key in there}
+            self.backward.aside = {key: aside for key, aside in taken.items() if key in there}
 
     def clear_found(self) -> None:
         """Forget the overflows of gradients that are gone; not with two passes: the first has moved weights by them."""

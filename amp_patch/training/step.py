@@ -63,6 +63,9 @@ class Whole:
 WHOLE = Whole()
 
 
+_NO_CASTS = regions.region(None)
+
+
 class Step(Block):
     """What lies between users' pre-hooks and post-hooks, in the order of its methods: a `with` block around `run`.
 
@@ -112,7 +115,7 @@ class Step(Block):
         if self.overflow is not None:
             optimizer.grad_scale, optimizer.found_inf = None, self.overflow
         if casts_state.current() is not None:  # the casts that act here are not for the optimizer's own arithmetic
-            self._no_casts = regions.region(None)
+            self._no_casts = _NO_CASTS
             self._no_casts.__enter__()
         return self
 

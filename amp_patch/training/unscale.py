@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from amp_patch.masters.gradients import Earlier, FoundInf, gather, held
+from amp_patch.masters.gradients import Aside, FoundInf, gather, held
 from amp_patch.masters.master import own_grad
 from amp_patch.masters.masters import has_gradient
 from amp_patch.multi_tensor.checks import Number
@@ -61,7 +61,7 @@ def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Number | Non
     except BaseException:
         drop(pairs)
         for stash in stashes:
-            stash.pending, stash.backward.earlier = None, {}
+            stash.pending, stash.backward.aside = None, {}
         raise
 
 
@@ -73,17 +73,17 @@ def drop(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 def _unscale(optimizers: Sequence[Any], stashes: list[Stash], pairs: Links, inverse: Number | None) -> FoundInf:
     """Bring the gradients of `pairs` to their masters; returns per device whether one was not finite, as `gather`."""
-    earlier: dict[int, Earlier] = {}
+    aside: dict[int, Aside] = {}
     for stash in stashes:
         if stash.pending is not None:
             stash.forget_cleared(pairs)
-        earlier.update(stash.backward.earlier)
+        aside.update(stash.backward.aside)
     found, rest = _leave_in_low_precision(optimizers, stashes, pairs, inverse)
     if rest:
-        _add(found, gather(rest, inverse, earlier=earlier))
+        _add(found, gather(rest, inverse, aside=aside))
     for optimizer, stash in zip(optimizers, stashes, strict=True):
         stash.pending = None
-        stash.backward.earlier.clear()
+        stash.backward.aside.clear()
         stash.gathered = True
         stash.route_grads()
         waiting = stash.masters.waiting

@@ -15,13 +15,13 @@ from amp_patch import multi_tensor
 
 # (calls, files). Lower them whenever the road gets shorter; to raise one is to make every user's step longer.
 CEILINGS = {
-    "O1": (193, 29),
-    "O2": (249, 32),
-    "O4": (169, 26),
-    "O5": (226, 30),
-    "O5, split": (231, 30),
-    "GAN, O1": (820, 30),
-    "GAN, O2": (836, 36),
+    "O1": (165, 28),
+    "O2": (212, 32),
+    "O4": (141, 25),
+    "O5": (189, 30),
+    "O5, split": (198, 30),
+    "GAN, O1": (755, 29),
+    "GAN, O2": (766, 36),
 }
 
 

@@ -194,7 +194,7 @@ def test_an_exception_in_the_body_brings_the_earlier_gradient_back_to_the_bit(ki
     assert param.grad is grad
     torch.testing.assert_close(param.grad, before, rtol=0, atol=0, equal_nan=True)
     assert [found.item() for _, found in optimizer._amp_stash.found] == [float(bad)]
-    assert not optimizer._amp_stash.backward.earlier
+    assert not optimizer._amp_stash.backward.aside
 
 
 @pytest.mark.parametrize("delay", [False, True])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import DEVICES
 
+from amp_patch import amp
 from amp_patch.multi_tensor import inverse_of
 from amp_patch.policy import Policy
 from amp_patch.training.loss_scaler import LossScaler
@@ -78,12 +79,16 @@ def test_an_overflow_is_forgotten_once_the_scale_moved():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_loss_is_scaled_in_fp32_or_its_fp64(dtype):
-    scaled = scaler(1024.0).scale(torch.tensor(3.0, dtype=dtype))
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=1024.0, verbosity=0)
+    with amp.scale_loss(torch.tensor(3.0, dtype=dtype), optimizer) as scaled:
+        pass
     assert scaled.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
     assert scaled.item() == 3072.0
 
 
-@pytest.mark.parametrize("value", [3.0, 7.3, 2.0**-24, 2.0**24])
+@pytest.mark.parametrize("value", [3.0, 7.3, 65535.9, 2.0**-24, 2.0**24, 2.0**-127, 1.5 * 2.0**126])
 def test_the_inverse_is_rounded_once(value):
     subject = scaler(value)
     assert (

@@ -35,7 +35,7 @@ def duplicate(stash, way):
 def test_all_that_is_declared_to_be_of_this_process_begins_afresh(way):
     scaler = LossScaler(128.0, min_loss_scale=1.0, max_loss_scale=2.0**24)
     stash = _Extended(OPT_LEVELS["O2"], [scaler], bodies=3, wrapped=True, outlives="yes", note=_Note("here"))
-    stash.backward.open, stash.backward.ended, stash.backward.earlier = True, 5, {1: None}
+    stash.backward.open, stash.backward.ended, stash.backward.aside = True, 5, {1: None}
     stash.step = lambda: None  # as while a step is running
     stash.neighbours.names, stash.neighbours.handles = {1: "weight"}, [lambda: None]  # which nothing can pickle
     twin = duplicate(stash, way)

@@ -133,12 +133,12 @@ class AmpOptimizer(optimizer_side.AmpOptimizer):
         """Leave no gradient on the model that a backward pass could add to; `_post_amp_backward` adds them."""
         self._amp_lazy_init()
         stash = self._amp_stash
-        stash.backward.earlier.clear()
+        stash.backward.aside.clear()
         for route in stash.masters.routes:
             route.to_masters, route.scaled = False, True
         for param, master in stash.masters.pairs(self.param_groups):
-            if param is master and (earlier := take(param)) is not None:
-                stash.backward.earlier[id(param)] = earlier
+            if param is master and (aside := take(param)) is not None:
+                stash.backward.aside[id(param)] = aside
             param.grad = None
 
     def _post_amp_backward(self, loss_scaler: LossScaler) -> None:

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.lab.recording import size_advice
-from amp_patch.lab.recording.activations import WeighedStep
 from amp_patch.lab.recording.forward_hooks import ForwardHooks
-from amp_patch.lab.recording.inspected_step import InspectedStep
 from amp_patch.lab.recording.outbox import Outbox, UnreadEvent
 from amp_patch.lab.recording.peak_memory import PeakMemory
 from amp_patch.lab.recording.run import NATIVE, Event, Run
 from amp_patch.lab.recording.scaler_losses import ScalerLosses, body_of
+from amp_patch.lab.recording.single_steps import SingleSteps
 from amp_patch.lab.recording.sinks import Sink, sinks_for
 from amp_patch.lab.recording.size_advice import SizeAdvice
 from amp_patch.lab.recording.sizes import Sizes, alive
@@ -171,7 +170,7 @@ class Recorder(Observer):
         self._sizes = Sizes(self._adopted)
         self._size_advice = SizeAdvice(lambda lines: self._outbox.put({"event": "advice", "lines": lines}))
         self._measure_after = 1
-        self._inspected: InspectedStep | WeighedStep | None = None
+        self._looks = SingleSteps(self._inspect, self._weigh_after, self._outbox.put)
         self._peak = PeakMemory()
         self._clock = StepClock()
         self._hooks = ForwardHooks(self._forward_begins)
@@ -190,9 +189,7 @@ class Recorder(Observer):
         self._size_advice.leave()
         if os.getpid() != self.process:  # a fork leaves the block as well, with its parent's events
             return
-        if self._inspected is not None:  # no step has ended since it began
-            self._inspected.abandon()
-            self._inspected = None
+        self._looks.abandon()
         self._sizes.measure()
         peak = self._peak.read(self._device or "cpu")
         self._outbox.put({"event": "end", **self._sizes.bytes, "peak_memory": peak})
@@ -264,8 +261,7 @@ class Recorder(Observer):
         if not torch.is_grad_enabled() or not self.is_recording():
             return  # an evaluation
         if self._clock.forward_begins(model):
-            if isinstance(self._inspected, WeighedStep):
-                self._inspected.leave_out_inputs(args, kwargs)
+            self._looks.forward_begins(args, kwargs)
             # In place of an earlier forward's, which no loss has claimed.
             self._clock.step.unclaimed_samples = samples_of(args, kwargs)
         if eager and self._device in size_advice.DEVICES:
@@ -370,10 +366,10 @@ class Recorder(Observer):
             assert stash is not None
             # An optimizer that skips on the device has left its flag there, and the host does not know.
             skipped = stash.device_skips[-1].overflow if stash.device_skips else float(stash.last_skipped)
-        was_inspected = self._inspected is not None
-        self._outbox.put_unread(step.unread_event(optimizer, skipped, was_inspected))
-        if self._inspected is not None:
-            self._leave_inspected()
+        was_looked_at = self._looks.is_looking()
+        self._outbox.put_unread(step.unread_event(optimizer, skipped, was_looked_at))
+        if was_looked_at:
+            self._looks.end()
         if self.steps == self._measure_after:  # at the end of the recording the models may be freed
             self._measure_after *= 4
             self._sizes.measure()
@@ -381,33 +377,12 @@ class Recorder(Observer):
             self._flush()
             if self._between_steps is not None:
                 self._between_steps()
-        if self._inspect and stash is not None and not self._has_enough() and _is_power_of_ten(self.steps):
-            self._inspect_next(optimizer, stash)
-        elif self.steps == self._weigh_after:
-            self._inspected = WeighedStep(self._sizes.at_rest(), self.steps, self._clock.cuda)
-
-    # Inspections of single steps.
-
-    @eager_only
-    def _inspect_next(self, optimizer: Any, stash: Stash) -> None:
-        models = alive(stash.neighbours.models) or [m for training in self._adopted for m in alive(training.models)]
-        if not models:
-            return
-        self._peak.pause()
-        try:
-            self._inspected = InspectedStep(models[0], optimizer, self.steps)
-        except (ValueError, RuntimeError) as error:
-            self._note(str(error))
-
-    @eager_only
-    def _leave_inspected(self) -> None:
-        assert self._inspected is not None
-        inspected, self._inspected = self._inspected, None
-        try:
-            self._outbox.put(inspected.leave())
-        except (ValueError, RuntimeError) as error:
-            self._note(f"inspect: {error}")
-        self._peak.resume()
+        if stash is not None and not self._has_enough() and self._looks.wants_inspection(self.steps):
+            models = alive(stash.neighbours.models) or [m for training in self._adopted for m in alive(training.models)]
+            if models:
+                self._looks.inspect(models[0], optimizer, self.steps, self._peak)
+        else:
+            self._looks.weigh(self._sizes.at_rest, self.steps, self._clock.cuda)
 
     # What goes to the sinks.
 
@@ -440,7 +415,3 @@ def _enabled_stash(optimizer: Any) -> Stash | None:
 
 def _logged(event: Event, values: list[float]) -> Event:
     return {**event, "value": values[0]}
-
-
-def _is_power_of_ten(number: int) -> bool:
-    return str(number).strip("0") == "1"

@@ -1,0 +1,84 @@
+"""Single steps of a recording that are looked at: by `inspect`, or for the bytes that they save for their backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch.lab.recording.activations import WeighedStep
+from amp_patch.lab.recording.inspected_step import InspectedStep
+from amp_patch.lab.recording.peak_memory import PeakMemory
+from amp_patch.lab.recording.run import Event
+from amp_patch.support.compiled import eager_only
+
+
+class SingleSteps:
+    """At most one look at a time, from the end of a step to the end of the next.
+
+    Args:
+        inspect: whether to inspect the step after 1, 10, 100, ... steps.
+        weigh_after: weigh the step after so many; 0 for none.
+        put: takes the event of a look, or a "note" that says why there is none.
+    """
+
+    def __init__(self, inspect: bool, weigh_after: int, put: Callable[[Event], None]) -> None:
+        self._inspects = inspect
+        self._weigh_after = weigh_after
+        self._put = put
+        self._look: InspectedStep | WeighedStep | None = None
+        # Paused while `_look` is an inspection: its tensors are not the training's.
+        self._peak: PeakMemory | None = None
+
+    def is_looking(self) -> bool:
+        """Whether the step that runs is looked at, so that its times count for nothing."""
+        return self._look is not None
+
+    def forward_begins(self, args: Any, kwargs: Any) -> None:
+        """The step's forward is given these."""
+        if isinstance(self._look, WeighedStep):
+            self._look.leave_out_inputs(args, kwargs)
+
+    def wants_inspection(self, steps: int) -> bool:
+        """Whether the step after so many is one to inspect."""
+        return self._inspects and str(steps).strip("0") == "1"
+
+    @eager_only
+    def inspect(self, model: nn.Module, optimizer: Any, steps: int, peak: PeakMemory) -> None:
+        """Inspect the step that begins now; `peak` is paused until it ends."""
+        peak.pause()
+        try:
+            self._look, self._peak = InspectedStep(model, optimizer, steps), peak
+        except (ValueError, RuntimeError) as error:
+            peak.resume()
+            self._put({"event": "note", "text": str(error)})
+
+    def weigh(self, at_rest: Callable[[], Iterable[Tensor]], steps: int, cuda: torch.device | None) -> None:
+        """Weigh the step that begins now, if it is the one to weigh."""
+        if steps == self._weigh_after:
+            self._look = WeighedStep(at_rest(), steps, cuda)
+
+    @eager_only
+    def end(self) -> None:
+        """The step has ended: put the event of the look, if there is one."""
+        look, self._look = self._look, None
+        if look is None:
+            return
+        try:
+            self._put(look.leave())
+        except (ValueError, RuntimeError) as error:
+            self._put({"event": "note", "text": f"inspect: {error}"})
+        self._resume_peak()
+
+    def abandon(self) -> None:
+        """The recording ends in the middle of a step: end the look without an event."""
+        look, self._look = self._look, None
+        if look is not None:
+            look.abandon()
+
+    def _resume_peak(self) -> None:
+        peak, self._peak = self._peak, None
+        if peak is not None:
+            peak.resume()
