@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import weakref
-from collections.abc import Container, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,13 @@ from amp_patch.masters.constructors import take_masters
 from amp_patch.masters.grad_route import GradRoute, route_through
 from amp_patch.masters.master import Master
 from amp_patch.masters.recycled_memory import Recycled
-from amp_patch.masters.split_master import SplitMaster, is_split
+from amp_patch.masters.split_master import SplitMaster, is_split, low_half
 from amp_patch.multi_tensor.bulk import GRAD, with_gradient
 from amp_patch.support import swaps
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.patches import Installation
+
+Result = TypeVar("Result")
 
 
 class PlainNoted:
@@ -123,6 +125,9 @@ class LinkList:
 # entry away, so that an id is never another object's.
 _links: dict[int, tuple[weakref.ref[Tensor], Link]] = {}
 _changes = 0  # how often a parameter got a master, lost it, or died with it
+
+# Classes of tensors that nobody else's `__torch_function__` acts on.
+PLAIN_TYPES = (Tensor, nn.Parameter, Master, SplitMaster)
 
 _FOREACH_TYPES = "_foreach_supported_types"  # torch's list of the classes that its optimizers choose foreach for
 _installation = Installation()
@@ -228,6 +233,35 @@ def _install() -> bool:
 def links_of(params: Iterable[Tensor]) -> LinkList:
     """The links of those `params` that have a master."""
     return LinkList((param, link) for param in params if (link := link_of(param)) is not None)
+
+
+def materialize(masters: Iterable[Tensor]) -> None:
+    """Have the FP32 value of each of `masters` in its memory, for a step of the optimizer's own; in place, no sync."""
+    if split_master.used():
+        split_master.materialize(masters)
+
+
+def kernel_tensors(masters: list[Tensor]) -> list[Tensor]:
+    """What a kernel steps in the place of `masters`: each itself, or the half (int16) that is beside its weight."""
+    if not split_master.used():
+        return masters
+    return [master if (half := low_half(master)) is None else half for master in masters]
+
+
+def without_materialized(masters: Iterable[Tensor], call: Callable[[], Result]) -> Result:
+    """`call()`, which steps the `kernel_tensors` of `masters`: their FP32 memory, if any, is given back before.
+
+    Where somebody else holds such memory it is written anew afterwards, exception or not.
+    """
+    if not split_master.used():
+        return call()
+    held = split_master.release(masters)
+    try:
+        return call()
+    finally:
+        for master in held:  # a graph may have saved a view of it
+            torch.autograd.graph.increment_version(master)
+        split_master.follow(held)
 
 
 @without_grad

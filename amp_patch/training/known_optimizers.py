@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch import multi_tensor
-from amp_patch.masters.split_master import low_half, used
+from amp_patch.masters.masters import kernel_tensors
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.optimizers.adam import FusedAdam
 from amp_patch.optimizers.sgd import FusedSGD
@@ -46,7 +46,8 @@ class Batch:
         grads: of low precision, still scaled, or FP32.
         weights: the model's, which take the rounded results; empty where each master is its own.
         first_run: whether there is no momentum yet.
-        version: of the first master, before the step.
+        stepped: what the kernel writes in the place of the masters.
+        version: of the first of these, before the step.
     """
 
     group: Group
@@ -55,15 +56,15 @@ class Batch:
     grads: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
     first_run: bool = False
+    stepped: list[Tensor] = field(default_factory=list)
     version: int = -1
     state: BatchState = BatchState.NEW
 
-    @property
-    def stepped(self) -> list[Tensor]:
-        """What the kernels step: the masters, or the halves of split ones."""
-        if not used():
-            return self.masters
-        return [m if (half := low_half(m)) is None else half for m in self.masters]
+    def ready(self) -> Batch:
+        """The batch, with what its kernel will write."""
+        self.stepped = kernel_tensors(self.masters)
+        self.version = self.stepped[0]._version
+        return self
 
     @property
     def is_stepped(self) -> bool:
@@ -73,7 +74,7 @@ class Batch:
         """
         if self.state is not BatchState.NEW:
             return self.state is BatchState.STEPPED
-        return version_of(self.masters[0]) != self.version
+        return self.stepped[0]._version != self.version
 
 
 def kernel_of(optimizer: Any) -> Kernel | None:
@@ -85,12 +86,6 @@ def counts(optimizer: Any) -> list[int]:
     """What the groups of an optimizer that counts there (FusedAdam) count with this step; of any other nothing."""
     groups = optimizer.param_groups if isinstance(optimizer, FusedAdam) else []
     return [0 if isinstance(step := group.get("step", 0), Tensor) else int(step) + 1 for group in groups]
-
-
-def version_of(master: Tensor) -> int:
-    """The version of what the kernels step."""
-    half = low_half(master)
-    return master._version if half is None else half._version
 
 
 Kernel = Callable[[Any, Batch, Tensor | None], None]

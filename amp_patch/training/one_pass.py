@@ -7,6 +7,7 @@ not take (sparse gradients, capturable=True, a state that somebody has replaced)
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -14,9 +15,15 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
-from amp_patch.masters import split_master
 from amp_patch.masters.half_gradients import can_wait
-from amp_patch.masters.masters import LinkList, add_gradients, publish_written, settle
+from amp_patch.masters.masters import (
+    LinkList,
+    add_gradients,
+    materialize,
+    publish_written,
+    settle,
+    without_materialized,
+)
 from amp_patch.support.blocks import without_grad
 from amp_patch.training.known_optimizers import (
     KERNELS,
@@ -26,7 +33,6 @@ from amp_patch.training.known_optimizers import (
     NotKnown,
     counts,
     kernel_of,
-    version_of,
 )
 from amp_patch.training.stash import Stash
 from amp_patch.training.step import Plain, Step, Whole
@@ -87,14 +93,8 @@ IN_ONE_PASS = InOnePass()
 def _step_all(step: Step, batches: list[Batch], counted: list[int], plain: Plain) -> None:
     """Step those batches that have not been: in one pass, or the optimizer's own way, which counts by itself."""
     optimizer, links = step.optimizer, step.links
-    held = split_master.release(m for batch in batches for m in batch.masters) if split_master.used() else []
-    try:
-        left = [batch for batch in batches if not _run(step, batch)]
-    finally:
-        for master in held:  # a graph may have saved a view of it
-            torch.autograd.graph.increment_version(master)
-        if held:
-            split_master.follow(held)
+    masters = (master for batch in batches for master in batch.masters)
+    left = without_materialized(masters, partial(_run_kernels, step, batches))
     others = None
     if left or sum([len(batch.weights) for batch in batches]) < len(links.params):
         others = links.without({id(m) for b in batches if b.is_stepped and b.weights for m in b.masters})
@@ -118,23 +118,24 @@ def done(step: Step, left: LinkList | None = None) -> None:
     links.watch.note()
 
 
-def _run(step: Step, batch: Batch) -> bool:
-    """Step the parameters of `batch`, if they have not been; returns whether the kernels took them."""
+def _run_kernels(step: Step, batches: list[Batch]) -> list[Batch]:
+    """Step those `batches` that have not been; returns those that the kernels do not take, in which nothing changed."""
     optimizer, flag = step.optimizer, step.overflow
-    if batch.state is BatchState.REFUSED:
-        return False
-    if not batch.is_stepped:
-        kernel = kernel_of(optimizer)
-        try:
-            if kernel is None or not _is_ordinary(optimizer, batch.group, flag):
-                raise NotKnown
-            with torch._C.DisableTorchFunctionSubclass():  # split masters are asked for anything but their value
-                kernel(optimizer, batch, None if flag is None else flag.to(batch.grads[0].device))
-        except (NotKnown, TypeError, ValueError):  # before the first write
-            batch.state = BatchState.REFUSED
-            return False
-    batch.state = BatchState.STEPPED
-    return True
+    kernel, left = kernel_of(optimizer), []
+    for batch in batches:
+        if batch.state is not BatchState.REFUSED and not batch.is_stepped:
+            try:
+                if kernel is None or not _is_ordinary(optimizer, batch.group, flag):
+                    raise NotKnown
+                with torch._C.DisableTorchFunctionSubclass():  # split masters are asked for anything but their value
+                    kernel(optimizer, batch, None if flag is None else flag.to(batch.grads[0].device))
+            except (NotKnown, TypeError, ValueError):  # before the first write
+                batch.state = BatchState.REFUSED
+        if batch.state is BatchState.REFUSED:
+            left.append(batch)
+        else:
+            batch.state = BatchState.STEPPED
+    return left
 
 
 def _is_ordinary(optimizer: Any, group: Group, flag: Tensor | None) -> bool:
@@ -186,16 +187,15 @@ def _batches(optimizer: Any, stash: Stash) -> Iterator[Batch]:
 
 def _by_age(optimizer: Any, batch: Batch) -> Iterator[Batch]:
     """The batch; SGD's in two, since a first momentum is made otherwise."""
-    batch.version = version_of(batch.masters[0])
     if not batch.group.get("momentum"):
-        yield batch
+        yield batch.ready()
         return
     fresh = [optimizer.state[master].get("momentum_buffer") is None for master in batch.masters]
     for first_run in set(fresh):
         chosen = [is_fresh is first_run for is_fresh in fresh]
         masters, grads = list(compress(batch.masters, chosen)), list(compress(batch.grads, chosen))
-        weights, version = list(compress(batch.weights, chosen)), version_of(masters[0])
-        yield Batch(batch.group, batch.factors, masters, grads, weights, first_run=first_run, version=version)
+        weights = list(compress(batch.weights, chosen))
+        yield Batch(batch.group, batch.factors, masters, grads, weights, first_run=first_run).ready()
 
 
 def _step_with_torch(optimizer: Any, batches: list[Batch], plain: Plain) -> None:
@@ -206,7 +206,7 @@ def _step_with_torch(optimizer: Any, batches: list[Batch], plain: Plain) -> None
             group["params"] = [m for batch in batches if batch.group is group for m in batch.masters]
         for batch in batches:
             batch.state = BatchState.LEFT
-            split_master.materialize(batch.masters)
+            materialize(batch.masters)
         plain(optimizer)
         for batch in batches:
             for master in batch.masters:  # torch's fused kernels leave versions as they are

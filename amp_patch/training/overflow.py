@@ -9,12 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from amp_patch.masters.gradients import held
-from amp_patch.masters.master import Master
-from amp_patch.masters.masters import has_gradient
-from amp_patch.masters.split_master import SplitMaster
+from amp_patch.masters.masters import PLAIN_TYPES, has_gradient
 from amp_patch.support import distributed
 from amp_patch.support.generated_class import base_class
 from amp_patch.training.loss_scaler import LossScaler
@@ -118,9 +116,8 @@ def _knows_of_each(optimizer: Any, stash: Stash) -> bool:
     would not undo. (Nor may the step after a skip be one: so messages about several skips in a row name parameters.)
     """
     state, stepped = optimizer.state, stash.neighbours.stepped
-    plain = (Tensor, nn.Parameter, Master, SplitMaster)
     return all(
-        type(master) in plain and stepped.get(id(master)) == len(state.get(master, ()))
+        type(master) in PLAIN_TYPES and stepped.get(id(master)) == len(state.get(master, ()))
         for group in optimizer.param_groups
         for master in group["params"]
         if has_gradient(master)

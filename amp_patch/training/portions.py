@@ -19,13 +19,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from amp_patch.masters import split_master
 from amp_patch.masters.half_gradients import can_wait, room_for
 from amp_patch.masters.master import Master
-from amp_patch.masters.masters import LinkList, has_gradient, round_into_weights, settle
-from amp_patch.masters.split_master import SplitMaster
+from amp_patch.masters.masters import PLAIN_TYPES, LinkList, has_gradient, materialize, round_into_weights, settle
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.generated_class import base_class
 from amp_patch.training.one_pass import done, is_untouched
@@ -39,8 +37,6 @@ Group = dict[str, Any]
 # Elements: 2 MB in FP32. Of 1, 2, 4 and 8 MB this took the least time for NAdam (foreach=True, one thread, a cache of
 # 2 MB a core); RMSprop took the same with all four.
 PORTION = 2**19
-
-_PLAIN_TYPES = (nn.Parameter, Master, SplitMaster, Tensor)
 
 _said: set[tuple[type, str]] = set()
 
@@ -176,7 +172,7 @@ def _step_each(step: Step, portions: list[tuple[Group, list[Tensor]]], plain: Pl
             if waiting is not None:
                 waiting.lend(masters, room)
             step.writes = True  # until the first portion runs, written masters are user edits
-            split_master.materialize(masters)
+            materialize(masters)
             plain(shell)
         finally:
             if waiting is not None:
@@ -204,12 +200,12 @@ def _portions(optimizer: Any) -> Iterator[tuple[Group, list[Tensor]]]:
 
 def _is_dense(master: Tensor) -> bool:
     """Whether master and gradient are plain tensors on the CPU; one that waits in low precision is."""
-    if type(master) not in _PLAIN_TYPES or master.device.type != "cpu":
+    if type(master) not in PLAIN_TYPES or master.device.type != "cpu":
         return False
     if isinstance(master, Master) and master.waits_alone():
         return True
     grad = master.grad
-    return grad is not None and type(grad) in _PLAIN_TYPES and grad.layout is torch.strided
+    return grad is not None and type(grad) in PLAIN_TYPES and grad.layout is torch.strided
 
 
 def _shell(optimizer: Any, group: Group, masters: list[Tensor]) -> Any:

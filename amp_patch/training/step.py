@@ -14,9 +14,8 @@ import torch
 
 from amp_patch.casts import regions
 from amp_patch.casts import state as casts_state
-from amp_patch.masters import split_master
 from amp_patch.masters.master import own_grad
-from amp_patch.masters.masters import LinkList, has_gradient, publish, publish_written, settle
+from amp_patch.masters.masters import LinkList, has_gradient, materialize, publish, publish_written, settle
 from amp_patch.multi_tensor.bulk import with_gradient
 from amp_patch.support import capture
 from amp_patch.support.blocks import Block, when_left
@@ -56,7 +55,7 @@ class Whole:
             step.unpublished = step.links
             settle(step.links)
             step.writes = True
-            split_master.materialize(master for master in step.links.masters if has_gradient(master))
+            materialize(master for master in step.links.masters if has_gradient(master))
         return plain(step.optimizer, *step.args, **step.kwargs)
 
 
@@ -106,7 +105,8 @@ class Step(Block):
         is_capturing = capture.is_capturing()
         if is_capturing:
             captured.check(optimizer, stash)
-        unscale_left(optimizer, stash)  # a pre-hook may have run a backward
+        if stash.pending is not None or stash.neighbours.sharing:
+            unscale_pending(optimizer)  # of a backward that a pre-hook has run
         if self.links.params:
             _warn_of_ungathered(optimizer, stash, self.links)
         if stash.device_skips:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_patch.masters.master import Master, own_grad
-from amp_patch.masters.split_master import low_half
+from amp_patch.masters.masters import kernel_tensors
 from amp_patch.support import distributed, tree
 from amp_patch.support.compiled import eager_only
 from amp_patch.training import zero_redundancy
@@ -52,7 +52,7 @@ class Sizes:
         states = [getattr(zero_redundancy.stateful(optimizer), "state", None) or {} for optimizer in optimizers]
         self.bytes["weights"] = _bytes(param for param, _ in pairs)
         masters = [master for param, master in pairs if master is not param]
-        self.bytes["masters"] = _bytes(master if (half := low_half(master)) is None else half for master in masters)
+        self.bytes["masters"] = _bytes(kernel_tensors(masters))
         self.bytes["state"] = _bytes(tensor for state in states for tensor in tree.tensors([*state.values()]))
 
     @eager_only
