@@ -102,7 +102,7 @@ MUTATIONS = (
         "one pass: a `step` that somebody has put into the class is called",
         'module.partition(".")[0] in ("torch", "amp_patch") for module in modules',
         "True for module in modules",
-        ("test_one_pass.py", "test_one_pass_hooks.py"),
+        ("test_one_pass_hooks.py",),
     ),
     Mutation(
         "portions: of a parameter without a gradient nothing is stepped",

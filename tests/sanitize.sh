@@ -24,9 +24,11 @@ CXX=${CXX:-c++}
 runtime="$("$CXX" -print-file-name=libasan.so) $("$CXX" -print-file-name=libstdc++.so)"
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH="$PWD" OMP_NUM_THREADS=2
 export CXXFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -D_GLIBCXX_ASSERTIONS"
-FILES="tests/multi_tensor/test_plan.py tests/multi_tensor/test_chunk.py tests/multi_tensor/test_multi_tensor.py"
-FILES="$FILES tests/multi_tensor/test_steps.py tests/multi_tensor/test_split.py tests/multi_tensor/test_step_chunk.py"
-FILES="$FILES tests/multi_tensor/test_properties.py tests/casts/test_threads.py tests/casts/test_casts.py"
+OF_KERNELS="plan chunk multi_tensor lists update_scale kernel_errors steps step_layouts split step_chunk properties"
+OF_CASTS="threads casts wrapped_names entered_casts weight_cache casts_in_modules registration"
+FILES=
+for name in $OF_KERNELS refused_calls; do FILES="$FILES tests/multi_tensor/test_$name.py"; done
+for name in $OF_CASTS; do FILES="$FILES tests/casts/test_$name.py"; done
 case ${1:-} in tests/*) FILES= ;; esac
 # Not the compilers of torch, which take minutes. A report must reach the terminal: the process ends right after it.
 LD_PRELOAD="$runtime" "$PYTHON" -m pytest --capture=sys -p no:cacheprovider -q -k "not compile" -m "not slow" $FILES "$@"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import pickle
 import threading
 
 import pytest
@@ -16,7 +15,7 @@ import torch
 from conftest import DEVICES
 from mastered import CAST, output, start
 from torch import nn
-from training import LEVELS, backward, linear
+from training import LEVELS, backward, linear, through_pickle
 
 from amp_patch import amp
 from amp_patch.masters.master import Master
@@ -135,7 +134,7 @@ def test_masters_that_come_later_are_seen_too():
     assert model(torch.ones(1, 1)).item() == 2.0
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+@pytest.mark.parametrize("how", [copy.deepcopy, through_pickle])
 def test_copies_follow_their_own_masters(how):
     model, optimizer = how(start())
     next(amp.master_params(optimizer)).data.fill_(2.0)

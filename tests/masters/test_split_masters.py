@@ -15,7 +15,7 @@ from ranks import RankError
 from split_masters import MAKERS, OPTIM, high_half, iterate, loss_of, masters, net, opened, same, start
 from three_ways import rounds_as_torch
 from torch import Tensor, nn
-from training import ADAM, ADAMW, SGD, images
+from training import ADAM, ADAMW, SGD, images, through_pickle
 
 from amp_patch import amp, multi_tensor
 from amp_patch.masters.split_master import is_split, low_half
@@ -268,7 +268,7 @@ def test_checkpoints_move_between_split_and_whole_masters(make, other):
 
 
 @one_of_each_way
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
 def test_copies_are_split_and_train_on_to_the_bit(make, copied):
     model, optimizer = start(make)
     iterate(model, optimizer, range(3))

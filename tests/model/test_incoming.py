@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import pickle
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from low_models import CAST, Net, every_half, iterate, loss_of, net, same, train
 from split_masters import MAKERS
 from torch import nn
 from torch_optimizers import OPTIMIZERS, VARIANTS, of_sparse_gradients
-from training import LEVELS, SGD, backward, linear
+from training import LEVELS, SGD, backward, linear, through_pickle
 
 from amp_patch import amp
 from amp_patch.masters.masters import master_of
@@ -207,7 +206,7 @@ def test_an_fp32_copy_has_the_values_that_were_trained(level):
         assert torch.equal(plain[name], param.float() if master is None else master)
 
 
-@pytest.mark.parametrize("by", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("by", [copy.deepcopy, through_pickle], ids=["copy", "pickle"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_a_copy_that_is_initialized_again_knows_what_came_low(level, by):
     """The frozen layer came in BF16, and another one, frozen too, in FP32."""

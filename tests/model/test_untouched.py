@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import subprocess
 import sys
 
@@ -133,7 +132,7 @@ def test_casts_do_not_act_in_the_step_of_an_own_class():
     assert optimizer.kind is torch.float32 and type(optimizer) is CastingOptimizer
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v))])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, training.through_pickle])
 def test_copies_train_on_as_their_own_class(duplicate):
     model, optimizer = start(convnet(), torch.optim.SGD)
     losses(model, optimizer)

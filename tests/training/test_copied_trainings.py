@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import weakref
 from typing import Any
 
@@ -12,12 +11,12 @@ import pytest
 import three_ways
 import torch
 from torch import Tensor, nn
-from training import backward
+from training import backward, through_pickle
 
 from amp_patch import amp
 from amp_patch.multi_tensor import backend
 
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda pair: pickle.loads(pickle.dumps(pair))}
+COPIES = {"deepcopy": copy.deepcopy, "pickle": through_pickle}
 both_ways = pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 WITH_MASTERS = {
     "O2": {"opt_level": "O2"},

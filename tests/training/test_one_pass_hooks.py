@@ -11,6 +11,7 @@ from training import linear
 
 from amp_patch import amp
 from amp_patch.multi_tensor import backend
+from amp_patch.training import one_pass
 
 pytestmark = pytest.mark.skipif(backend() != "cpp", reason="in plain torch optimizers step by themselves")
 MAKES = pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad], ids=["one pass", "portions"])
@@ -87,6 +88,14 @@ def test_a_step_that_somebody_puts_in_the_place_of_torchs_is_called(make, when, 
     assert calls == [1] and made is not None
     step = 2.0 if make is torch.optim.SGD else 0.5
     assert model.weight.tolist() == [[1 - step, 2 + step]]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_class_whose_step_somebody_has_replaced_is_none_of_the_table(replaced, monkeypatch):
+    """Where its first optimizer is initialized afterwards: `initialize` makes a subclass of each class once."""
+    if replaced:
+        monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: None)
+    assert one_pass.suits_class(torch.optim.SGD) is not replaced
 
 
 def test_torch_is_asked_whether_a_graph_is_captured(monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import subprocess
 import sys
 from typing import Any
@@ -76,9 +75,7 @@ def test_the_state_goes_through_torch_s_optimizer_and_back(level, recipe):
 
 @both_levels
 @every_recipe
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v))], ids=["deepcopy", "pickle"]
-)
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, training.through_pickle], ids=["deepcopy", "pickle"])
 def test_a_copy_goes_on_in_one_pass(level, recipe, duplicate, kernels):
     both = trained(level, recipe)
     twins = duplicate(both)

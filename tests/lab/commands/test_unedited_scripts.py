@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scripts import start
 
-from amp_patch.lab.commands.run import watched
+from amp_patch.lab.commands.run import at_asked_level
 from amp_patch.lab.recording.run import Run, loads
 
 DIGITS = """
@@ -66,7 +66,7 @@ def test_run_at_o0_is_the_script_to_the_bit(plain, tmp_path):
 @pytest.mark.parametrize("level", ["", "O2"])
 def test_what_has_trained_nothing_says_so(level, monkeypatch, capsys):
     monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", level)
-    with watched():
+    with at_asked_level():
         print("1")
     found = capsys.readouterr()
     assert found.out == "1\n" and ("AMP_PATCH_OPT_LEVEL=O2 has changed nothing: it made no" in found.err) is bool(level)
@@ -74,6 +74,6 @@ def test_what_has_trained_nothing_says_so(level, monkeypatch, capsys):
 
 def test_a_variable_that_names_no_level_ends_the_run(monkeypatch, capsys):
     monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "02")
-    with pytest.raises(SystemExit) as caught, watched():
+    with pytest.raises(SystemExit) as caught, at_asked_level():
         pytest.fail("the script ran")
     assert caught.value.code == 2 and "AMP_PATCH_OPT_LEVEL is '02'; wanted O0, O1" in capsys.readouterr().err
