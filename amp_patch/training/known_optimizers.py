@@ -94,79 +94,79 @@ Kernel = Callable[[Any, Batch, Tensor | None], None]
 _CAPTURE_CHECKS = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
 
 
-def _adam(optimizer: Any, part: Batch, found_inf: Tensor | None) -> None:
+def _adam(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
     for name in _CAPTURE_CHECKS:
         if (check := getattr(optimizer, name, None)) is not None:
             check()
             break
-    group = part.group
+    group = batch.group
     names = ("exp_avg", "exp_avg_sq", "step") + (("max_exp_avg_sq",) if group["amsgrad"] else ())
-    averages, squares, steps, *largest = _state_lists(optimizer, part, names)
+    averages, squares, steps, *largest = _state_lists(optimizer, batch, names)
     multi_tensor.multi_tensor_adam(
-        part.grads,
-        part.stepped,
+        batch.grads,
+        batch.stepped,
         averages,
         squares,
         largest[0] if largest else None,
         steps,
-        part.weights or None,
-        **_adam_settings(part),
+        batch.weights or None,
+        **_adam_settings(batch),
         decoupled=group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)),
         maximize=group["maximize"],
-        factors=part.factors,
+        factors=batch.factors,
         found_inf=found_inf,
     )
 
 
-def _adam_settings(part: Batch) -> dict[str, Any]:
+def _adam_settings(batch: Batch) -> dict[str, Any]:
     """What torch's Adams and ours call alike."""
-    beta1, beta2 = part.group["betas"]
-    numbers = {name: part.group[name] for name in ("eps", "weight_decay")}
-    return {"lr": _number(part.group["lr"], part), "beta1": beta1, "beta2": beta2, **numbers}
+    beta1, beta2 = batch.group["betas"]
+    numbers = {name: batch.group[name] for name in ("eps", "weight_decay")}
+    return {"lr": _number(batch.group["lr"], batch), "beta1": beta1, "beta2": beta2, **numbers}
 
 
-def _sgd(optimizer: Any, part: Batch, found_inf: Tensor | None) -> None:
-    group = part.group
+def _sgd(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
+    group = batch.group
     buffers = None
     if group["momentum"]:
         state = optimizer.state
         buffers = [
-            torch.empty_like(m, requires_grad=False) if part.first_run else state[m]["momentum_buffer"]
-            for m in part.masters
+            torch.empty_like(m, requires_grad=False) if batch.first_run else state[m]["momentum_buffer"]
+            for m in batch.masters
         ]
-        if part.first_run:
-            for master, buffer in zip(part.masters, buffers, strict=True):
+        if batch.first_run:
+            for master, buffer in zip(batch.masters, buffers, strict=True):
                 state[master]["momentum_buffer"] = buffer
     try:
         multi_tensor.multi_tensor_sgd(
-            part.grads,
-            part.stepped,
+            batch.grads,
+            batch.stepped,
             buffers,
-            part.weights or None,
-            lr=_number(group["lr"], part),
+            batch.weights or None,
+            lr=_number(group["lr"], batch),
             momentum=group["momentum"],
             dampening=group["dampening"],
             weight_decay=group["weight_decay"],
             nesterov=group["nesterov"],
             maximize=group.get("maximize", False),
-            first_run=part.first_run,
-            factors=part.factors,
+            first_run=batch.first_run,
+            factors=batch.factors,
             found_inf=found_inf,
         )
     finally:
-        if part.first_run and not part.is_stepped:
-            for master in part.masters:
+        if batch.first_run and not batch.is_stepped:
+            for master in batch.masters:
                 optimizer.state[master].pop("momentum_buffer", None)
 
 
-def _fused_sgd(optimizer: Any, part: Batch, found_inf: Tensor | None) -> None:
-    if optimizer.wd_after_momentum and part.group["weight_decay"]:
+def _fused_sgd(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
+    if optimizer.wd_after_momentum and batch.group["weight_decay"]:
         raise NotKnown  # its `decay` is more exact than the kernel's
-    _sgd(optimizer, part, found_inf)
+    _sgd(optimizer, batch, found_inf)
 
 
-def _fused_adam(optimizer: Any, part: Batch, found_inf: Tensor | None) -> None:
-    group = part.group
+def _fused_adam(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
+    group = batch.group
     decoupled = optimizer.adam_w_mode and group["weight_decay"]  # its `decay` is more exact than the kernel's
     count = group.get("step", 0)
     if decoupled or optimizer.capturable or optimizer.master_weights or isinstance(count, Tensor):
@@ -174,37 +174,37 @@ def _fused_adam(optimizer: Any, part: Batch, found_inf: Tensor | None) -> None:
     if capture.is_capturing():
         raise NotKnown  # its own step refuses: a replay would not count
     multi_tensor.multi_tensor_adam(
-        part.grads,
-        part.stepped,
-        optimizer.averages(part.masters, "exp_avg"),
-        optimizer.averages(part.masters, "exp_avg_sq"),
+        batch.grads,
+        batch.stepped,
+        optimizer.averages(batch.masters, "exp_avg"),
+        optimizer.averages(batch.masters, "exp_avg_sq"),
         None,
         float(count),
-        part.weights or None,
-        **_adam_settings(part),
+        batch.weights or None,
+        **_adam_settings(batch),
         decoupled=False,
         bias_correction=bool(group["bias_correction"]),
-        factors=part.factors,
+        factors=batch.factors,
         found_inf=found_inf,
     )
 
 
-def _number(value: Any, part: Batch) -> Any:
+def _number(value: Any, batch: Batch) -> Any:
     """A setting, on the device of the parameters if it is a tensor; one of the host is read there."""
-    if not isinstance(value, Tensor) or value.device == part.masters[0].device:
+    if not isinstance(value, Tensor) or value.device == batch.masters[0].device:
         return value
-    return value.item() if value.device.type == "cpu" else value.to(part.masters[0].device)
+    return value.item() if value.device.type == "cpu" else value.to(batch.masters[0].device)
 
 
-def _state_lists(optimizer: Any, part: Batch, names: tuple[str, ...]) -> Iterator[list[Tensor]]:
+def _state_lists(optimizer: Any, batch: Batch, names: tuple[str, ...]) -> Iterator[list[Tensor]]:
     """Per name the state of the batch's parameters; what is new is made by torch's own code."""
     state = optimizer.state
-    states = list(map(state.get, part.masters))
+    states = list(map(state.get, batch.masters))
     if not all(states):
         _make_state(
-            optimizer, part.group, [master for master, its in zip(part.masters, states, strict=True) if not its]
+            optimizer, batch.group, [master for master, its in zip(batch.masters, states, strict=True) if not its]
         )
-        states = [state[master] for master in part.masters]
+        states = [state[master] for master in batch.masters]
     try:
         if states[0]["step"].dtype is torch.float64:
             for its in states:  # torch makes counts FP64 where that is the default type, also in checkpoints
