@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import is_
 from typing import Any
@@ -66,10 +66,12 @@ class Masters:
 
     Attributes:
         waiting: where gradients wait in low precision; None where they do not.
+        found_bare: called when the groups have come to hold low-precision parameters without masters; not copied.
     """
 
     def __init__(self) -> None:
         self.waiting: HalfGradients | None = None
+        self.found_bare: Callable[[], None] | None = None
         self._route = GradRoute()
         self._stepped_grads = SteppedGradients()
         self._params: dict[int, tuple[Tensor, Link]] = {}  # id(master) -> the parameter and its link to this master
@@ -106,6 +108,8 @@ class Masters:
         if known is None or len(masters) != len(known.masters) or not all(map(is_, masters, known.masters)):
             params = self._params
             known = self._pairs = Pairs([(params[id(m)][0] if id(m) in params else m, m) for m in masters])
+            if known.bare and self.found_bare is not None:
+                self.found_bare()
         return known
 
     @cached_property

@@ -78,7 +78,7 @@ class Batch:
 
 
 def kernel_of(optimizer: Any) -> Kernel | None:
-    """What steps a part of this optimizer's parameters, given the overflow flag; None where none of ours does."""
+    """What steps a batch of this optimizer's parameters, given the overflow flag; None where none of ours does."""
     return KERNELS.get(getattr(type(optimizer), "_amp_base", type(optimizer)))
 
 

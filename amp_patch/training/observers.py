@@ -66,7 +66,7 @@ def add(observer: Observer) -> None:
     """Tell `observer` from now on."""
     with _lock:
         if not _observers:
-            # Torch calls these global hooks around an optimizer's own, the training's among them.
+            # torch calls these global hooks around an optimizer's own.
             _hooks.append(register_optimizer_step_pre_hook(_step_begins))
             _hooks.append(register_optimizer_step_post_hook(_step_ends))
             scaler_calls.install(tell)

@@ -34,7 +34,7 @@ from amp_patch.training.known_optimizers import (
     kernel_of,
 )
 from amp_patch.training.stash import Stash
-from amp_patch.training.step import Plain, Step, Whole
+from amp_patch.training.step import Plain, Step, Whole, is_untouched
 
 _NUMBERS = ("weight_decay", "momentum", "dampening", "eps")  # settings that the kernels do not read from the device
 
@@ -46,16 +46,7 @@ def knows(optimizer: Any) -> bool:
 
 def suits_class(base: Any) -> bool:
     """Whether `base` is exactly a class of the table, whose `step` nobody has replaced."""
-    return base in KERNELS and is_untouched(base)
-
-
-def is_untouched(base: Any) -> bool:
-    """Whether `step` of the class is what torch, or we, have written: somebody may have put another in its place."""
-    layers = [base.step]
-    while (inner := getattr(layers[-1], "__wrapped__", None)) is not None:
-        layers.append(inner)
-    modules = [getattr(layer, "__globals__", {}).get("__name__", "") for layer in layers]
-    return all(module.partition(".")[0] in ("torch", "amp_patch") for module in modules)
+    return base in KERNELS and is_untouched(base.step)
 
 
 class InOnePass(Whole):

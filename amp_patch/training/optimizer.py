@@ -24,26 +24,29 @@ from amp_patch.support.quantized import is_quantized
 from amp_patch.training import ddp, one_pass, portions, thawed, untouched, zero_redundancy
 from amp_patch.training.overflow import drop_overflowed
 from amp_patch.training.stash import Stash, give_stash, note_sharing, siblings, stash_of, take_stash
-from amp_patch.training.step import WHOLE, Whole, step_of
+from amp_patch.training.step import WHOLE, Whole, lead_to_step, step_of
 from amp_patch.training.unscale import unscale_pending
 
 _copies = Installation()
+_KNOWN_ZERO_GRADS = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad)  # as they are before anybody patches
 
 
 class AmpOptimizer(Generated):
     """Overrides of an optimizer that went through `initialize`."""
 
-    _zero_grad_is_known = False  # whether the `zero_grad` of the class is torch's, or ours
+    strategy: Whole = WHOLE  # of the class
 
     @classmethod
     def _amp_overrides(cls, base: Any, key: tuple[str, ...]) -> dict[str, Any]:
-        known = getattr(base, "zero_grad", None) in (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad)
-        return {"step": step_of(base, _strategy_of(base)), "_zero_grad_is_known": known}
+        return {"step": step_of(base), "strategy": _strategy_of(base)}
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """torch's, and the low-precision gradients of the model's parameters with it."""
         stash = stash_of(self)
-        at_once = self._zero_grad_is_known and not args and not kwargs
+        known = stash is not None and (
+            stash.masters.waiting is not None or getattr(self._amp_base, "zero_grad", None) in _KNOWN_ZERO_GRADS
+        )
+        at_once = known and not args and not kwargs
         at_once = at_once and getattr(self, "set_grad_none", True)  # FusedAdam's, FusedSGD's
         if stash is None or not at_once:
             super().zero_grad(*args, **kwargs)  # type: ignore[misc]
@@ -144,7 +147,7 @@ def check_optimizer(optimizer: Any, policy: Policy) -> None:
 def enter_training(
     optimizer: Any, stash: Stash, about_to_be_cast: Collection[int], mixin: type[AmpOptimizer] = AmpOptimizer
 ) -> None:
-    """Give `optimizer` its class (the subclass for `mixin`), stash, hooks, and the masters of its parameters."""
+    """Give `optimizer` its class (the subclass for `mixin`), its stash, and the masters of its parameters."""
     if stash.policy.master_weights:
         for group in optimizer.param_groups:
             stash.masters.attach(optimizer, group, about_to_be_cast, split=stash.policy.splits_masters)
@@ -196,7 +199,9 @@ def enter_step(optimizer: Any, stash: Stash) -> None:
     if stash.policy.master_weights and (one_pass.knows(optimizer) or portions.suits(optimizer, stash)):
         stash.masters.let_gradients_wait()
     thawed.watch(optimizer, stash)
-    if not isinstance(optimizer, Generated):
+    if isinstance(optimizer, Generated):
+        lead_to_step(optimizer)
+    else:
         stash.neighbours.handles = untouched.hook(optimizer)
 
 

@@ -31,14 +31,13 @@ def decide(optimizer: Any, stash: Stash, is_capturing: bool) -> tuple[bool, Tens
     Raises:
         RuntimeError: a CUDA graph is being captured, and the optimizer cannot skip on the device.
     """
-    if may_skip_on_device(optimizer, stash):
-        captured = is_capturing
-        if _knows_of_each(optimizer, stash) and (captured or not stash.last_skipped):
-            flags = torch.stack([found_inf.reshape(()) for _, found_inf in stash.found])
-            overflow = flags.amax()
-            if not captured:
-                stash.device_skips.append(DeviceSkip([scaler for scaler, _ in stash.found], flags, overflow))
-            return False, overflow
+    on_device = may_skip_on_device(optimizer, stash) and (is_capturing or not stash.last_skipped)
+    if on_device and _knows_of_each(optimizer, stash):
+        flags = torch.stack([found_inf.reshape(()) for _, found_inf in stash.found])
+        overflow = flags.amax()
+        if not is_capturing:
+            stash.device_skips.append(DeviceSkip([scaler for scaler, _ in stash.found], flags, overflow))
+        return False, overflow
     if is_capturing and any(waits(found_inf.device) for _, found_inf in stash.found):
         _refuse_in_capture(optimizer, stash)
     scalers = read_found(stash) if stash.found else []

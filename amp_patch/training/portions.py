@@ -26,9 +26,9 @@ from amp_patch.masters.master import Master
 from amp_patch.masters.masters import PLAIN_TYPES, LinkList, has_gradient, materialize, round_into_weights, settle
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.generated_class import base_class
-from amp_patch.training.one_pass import done, is_untouched
+from amp_patch.training.one_pass import done
 from amp_patch.training.stash import Stash
-from amp_patch.training.step import Plain, Step, Whole
+from amp_patch.training.step import Plain, Step, Whole, is_untouched
 
 logger = logging.getLogger("amp_patch")
 
@@ -73,7 +73,7 @@ RELEASES = ((2, 6), (2, 15))
 
 def is_torchs(base: Any) -> bool:
     """Whether `base` is a class of torch.optim itself, with torch's step."""
-    return getattr(torch.optim, base.__name__, None) is base and is_untouched(base)
+    return is_untouched(base.step) and getattr(torch.optim, base.__name__, None) is base
 
 
 def reason_against(optimizer: Any) -> str | None:

@@ -74,6 +74,7 @@ def scale_loss(
         return nullcontext(loss)
     scaler = _checked_scaler(loss, stashes, loss_id)
     for target, stash in zip(targets, stashes, strict=True):
+        stash.masters.of_groups(target.param_groups)  # which may come to subscribe, where the groups have changed
         for prepare in stash.neighbours.before_backward:
             prepare(target, stash)
     alone = len(targets) == 1 and stashes[0].neighbours.owns_all

@@ -58,10 +58,9 @@ class ScaledBackward(Block):
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> None:
-        self.loss, self.optimizers, self.stashes, self.scaler = loss, optimizers, stashes, scaler
+        self.loss: Tensor | None = loss
+        self.optimizers, self.stashes, self.scaler = optimizers, stashes, scaler
         self.delay_unscale, self.delay_overflow_check = delay_unscale, delay_overflow_check
-        self.now = Pending(scaler)
-        self.scale, self.checking = self.now.scale, self.now.checking
         self.models: dict[int, tuple[nn.Module, int]] = {}
         self.begun = self.done = self.failed = False
         self._had_grad: tuple[list[Tensor], Sequence[int]] | None = None  # parameters, and which had one at the start
@@ -70,11 +69,15 @@ class ScaledBackward(Block):
         self._exit_watch: Any = None
 
     def __enter__(self) -> Tensor:
+        if self.loss is None:
+            raise RuntimeError("scale_loss: this context manager was entered before; call scale_loss for each backward")
         self._exit_watch = when_left(self, lambda _: self.close())
+        self.now = Pending(self.scaler)
+        self.scale, self.checking = self.now.scale, self.now.checking
         self.begin()
         self._casts = regions.process_wide_region(self.stashes[0].policy)
         self._casts.__enter__()
-        loss, self.loss = self.loss, None  # type: ignore[assignment]  # whose graph is the user's to keep
+        loss, self.loss = self.loss, None  # whose graph is the user's to keep
         observers.tell("loss_scaled", self, loss)
         if not self.now.scaling:
             return loss.float() if loss.dtype in LOW_PRECISION else loss
@@ -115,13 +118,14 @@ class ScaledBackward(Block):
             stash.masters.drop_stepped_grads()
             own.strays.clear()
             stash.bodies += 1
-        self._make_room()
-        params = self.params()
+        parts = self.parts()
+        self._make_room(parts)
+        params = parts[0][2].distinct_params if len(parts) == 1 else self.params()
         self._had_grad = params, with_gradient(params)
 
-    def _make_room(self) -> None:
+    def _make_room(self, parts: list[tuple[Stash, Pairs, Pairs]]) -> None:
         accumulating = []
-        for stash, pairs, new in self.parts():
+        for stash, pairs, new in parts:
             if stash.pending is None:
                 drop_gradients(new.low)
                 if not stash.masters.waiting and not with_gradient(pairs.masters):

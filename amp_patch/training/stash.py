@@ -191,8 +191,8 @@ class Neighbours(OfThisProcess):
 class Stash:
     """Everything amp_patch knows of one optimizer: `optimizer._amp_stash`.
 
-    Its own fields outlive the process: they are pickled and copied with the optimizer. What one backward pass needs,
-    what one step needs and what is around the optimizer are parts of their own, which a pickle or a copy has fresh.
+    Its own fields but `step` outlive the process: they are pickled and copied with the optimizer. What one backward
+    pass needs and what is around the optimizer are parts of their own, which a pickle or a copy has fresh.
 
     Attributes:
         policy: of the training that the optimizer belongs to.
@@ -207,7 +207,7 @@ class Stash:
         device_skips: the steps that skipped on the device, or did not, which it has not heard of yet; the newest last.
         wrapped: whether something around the optimizer may look at gradients after its step.
         two_passes: whether weights are moved between backward and step, by a wrapper such as SAM.
-        step: the `Step` that is running; None in copies and pickles.
+        step: the `Step` that is running (at O0 what `untouched.py` has in its place); None in copies and pickles.
     """
 
     policy: Policy

@@ -20,10 +20,11 @@ from amp_patch.multi_tensor.bulk import with_gradient
 from amp_patch.support import capture
 from amp_patch.support.blocks import Block, when_left
 from amp_patch.support.compiled import eager_only, wraps
-from amp_patch.support.generated_class import base_class
+from amp_patch.support.generated_class import Generated, base_class
+from amp_patch.support.patches import Installation, Patches
 from amp_patch.support.scripts_line import stacklevel
 from amp_patch.training import captured, observers, overflow
-from amp_patch.training.stash import Stash, body_events, known_stash, sharing, stash_of
+from amp_patch.training.stash import Stash, body_events, sharing, stash_of
 from amp_patch.training.unscale import unscale_pending
 
 Plain = Callable[..., Any]  # the `step` of an optimizer's own class
@@ -62,9 +63,6 @@ class Whole:
 WHOLE = Whole()
 
 
-_NO_CASTS = regions.region(None)
-
-
 class Step(Block):
     """What lies between users' pre-hooks and post-hooks, in the order of its methods: a `with` block around `run`.
 
@@ -98,15 +96,17 @@ class Step(Block):
 
     def __enter__(self) -> Step:
         optimizer, stash = self.optimizer, self.stash
-        self._exit_watch = when_left(self, lambda _: self.leave())
+        self._exit_watch = when_left(self, lambda _: self._leave_for_good())
         stash.step = self
+        if stash.backward.open or stash.backward.other_open_bodies:
+            _refuse_in_body(optimizer, stash)
         if self.args or self.kwargs:
             self._check_closure()
         is_capturing = capture.is_capturing()
         if is_capturing:
             captured.check(optimizer, stash)
         if stash.pending is not None or stash.neighbours.sharing:
-            unscale_pending(optimizer)  # of a backward that a pre-hook has run
+            unscale_pending(optimizer)  # `prepare` has not: a method was captured, or a pre-hook has run a backward
         if self.links.params:
             _warn_of_ungathered(optimizer, stash, self.links)
         if stash.device_skips:
@@ -115,7 +115,7 @@ class Step(Block):
         if self.overflow is not None:
             optimizer.grad_scale, optimizer.found_inf = None, self.overflow
         if casts_state.current() is not None:  # the casts that act here are not for the optimizer's own arithmetic
-            self._no_casts = _NO_CASTS
+            self._no_casts = regions.region(None)
             self._no_casts.__enter__()
         return self
 
@@ -145,28 +145,34 @@ class Step(Block):
         elif self.writes:
             self.stepped = self.stepped or bool(self.links.watch.written())
             publish_written(self.links)
-            if self.stepped:
-                self._consume()
+            if self.stepped and not self._is_consumed:
+                consume(stash)
+                self._is_consumed = True
         if self.overflow is not None:
             vars(optimizer).pop("grad_scale", None)
             vars(optimizer).pop("found_inf", None)
         stash.step = self._exit_watch = None
+
+    def _leave_for_good(self) -> None:
+        """`leave`, after which the step is over whatever came of it: with `stash.step` set none would be checked."""
+        try:
+            self.leave()
+        finally:
+            if self.stash.step is self:
+                self.stash.step = None
 
     def _finish(self) -> None:
         stash = self.stash
         if self._made and self.overflow is None and stash.found and not self._is_consumed:
             overflow.note_stepped(self.optimizer, stash)
         casts_state.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
-        self._consume()
+        if not self._is_consumed:
+            consume(stash)
+            self._is_consumed = True
         if self._made and self.unpublished is not None:
             publish(self.unpublished)  # after a skip on the device these are the values that are there already
         if self._made and not stash.neighbours.has_stepped and not capture.is_capturing():
             stash.neighbours.has_stepped = True
-
-    def _consume(self) -> None:
-        if not self._is_consumed:
-            consume(self.stash)
-            self._is_consumed = True
 
     def _closure(self) -> Any:
         return self.args[0] if self.args else self.kwargs.get("closure")
@@ -193,38 +199,23 @@ class Step(Block):
 # The method
 
 
+_installation = Installation()
 _HOOKS_AROUND = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
+_redirected: set[Any] = set()  # torch's functions that call the hooks, of the classes whose steps come to `Step`
 
 
-def step_of(base: Any, strategy: Whole = WHOLE) -> Callable[..., Any]:
-    """The `step` of optimizers of the class `base` in a training: `strategy` where that suits, else torch's own way."""
-    with_hooks = issubclass(base, torch.optim.Optimizer)
-    if with_hooks and _is_of_torch_or_ours(base) and not getattr(base.step, "hooked", False):
-        base.step = torch.optim.Optimizer.profile_hook_step(base.step)  # an unpickled optimizer is the first of `base`
-        vars(base.step)["hooked"] = True
-    own: Any = base.step
-    if getattr(own, "__code__", None) is _HOOKS_AROUND:
-        plain = own.__wrapped__
-    else:  # with `hooked` somebody has wrapped what torch gave its hooks: these are called inside
-        plain, with_hooks = own, with_hooks and not getattr(own, "hooked", False)
+def step_of(base: Any) -> Callable[..., Any]:
+    """The `step` of optimizers of the class `base` in a training, around what torch calls the hooks around."""
 
-    def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
-        stash = known_stash(self)
-        given = bool(args or kwargs) and any(value is not None for value in (*args, *kwargs.values()))
-        with Step(self, stash, args, kwargs) as step:
-            return step.run(strategy if strategy.suits(self, stash, given) else WHOLE, plain)
-
-    between_hooks = torch.optim.Optimizer.profile_hook_step(wraps(plain)(inside)) if with_hooks else None
-
-    @wraps(own)
+    @wraps(base.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         stash = stash_of(self)
         if stash is None or not stash.enabled or stash.step is not None:
             return base.step(self, *args, **kwargs)
-        prepare(self, stash)
-        if between_hooks is not None and base.step is own and "_optimizer_step_pre_hooks" in vars(self):
-            result = between_hooks(self, *args, **kwargs)
-        else:  # no hooks, or a script has replaced `step` of the class since
+        prepare(self, stash, args, kwargs)
+        if "_optimizer_step_pre_hooks" in vars(self):
+            result = base.step(self, *args, **kwargs)  # which `lead_to_step` leads to `Step`, inside of the hooks
+        else:
             result = _around(base.step, self, stash, args, kwargs)
         if (links := stash.masters.links).params:
             publish_written(links)  # by users' post-hooks
@@ -234,12 +225,62 @@ def step_of(base: Any, strategy: Whole = WHOLE) -> Callable[..., Any]:
     return eager_only(step)
 
 
-def _is_of_torch_or_ours(base: type) -> bool:
-    return base.__module__.partition(".")[0] in ("torch", "amp_patch")
+def lead_to_step(optimizer: Any) -> None:
+    """Have `step` of the optimizer's class come to `Step` for the optimizers of trainings, inside of its hooks.
+
+    torch's function that calls the hooks keeps the class's own step in a cell of its closure. That cell is filled anew,
+    until `amp.restore()`: so whoever has captured the method before `initialize` (a scheduler, a wrapper, a compiled
+    step) comes to `Step` too. Optimizers that are in no training, and classes without hooks, step as before.
+    """
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):
+        return
+    base: Any = base_class(optimizer)
+    if not getattr(base.step, "hooked", False):  # an unpickled optimizer is the first of `base`
+        base.step = torch.optim.Optimizer.profile_hook_step(base.step)
+        vars(base.step)["hooked"] = True
+    layer = base.step
+    while getattr(layer, "__code__", None) is not _HOOKS_AROUND:
+        if (layer := getattr(layer, "__wrapped__", None)) is None:
+            return
+    plain = layer.__wrapped__
+
+    def redirect(patches: Patches) -> None:
+        cell = next(cell for cell in layer.__closure__ if cell.cell_contents is plain)
+        patches.apply(lambda: _redirected.add(layer), lambda: _redirected.discard(layer))
+        patches.set_cell(cell, _within_hooks(plain))
+
+    if layer not in _redirected:
+        _installation.add(redirect)
+
+
+def is_untouched(step: Any) -> bool:
+    """Whether the `step` of a class is what torch, or we, have written: somebody may have put another in its place."""
+    layers = [step]
+    while (inner := getattr(layers[-1], "__wrapped__", None)) is not None:
+        layers.append(inner)
+    modules = [getattr(layer, "__globals__", {}).get("__name__", "") for layer in layers]
+    return all(module.partition(".")[0] in ("torch", "amp_patch") for module in modules)
+
+
+def _within_hooks(plain: Plain) -> Plain:
+    """What stands in the place of the class's own step, `plain`."""
+    is_known = is_untouched(plain)
+
+    @wraps(plain)
+    def within(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stash = stash_of(self)
+        if stash is None or not stash.enabled or stash.step is not None or not isinstance(self, Generated):
+            return plain(self, *args, **kwargs)
+        strategy: Whole = type(self).strategy if is_known else WHOLE  # type: ignore[attr-defined]
+        given = bool(args or kwargs) and any(value is not None for value in (*args, *kwargs.values()))
+        with Step(self, stash, args, kwargs) as step:
+            return step.run(strategy if strategy.suits(self, stash, given) else WHOLE, plain)
+
+    return eager_only(within)
 
 
 def _around(whole: Plain, optimizer: Any, stash: Stash, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A step whose hooks, if it has any, are called by `whole`, so that observers are told here."""
+    """A step of an optimizer that has no hooks, so that observers are told here."""
     observers.tell("step_begins", optimizer)
     with Step(optimizer, stash, args, kwargs) as step:
         result = step.run(WHOLE, whole)
@@ -247,19 +288,17 @@ def _around(whole: Plain, optimizer: Any, stash: Stash, args: tuple[Any, ...], k
     return result
 
 
-def prepare(optimizer: Any, stash: Stash) -> None:
-    """Before users' pre-hooks: refuse a step that cannot be, and leave unscaled gradients on masters; no sync."""
+def prepare(optimizer: Any, stash: Stash, args: Any, kwargs: Any) -> None:
+    """Before users' pre-hooks: refuse a step that cannot be, and leave unscaled gradients on masters; no sync.
+
+    Given a closure, which may be refused, this leaves gradients as they are: `Step` unscales them.
+    """
     if stash.backward.open or stash.backward.other_open_bodies:
         _refuse_in_body(optimizer, stash)
     for check in stash.neighbours.before_step:
         check(optimizer, stash)
     stash.masters.drop_stepped_grads()
-    unscale_left(optimizer, stash)
-
-
-def unscale_left(optimizer: Any, stash: Stash) -> None:
-    """Unscale what delayed exits of `scale_loss` left for this optimizer, or others with its parameters; no sync."""
-    if stash.pending is not None or stash.neighbours.sharing:
+    if (stash.pending is not None or stash.neighbours.sharing) and not (args or kwargs):
         unscale_pending(optimizer)
 
 

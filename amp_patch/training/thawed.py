@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from amp_patch.model import came
@@ -14,13 +15,17 @@ from amp_patch.training.stash import Stash, note_sharing, siblings
 
 
 def watch(optimizer: Any, stash: Stash) -> None:
-    """Have `take` called before each backward and `refuse` before each step, where there is a reason; idempotent."""
-    around, policy = stash.neighbours, stash.policy
-    if take in around.before_backward or not (policy.master_weights or policy.patch_torch_functions):
-        return
-    if stash.masters.of_groups(optimizer.param_groups).bare:
-        around.before_backward.append(take)
-        around.before_step.append(refuse)
+    """Have `take` called before each backward and `refuse` before each step once there is a reason; idempotent."""
+    if stash.policy.master_weights or stash.policy.patch_torch_functions:
+        stash.masters.found_bare = partial(_subscribe, stash)
+        if stash.masters.of_groups(optimizer.param_groups).bare:
+            _subscribe(stash)
+
+
+def _subscribe(stash: Stash) -> None:
+    if take not in stash.neighbours.before_backward:
+        stash.neighbours.before_backward.append(take)
+        stash.neighbours.before_step.append(refuse)
 
 
 def take(optimizer: Any, stash: Stash) -> None:

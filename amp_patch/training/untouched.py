@@ -16,7 +16,8 @@ from amp_patch.support import capture
 from amp_patch.support.compiled import not_traced
 from amp_patch.training import captured
 from amp_patch.training.stash import Stash, stash_of
-from amp_patch.training.step import consume, unscale_left
+from amp_patch.training.step import consume
+from amp_patch.training.unscale import unscale_pending
 
 
 class _HookedStep:
@@ -49,7 +50,8 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     step = stash.step = _HookedStep(sys._getframe(1))
     if capture.is_capturing():
         captured.check(optimizer, stash)
-    unscale_left(optimizer, stash)
+    if stash.pending is not None or stash.neighbours.sharing:
+        unscale_pending(optimizer)
     stash.last_skipped = False
     if casts_state.current() is None:
         return None

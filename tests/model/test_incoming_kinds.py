@@ -67,6 +67,33 @@ def test_a_thawed_weight_of_a_new_group_gets_its_master():
     iterate(model, optimizer, 2)
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("cleared", [False, True])
+def test_a_thawed_weight_that_is_appended_to_a_group_by_hand_gets_its_master(level, cleared):
+    model = net(torch.bfloat16)
+    optimizer = SGD(trained(model))
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    iterate(model, optimizer, 1)
+    model.frozen.requires_grad_(True)
+    optimizer.param_groups[0]["params"] += list(model.frozen.parameters())
+    if cleared:
+        optimizer.zero_grad()
+    backward(loss_of(model, 0), optimizer)
+    assert master_of(model.frozen.weight) is not None
+    optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_thawed_weight_that_is_appended_to_a_group_by_hand_is_refused_under_casts(level):
+    model = net(torch.bfloat16)
+    optimizer = SGD(trained(model))
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model.frozen.requires_grad_(True)
+    optimizer.param_groups[0]["params"] += list(model.frozen.parameters())
+    with pytest.raises(RuntimeError, match="came frozen"):
+        backward(loss_of(model, 0), optimizer)
+
+
 @every_half
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_low_precision_weights_of_a_new_group_are_fp32_under_casts(level, half):

@@ -275,7 +275,7 @@ def test_hooks_are_called_once_a_step(level, recipe, own_way, kernels):
 @pytest.mark.parametrize("captured", ["before", "after", "by a scheduler"])
 def test_a_step_that_was_captured(level, recipe, captured, kernels):
     both = []
-    for way in (OnePass(), Unfused() if captured == "before" else Eager()):
+    for way in (OnePass(), Eager()):
         model = training.linear([[1.0, 2.0], [3.0, 4.0]])
         optimizer = recipe(model.parameters(), **way.options)
         step = optimizer.step
@@ -292,7 +292,7 @@ def test_a_step_that_was_captured(level, recipe, captured, kernels):
                 if captured == "by a scheduler":
                     scheduler.step()
         both.append(ends(model, optimizer))
-    assert len(kernels) == (0 if captured == "before" else 3)
+    assert len(kernels) == 3
     training.assert_unchanged(*both)
 
 

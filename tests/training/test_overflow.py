@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -344,11 +345,13 @@ def test_a_step_that_an_exception_left_is_over(level, value, again):
 
     scaled_backward(value)
     optimizer.broken = True
-    with pytest.raises(KeyError):
+    skipped = value == math.inf and level in ("O1", "O2")
+    with nullcontext() if skipped else pytest.raises(KeyError):
         torch.optim.Optimizer.profile_hook_step(Raising.step)(optimizer)
     optimizer.broken = False
     if again == "retry":
-        optimizer.step()
+        if not skipped:
+            optimizer.step()
         if level not in ("O0", "O3", "O4", "O5"):  # the loss is scaled, and the overflow seen
             assert model.weight.item() == (1.0 if value == math.inf else 0.875)
         return

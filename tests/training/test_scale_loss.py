@@ -278,3 +278,32 @@ def test_clipping_a_model_of_which_only_a_part_is_trained(level):
         backward(model(x(3.0)).sum(), optimizer)
         assert clip_grad_norm_(model.parameters(), 100.0).item() == pytest.approx(math.sqrt(18.0), abs=0.01)
         assert master_grads(optimizer) == [[[3.0]]]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_scale_is_that_of_the_moment_in_which_the_body_begins(level):
+    model, optimizer = setup(level, loss_scale="dynamic")
+    first, second = (amp.scale_loss(quarter(model, 1.0, 2.0), optimizer) for _ in range(2))
+    with first as scaled_loss:
+        (scaled_loss * math.inf).backward()
+    with second as scaled_loss:
+        assert scaled_loss.item() == 1.25 * 32768.0
+    with pytest.raises(RuntimeError, match="was entered before"), second:
+        pass
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_zero_grad_that_a_script_has_put_into_torch_s_class_is_called(when, monkeypatch):
+    calls, original = [], torch.optim.Optimizer.zero_grad
+
+    def zero_grad(self, set_to_none=True):
+        calls.append(1)
+        original(self, set_to_none)
+
+    if when == "before":
+        monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", zero_grad)
+    _, optimizer = setup("O1")
+    if when == "after":
+        monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", zero_grad)
+    optimizer.zero_grad()
+    assert calls == [1]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
+import warnings
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import nn
 from training import linear
 
 from amp_patch import amp
+from amp_patch.training import step as step_module
 
 
 class Foreign(torch.optim.Optimizer):
@@ -213,6 +217,101 @@ def test_an_optimizer_without_hooks_steps_and_skips(level):
         backward(model, optimizer, value)
         optimizer.step()
         assert model.weight.tolist() == wanted
+
+
+def captured(optimizer):
+    return optimizer.step
+
+
+def wrapped(optimizer):
+    inner = optimizer.step
+    optimizer.step = functools.wraps(inner)(lambda *args, **kwargs: inner(*args, **kwargs))
+    return optimizer.step
+
+
+def wrapped_for_a_scheduler(optimizer):
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return wrapped(optimizer)
+
+
+def compiled(optimizer):
+    return torch.compile(optimizer.step, backend="eager")
+
+
+@pytest.mark.parametrize("capture", [captured, wrapped, wrapped_for_a_scheduler, compiled])
+@AT_LEVELS
+@KINDS
+def test_a_method_that_was_captured_before_initialize_steps_and_skips(make, level, capture):
+    model = linear([[1.0, 2.0]])
+    optimizer = make(model.parameters(), lr=0.5)
+    step = capture(optimizer)
+    model, optimizer = amp.initialize(model, optimizer, verbosity=0, **level)
+    backward(model, optimizer, math.inf)
+    step()
+    assert optimizer._amp_stash.step_skipped and model.weight.tolist() == [[1.0, 2.0]]
+    optimizer.zero_grad()
+    backward(model, optimizer, delay_unscale=True)
+    step()
+    assert model.weight.tolist() != [[1.0, 2.0]] and model.weight.isfinite().all()
+    assert make not in (torch.optim.SGD, Foreign) or model.weight.tolist() == [[-1.0, 4.0]]
+
+
+@AT_LEVELS
+def test_a_script_s_step_in_the_class_and_the_hooks_are_called_where_it_is_skipped(level, monkeypatch):
+    seen = []
+    model, optimizer = start(
+        torch.optim.SGD, level, "after", lambda *_: seen.append("pre"), lambda *_: seen.append("post")
+    )
+    original = torch.optim.SGD.step
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda self, *args: (seen.append("script"), original(self, *args))[1])
+    backward(model, optimizer, math.inf)
+    optimizer.step()
+    assert seen == ["script", "pre", "post"] and model.weight.tolist() == [[1.0, 2.0]]
+
+
+@KINDS
+@AT_LEVELS
+def test_a_step_that_cannot_end_is_over_all_the_same(make, level, monkeypatch):
+    """Else the next one would be taken for a part of it, and would not be checked."""
+    model, optimizer = start(make, level)
+    backward(model, optimizer)
+
+    def fail(stash):
+        raise ValueError("no memory")
+
+    with monkeypatch.context() as patches, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the second failure nobody can be told
+        patches.setattr(step_module, "consume", fail)
+        patches.setattr(sys, "unraisablehook", lambda unraisable: None)
+        with pytest.raises(ValueError, match="no memory"):
+            optimizer.step()
+    assert optimizer._amp_stash.step is None
+    optimizer.zero_grad()
+    model(torch.ones(1, 2))  # publishes what the step has left in the masters
+    before = model.weight.tolist()
+    backward(model, optimizer, math.inf)
+    optimizer.step()
+    assert optimizer._amp_stash.step_skipped and model.weight.tolist() == before
+
+
+@KINDS
+@AT_LEVELS
+def test_a_training_may_be_left_in_a_pre_hook(make, level):
+    model, optimizer = start(make, level, pre=lambda *_: amp.restore())
+    backward(model, optimizer)
+    optimizer.step()
+    assert not hasattr(optimizer, "_amp_stash") and model.weight.isfinite().all()
+
+
+@KINDS
+def test_a_closure_that_is_refused_leaves_delayed_gradients_as_they_are(make):
+    model, optimizer = start(make, LEVELS["O1"])
+    backward(model, optimizer, delay_unscale=True)
+    with pytest.raises(RuntimeError, match="a closure computes new gradients"):
+        optimizer.step(lambda: None)
+    assert model.weight.grad.tolist() == [[256.0, -256.0]]
+    optimizer.step()
+    assert model.weight.tolist() != [[1.0, 2.0]]
 
 
 @KINDS
