@@ -266,17 +266,21 @@ def _within_hooks(plain: Plain) -> Plain:
     """What stands in the place of the class's own step, `plain`."""
     is_known = is_untouched(plain)
 
-    @wraps(plain)
-    def within(self: Any, *args: Any, **kwargs: Any) -> Any:
-        stash = stash_of(self)
-        if stash is None or not stash.enabled or stash.step is not None or not isinstance(self, Generated):
-            return plain(self, *args, **kwargs)
-        strategy: Whole = type(self).strategy if is_known else WHOLE  # type: ignore[attr-defined]
+    @eager_only
+    def stepped(self: Any, stash: Stash, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        strategy: Whole = type(self).strategy if is_known else WHOLE
         given = bool(args or kwargs) and any(value is not None for value in (*args, *kwargs.values()))
         with Step(self, stash, args, kwargs) as step:
             return step.run(strategy if strategy.suits(self, stash, given) else WHOLE, plain)
 
-    return eager_only(within)
+    @wraps(plain)
+    def within(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stash = stash_of(self)
+        if stash is None or not stash.enabled or stash.step is not None or not isinstance(self, Generated):
+            return plain(self, *args, **kwargs)  # which torch.compile compiles as ever
+        return stepped(self, stash, args, kwargs)
+
+    return within
 
 
 def _around(whole: Plain, optimizer: Any, stash: Stash, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

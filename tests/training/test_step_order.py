@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from training import linear
 
 from amp_patch import amp
@@ -333,3 +334,19 @@ def test_a_scheduler_that_has_captured_step_leads_to_the_one_of_the_training(mak
     optimizer.step()
     schedulers[0].step()
     assert model.weight.tolist() == before and nn.Module is not None
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")  # torch's own, of what Dynamo imports
+def test_the_step_of_an_optimizer_in_no_training_is_compiled_as_ever():
+    def frames():
+        torch._dynamo.reset()
+        param, counter = nn.Parameter(torch.ones(3)), CompileCounter()
+        step = torch.compile(torch.optim.SGD([param], lr=0.5).step, backend=counter)
+        for _ in range(2):
+            param.grad = torch.ones(3)
+            step()
+        return counter.frame_count, counter.op_count, param.tolist()
+
+    alone = frames()
+    start(torch.optim.SGD, LEVELS["O2"])
+    assert frames() == alone and alone[0] > 0
