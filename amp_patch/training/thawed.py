@@ -11,21 +11,21 @@ from typing import Any
 from amp_patch.model import came
 from amp_patch.support.generated_class import base_class
 from amp_patch.training import zero_redundancy
-from amp_patch.training.stash import Stash, note_sharing, siblings
+from amp_patch.training.stash import Neighbours, Stash, note_sharing, siblings
 
 
 def watch(optimizer: Any, stash: Stash) -> None:
     """Have `take` called before each backward and `refuse` before each step once there is a reason; idempotent."""
     if stash.policy.master_weights or stash.policy.patch_torch_functions:
-        stash.masters.found_bare = partial(_subscribe, stash)
+        stash.masters.found_bare = partial(_subscribe, stash.neighbours)  # not the stash, which holds the masters
         if stash.masters.of_groups(optimizer.param_groups).bare:
-            _subscribe(stash)
+            _subscribe(stash.neighbours)
 
 
-def _subscribe(stash: Stash) -> None:
-    if take not in stash.neighbours.before_backward:
-        stash.neighbours.before_backward.append(take)
-        stash.neighbours.before_step.append(refuse)
+def _subscribe(around: Neighbours) -> None:
+    if take not in around.before_backward:
+        around.before_backward.append(take)
+        around.before_step.append(refuse)
 
 
 def take(optimizer: Any, stash: Stash) -> None:
