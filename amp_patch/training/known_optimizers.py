@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from operator import itemgetter
@@ -196,7 +196,7 @@ def _number(value: Any, batch: Batch) -> Any:
     return value.item() if value.device.type == "cpu" else value.to(batch.masters[0].device)
 
 
-def _state_lists(optimizer: Any, batch: Batch, names: tuple[str, ...]) -> Iterator[list[Tensor]]:
+def _state_lists(optimizer: Any, batch: Batch, names: tuple[str, ...]) -> list[list[Tensor]]:
     """Per name the state of the batch's parameters; what is new is made by torch's own code."""
     state = optimizer.state
     states = list(map(state.get, batch.masters))
@@ -209,7 +209,7 @@ def _state_lists(optimizer: Any, batch: Batch, names: tuple[str, ...]) -> Iterat
         if states[0]["step"].dtype is torch.float64:
             for its in states:  # torch makes counts FP64 where that is the default type, also in checkpoints
                 its["step"] = its["step"].float()
-        return map(list, zip(*map(itemgetter(*names), states), strict=True))
+        return [list(map(itemgetter(name), states)) for name in names]
     except KeyError as error:
         raise NotKnown from error
 
