@@ -12,7 +12,7 @@ from torch import Tensor
 
 from amp_patch.masters.masters import disconnect
 from amp_patch.model.tensors import cast
-from amp_patch.multi_tensor.bulk import drop_gradients, with_gradient
+from amp_patch.multi_tensor.bulk import drop_gradients
 from amp_patch.optimizers.common import FusedOptimizer
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import generated_class
@@ -59,8 +59,11 @@ class AmpOptimizer(Generated):
             drop_gradients(masters.of_groups(self.param_groups).masters)  # type: ignore[attr-defined]
         drop_gradients(masters.links.params)
         stash.pending = stash.backward.first_unscaled_grad = None
-        stash.gathered = not at_once and bool(with_gradient(masters.links.masters))  # zeros
-        stash.route_grads()
+        stash.gathered = False
+        if at_once:
+            stash.route_grads()
+        else:
+            stash.note_gathered()  # zeros
         stash.backward.strays.clear()
         stash.backward.cleared += 1
         stash.backward.aside.clear()

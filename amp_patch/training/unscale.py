@@ -12,13 +12,12 @@ from torch.utils.weak import TensorWeakRef
 from amp_patch.masters.gradients import Aside, FoundInf, gather, held
 from amp_patch.masters.master import own_grad
 from amp_patch.masters.masters import has_gradient
+from amp_patch.masters.of_optimizer import Pair
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.support import distributed
 from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.stash import Stash, distinct_pairs, known_stash, sharing, siblings, stash_of
-
-Links = Sequence[tuple[Tensor, Tensor]]  # (param, master)
 
 
 def first_gradient(optimizer: Any) -> Tensor | None:
@@ -33,7 +32,7 @@ def first_gradient(optimizer: Any) -> Tensor | None:
     return _first_of(stash.masters.pairs(groups))
 
 
-def _first_of(pairs: Links) -> Tensor | None:
+def _first_of(pairs: Sequence[Pair]) -> Tensor | None:
     for param, master in pairs:
         if param is not master and has_gradient(master):
             return master.grad
@@ -66,13 +65,15 @@ def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Number | Non
         raise
 
 
-def drop(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+def drop(pairs: Sequence[Pair]) -> None:
     """Drop the gradients of parameters and masters."""
     for param, master in pairs:
         param.grad = master.grad = None
 
 
-def _unscale(optimizers: Sequence[Any], stashes: list[Stash], pairs: Links, inverse: Number | None) -> FoundInf:
+def _unscale(
+    optimizers: Sequence[Any], stashes: list[Stash], pairs: Sequence[Pair], inverse: Number | None
+) -> FoundInf:
     """Bring the gradients of `pairs` to their masters; returns per device whether one was not finite, as `gather`."""
     aside: dict[int, Aside] = {}
     for stash in stashes:
@@ -95,7 +96,9 @@ def _unscale(optimizers: Sequence[Any], stashes: list[Stash], pairs: Links, inve
     return found
 
 
-def _record(found: FoundInf, optimizers: Sequence[Any], stashes: list[Stash], pairs: Links, scaler: LossScaler) -> None:
+def _record(
+    found: FoundInf, optimizers: Sequence[Any], stashes: list[Stash], pairs: Sequence[Pair], scaler: LossScaler
+) -> None:
     """Let the next steps of `optimizers`, and the scaler, know on the device what was `found`; no sync."""
     found = distributed.agree(found, [param for param, _ in pairs])
     overall = torch.zeros_like(scaler.scale_tensor) if len(found) != 1 else next(iter(found.values()))
@@ -124,8 +127,8 @@ def _add(found: FoundInf, more: FoundInf) -> None:
 
 
 def _leave_in_low_precision(
-    optimizers: Sequence[Any], stashes: list[Stash], pairs: Links, inverse: Number | None
-) -> tuple[FoundInf, Links]:
+    optimizers: Sequence[Any], stashes: list[Stash], pairs: Sequence[Pair], inverse: Number | None
+) -> tuple[FoundInf, Sequence[Pair]]:
     """Let the gradients of parameters with masters wait as they are, where their optimizers can.
 
     Not where somebody will look at the masters' gradients anyway, nor where another optimizer needs them too.

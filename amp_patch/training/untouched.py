@@ -50,8 +50,7 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     step = stash.step = _HookedStep(sys._getframe(1))
     if capture.is_capturing():
         captured.check(optimizer, stash)
-    if stash.pending is not None or stash.neighbours.sharing:
-        unscale_pending(optimizer)
+    unscale_pending(optimizer)
     stash.last_skipped = False
     if casts_state.current() is None:
         return None
