@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,7 +24,7 @@ from amp_patch.masters.master import Master
 from amp_patch.masters.masters import add_gradients, has_gradient, master_of
 from amp_patch.multi_tensor.checks import DTYPES
 from amp_patch.support import distributed
-from amp_patch.support.patches import Installation, Patches
+from amp_patch.support.patches import Installation, Patches, cell_of
 
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
 _installation = Installation()
@@ -41,7 +40,7 @@ def _redirect(patches: Patches) -> None:
         function = getattr(clip_grad, name, None)
         if function is None:  # not in this torch
             continue
-        cell = _cell_of(function)
+        cell = cell_of(function)
         if cell is not None:
             # Torch's function is a no_grad wrapper around a closure cell, which every reference to the function shares:
             # a script's import by name too.
@@ -119,9 +118,3 @@ def _holder(param: Tensor) -> Tensor:
     """Whichever of a parameter and its master holds the gradient to clip."""
     master = master_of(param)
     return param if master is None or not has_gradient(master) else master
-
-
-def _cell_of(function: Any) -> types.CellType | None:
-    wrapped = getattr(function, "__wrapped__", None)
-    cells = getattr(function, "__closure__", None) or ()
-    return next((cell for cell in cells if cell.cell_contents is wrapped and wrapped is not None), None)

@@ -102,6 +102,13 @@ class Patches:
             raise
 
 
+def cell_of(function: Any) -> CellType | None:
+    """The cell of a decorated function's closure that holds what it decorates, its `__wrapped__`; None without one."""
+    wrapped = getattr(function, "__wrapped__", None)
+    cells = getattr(function, "__closure__", None) or ()
+    return next((cell for cell in cells if cell.cell_contents is wrapped and wrapped is not None), None)
+
+
 class Installation:
     """What one file of amp_patch replaces in torch for the whole process: once, and undone as a whole.
 

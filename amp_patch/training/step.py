@@ -21,7 +21,7 @@ from amp_patch.support import capture
 from amp_patch.support.blocks import Block, when_left
 from amp_patch.support.compiled import eager_only, wraps
 from amp_patch.support.generated_class import Generated, base_class
-from amp_patch.support.patches import Installation, Patches
+from amp_patch.support.patches import Installation, cell_of
 from amp_patch.support.scripts_line import stacklevel
 from amp_patch.training import captured, observers, overflow
 from amp_patch.training.stash import Stash, body_events, sharing, stash_of
@@ -201,7 +201,6 @@ class Step(Block):
 
 _installation = Installation()
 _HOOKS_AROUND = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
-_redirected: set[Any] = set()  # torch's functions that call the hooks, of the classes whose steps come to `Step`
 
 
 def step_of(base: Any) -> Callable[..., Any]:
@@ -242,15 +241,9 @@ def lead_to_step(optimizer: Any) -> None:
     while getattr(layer, "__code__", None) is not _HOOKS_AROUND:
         if (layer := getattr(layer, "__wrapped__", None)) is None:
             return
-    plain = layer.__wrapped__
-
-    def redirect(patches: Patches) -> None:
-        cell = next(cell for cell in layer.__closure__ if cell.cell_contents is plain)
-        patches.apply(lambda: _redirected.add(layer), lambda: _redirected.discard(layer))
-        patches.set_cell(cell, _within_hooks(plain))
-
-    if layer not in _redirected:
-        _installation.add(redirect)
+    if (cell := cell_of(layer)) is not None:  # else it is filled anew already
+        within = _within_hooks(layer.__wrapped__)
+        _installation.add(lambda patches: patches.set_cell(cell, within))
 
 
 def is_untouched(step: Any) -> bool:
