@@ -10,6 +10,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 PYTEST_FILES := $(PYTEST) -n $(WORKERS) --dist loadfile
+# A CPU of today plays one without arithmetic for FP16 and BF16, and the tests that hold what is emulated there.
+WITH_AVX2_ALONE := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
+OF_EMULATION := $(wildcard tests/casts/test_cpu_half*.py) tests/frontend/test_levels.py
 # C++ and CUDA, in all folders: what clang-format reads, and what the extension is older than when one has changed.
 SOURCES := $(sort $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu'))
 # Folders whose tests come to other code without the extension. (Those of the casts try both kinds of wrapper anyway.)
@@ -37,6 +40,7 @@ test: $(VENV)/installed ## every test that is not marked slow
 
 test-all: $(VENV)/ecosystem ## what `test` leaves out: the tests marked slow, and without the extension those of what it does
 	AMP_PATCH_BACKEND=torch $(PYTEST_FILES) -m "not slow" $(OF_KERNELS)
+	$(WITH_AVX2_ALONE) $(PYTEST_FILES) -m "not slow" $(OF_EMULATION)
 	$(PYTEST) -m "not slow" tests/integrations tests/lab/unedited
 	$(PYTEST_FILES) -m "slow and not release"
 
@@ -73,7 +77,7 @@ format: $(VENV)/installed ## rewrite the sources as lint wants them
 bench: export KINETO_LOG_LEVEL ?= 99
 bench: $(VENV)/installed ## time kernels, Python calls, optimizers, whole steps, norms and FP16 on a CPU beside torch's; JSON in out/
 	mkdir -p out
-	for name in road kernels calls optimizer step compile recording fp16_cpu norms; do $(BIN)/python benchmarks/$$name.py --json out/$$name.json || exit 1; done
+	for name in road kernels calls optimizer step compile recording cpu_half norms; do $(BIN)/python benchmarks/$$name.py --json out/$$name.json || exit 1; done
 
 sanitize: $(VENV)/installed ## the C++ code's tests with AddressSanitizer and UBSan, built in out/sanitize
 	PYTHON=$(BIN)/python sh tests/sanitize.sh

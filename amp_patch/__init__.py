@@ -15,8 +15,9 @@ from torch.nn import Module
 
 from amp_patch import cpu, cuda, multi_tensor
 from amp_patch.casts.autocast import autocast, disable_casts
-from amp_patch.casts.custom_functions import custom_bwd, custom_fwd
 from amp_patch.casts.functions import (
+    custom_bwd,
+    custom_fwd,
     float_function,
     half_function,
     promote_function,
@@ -35,7 +36,7 @@ from amp_patch.frontend import (
     verbose_subscribers,
 )
 from amp_patch.grad_scaler import GradScaler
-from amp_patch.model.fp32_copy import fp32_copy
+from amp_patch.model.fp32_copies import fp32_copy
 from amp_patch.training.scale_loss import scale_loss
 
 if TYPE_CHECKING:

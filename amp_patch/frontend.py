@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.casts import state as casts_state
-from amp_patch.casts.cpu_fp16 import resolve_cpu_fp16
+from amp_patch.casts.cpu_half import renamed, resolve_cpu_half
 from amp_patch.environment import overridden
-from amp_patch.model import came, fsdp
+from amp_patch.model import fsdp, incoming
 from amp_patch.model import tensors as model_tensors
 from amp_patch.model.fsdp import no_masters
 from amp_patch.model.keep_fp32 import kept_modules
@@ -22,7 +22,6 @@ from amp_patch.policy import Options, Policy, resolve, scale_number
 from amp_patch.support import compiled
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Attempts, installations
-from amp_patch.training.innermost_optimizer import as_list, innermost
 from amp_patch.training.scale_loss import scaler_of, targets_of
 from amp_patch.training.stash import stash_of
 from amp_patch.training.training import (
@@ -36,7 +35,7 @@ from amp_patch.training.training import (
     scalers_of,
     trainings,
 )
-from amp_patch.training.two_passes import enter_wrappers
+from amp_patch.training.wrappers import as_list, enter_wrappers, innermost
 
 logger = logging.getLogger("amp_patch")
 
@@ -63,7 +62,8 @@ def initialize(
     dtype: torch.dtype | str | None = None,
     keep_fp32: Any = (),
     allow_banned: bool = False,
-    cpu_fp16: str = "auto",
+    cpu_half: str = "auto",
+    cpu_fp16: str | None = None,
     process_group: Any = None,
     methods: tuple[str, ...] = (),
     skip_nonfinite: bool | str = False,
@@ -113,11 +113,12 @@ def initialize(
             dtype that came in. So does, by itself, each module in a cast model that has FP32 buffers and no parameters.
         allow_banned: run functions without a safe low-precision form (binary_cross_entropy) in FP32 under O1's casts
             instead of refusing them.
-        cpu_fp16: how FP16 tensors on a CPU are multiplied. "emulate": GEMMs, convolutions, attention and recurrent
-            networks compute in FP32 and round their results to FP16 once, forward and backward, inside the models'
-            forward and the body of `scale_loss`: what a tensor core does, at FP32's speed. "native": torch's half
-            kernels, much slower where the CPU has no FP16 arithmetic. "auto": "emulate" there, else "native"
-            (`python -m amp_patch info` tells). Without effect for bfloat16, and for models with nothing on a CPU.
+        cpu_half: how FP16 and BF16 tensors on a CPU are multiplied. "emulate": GEMMs, convolutions and attention
+            compute in FP32 and round their results once, in the models' forward and in backward passes: what a tensor
+            core does, at about FP32's speed. "native": torch's kernels, much slower where the CPU has no arithmetic for
+            the type. "auto": "emulate" there; else "native", with FP16's slow convolutions emulated (`python -m
+            amp_patch info` tells). Without effect on models with nothing on a CPU.
+        cpu_fp16: the older name of `cpu_half`; warns.
         process_group: reduce the overflow flag over this torch.distributed group, for gradients that DDP does not.
         methods: names of methods, beside `forward`, that users call on the models directly ("encode", "generate").
         skip_nonfinite: True has gradients checked where the loss is not scaled (O0, O3, O4, O5): `scale_loss` looks at
@@ -157,7 +158,7 @@ def initialize(
             min_loss_scale=min_loss_scale,
             max_loss_scale=max_loss_scale,
             allow_banned=allow_banned,
-            cpu_fp16=cpu_fp16,
+            cpu_half=renamed(cpu_half, cpu_fp16),
         )
         policy = resolve(*overridden(opt_level, options))
     result = initialize_as(
@@ -190,7 +191,7 @@ def initialize_as(
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
     kept = check_arguments(model_list, targets, policy, keep_fp32, methods, dialect, process_group)
-    policy = resolve_cpu_fp16(policy, on_cpu=model_tensors.use_cpu(model_list))
+    policy = resolve_cpu_half(policy, on_cpu=model_tensors.use_cpu(model_list))
 
     leave_earlier(model_list, targets, kept, policy)
     begin_training(
@@ -312,7 +313,7 @@ def restore() -> None:
     attempt = Attempts()
     attempt(leave_all, trainings)
     trainings.clear()
-    came.forget()
+    incoming.forget_types()
     attempt(casts_state.set_default, None)
     for installation in installations():
         attempt(installation.uninstall)

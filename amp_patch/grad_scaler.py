@@ -14,14 +14,14 @@ from torch.utils.weak import TensorWeakRef
 from amp_patch import multi_tensor
 from amp_patch.casts import state as casts_state
 from amp_patch.masters.gradients import FoundInf, gather
-from amp_patch.model.state import refuse_sharded_since
+from amp_patch.model.fsdp import refuse_sharded_since
 from amp_patch.policy import scale_number
 from amp_patch.support import distributed
 from amp_patch.support.compiled import eager_only
-from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.stash import distinct_pairs, stash_of
 from amp_patch.training.step import consume
-from amp_patch.training.unscale import drop, first_gradient
+from amp_patch.training.unscale import drop, first_of
+from amp_patch.training.wrappers import innermost
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -269,12 +269,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def _note_gradients(self, optimizer: Any) -> None:
         """Remember which gradients were unscaled, by the first of them: `_refuse_mixtures` of other scalers asks."""
-        grad = first_gradient(optimizer)
+        grad = _first_gradient(optimizer)
         self._per_optimizer_states[id(optimizer)]["grad"] = None if grad is None else TensorWeakRef(grad)
 
     def _refuse_mixtures(self, optimizer: Any, method: str) -> None:
         """Raise where the optimizer's gradients are surely not what this scaler's scale alone was multiplied into."""
-        grad = first_gradient(optimizer)
+        grad = _first_gradient(optimizer)
         if grad is None or self._scale is None:
             return
         advice = "call scale(), unscale_(), step() and update() of one scaler for the gradients of one optimizer"
@@ -402,3 +402,15 @@ def _stash(optimizer: Any) -> Any:
 def _found(state: dict[str, Any]) -> list[Tensor]:
     """The overflow flag that the scaler keeps of one optimizer; none where that had no gradients."""
     return list(state["found_inf_per_device"].values())
+
+
+def _first_gradient(optimizer: Any) -> Tensor | None:
+    """The first gradient that the optimizer would step with, or the parameter's where a master has none yet."""
+    stash = stash_of(innermost(optimizer))
+    groups = innermost(optimizer).param_groups
+    if stash is None:
+        return next((p.grad for group in groups for p in group["params"] if p.grad is not None), None)
+    waiting = stash.masters.waiting
+    if waiting and (grad := waiting.first()) is not None:
+        return grad
+    return first_of(stash.masters.pairs(groups))

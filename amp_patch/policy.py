@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
-CPU_FP16 = ("auto", "emulate", "native")
+CPU_HALF = ("auto", "emulate", "native")  # of `initialize`
+EMULATING = ("emulate", "convolutions")  # of a policy that emulates on a CPU
 SPLIT = "split"  # of master_weights
 
 # A scale and its FP32 inverse must both be normal numbers: gradients are multiplied by the inverse.
@@ -36,8 +37,8 @@ class Policy:
         init_scale, growth_factor, backoff_factor, growth_interval: where a dynamic scale starts and how it moves; see
             `LossScaler`. What Huawei's Apex lets a script choose.
         allow_banned: run functions that have no safe low-precision form in FP32 instead of refusing them.
-        cpu_fp16: how FP16 tensors on a CPU are multiplied: "native", or "emulate" (cpu_fp16.py); "auto" until
-            `cpu_fp16.resolve_cpu_fp16` has decided.
+        cpu_half: how FP16 and BF16 tensors on a CPU are multiplied (casts/cpu_half.py): "native", "emulate", or
+            "convolutions", of which convolutions alone are emulated; "auto" until `resolve_cpu_half` has decided.
         op_lists: whose rules the patched functions follow: "torch", or "apex" (oplists.py), for scripts that were
             written for Apex; `casts.install("apex")` then installs the names that only Apex listed.
         skip_nonfinite: whether a step is skipped whose gradients are not finite where no loss is scaled either; a
@@ -61,22 +62,22 @@ class Policy:
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     allow_banned: bool = False
-    cpu_fp16: str = "auto"
+    cpu_half: str = "auto"
     op_lists: str = "torch"
     skip_nonfinite: bool = False
     low_precision_norms: bool = False
 
     def __str__(self) -> str:
         fields = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
-        more = ["cpu_fp16"] * self.uses_fp16
+        more = ["cpu_half"] * self.makes_low_tensors
         more += [name for name in ("skip_nonfinite", "low_precision_norms") if getattr(self, name)]
         described = ", ".join(f"{name}={getattr(self, name)}" for name in (*fields, *more))
         return f"{self.opt_level} ({self.dtype}): {described}"
 
     @property
-    def uses_fp16(self) -> bool:
-        """Whether this training makes FP16 tensors."""
-        return torch.float16 in (self.cast_model_type, self.dtype if self.patch_torch_functions else None)
+    def makes_low_tensors(self) -> bool:
+        """Whether this training makes tensors of `dtype`."""
+        return self.cast_model_type is not None or self.patch_torch_functions
 
     @property
     def splits_masters(self) -> bool:
@@ -89,14 +90,14 @@ class Policy:
         return self.cast_model_type is None or bool(self.master_weights)
 
     @property
-    def emulates(self) -> bool:
-        """Whether sums of products of FP16 tensors on a CPU are computed in FP32 and rounded."""
-        return self.cpu_fp16 == "emulate"
+    def emulated(self) -> torch.dtype | None:
+        """The type of which sums of products on a CPU are computed in FP32 and rounded; None for none."""
+        return self.dtype if self.cpu_half in EMULATING else None
 
     @property
     def changes_nothing(self) -> bool:
         """Whether a training is the script without us: O0 without another option."""
-        casts = self.patch_torch_functions or self.emulates or self.cast_model_type or self.cast_model_outputs
+        casts = self.patch_torch_functions or self.cast_model_type or self.cast_model_outputs
         return not (casts or self.checks_gradients)
 
     @property
@@ -117,7 +118,7 @@ OPT_LEVELS: dict[str, Policy] = {
 }
 
 
-_OF_ANY_LEVEL = ("min_loss_scale", "max_loss_scale", "allow_banned", "cpu_fp16")  # Options that contradict none
+_OF_ANY_LEVEL = ("min_loss_scale", "max_loss_scale", "allow_banned", "cpu_half")  # Options that contradict none
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class Options:
     min_loss_scale: float | None = None
     max_loss_scale: float = 2.0**24
     allow_banned: bool = False
-    cpu_fp16: str = "auto"
+    cpu_half: str = "auto"
 
     def given(self) -> dict[str, Any]:
         """Those that ask for something and may contradict a level."""
@@ -188,13 +189,13 @@ def resolve(opt_level: str = "O1", options: Options | None = None, **overrides: 
                 f"initialize: cast_model_outputs is {outputs!r}, not a floating dtype such as torch.float32"
             )
         policy = replace(policy, cast_model_outputs=outputs)
-    if given.cpu_fp16 not in CPU_FP16:
-        raise ValueError(f"initialize: cpu_fp16 is {given.cpu_fp16!r}; wanted {' or '.join(map(repr, CPU_FP16))}")
+    if given.cpu_half not in CPU_HALF:
+        raise ValueError(f"initialize: cpu_half is {given.cpu_half!r}; wanted {' or '.join(map(repr, CPU_HALF))}")
     policy = _with_scale_range(policy, given.min_loss_scale, given.max_loss_scale)
     if boolean("low_precision_norms", given.low_precision_norms):
         policy = _with_low_precision_norms(policy, opt_level)
     skips = bool(boolean("skip_nonfinite", given.skip_nonfinite))
-    return replace(policy, allow_banned=bool(given.allow_banned), cpu_fp16=given.cpu_fp16, skip_nonfinite=skips)
+    return replace(policy, allow_banned=bool(given.allow_banned), cpu_half=given.cpu_half, skip_nonfinite=skips)
 
 
 def parse_loss_scale(loss_scale: Any) -> float | str:

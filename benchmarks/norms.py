@@ -265,7 +265,7 @@ class Training:
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), eps=1e-6)
         options: dict[str, Any] = {} if rival in (None, "fp32") else {"low_precision_norms": True}
         if rival is not None:
-            options |= {"opt_level": level, "cpu_fp16": "emulate"}
+            options |= {"opt_level": level, "cpu_half": "emulate"}
         self.model, self.optimizer = amp.initialize(model, optimizer, **{"opt_level": "O0", "verbosity": 0} | options)
         self.loss = loss
 

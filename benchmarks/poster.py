@@ -65,7 +65,7 @@ def _file(
         if row.state == "best":
             parts.append(rect(_LEFT - 12, y, wide - 2 * (_LEFT - 12), _ROW, "tint", ' rx="8"'))
         ink = {"best": "good", "bad": "lost"}.get(row.state, "ink")
-        parts.append(text(_LEFT, y + 19, row.level.heading, ink, size=14, more=' font-weight="700"'))
+        parts.append(text(_LEFT, y + 19, row.level.name, ink, size=14, more=' font-weight="700"'))
         parts.append(text(_LEFT, y + 35, row.short, ink if ink != "ink" else "soft", size=11.5))
         for name, x, width, _, _ in places:
             cell = {"speed": row.speed, "memory": row.memory, "dots": row.dots}[name]

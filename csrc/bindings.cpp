@@ -124,7 +124,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(STEP(split));  // masters, weights, halves
   m.def(STEP(join));   // weights, halves, masters
 
-  m.def("cpu_has_fp16", &cpu_has_fp16);
+  m.def("cpu_has", &cpu_has);  // float16 or bfloat16 -> whether this CPU has arithmetic of the type
 
   // For tests: which instruction set the CPU's loop uses, and which ones this machine has.
   m.def("instruction_sets", &instruction_sets);

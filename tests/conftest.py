@@ -100,7 +100,7 @@ def clean_casts(wrappers: str) -> Iterator[None]:
         install.uninstall()
         casts_state.set_default(None)
         casts_state.drop_cache()
-    assert casts_state.current() is None and casts_state.entered() is None, "a test left a region behind"
+    assert casts_state.current() is None and casts_state.outside(), "a test left a region behind"
 
 
 def original(wrapper: Any) -> Any:

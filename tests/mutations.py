@@ -76,7 +76,7 @@ MUTATIONS = (
     ),
     Mutation(
         "masters: what somebody wrote into one is published",
-        "written = links.watch.written()",
+        "written = links.versions.written()",
         "written = []",
         ("test_edited_masters.py",),
     ),
@@ -187,6 +187,24 @@ MUTATIONS = (
         "publish_written(links)  # by users' post-hooks",
         "pass",
         ("test_step_order.py",),
+    ),
+    Mutation(
+        "copies: an optimizer takes what is known of its training along",
+        'return state if stash is None else {**state, "_amp_stash": stash}',
+        "return state",
+        ("test_events.py",),
+    ),
+    Mutation(
+        "copies: a GradScaler's has the overflows that its hysteresis has counted",
+        '"_init_hysteresis_tracker": self._get_hysteresis_tracker(),',
+        '"_init_hysteresis_tracker": self._init_hysteresis_tracker,',
+        ("test_capabilities.py",),
+    ),
+    Mutation(
+        "recordings: the beginning of a line that is still being written is kept",
+        "return rest",
+        'return b""',
+        ("test_any_run.py",),
     ),
 )
 

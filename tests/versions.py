@@ -53,7 +53,7 @@ class Failed(Exception):
     """Why a pair could not be tried, in a line."""
 
 
-def run(command: list[str], folder: Path, log: Path, **environment: str) -> int:
+def run_logged(command: list[str], folder: Path, log: Path, **environment: str) -> int:
     with log.open("ab") as output:
         output.write(f"\n=== {' '.join(command)}\n".encode())
         output.flush()
@@ -78,7 +78,7 @@ def make(which: Pair, folder: Path, log: Path) -> Path:
     }
     for why, command in steps.items():
         # No CUDA_HOME: the kernels for GPUs take a quarter of an hour to compile, and none is here.
-        if run(command, folder / "sources", log, AMP_PATCH_REQUIRE_EXT="1", CUDA_HOME=os.devnull):
+        if run_logged(command, folder / "sources", log, AMP_PATCH_REQUIRE_EXT="1", CUDA_HOME=os.devnull):
             raise Failed(f"{why}: see {log}")
     return python
 
@@ -104,7 +104,9 @@ def try_pair(which: Pair, folder: Path, workers: int, tests: list[str]) -> dict[
         report = place / "report.xml"
         options = ["-q", "-p", "no:cacheprovider", "-m", "not slow", f"--junitxml={report}"]
         parallel = ["-n", str(workers), "--dist", "loadfile"]
-        run([str(python), "-m", "pytest", *options, *parallel, *tests], place / "sources", log, OMP_NUM_THREADS="1")
+        run_logged(
+            [str(python), "-m", "pytest", *options, *parallel, *tests], place / "sources", log, OMP_NUM_THREADS="1"
+        )
         if not report.exists():
             raise Failed(f"pytest did not end: see {log}")
         return counts(report)

@@ -23,7 +23,7 @@ from amp_patch.support.patches import Installation, Patches
 # Modules of Apex that stand beside the package `apex`: its compiled extensions.
 TOP_LEVEL = ("amp_C", "apex_C")
 
-# What is not served, and where it is to be had. A prefix of the name behind "apex." is enough.
+# Names of Apex that are not served, by their first part behind "apex.", -> where else their function is to be had.
 ELSEWHERE = {
     "contrib": "NVIDIA's apex (https://github.com/NVIDIA/apex) still has apex.contrib",
     "transformer": "NVIDIA's Megatron-Core (pip install megatron-core) has what was apex.transformer",
@@ -51,7 +51,7 @@ def _serve(patches: Patches) -> None:
     real: set[str] = set()
     for name, module in ours.items():
         parent = name.rpartition(".")[0]
-        # Below a package that is ours everything is: a search there would load our files a second time.
+        # Not searched below a package of ours: `find_spec` would load our files a second time, under Apex's names.
         found = _real(name) if not parent or parent in real else None
         if found is None:
             _register(patches, name, module, below_real=parent in real)
@@ -112,13 +112,13 @@ class _Elsewhere:
     """The last of the finders: says of a module of Apex's that nobody has found where its function is to be had."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        # `from apex import contrib` asks for it under the name that this package has.
+        # `from apex import contrib` asks for "amp_patch.apex.contrib": the parent's name is this package's.
         first, _, rest = fullname.removeprefix("amp_patch.").partition(".")
         if first != "apex" or not rest or f"apex.{rest.partition('.')[0]}" in sys.modules:
-            return None  # below a module that is there Python's own words are right
+            return None  # the parent is there: Python's own error says what is missing
         served = sorted(name for name in sys.modules if name.startswith("apex.") and name.count(".") == 1)
         hint = ELSEWHERE.get(rest.partition(".")[0], "")
-        # Without `name=`, with which `from apex import contrib` would put its own words in place of these.
+        # Raised without `name=`: with it `from apex import contrib` would replace the message by one of its own.
         raise ModuleNotFoundError(
             f"No module named 'apex.{rest}': amp_patch serves {', '.join(served)}" + (f"; {hint}" if hint else "")
         )

@@ -34,10 +34,10 @@ _APEX_UNLISTED = ("log1p", "log_softmax", "logsumexp", "softmax")
 APEX: dict[str, dict[str, tuple[str, ...]]] = {
     "torch": {
         "einsum_widest": ("einsum",),
-        "emulated": ("chain_matmul",),
         "widest": (
             *_APEX_UNLISTED,
             "binary_cross_entropy_with_logits",
+            "chain_matmul",
             "cosine_embedding_loss",
             "cosine_similarity",
             "frobenius_norm",
@@ -56,7 +56,7 @@ APEX: dict[str, dict[str, tuple[str, ...]]] = {
         "mixed_fp32": _APEX_MIXED,
         "in_place_fp32": _APEX_IN_PLACE,
     },
-    "torch.functional": {"einsum_widest": ("einsum",), "emulated": ("chain_matmul",)},
+    "torch.functional": {"einsum_widest": ("einsum",), "widest": ("chain_matmul",)},
     "torch.nn.functional": {
         "fp32": ("grid_sample",),
         "widest": ("pairwise_distance",),

@@ -10,7 +10,7 @@ import torch.utils.checkpoint
 from torch.compiler import is_dynamo_compiling
 
 from amp_patch.casts import dynamo
-from amp_patch.casts.cpu_fp16 import decide_cpu_fp16
+from amp_patch.casts.cpu_half import decide_cpu_half, emulate
 from amp_patch.casts.install import install, installed
 from amp_patch.casts.regions import region
 from amp_patch.policy import LOW_PRECISION, Policy
@@ -20,7 +20,7 @@ from amp_patch.support.compiled import constant_in_traces
 def disable_casts() -> region:
     """A region of this thread without casts: a context manager, and a decorator. Source: Apex's `disable_casts`.
 
-    torch.autocast is off there too. FP16 on a CPU is multiplied natively.
+    torch.autocast is off there too. FP16 and BF16 on a CPU are multiplied natively.
     """
     return region(None, disables_torch_autocast=True)
 
@@ -32,13 +32,18 @@ def _install_in_trace() -> None:
         dynamo.start_late()
 
 
+@constant_in_traces
+def _emulate_in_trace(cpu_half: str, dtype: torch.dtype) -> None:
+    emulate(Policy("O1", dtype=dtype, patch_torch_functions=True, cpu_half=cpu_half))
+
+
 class autocast(region):
     """The casts of O1 as a region of this thread: a context manager, and a decorator of functions and methods.
 
     The arguments are `torch.autocast`'s. `device_type` chooses no device: the casts act on tensors everywhere; it names
     the device whose default `dtype` is taken where that is None (`torch.get_autocast_dtype`: FP16 for "cuda", BF16 for
     "cpu"). None is "cuda" where there is one, else "cpu"; "cuda" by name where there is none warns and casts nothing,
-    as in torch. FP16 on a CPU is multiplied as `initialize(cpu_fp16="auto")`
+    as in torch. Products on a CPU are computed as `initialize(cpu_half="auto")`
     says, unless `device_type` is another device. `enabled=False` is a region without casts; `cache_enabled=False` casts
     a weight at every use (None: as torch does around it). The first entry installs the casts. Regions nest, and one
     object may be entered again, also by other threads.
@@ -66,8 +71,10 @@ class autocast(region):
         if self.acting is not None:
             if is_dynamo_compiling():
                 _install_in_trace()
+                _emulate_in_trace(self.acting.cpu_half, self.acting.dtype)
             else:
                 install()
+                emulate(self.acting)
         super().__enter__()
         return self
 
@@ -91,8 +98,8 @@ def autocast_policy(device_type: Any, dtype: Any, enabled: bool) -> Policy | Non
     if not enabled:
         return None
     dtype = default if dtype is None else dtype
-    cpu_fp16 = decide_cpu_fp16("auto", device_type == "cpu" and dtype is torch.float16)
-    return Policy("O1", dtype=dtype, patch_torch_functions=True, cpu_fp16=cpu_fp16)
+    cpu_half = decide_cpu_half("auto", dtype, device_type == "cpu")
+    return Policy("O1", dtype=dtype, patch_torch_functions=True, cpu_half=cpu_half)
 
 
 def _autocast_dtype(device_type: Any) -> torch.dtype:

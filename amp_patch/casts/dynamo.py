@@ -18,12 +18,11 @@ import pkgutil
 import sys
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from amp_patch.casts import regions, traced_calls, traced_regions, wrapped
+from amp_patch.casts import regions, traced_calls, traced_regions, wrappers
 from amp_patch.casts import state as casts_state
 from amp_patch.policy import Policy
 from amp_patch.support.compiled import is_compiling
@@ -63,7 +62,7 @@ NEVER_TRACED = ["frontend", "masters", "multi_tensor", "training"]  # and those 
 # region the rest of the forward runs as plain Python, and wrappers must too: one code object serves all wrapped
 # functions, so Dynamo would recompile it for each.
 _NEVER_ALONE = (
-    *("casts.cpu_fp16", "casts.rules", "casts.state", "casts.thread_state", "casts.wrappers"),
+    *("casts.cpu_half", "casts.rules", "casts.state", "casts.thread_state", "casts.upcast", "casts.wrappers"),
     *("model.forward", "model.state", "support.blocks", "support.tree"),
 )
 # Functions that are nested in this module's wrap users' methods, and are compiled with them.
@@ -88,7 +87,7 @@ def acting() -> Policy | None:
 @functools.lru_cache(maxsize=256)
 def _casts_of(policy: Policy) -> Policy:
     return traced_regions.casts_policy(
-        *(policy.dtype, policy.patch_torch_functions, policy.allow_banned, policy.cpu_fp16, policy.op_lists),
+        *(policy.dtype, policy.patch_torch_functions, policy.allow_banned, policy.op_lists),
         policy.low_precision_norms,
     )
 
@@ -202,7 +201,7 @@ def _follow_calls(patches: Patches) -> None:
 
     @functools.wraps(call_method)
     def cast_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        entry = wrapped.tensor_methods.get(name)
+        entry = wrappers.tensor_methods.get(name)
         if entry is not None and (rule := traced_calls.rule_now(entry, name)) is not None:
             return traced_calls.inline(tx, rule, traced_calls.method_of(name), [self, *args], kwargs)
         return call_method(self, tx, name, args, kwargs)
@@ -211,7 +210,7 @@ def _follow_calls(patches: Patches) -> None:
     def cast_operator(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(self.fn, "__name__", "").strip("_")
         name = f"__{name}__" if args and isinstance(args[0], tensor) else f"__r{name}__"
-        entry = wrapped.tensor_methods.get(name)
+        entry = wrappers.tensor_methods.get(name)
         if entry is not None and (rule := traced_calls.rule_now(entry, name)) is not None:
             return traced_calls.inline(tx, rule, traced_calls.operator_of(self.fn, name), list(args), kwargs)
         return call_operator(self, tx, args, kwargs)
@@ -220,7 +219,7 @@ def _follow_calls(patches: Patches) -> None:
     def tensor_methods() -> frozenset[Any]:
         # Dynamo caches the set of torch.Tensor's methods. A set cached while wrappers are installed lacks the wrapped
         # originals, which rules call, and which are attributes again after `uninstall`.
-        return found() | wrapped.own_tensor_methods
+        return found() | wrappers.own_tensor_methods
 
     tensor_methods.cache_clear = found.cache_clear  # type: ignore[attr-defined]
     patches.set(rules, "get_tensor_method", tensor_methods)
@@ -267,40 +266,24 @@ def _without_autocast(tx: Any, kind: str) -> Callable[[], object]:
 
 
 def _backend_without_casts(backend: Any) -> Any:
-    """`backend`, whose compiled graphs run in a region without casts: casts are nodes of the graphs already."""
+    """`backend`, whose compiled graphs run in a region without casts: casts are nodes of the graphs already.
+
+    Products are not: a graph emulates what its traced regions or the caller of its frame emulate (cpu_half.py).
+    """
 
     @functools.wraps(backend)
     def compile_without_casts(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        with _keeping_roundings() if traced_calls.have_emulated() else nullcontext():
-            compiled = backend(graph, *args, **kwargs)
+        emulated = traced_regions.emulated_in_trace()
+        compiled = backend(graph, *args, **kwargs)
         _give_kernels_back()
 
         def run(*inputs: Any) -> Any:
-            with regions.region(None):
+            with regions.region(None, emulated=emulated or casts_state.in_use.emulated()):
                 return compiled(*inputs)
 
         return functools.update_wrapper(run, compiled, assigned=())
 
     return compile_without_casts
-
-
-@contextmanager
-def _keeping_roundings() -> Iterator[None]:
-    """Inductor's setting that keeps each rounding to FP16, of which emulated FP16 is made, while Inductor compiles.
-
-    Without the setting Inductor drops a rounding to FP16 before a cast to FP32, and goes on with FP32's number even
-    where FP16 would be infinite. Backward is compiled at once: at the first backward the setting is over.
-    """
-    options = (
-        ("torch._inductor.config", "emulate_precision_casts"),
-        ("torch._functorch.config", "force_non_lazy_backward_lowering"),
-    )
-    with ExitStack() as stack:
-        for name, option in options:
-            config: Any = importlib.import_module(name)
-            if hasattr(config, option):
-                stack.enter_context(config.patch({option: True}))
-        yield
 
 
 def _give_kernels_back() -> None:
@@ -311,5 +294,5 @@ def _give_kernels_back() -> None:
     """
     kernels = getattr(sys.modules.get("torch._inductor.select_algorithm"), "extern_kernels", None)
     for name, function in list(vars(kernels).items()) if kernels is not None else ():
-        if (entry := wrapped.wrapped_by(function)) is not None:
+        if (entry := wrappers.wrapped_by(function)) is not None:
             setattr(kernels, name, entry.original)

@@ -19,8 +19,15 @@ from amp_patch.casts import dynamo
 from amp_patch.casts.oplists import LATE, rules_by_name
 from amp_patch.casts.regions import as_default, as_now
 from amp_patch.casts.state import PythonState, state, use_state
-from amp_patch.casts.wrapped import Wrapped, forget_methods, register_wrapper, wrapped_by
-from amp_patch.casts.wrappers import BACKENDS, backend, wrapper_at
+from amp_patch.casts.wrappers import (
+    BACKENDS,
+    Wrapped,
+    backend,
+    forget_methods,
+    register_wrapper,
+    wrapped_by,
+    wrapper_at,
+)
 from amp_patch.support.imports import when_imported
 from amp_patch.support.patches import Installation, Patches
 

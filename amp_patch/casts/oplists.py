@@ -6,14 +6,12 @@ add what torch's reference leaves to other mechanisms; apex_oplists.py says wher
     lower       FP32 (and the other half type) tensors become `policy.dtype`: products, which are fast in it and are
                 summed in FP32.
     einsum      the same, for two operands and more: of one nothing is multiplied.
-    fused       the same, and FP16 on a CPU is not emulated: there are no kernels for FP32, or other results beside the
-                one that would be rounded.
+    fused       the same, of attention's fused operators.
     rnn         the same for fused recurrent networks, whose weights form one buffer.
     fp32        FP16 and BF16 tensors become FP32: exponentials, logarithms and powers overflow soon (exp(12) in FP16),
                 sums over many elements (softmax, norms, losses) lose the small ones among large ones.
     norm        as fp32; with `policy.low_precision_norms` the result has the type of an FP16 or BF16 input.
     widest      all floating tensors become the widest floating type among them.
-    emulated    the same; a sum of products, so FP16 on a CPU may be emulated (cpu_fp16.py), as for lower and rnn.
     match_self  in place: the other floating tensors take the type of the first argument.
     banned      no safe low-precision form: low-precision tensors are refused (`policy.allow_banned`: run as fp32).
     scripted    what torch.jit has compiled runs as under a torch.autocast to `policy.dtype`.
@@ -23,7 +21,7 @@ add what torch's reference leaves to other mechanisms; apex_oplists.py says wher
 
 In Apex's variant alone:
 
-    einsum_widest   as emulated, for two operands and more.
+    einsum_widest   as widest, for two operands and more.
     mixed_fp32      as widest, but tensors without dimensions count, and FP64 beside low precision is refused.
     in_place_fp32   in place on FP32: a low-precision first argument is refused, the other tensors become FP32.
 
@@ -118,13 +116,6 @@ _NO_HALF_KERNEL = (
 
 _DOTS = ("dot", "inner", "vdot")
 
-# The in-place functions for which the rule match_self emulates FP16 on a CPU.
-IN_PLACE_GEMMS = ("addbmm_", "addmm_", "addmv_", "baddbmm_")
-
-# Functions (by `__name__`) for which the rule fp32 emulates FP16 on a CPU where nothing is cast: the half kernels take
-# 3 to 25 times as long as FP32 and back, or are missing. Measured on torch 2.13.
-SLOW_HALF = ("__pow__", "cdist", "group_norm", "linalg_norm", "linalg_vector_norm", "norm", "pow")
-
 # Functions that raise on mixed types: measured on torch 2.13, save addcdiv, addcmul and atan2, which torch lists.
 _WIDEST = (
     "addcdiv",
@@ -188,15 +179,17 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "var_mean",
         ),
         "norm": ("group_norm", "layer_norm", "native_layer_norm", "rms_norm"),
-        "emulated": (*_DOTS, "bilinear", "square", "tensordot"),
         "widest": (
             *_WIDEST,
+            *_DOTS,
+            "bilinear",
             "cartesian_prod",
             "complex",
             "embedding_bag",
             "grid_sampler",
             "meshgrid",
             "polar",
+            "tensordot",
         ),
     },
     # Also attributes of torch; some callers import them from torch.functional.
@@ -204,8 +197,7 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
         "lower": ("chain_matmul",),
         "einsum": ("einsum",),
         "fp32": ("cdist", "norm", "stft"),
-        "emulated": ("tensordot",),
-        "widest": ("cartesian_prod", "meshgrid"),
+        "widest": ("cartesian_prod", "meshgrid", "tensordot"),
     },
     # Called by torch.nn's recurrent modules.
     "torch._VF": {
@@ -242,9 +234,7 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "softplus",
         ),
         "norm": ("group_norm", "layer_norm", "rms_norm"),
-        # Half kernels of the last three sums are slow, or missing.
-        "emulated": ("bilinear", "avg_pool3d", "fold", "unfold"),
-        "widest": ("embedding_bag", "grid_sample"),
+        "widest": ("bilinear", "embedding_bag", "grid_sample"),
         "banned": ("binary_cross_entropy",),
     },
     "torch.Tensor": {
@@ -260,10 +250,9 @@ OPLISTS: dict[str, dict[str, tuple[str, ...]]] = {
             "log_softmax",
             "softmax",
         ),
-        "emulated": (*_DOTS, "square"),
-        "widest": _WIDEST,
+        "widest": (*_WIDEST, *_DOTS),
         "match_self": (
-            *IN_PLACE_GEMMS,
+            *("addbmm_", "addmm_", "addmv_", "baddbmm_"),
             "__setitem__",
             "heaviside_",
             "index_add_",

@@ -8,13 +8,14 @@ from collections.abc import Callable, Generator
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.compiler import is_dynamo_compiling
 
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.state import acting_part, current, default_lock, effective_default, overrides, refresh_default
-from amp_patch.casts.thread_state import Entry, inside_torch_autocast, is_running, this_thread
+from amp_patch.casts.thread_state import Entry, is_running, this_thread
 from amp_patch.casts.traced_regions import enter_trace_of, leave_traced
-from amp_patch.policy import Policy
+from amp_patch.policy import EMULATING, Policy
 from amp_patch.support import blocks
 from amp_patch.support.compiled import wraps
 
@@ -31,8 +32,10 @@ class region(blocks.Block):
         policy: None for a region in which no casts of ours act.
         disables_torch_autocast: torch.autocast is off inside, for all device types, and afterwards on again where it
             was. None: if the policy patches torch's functions.
+        emulated: the type whose products on a CPU are emulated inside, where the policy does not say it (cpu_half.py).
 
     Attributes:
+        emulated: the type whose products on a CPU are emulated in the region; None for none.
         call: the frame of the call for which one hook enters the region and another one leaves it; else None. If an
             exception ends that call in between, the next region that this thread enters takes this one away.
     """
@@ -42,13 +45,17 @@ class region(blocks.Block):
     on_entry: Any = None
     on_exit: Any = None
 
-    def __init__(self, policy: Policy | None, disables_torch_autocast: bool | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy | None,
+        disables_torch_autocast: bool | None = None,
+        emulated: torch.dtype | None = None,
+    ) -> None:
         self.policy = policy
-        self.acting = acting = None if policy is None else acting_part(policy)
-        # Dynamo cannot trace a `functools.cache`, nor everywhere a property of a policy. Traced code does not read
-        # `acting_inside_torch_autocast`.
-        emulates = not is_dynamo_compiling() and acting is not None and acting.emulates
-        self.acting_inside_torch_autocast = inside_torch_autocast(acting) if emulates else None
+        self.acting = None if policy is None else acting_part(policy)
+        self.emulated = emulated
+        if policy is not None and policy.cpu_half in EMULATING:  # fields: Dynamo cannot read all properties of policies
+            self.emulated = policy.dtype
         patches = policy is not None and policy.patch_torch_functions
         self.disables_torch_autocast = patches if disables_torch_autocast is None else disables_torch_autocast
         self.caches = True
@@ -56,7 +63,7 @@ class region(blocks.Block):
 
     def __enter__(self) -> Any:
         if is_dynamo_compiling():
-            enter_trace_of(self.acting, self.disables_torch_autocast)
+            enter_trace_of(self.acting, self.disables_torch_autocast, self.emulated)
             return self
         stack = this_thread.stack
         while stack and _is_over(stack[-1]):
@@ -101,7 +108,7 @@ class region(blocks.Block):
         @wraps(function)
         def body(*args: Any, **kwargs: Any) -> Any:
             if is_dynamo_compiling():  # Dynamo enters no context manager made outside of the frame
-                enter_trace_of(self.acting, self.disables_torch_autocast)
+                enter_trace_of(self.acting, self.disables_torch_autocast, self.emulated)
                 try:
                     return function(*args, **kwargs)
                 finally:
@@ -164,7 +171,7 @@ class process_wide_region(region):
 
 def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, to be called later, on any thread, with the casts that act on this thread now (or with none)."""
-    within = region(current())
+    within = region(current(), emulated=casts_state.in_use.emulated())
 
     def later(*args: Any, **kwargs: Any) -> Any:
         with within:
@@ -190,8 +197,8 @@ def _follow(entry: Entry) -> None:
     """Have the thread follow the region of `entry`, now its innermost one."""
     inner = entry.region
     acts = not this_thread.uncastable_entries
-    acting, inside = (inner.acting, inner.acting_inside_torch_autocast) if acts else (None, None)
-    casts_state.in_use.follow(acting, inside, inner.caches, entry.depth, entry.task)
+    acting, emulated = (inner.acting, inner.emulated) if acts else (None, None)
+    casts_state.in_use.follow(acting, emulated, inner.caches, entry.depth, entry.task)
 
 
 def _is_over(entry: Entry) -> bool:

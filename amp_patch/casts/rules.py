@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from amp_patch.casts.cpu_fp16 import Upcast, rounded, takes
-from amp_patch.casts.oplists import IN_PLACE_GEMMS, SLOW_HALF
-from amp_patch.casts.scripted import under_autocast
 from amp_patch.casts.state import cast_weight, outside
+from amp_patch.casts.thread_state import is_enabled, set_enabled
+from amp_patch.casts.upcast import Upcast, rounded
 from amp_patch.support.tree import map_tensors, tensors
 
 if TYPE_CHECKING:
@@ -122,48 +121,15 @@ def _widest(args: Args, kwargs: Kwargs) -> torch.dtype | None:
     return functools.reduce(torch.promote_types, voters)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# FP16 on a CPU: the call in FP32, its result rounded. See cpu_fp16.py.
-
-
 def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", "")
 
 
-def _operands(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Iterable[Tensor]:
-    """The tensors whose types decide whether a call is emulated."""
-    if _name(function) == "scaled_dot_product_attention":  # attention's mask may be FP32 among FP16 operands
-        args, kwargs = args[:3], {name: value for name, value in kwargs.items() if name != "attn_mask"}
-    return _tensors((args, kwargs)) if kwargs else _tensors(args)
-
-
-def _emulate(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy, saves_low: bool = True) -> Any:
-    if not policy.emulates or not takes(_operands(function, args, kwargs)):
-        return function(*args, **kwargs)
-    upcast = Upcast(saves_low)
-    args, kwargs = _cast_args(args, upcast, _FLOAT32), _cast_kwargs(kwargs, upcast, _FLOAT32)
-    return rounded(upcast.run(function, args, kwargs))
-
-
-def _emulate_in_place(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-    own = args[0]
-    result = _emulate(function, args, kwargs, policy)  # writes into the FP32 copy of `own`
-    return result if result is own else own.copy_(result)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# The rules: (function, args, kwargs, policy) -> the function's result. Rules are called only while casts act; a rule
-# whose entry in the table says `emulates`, also while FP16 is emulated and nothing is cast (O2, O3).
+# The rules: (function, args, kwargs, policy) -> the function's result. Rules are called only while casts act.
 
 
-def _lower(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy, saves_low: bool = True) -> Any:
-    if policy.patch_torch_functions:
-        low = policy.dtype
-        args, kwargs = _cast_args(args, _lowered, low), _cast_kwargs(kwargs, _lowered, low)
-    return _emulate(function, args, kwargs, policy, saves_low)
-
-
-def _fused(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+def _lower(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     low = policy.dtype
     return function(*_cast_args(args, _lowered, low), **_cast_kwargs(kwargs, _lowered, low))
 
@@ -181,21 +147,14 @@ def _of_several(apply: Apply) -> Apply:
 def _rnn(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     first = args[0] if args else None
     if isinstance(first, Tensor) and first.is_cuda and first.dtype in (_FLOAT16, _BFLOAT16, _FLOAT32):
-        if not policy.patch_torch_functions:
-            return function(*args, **kwargs)
         # cuDNN copies weights that lie in several buffers, and warns, at each call. torch.autocast's own cast for RNN
         # weights gives one buffer.
         with torch.autocast("cuda", dtype=policy.dtype):
             return function(*args, **kwargs)
-    # `saves_low=False`: each time step saves the weights for backward, and all steps share the one FP32 copy.
-    return _lower(function, args, kwargs, policy, saves_low=False)
+    return _lower(function, args, kwargs, policy)
 
 
 def _fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-    if not policy.patch_torch_functions:  # O2, O3
-        typed = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))  # the user chose the type
-        emulated = _name(function) in SLOW_HALF and not typed
-        return _emulate(function, args, kwargs, policy) if emulated else function(*args, **kwargs)
     if kwargs:
         if kwargs.get("dtype") is not None:  # an explicit type is the user's choice, as under torch.autocast
             return function(*args, **kwargs)
@@ -206,13 +165,13 @@ def _fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Poli
 def _norm(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     given: Any = args[0] if args else kwargs.get("input")
     low = given.dtype if isinstance(given, Tensor) and _is_low(given) else None
-    if low is None or not (policy.low_precision_norms and policy.patch_torch_functions):
+    if low is None or not policy.low_precision_norms:
         return _fp32(function, args, kwargs, policy)
     if given.device.type != "cpu":
         return function(*_cast_args(args, _lowered, low), **_cast_kwargs(kwargs, _lowered, low))
     # CPU kernels of layer norm sum the weights' gradients in the input's type: over 8192 rows in BF16 the sums were a
     # tenth off. Also, the kernels are slower in FP16, and channels last, than FP32 with casts.
-    upcast = Upcast(saves_low=True)
+    upcast = Upcast()
     args, kwargs = _cast_args(args, upcast, _FLOAT32), _cast_kwargs(kwargs, upcast, _FLOAT32)
     result = upcast.run(function, args, kwargs)
     if isinstance(result, tuple):  # native_layer_norm: the statistics stay FP32, as in CUDA's kernel
@@ -220,22 +179,11 @@ def _norm(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Poli
     return rounded(result, low)
 
 
-def _promoted(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    widest = _widest(args, kwargs)
-    if widest is None:
-        return args, kwargs
-    return _cast_args(args, _matched, widest), _cast_kwargs(kwargs, _matched, widest)
-
-
 def _promote(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-    args, kwargs = _promoted(args, kwargs)
+    widest = _widest(args, kwargs)
+    if widest is not None:
+        args, kwargs = _cast_args(args, _matched, widest), _cast_kwargs(kwargs, _matched, widest)
     return function(*args, **kwargs)
-
-
-def _widest_emulated(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-    if policy.patch_torch_functions:
-        args, kwargs = _promoted(args, kwargs)
-    return _emulate(function, args, kwargs, policy)
 
 
 def _mixed_fp32(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
@@ -274,10 +222,8 @@ def _match_self(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy
     if not (args and isinstance(args[0], Tensor)):
         return function(*args, **kwargs)  # torch raises its own error for the wrong call
     own = args[0].dtype
-    if policy.patch_torch_functions and own in _WIDTH:
+    if own in _WIDTH:
         args, kwargs = _cast_args(args, _matched, own), _cast_kwargs(kwargs, _matched, own)
-    if _name(function) in IN_PLACE_GEMMS:
-        return _emulate_in_place(function, args, kwargs, policy)
     return function(*args, **kwargs)
 
 
@@ -309,10 +255,42 @@ def _rnn_input(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy:
     return function(*args, **kwargs)
 
 
+# torch.jit compiles a function once for each set of device types (CPU, CUDA) whose autocast is on, and bakes the dtype
+# of that moment into the code: code compiled under FP16 would run in FP16 under BF16 too, and its backward fails. So
+# each dtype has a set of device types of its own. torch's default dtype has the device type alone, as in a
+# torch.autocast.
+_AUTOCAST_DTYPES = {"cpu": torch.bfloat16, "cuda": torch.float16}
+
+
+def _under_autocast(function: Callable[..., Any], args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
+    """`function(*args, **kwargs)` as under a torch.autocast to `dtype`, for the device of the tensors that it is given.
+
+    Without autocast's cache of cast weights: that is emptied where the outermost torch.autocast ends, and the weights
+    may be stepped before.
+    """
+    device = next((tensor.device.type for tensor in tensors((args, kwargs))), None)
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    kinds = (device,) if _AUTOCAST_DTYPES.get(device, dtype) is dtype else tuple(_AUTOCAST_DTYPES)
+    before = [(kind, is_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    cached = torch.is_autocast_cache_enabled()
+    try:
+        torch.set_autocast_cache_enabled(False)
+        for kind in kinds:
+            torch.set_autocast_dtype(kind, dtype)
+            set_enabled(kind, True)
+        return function(*args, **kwargs)
+    finally:
+        for kind, enabled, earlier in before:
+            set_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, earlier)
+        torch.set_autocast_cache_enabled(cached)
+
+
 def _scripted(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     if outside():  # torch.jit code outside regions may be an FP32 copy's, which is exported without casts
         return function(*args, **kwargs)
-    return under_autocast(function, args, kwargs, policy.dtype)
+    return _under_autocast(function, args, kwargs, policy.dtype)
 
 
 def _disabled(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
@@ -355,8 +333,6 @@ class Rule:
     Attributes:
         name: as in the op lists (oplists.py says what each of theirs means).
         apply: does one call: (function, args, kwargs, policy) -> the function's result.
-        emulates: the rule also acts where a policy emulates FP16 on a CPU and casts nothing (O2, O3). All others wait
-            for `policy.patch_torch_functions`.
         shown: what `explain` calls the rule. None: the functions that follow it compute nothing, and are not shown.
         registered_by: which function of `amp` registers a user's function under this rule; "" if none does. `explain`
             shows that instead where it was.
@@ -367,7 +343,6 @@ class Rule:
 
     name: str
     apply: Apply
-    emulates: bool = False
     shown: str | None = None
     registered_by: str = ""
     for_users: bool = False
@@ -377,21 +352,20 @@ class Rule:
 _HALF = "register_half_function"
 _TABLE = (
     Rule("none", _none, shown="none", registered_by="register_without_rule", in_cpp=True),
-    Rule("lower", _lower, emulates=True, shown="lower", registered_by=_HALF, in_cpp=True),
-    Rule("einsum", _of_several(_lower), emulates=True, shown="lower (einsum)", registered_by=_HALF),
-    Rule("fused", _fused, shown="lower"),
-    Rule("rnn", _rnn, emulates=True, shown="lower (rnn)", registered_by=_HALF),
-    Rule("fp32", _fp32, emulates=True, shown="fp32", in_cpp=True),
-    Rule("norm", _norm, emulates=True, shown="fp32", in_cpp=True),
+    Rule("lower", _lower, shown="lower", registered_by=_HALF, in_cpp=True),
+    Rule("einsum", _of_several(_lower), shown="lower (einsum)", registered_by=_HALF),
+    Rule("fused", _lower, shown="lower"),
+    Rule("rnn", _rnn, shown="lower (rnn)", registered_by=_HALF),
+    Rule("fp32", _fp32, shown="fp32", in_cpp=True),
+    Rule("norm", _norm, shown="fp32", in_cpp=True),
     Rule("widest", _promote, shown="widest", in_cpp=True),
-    Rule("emulated", _widest_emulated, emulates=True, shown="widest", in_cpp=True),
-    Rule("match_self", _match_self, emulates=True, shown="match_self", in_cpp=True),
+    Rule("match_self", _match_self, shown="match_self", in_cpp=True),
     Rule("banned", _banned, shown="banned"),
     Rule("scripted", _scripted, shown="torch.autocast"),
     Rule("rnn_input", _rnn_input),
-    Rule("fused_input", _fused),
-    Rule("disabled", _disabled, emulates=True),
-    Rule("einsum_widest", _of_several(_widest_emulated), emulates=True, shown="widest (einsum)"),
+    Rule("fused_input", _lower),
+    Rule("disabled", _disabled),
+    Rule("einsum_widest", _of_several(_promote), shown="widest (einsum)"),
     Rule("mixed_fp32", _mixed_fp32, shown="widest (mixed_fp32)", in_cpp=True),
     Rule("in_place_fp32", _in_place_fp32, shown="fp32 (in place)"),
     Rule("user_lower", _user_lower, shown="lower", registered_by=_HALF, for_users=True),

@@ -15,7 +15,6 @@ from amp_patch import multi_tensor
 from amp_patch.casts.thread_state import (
     DEVICE_TYPES,
     Entry,
-    inside_torch_autocast,
     is_enabled,
     native_depth,
     set_enabled,
@@ -33,20 +32,29 @@ class PythonState:
 
     def __init__(self) -> None:
         self._default: Policy | None = None
+        self._default_emulated: torch.dtype | None = None
 
     def current(self) -> Policy | None:
         """The policy whose casts act on this thread: what `follow` said last, or the default outside regions.
 
-        Inside a torch.autocast it is what of that policy still acts there.
+        None inside a torch.autocast that was entered later.
         """
         acting = this_thread.acting if this_thread.inside else self._default
-        return acting if acting is None or self._holds() else inside_torch_autocast(acting)
+        return acting if acting is None or self._holds() else None
+
+    def emulated(self) -> torch.dtype | None:
+        """The type whose products on a CPU are emulated on this thread now; see cpu_half.py."""
+        return this_thread.emulated if this_thread.inside else self._default_emulated
 
     def _holds(self) -> bool:
         """Whether no torch.autocast has been entered since the innermost region began; see thread_state.py."""
         if torch._C._is_any_autocast_enabled():
             return False
         return native_depth() <= this_thread.depth or torch._C._current_graph_task_id() not in (-1, this_thread.task)
+
+    def emulated_calls(self) -> int:
+        """How many ops were emulated on this thread so far."""
+        return this_thread.emulated_calls
 
     def begin(self, disables_torch_autocast: bool) -> tuple[int, int, Any]:
         """A region begins: what its `Entry` keeps, (depth, task, disabled).
@@ -68,23 +76,26 @@ class PythonState:
             for kind in disabled:
                 set_enabled(kind, True)
 
-    def follow(self, acting: Policy | None, inside: Policy | None, caches: bool, depth: int, task: int) -> None:
+    def follow(self, acting: Policy | None, emulated: torch.dtype | None, caches: bool, depth: int, task: int) -> None:
         """This thread is in a region: from now on `acting` acts, and casts of weights are remembered if `caches`.
 
-        Inside a torch.autocast (one that is enabled, or makes torch's count exceed `depth`) `inside` acts instead.
+        Inside a torch.autocast (one that is enabled, or makes torch's count exceed `depth`) no policy acts. Products of
+        type `emulated` are emulated there too: the emulation casts nothing.
         """
         this_thread.inside, this_thread.acting, this_thread.caches = True, acting, caches
+        this_thread.emulated = emulated
         this_thread.depth, this_thread.task = depth, task
 
     def leave(self) -> None:
         """This thread is outside regions again: the default acts, and the thread forgets the weights it has cast."""
         this_thread.inside, this_thread.acting, this_thread.caches = False, None, False
+        this_thread.emulated = None
         this_thread.depth, this_thread.task = 0, -1
         this_thread.casts.clear()
 
-    def set_default(self, acting: Policy | None, inside: Policy | None) -> None:
-        """What acts outside regions, on all threads; inside a torch.autocast `inside`, as for `follow`."""
-        self._default = acting
+    def set_default(self, acting: Policy | None, emulated: torch.dtype | None) -> None:
+        """What acts, and what is emulated, outside regions on all threads."""
+        self._default, self._default_emulated = acting, emulated
 
     def drop_cache(self) -> None:
         """See `drop_cache` below."""
@@ -117,7 +128,7 @@ in_use: Any = PythonState() if (_extension := multi_tensor.extension()) is None 
 # The process default is the policy whose casts act outside regions: what `set_default` said, or while a
 # `process_wide_region` lasts, that of the newest one. Regions of several threads may end in any order.
 default_lock = threading.RLock()  # re-entrant: the garbage collector may end a region while this thread holds it
-_base: Policy | None = None  # the policy that `set_default` was given
+_base: tuple[Policy | None, torch.dtype | None] = (None, None)  # what `set_default` was given, and what that emulates
 _UNSET = object()
 _followed_default: Any = None  # the process default that the state in use has; _UNSET while that is being changed
 overrides: list[Entry] = []  # one for each `process_wide_region` that lasts, newest last
@@ -126,18 +137,10 @@ overrides: list[Entry] = []  # one for each `process_wide_region` that lasts, ne
 def current() -> Policy | None:
     """The policy whose casts act on this thread now, None if none do.
 
-    In a region it is the region's, or None if that policy neither patches nor emulates FP16; elsewhere it is the
-    process default. Inside a torch.autocast that was entered later, on or off, it does not patch.
+    In a region it is the region's, or None if that policy casts nothing around torch's functions; elsewhere it is the
+    process default. None inside a torch.autocast that was entered later, on or off.
     """
     return traced() if is_dynamo_compiling() else in_use.current()
-
-
-def entered() -> Policy | None:
-    """The policy of this thread's innermost region, patching or not; None outside. `disable_casts` is transparent."""
-    for inner in reversed(this_thread.stack):
-        if inner.region.policy is not None:
-            return inner.region.policy
-    return None
 
 
 def outside() -> bool:
@@ -149,13 +152,14 @@ def set_default(policy: Policy | None) -> None:
     """Make `policy` the process default, whose casts act outside regions. None, or one that casts nothing: no casts."""
     global _base
     with default_lock:
-        _base = acting_part(policy)
+        acting = acting_part(policy)
+        _base = acting, None if acting is None else acting.emulated
         refresh_default()
 
 
 def default() -> Policy | None:
     """What `set_default` made the process default."""
-    return _base
+    return _base[0]
 
 
 def state() -> Any:
@@ -216,20 +220,22 @@ def _forget(casts: dict[Any, Any], key: Any, reference: Any) -> None:
 
 
 def acting_part(policy: Policy | None) -> Policy | None:
-    """`policy` if it has anything to do with torch's functions (it casts, or emulates FP16), else None."""
-    return policy if policy is not None and (policy.patch_torch_functions or policy.emulates) else None
+    """`policy` if it casts around torch's functions, else None."""
+    return policy if policy is not None and policy.patch_torch_functions else None
 
 
 def refresh_default() -> None:
     """Have the state in use follow the process default, if another one. The caller holds `default_lock`."""
     global _followed_default
     # A loop: the garbage collector may end a region, and call this function again, between any two of these lines.
-    while (acting := overrides[-1].region.acting if overrides else _base) is not _followed_default:
+    while (default := (overrides[-1].region.acting, overrides[-1].region.emulated) if overrides else _base) != (
+        _followed_default
+    ):
         _followed_default = _UNSET  # an interrupt before the last line then has the next call do all of them
-        in_use.set_default(acting, None if acting is None else inside_torch_autocast(acting))
-        _followed_default = acting
+        in_use.set_default(*default)
+        _followed_default = default
 
 
 def effective_default() -> Policy | None:
     """The process default: the newest override's, else what `set_default` said."""
-    return overrides[-1].region.acting if overrides else _base
+    return overrides[-1].region.acting if overrides else _base[0]

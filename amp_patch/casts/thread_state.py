@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -21,8 +20,6 @@ from amp_patch.policy import Policy
 # - A region of ours that casts, or is there to keep casts off, disables torch.autocast while the region lasts.
 # - Inside a torch.autocast that is entered in a region of ours, enabled or not, our casts do not act. Torch counts the
 #   torch.autocasts that a thread is in: a count higher than at the region's beginning tells of one inside the region.
-# - FP16 on a CPU is emulated inside a torch.autocast all the same, unless that is enabled for CPUs: the emulation
-#   casts nothing.
 # - A higher count says nothing during backward. There torch's own `custom_bwd` enters a torch.autocast that is off, if
 #   the forward ran under none.
 DEVICE_TYPES = tuple(
@@ -40,12 +37,6 @@ def native_depth() -> int:
     finally:
         depth = torch.autocast_decrement_nesting()
     return depth
-
-
-@functools.cache
-def inside_torch_autocast(acting: Policy | None) -> Policy | None:
-    """What of `acting` still acts inside a torch.autocast: the emulation of FP16 on a CPU, or nothing (None)."""
-    return replace(acting, patch_torch_functions=False) if acting is not None and acting.emulates else None
 
 
 @dataclass(slots=True, eq=False)
@@ -89,11 +80,14 @@ class _Thread(threading.local):
         # Fields of `PythonState`:
         self.inside = False  # whether the thread is in a region
         self.acting: Policy | None = None  # the policy that acts in the innermost region
+        self.emulated: torch.dtype | None = None  # the type whose products are emulated there (cpu_half.py)
         self.depth, self.task = 0, -1  # as in the innermost `Entry`; these values outside regions
         self.caches = False  # whether casts of weights are cached now
         self.casts: dict[Any, tuple[weakref.ref[Tensor], int, Tensor]] = {}  # cached casts: see `cast_weight`
+        self.emulated_calls = 0  # how many ops the kernels of cpu_half.py have emulated
         # Fields of a trace of torch.compile on this thread:
         self.traced: list[Traced] = []  # traced regions, innermost last; the first is the frame itself
+        self.traced_emulated: torch.dtype | None = None  # what a region in the trace emulates
         self.disable: Callable[[str], Callable[[], object]] | None = None  # see `traced_regions.begin_trace`
 
 

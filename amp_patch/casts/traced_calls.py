@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from amp_patch.casts import traced_regions, wrapped
+from amp_patch.casts import traced_regions, wrappers
 from amp_patch.casts.rules import Rule
-from amp_patch.casts.wrapped import Wrapped
+from amp_patch.casts.wrappers import Wrapped
 from amp_patch.policy import Policy
 
 
@@ -26,7 +26,6 @@ class _Tracing(threading.local):
 
     # Names of the calls that the trace is inside of, whose arguments are cast already. `begin` makes a new list.
     names: list[str] = []  # noqa: RUF012
-    emulates = False  # whether a call in the trace emulates FP16
 
 
 _tracing = _Tracing()
@@ -34,12 +33,7 @@ _tracing = _Tracing()
 
 def begin() -> None:
     """A trace begins on this thread."""
-    _tracing.names, _tracing.emulates = [], False
-
-
-def have_emulated() -> bool:
-    """Whether the trace on this thread has put emulated FP16 into its graph."""
-    return _tracing.emulates
+    _tracing.names = []
 
 
 def rule_now(entry: Wrapped, name: str) -> Rule | None:
@@ -54,7 +48,6 @@ def inline(tx: Any, rule: Rule, function: Any, args: list[Any], kwargs: dict[str
     assert policy is not None
     call = _traceable(rule, function, policy)
     _tracing.names.append(function.__name__)
-    _tracing.emulates = _tracing.emulates or policy.emulates
     try:
         return variables.UserFunctionVariable(call).call_function(tx, args, kwargs)
     finally:
@@ -112,7 +105,7 @@ def register_wrappers() -> None:
     if known is not _table:
         _in_table.clear()
         _table = known
-    new = [entry for key, entry in wrapped.by_id.items() if key not in _in_table]
+    new = [entry for key, entry in wrappers.by_id.items() if key not in _in_table]
     if not new:
         return
     builder = importlib.import_module("torch._dynamo.variables.builder")
@@ -143,7 +136,7 @@ def register_wrappers() -> None:
         by_id[id(wrapper)] = build
         # A TorchFunctionMode gets a C wrapper of a method as its argument `func`: a value without a source.
         if type(wrapper).__module__ == "amp_patch._C.casts":
-            handlers.setdefault(type(wrapper), lambda tx, value: variable(wrapped.by_id[id(value)][1]))
+            handlers.setdefault(type(wrapper), lambda tx, value: variable(wrappers.by_id[id(value)][1]))
     names = {entry.original.__name__ for _, entry in new if hasattr(entry.original, "__name__")}
     for function in vars(torch.nn.functional).values():
         # Functions that call wrapped ones are traced into. As one node of the graph such a function would call the

@@ -11,7 +11,6 @@ import torch
 from amp_patch.casts.thread_state import (
     DEVICE_TYPES,
     Traced,
-    inside_torch_autocast,
     is_enabled,
     native_depth,
     this_thread,
@@ -27,21 +26,28 @@ def begin_trace(acting: Policy | None, disable: Callable[[str], Callable[[], obj
         disable: turns torch.autocast off in what is traced from here on, for a device type; returns how to undo that.
     """
     this_thread.traced, this_thread.disable = [Traced(acting, native_depth(), [])], disable
+    this_thread.traced_emulated = None
 
 
-def enter_trace_of(acting: Policy | None, disables_torch_autocast: bool) -> None:
-    """A region begins in code that is being traced; `leave_traced` ends it. Both arguments as of `region`."""
+def enter_trace_of(acting: Policy | None, disables_torch_autocast: bool, emulated: torch.dtype | None) -> None:
+    """A region begins in code that is being traced; `leave_traced` ends it. All arguments as of `region`."""
     # Plain constants: Dynamo hands no other values to a `constant_in_traces` function.
     if acting is None:
-        enter_traced(None, disables_torch_autocast)
+        enter_traced(None, disables_torch_autocast, emulated)
     else:
         enter_traced(
             (
-                *(acting.dtype, acting.patch_torch_functions, acting.allow_banned, acting.cpu_fp16, acting.op_lists),
+                *(acting.dtype, acting.patch_torch_functions, acting.allow_banned, acting.op_lists),
                 acting.low_precision_norms,
             ),
             disables_torch_autocast,
+            emulated,
         )
+
+
+def emulated_in_trace() -> torch.dtype | None:
+    """The type whose products a region in this thread's trace emulates; None for none."""
+    return this_thread.traced_emulated
 
 
 # Dynamo calls the next three functions while it traces. At a `torch.autocast` in the code Dynamo really enters one, so
@@ -56,13 +62,14 @@ def traced() -> Policy | None:
     inner = this_thread.traced[-1]
     if inner.acting is None or (native_depth() <= inner.depth and not torch._C._is_any_autocast_enabled()):
         return inner.acting
-    return inside_torch_autocast(inner.acting)
+    return None
 
 
 @constant_in_traces
-def enter_traced(casts: tuple[Any, ...] | None, disables_torch_autocast: bool) -> None:
+def enter_traced(casts: tuple[Any, ...] | None, disables_torch_autocast: bool, emulated: torch.dtype | None) -> None:
     """What `enter_trace_of` does; `casts` are the arguments of `casts_policy`, None where none act."""
     if this_thread.traced:
+        this_thread.traced_emulated = emulated or this_thread.traced_emulated
         disable = this_thread.disable if disables_torch_autocast else None
         undo = [disable(kind) for kind in DEVICE_TYPES if is_enabled(kind)] if disable is not None else []
         this_thread.traced.append(Traced(None if casts is None else casts_policy(*casts), native_depth(), undo))
@@ -85,7 +92,6 @@ def casts_policy(
     dtype: torch.dtype,
     patch_torch_functions: bool,
     allow_banned: bool,
-    cpu_fp16: str,
     op_lists: str,
     low_precision_norms: bool,
 ) -> Policy:
@@ -95,7 +101,6 @@ def casts_policy(
         dtype=dtype,
         patch_torch_functions=patch_torch_functions,
         allow_banned=allow_banned,
-        cpu_fp16=cpu_fp16,
         op_lists=op_lists,
         low_precision_norms=low_precision_norms,
     )

@@ -10,8 +10,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from amp_patch.casts.rules import RULES
+import torch
+
+from amp_patch.casts.rules import RULES, Rule
 from amp_patch.casts.state import PythonState, current, state
+from amp_patch.policy import Policy
 
 # With "cpp" a callable in C stands in front of each Python wrapper of the op lists. The C callable does the frequent
 # rules by itself, in a tenth of the time, and calls the Python wrapper for all others.
@@ -24,6 +27,51 @@ def backend() -> str:
     ``AMP_PATCH_BACKEND=torch`` in the environment turns to Python here as it turns to plain torch in `multi_tensor`.
     """
     return "python" if isinstance(state(), PythonState) else "cpp"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the wrappers stand for: asked by `explain`, and by the side that torch.compile sees.
+
+
+class Wrapped:
+    """A function or method with a wrapper in front of it, and its rules by either list."""
+
+    __slots__ = ("apex_rule", "original", "rule")
+
+    def __init__(self, original: Any, rule: str, apex_rule: str) -> None:
+        self.original, self.rule, self.apex_rule = original, RULES[rule], RULES[apex_rule]
+
+    def rule_of(self, policy: Policy | None) -> Rule | None:
+        """The rule that a call follows while `policy` acts; None: the call is made as it is."""
+        if policy is None:
+            return None
+        rule = self.apex_rule if policy.op_lists == "apex" else self.rule
+        return rule if rule.name != "none" else None
+
+
+by_id: dict[int, tuple[Any, Wrapped]] = {}  # id of a wrapper -> the wrapper (held: the id stays unique), entry
+tensor_methods: dict[str, Wrapped] = {}  # name -> entry, of wrappers that are attributes of torch.Tensor now
+own_tensor_methods: set[Any] = set()  # torch.Tensor's own methods that a wrapper ever replaced
+
+
+def register_wrapper(owner: Any, name: str, wrapper: Any, original: Any, rule: str, apex_rule: str) -> None:
+    """Note that `wrapper` stands at `owner.name` in place of `original`."""
+    wrapped = Wrapped(original, rule, apex_rule)
+    by_id[id(wrapper)] = wrapper, wrapped
+    if owner is torch.Tensor:
+        tensor_methods[name] = wrapped
+        if isinstance(original, (types.MethodDescriptorType, types.WrapperDescriptorType)):
+            own_tensor_methods.add(original)
+
+
+def wrapped_by(wrapper: Any) -> Wrapped | None:
+    """What `wrapper` stands for; None if it is no wrapper."""
+    return by_id.get(id(wrapper), (None, None))[1]
+
+
+def forget_methods() -> None:
+    """torch.Tensor has its own methods again."""
+    tensor_methods.clear()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -75,15 +123,13 @@ def wrap(original: Any, rule: str, reduced: tuple[Any, ...], apex_rule: str | No
     """
     differs = apex_rule is not None and apex_rule != rule
     by_torch, by_apex = RULES[rule], RULES[apex_rule or rule]
-    torchs, apexs = (by_torch.apply, by_torch.emulates), (by_apex.apply, by_apex.emulates)
+    torchs, apexs = by_torch.apply, by_apex.apply
 
     def call(*args: Any, **kwargs: Any) -> Any:
         policy = current()
         if policy is None or (kwargs and kwargs.get("out") is not None):
             return original(*args, **kwargs)
-        apply, emulates = apexs if differs and policy.op_lists == "apex" else torchs
-        if not (policy.patch_torch_functions or emulates):  # only the emulation of FP16 on a CPU acts
-            return original(*args, **kwargs)
+        apply = apexs if differs and policy.op_lists == "apex" else torchs
         return apply(original, args, kwargs, policy)
 
     for name in functools.WRAPPER_ASSIGNMENTS:

@@ -10,7 +10,7 @@ import torch
 
 from amp_patch import grad_scaler
 from amp_patch.casts import autocast as casts_autocast
-from amp_patch.casts import custom_functions
+from amp_patch.casts import functions
 
 __all__ = ["GradScaler", "autocast", "custom_bwd", "custom_fwd"]
 
@@ -48,9 +48,9 @@ class GradScaler(grad_scaler.OlderGradScaler):
 
 def custom_fwd(forward: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | None = None) -> Any:
     """`amp_patch.custom_fwd`; of torch.autocast CUDA's counts. Source: torch.cuda.amp.custom_fwd."""
-    return custom_functions.custom_fwd(forward, device_type="cuda", cast_inputs=cast_inputs)
+    return functions.custom_fwd(forward, device_type="cuda", cast_inputs=cast_inputs)
 
 
 def custom_bwd(backward: Callable[..., Any]) -> Any:
     """`amp_patch.custom_bwd`. Source: torch.cuda.amp.custom_bwd."""
-    return custom_functions.custom_bwd(backward, device_type="cuda")
+    return functions.custom_bwd(backward, device_type="cuda")

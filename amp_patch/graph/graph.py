@@ -21,9 +21,9 @@ from amp_patch.model import tensors as model_tensors
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import tree
 from amp_patch.support.distributed import is_first_rank
-from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.stash import Stash, stash_of
+from amp_patch.training.wrappers import innermost
 
 
 class Graph:
@@ -231,7 +231,7 @@ class Graph:
             raise RuntimeError(f"{type(self).__name__}: call super().__init__() first in its __init__")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    # What the first call does.
+    # The first call: checks, and the compiled `build`.
 
     def _prepared(self) -> Callable[..., Any]:
         """Check the setup, and return the compiled `build`."""
@@ -302,7 +302,7 @@ class Graph:
         }
         return {name: part for name, part in parts.items() if part is not None and part != []}
 
-    # What each call does.
+    # Every call.
 
     def _called(self, args: Any, kwargs: Any) -> Any:
         """One call of a graph that is set up: an inference, or an iteration of training."""
@@ -353,7 +353,7 @@ class Graph:
             noted.arguments.clear()
 
     def _total(self, losses: list[Tensor]) -> Tensor:
-        """The sum of the losses that called `backward()`, in FP32 at least: what one backward pass is run of."""
+        """The sum of the losses that called `backward()`, in FP32 at least; one backward pass is run from it."""
         if not losses:
             raise RuntimeError(
                 f"{self._name}: the graph has an optimizer, but build calls no loss.backward(); call it there (by the "

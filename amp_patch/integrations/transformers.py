@@ -28,9 +28,9 @@ from amp_patch.frontend import initialize
 from amp_patch.model.forward import policy_of
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.files import write_whole
-from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.stash import stash_of
+from amp_patch.training.wrappers import innermost
 
 
 class OptLevelTrainer(Trainer):
@@ -143,7 +143,7 @@ def _load_adapter(model: Any, path: Any, adapter_name: str, *args: Any, **kwargs
     return type(model).load_adapter(model, path, adapter_name, *args, **kwargs)
 
 
-_DTYPES = ("dtype", "torch_dtype")  # what a config calls it, today's name first
+_DTYPES = ("dtype", "torch_dtype")  # a config's keys for the dtype, today's first
 
 
 def _says_fp32(path: Path, low: torch.dtype) -> None:
@@ -160,9 +160,11 @@ class LossScale(TrainerCallback, ExportableState):
     scalers: Any = ()
 
     def state(self) -> dict[str, Any]:
+        """For the Trainer's checkpoint: the scalers' state dicts. Syncs with the device."""
         return {"args": {}, "attributes": {"saved": [scaler.state_dict() for scaler in self.scalers]}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Find the optimizer's loss scalers, and load into them what a checkpoint that is resumed has of them."""
         stash = stash_of(innermost(kwargs["optimizer"]))
         self.scalers = () if stash is None else stash.scalers
         # A checkpoint of another Trainer has none.

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from amp_patch.masters.master import Master, own_grad, set_own_grad
-from amp_patch.multi_tensor.bulk import GRAD
+from amp_patch.masters.grad_field import GRAD, own_grad, set_own_grad
+from amp_patch.masters.master import Master
 from amp_patch.support import compiled
 from amp_patch.support.patches import Installation
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
-from amp_patch.masters.master import own_grad, set_own_grad
+from amp_patch.masters.grad_field import own_grad, plain_gradients, set_own_grad
 from amp_patch.masters.masters import link_of
-from amp_patch.multi_tensor.bulk import plain_gradients
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from amp_patch.masters.half_gradients import HalfGradients
-from amp_patch.masters.stepped_gradients import SteppedGradients
-from amp_patch.multi_tensor.bulk import GRAD
+from amp_patch.masters.grad_field import GRAD, own_grad, set_own_grad
+from amp_patch.masters.held_gradients import HalfGradients, SteppedGradients
+from amp_patch.support.patches import Installation
 
-
-def own_grad(tensor: Tensor) -> Tensor | None:
-    """The gradient in the field that autograd fills; the attribute `grad` may be another tensor's (grad_route)."""
-    grad: Tensor | None = GRAD.__get__(tensor)
-    return grad
-
-
-def set_own_grad(tensor: Tensor, grad: Tensor | None) -> None:
-    """Write into the field that autograd fills."""
-    GRAD.__set__(tensor, grad)
+_constructor = Installation()
 
 
 class Master(nn.Parameter):
@@ -88,3 +81,21 @@ class Master(nn.Parameter):
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return f"Parameter containing:\n{self.detach().requires_grad_(self.requires_grad)!r}"
+
+
+def take_masters() -> None:
+    """Let `nn.Parameter(master)` be an ordinary FP32 parameter in the master's memory, as of any tensor; idempotent.
+
+    Torch wants a subclass whose `detach()` gives that subclass, and refuses any other.
+    """
+    _constructor.install(lambda patches: patches.set(nn.Parameter, "__new__", staticmethod(_of_tensor(nn.Parameter))))
+
+
+def _of_tensor(kind: Any) -> Callable[..., Any]:
+    own = kind.__new__
+
+    @functools.wraps(own)
+    def new(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return own(cls, data.detach() if isinstance(data, Master) else data, *args, **kwargs)
+
+    return new

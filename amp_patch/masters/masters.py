@@ -17,59 +17,58 @@ from torch import Tensor, nn
 
 from amp_patch import multi_tensor
 from amp_patch.masters import split_master
-from amp_patch.masters.constructors import take_masters
+from amp_patch.masters.grad_field import GRAD, with_gradient
 from amp_patch.masters.grad_route import GradRoute, route_through
-from amp_patch.masters.master import Master
+from amp_patch.masters.master import Master, take_masters
 from amp_patch.masters.recycled_memory import Recycled
 from amp_patch.masters.split_master import SplitMaster, is_split, low_half
-from amp_patch.multi_tensor.bulk import GRAD, with_gradient
-from amp_patch.support import swaps
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.patches import Installation
+from amp_patch.support.tensor_content import Again, hook_swaps, release_in_swaps
 
 Result = TypeVar("Result")
 
 
-class PlainNoted:
-    """A tensor, and its version when `note` was last called. In C++: csrc/masters/versions.cpp."""
+class PlainSavedVersion:
+    """A tensor, and its version counter when `save` was last called. In C++: csrc/masters/versions.cpp."""
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.note()
+        self.save()
 
     def written(self) -> bool:
-        """Whether the tensor was written since it was noted."""
+        """Whether the tensor was written since its version was saved."""
         return self.version is not None and self.tensor._version != self.version
 
-    def note(self) -> None:
+    def save(self) -> None:
         self.version = None if self.tensor.is_inference() else self.tensor._version  # an inference tensor has none
 
 
-class PlainWatch:
-    """Asks several `Noted` at once; in C++ too."""
+class PlainSavedVersions:
+    """Compares several `SavedVersion` at once; in C++ too."""
 
-    def __init__(self, noted: list[PlainNoted]) -> None:
-        self.noted = noted
+    def __init__(self, versions: list[PlainSavedVersion]) -> None:
+        self.versions = versions
 
     def written(self) -> list[int]:
         """The indices of those that were written."""
         return [
             index
-            for index, noted in enumerate(self.noted)
-            if noted.version is not None and noted.tensor._version != noted.version
+            for index, saved in enumerate(self.versions)
+            if saved.version is not None and saved.tensor._version != saved.version
         ]
 
-    def note(self) -> None:
-        """Take note of all."""
-        for noted in self.noted:
-            noted.note()
+    def save(self) -> None:
+        """Save those of all."""
+        for saved in self.versions:
+            saved.save()
 
 
 _C: Any = multi_tensor.extension()
-Noted: Any = getattr(_C, "Noted", PlainNoted)
-Watch: Any = getattr(_C, "Watch", PlainWatch)
+SavedVersion: Any = getattr(_C, "SavedVersion", PlainSavedVersion)
+SavedVersions: Any = getattr(_C, "SavedVersions", PlainSavedVersions)
 
 
 class Link:
@@ -77,17 +76,17 @@ class Link:
 
     Attributes:
         master: FP32, the parameter's shape.
-        noted: the master, and its version when its value was last published to the parameter.
+        version: the master's, when its value was last published to the parameter.
         gradients: the memory that the master's gradients are made in.
         route: of the parameter's attribute `grad`.
         is_routed: whether an optimizer has the master, all of whose parameters share the route.
     """
 
-    __slots__ = ("gradients", "is_routed", "master", "noted", "route")
+    __slots__ = ("gradients", "is_routed", "master", "route", "version")
 
     def __init__(self, master: Tensor) -> None:
         self.master = master
-        self.noted = Noted(master)
+        self.version = SavedVersion(master)
         self.gradients = Recycled()
         self.route, self.is_routed = GradRoute(), False
 
@@ -97,17 +96,17 @@ class LinkList:
 
     Attributes:
         params, links, masters: lists of one length.
-        watch: tells at once which of the masters were written since they were published.
+        versions: tells at once which of the masters were written since they were published.
     """
 
-    __slots__ = ("links", "masters", "params", "watch")
+    __slots__ = ("links", "masters", "params", "versions")
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Link]] = ()) -> None:
         pairs = list(pairs)
         self.params = [param for param, _ in pairs]
         self.links = [link for _, link in pairs]
         self.masters = [link.master for link in self.links]
-        self.watch = Watch([link.noted for link in self.links])
+        self.versions = SavedVersions([link.version for link in self.links])
 
     def __len__(self) -> int:
         return len(self.links)
@@ -171,7 +170,7 @@ def connect(param: Tensor, master: Tensor) -> Link:
         link = Link(master)
         _hold(param, link)
         _changes += 1
-        swaps.install()
+        hook_swaps()
     return link
 
 
@@ -180,8 +179,8 @@ def _hold(param: Tensor, link: Link) -> None:
     _links[key] = (weakref.ref(param, functools.partial(_forget, _links, key)), link)
 
 
-@swaps.release_in_swaps
-def _let_go(param: Tensor) -> swaps.Again | None:
+@release_in_swaps
+def _let_go(param: Tensor) -> Again | None:
     entry = _links.pop(id(param), None)
     if entry is None:
         return None
@@ -237,13 +236,13 @@ def links_of(params: Iterable[Tensor]) -> LinkList:
 
 def materialize(masters: Iterable[Tensor]) -> None:
     """Have the FP32 value of each of `masters` in its memory, for a step of the optimizer's own; in place, no sync."""
-    if split_master.used():
+    if split_master.used:
         split_master.materialize(masters)
 
 
 def kernel_tensors(masters: list[Tensor]) -> list[Tensor]:
     """What a kernel steps in the place of `masters`: each itself, or the half (int16) that is beside its weight."""
-    if not split_master.used():
+    if not split_master.used:
         return masters
     return [master if (half := low_half(master)) is None else half for master in masters]
 
@@ -253,7 +252,7 @@ def without_materialized(masters: Iterable[Tensor], call: Callable[[], Result]) 
 
     Where somebody else holds such memory it is written anew afterwards, exception or not.
     """
-    if not split_master.used():
+    if not split_master.used:
         return call()
     held = split_master.release(masters)
     try:
@@ -268,7 +267,7 @@ def without_materialized(masters: Iterable[Tensor], call: Callable[[], Result]) 
 def publish(links: LinkList) -> None:
     """Round every master into its parameter, in place, on the device; no sync."""
     round_into_weights(links)
-    links.watch.note()
+    links.versions.save()
 
 
 def round_into_weights(links: LinkList) -> None:
@@ -282,7 +281,7 @@ def round_into_weights(links: LinkList) -> None:
 
 def publish_written(links: LinkList) -> set[int]:
     """Publish those masters that were written since they last were, and return their ids; no sync."""
-    written = links.watch.written()
+    written = links.versions.written()
     if not written:
         return set()
     publish(LinkList((links.params[index], links.links[index]) for index in written))
@@ -306,29 +305,29 @@ def settle(links: LinkList) -> None:
         split_master.drop_joined(master for _, master in split)
     for params, masters in _by_device(whole):
         multi_tensor.multi_tensor_adopt(params, masters)
-    links.watch.note()
+    links.versions.save()
 
 
-class Edits:
-    """Finds what somebody has written into the masters of one model's parameters since they were published."""
+class ModelLinks:
+    """The links of one model's parameters, which it does not hold; made anew when any parameter has got or lost one."""
 
-    __slots__ = ("_changes", "_linked", "_watch")
+    __slots__ = ("_changes", "_links", "_versions")
 
     def __init__(self) -> None:
         self._changes = -1
-        self._linked: list[tuple[int, Link]] = []  # by the parameter's id
-        self._watch: Any = None
+        self._links: list[tuple[int, Link]] = []  # by the parameter's id
+        self._versions: Any = None
 
-    def publish(self, model: nn.Module) -> None:
-        """Round it into the parameters of `model`, in place; no sync. Cheap where nothing was written."""
+    def publish_written(self, model: nn.Module) -> None:
+        """Publish those masters of `model` that were written since they last were; no sync, cheap where none was."""
         if self._changes != _changes:
             links = links_of(dict.fromkeys(model.parameters()))
-            self._linked = [(id(param), link) for param, link in links]
-            self._watch = links.watch if links else None
+            self._links = [(id(param), link) for param, link in links]
+            self._versions = links.versions if links else None
             self._changes = _changes
-        if self._watch is None or not (written := self._watch.written()):
+        if self._versions is None or not (written := self._versions.written()):
             return
-        known = [(_links.get(key), link) for key, link in (self._linked[index] for index in written)]
+        known = [(_links.get(key), link) for key, link in (self._links[index] for index in written)]
         found = [(entry[0](), link) for entry, link in known if entry is not None]
         with torch.inference_mode(False):
             publish(LinkList((param, link) for param, link in found if param is not None))
@@ -345,7 +344,7 @@ def _forget(entries: dict[int, tuple[weakref.ref[Tensor], Link]], key: int, refe
 
 def _parted(links: LinkList) -> tuple[list[tuple[Tensor, Tensor]], LinkList]:
     """The split masters (param, master), and the others."""
-    split = [(param, link.master) for param, link in links if is_split(link.master)] if split_master.used() else []
+    split = [(param, link.master) for param, link in links if is_split(link.master)] if split_master.used else []
     return split, links.without({id(master) for _, master in split}) if split else links
 
 

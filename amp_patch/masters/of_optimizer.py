@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.masters import split_master
-from amp_patch.masters.constructors import take_split_masters
+from amp_patch.masters.grad_field import drop_gradients, own_grad, set_own_grad, with_gradient
 from amp_patch.masters.grad_route import GradRoute
 from amp_patch.masters.gradients import FoundInf, Groups
-from amp_patch.masters.half_gradients import HalfGradients
-from amp_patch.masters.master import Master, own_grad, set_own_grad
+from amp_patch.masters.held_gradients import Gradients, HalfGradients, SteppedGradients
+from amp_patch.masters.master import Master
 from amp_patch.masters.masters import (
     Link,
     LinkList,
@@ -25,28 +25,25 @@ from amp_patch.masters.masters import (
     settle,
     stop_waiting,
 )
-from amp_patch.masters.stepped_gradients import Gradients, SteppedGradients
-from amp_patch.multi_tensor.bulk import drop_gradients, with_gradient
+from amp_patch.masters.split_master import take_split_masters
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.patches import Attempts
 from amp_patch.support.quantized import is_quantized
 
-Pair = tuple[Tensor, Tensor]  # (param, master)
 
-
-class Pairs:
-    """The pairs of one optimizer.
+class GroupParams:
+    """The parameters in the groups of one optimizer, with their masters; one without is its own.
 
     Attributes:
-        pairs: as the groups have them.
+        pairs: (param, master), as the groups have them.
         distinct: each once; distinct_params: of these.
         params, masters: of `pairs`.
         low, linked_masters: of those of `distinct` that are two tensors.
         bare: those of `distinct` that are low precision and have no master.
     """
 
-    def __init__(self, pairs: list[Pair]) -> None:
+    def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         self.pairs = pairs
         self.params = [param for param, _ in pairs]
         self.masters = [master for _, master in pairs]
@@ -75,10 +72,10 @@ class Masters:
         self._route = GradRoute()
         self._stepped_grads = SteppedGradients()
         self._params: dict[int, tuple[Tensor, Link]] = {}  # id(master) -> the parameter and its link to this master
-        self._pairs: Pairs | None = None
+        self._known: GroupParams | None = None
 
     def __getstate__(self) -> list[tuple[Tensor, Tensor, bool]]:
-        return [(param, link.master, link.noted.written()) for param, link in self.links]
+        return [(param, link.master, link.version.written()) for param, link in self.links]
 
     def __setstate__(self, pairs: Iterable[Sequence[Any]]) -> None:
         self.__init__()  # type: ignore[misc]
@@ -97,17 +94,17 @@ class Masters:
         self._changed()
         return link
 
-    def pairs(self, groups: Groups) -> Sequence[Pair]:
+    def pairs(self, groups: Groups) -> Sequence[tuple[Tensor, Tensor]]:
         """(param, master) for every parameter in `groups`; the same tensor twice where it is its own master."""
         return self.of_groups(groups).pairs
 
-    def of_groups(self, groups: Groups) -> Pairs:
-        """The pairs of the parameters in `groups`, made anew when these have changed."""
+    def of_groups(self, groups: Groups) -> GroupParams:
+        """The parameters in `groups` with their masters, made anew when these have changed."""
         masters = groups[0]["params"] if len(groups) == 1 else [p for group in groups for p in group["params"]]
-        known = self._pairs
+        known = self._known
         if known is None or len(masters) != len(known.masters) or not all(map(is_, masters, known.masters)):
             params = self._params
-            known = self._pairs = Pairs([(params[id(m)][0] if id(m) in params else m, m) for m in masters])
+            known = self._known = GroupParams([(params[id(m)][0] if id(m) in params else m, m) for m in masters])
             if known.bare and self.found_bare is not None:
                 self.found_bare()
         return known
@@ -146,7 +143,7 @@ class Masters:
     def _changed(self) -> None:
         for name in ("links", "routes", "stepped_grads"):
             vars(self).pop(name, None)
-        self._pairs = None
+        self._known = None
 
     @property
     def by_master(self) -> Mapping[int, tuple[Tensor, Link]]:
@@ -156,10 +153,10 @@ class Masters:
     def keep(self, *, split: bool) -> None:
         """Keep the masters of bfloat16 parameters as halves, or all of them whole, in place; no sync."""
         if split:
-            whole = LinkList(pair for pair in self.links if not split_master.is_split(pair[1].master))
+            whole = LinkList((param, link) for param, link in self.links if not split_master.is_split(link.master))
             split_master.split(list(zip(whole.params, whole.masters, strict=True)))
             take_split_masters()
-            whole.watch.note()  # one that was split before may have edits that nobody has published
+            whole.versions.save()  # one that was split before may have edits that nobody has published
             return
         for master in self.links.masters:
             if split_master.is_split(master):
@@ -170,7 +167,7 @@ class Masters:
 
         For copies of the masters: what is made of one lacks the weight's edits.
         """
-        settle(LinkList(pair for pair in self.links if not pair[1].noted.written()))
+        settle(LinkList((param, link) for param, link in self.links if not link.version.written()))
 
     def let_gradients_wait(self) -> None:
         """Leave gradients in low precision from now on (`take_half`): the optimizer knows what to do with them."""
@@ -201,8 +198,8 @@ class Masters:
         Returns:
             As `gather`; None, and nothing was changed, where they cannot wait.
         """
-        waiting, pairs = self.waiting, self.of_groups(groups)
-        if waiting is None or not pairs.low or not waiting.take(pairs.low, pairs.linked_masters):
+        waiting, params = self.waiting, self.of_groups(groups)
+        if waiting is None or not params.low or not waiting.take(params.low, params.linked_masters):
             return None
         if inverse is None or not waiting.grads:
             return {}
@@ -236,7 +233,7 @@ class Masters:
             _replace(optimizer, params, index, master)
             if split and made and low and id(param) not in about_to_be_cast:
                 split_master.split([(param, master)], exact=True)
-                link.noted.note()
+                link.version.save()
             if (grad := own_grad(param)) is not None:
                 master.grad = grad.to(master.dtype)
                 set_own_grad(param, None)

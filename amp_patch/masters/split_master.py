@@ -12,6 +12,7 @@ a CUDA graph.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -24,14 +25,17 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_patch import multi_tensor
+from amp_patch.masters.grad_field import GRAD
 from amp_patch.masters.master import Master
-from amp_patch.multi_tensor.bulk import GRAD
-from amp_patch.support import capture, tree
+from amp_patch.support import device_sync, tree
 from amp_patch.support.blocks import without_grad
+from amp_patch.support.compiled import asks_first
+from amp_patch.support.patches import Installation, Patches
 
 _DATA: Any = Tensor.data
 _raw = torch._C.DisableTorchFunctionSubclass  # in its `with` block torch reads a master's own memory, joined or not
 _opening = RLock()
+_constructors = Installation()
 _ATTRIBUTES = ("low_half", "weight", "joined", "captured")
 
 # C++ code bypasses `__torch_function__`: make it raise instead of reading freed memory. Without the extension torch can
@@ -45,7 +49,7 @@ _deny_memory: Any = getattr(_C, "deny_memory", lambda tensor, _: torch._C._set_t
 
 # id(master) -> the masters whose memory has the joined value.
 _open: dict[int, weakref.ref[SplitMaster]] = {}
-_used = False  # whether any master was ever split in this process; if not, no master needs a look
+used = False  # whether any master was ever split in this process; if not, no master needs a look
 
 
 class SplitMaster(Master):
@@ -105,11 +109,6 @@ def is_split(master: Tensor) -> bool:
     return low_half(master) is not None
 
 
-def used() -> bool:
-    """Whether there may be split masters at all."""
-    return _used
-
-
 @functools.cache
 def _of_no_value() -> frozenset[Any]:
     """Torch's functions that read or set metadata (shape, grad, hooks), never the values."""
@@ -138,8 +137,8 @@ def split(pairs: Iterable[tuple[Tensor, Tensor]], *, exact: bool = False) -> Non
 
     The parameters are rounded anew: ties away from zero. Not where the masters have `exact`ly their values.
     """
-    global _used
-    _used = True
+    global used
+    used = True
     for param, master in pairs:
         if is_split(master) or param.dtype is not torch.bfloat16:
             continue
@@ -169,7 +168,7 @@ def unsplit(master: Tensor) -> None:
 
 def _note_open(master: SplitMaster) -> None:
     """Note that the memory of `master` has what the halves have; `_raw`."""
-    master.joined, master.captured = master._version, capture.is_capturing()
+    master.joined, master.captured = master._version, device_sync.is_capturing()
     _open[id(master)] = weakref.ref(master, functools.partial(_forget, id(master)))
 
 
@@ -202,7 +201,7 @@ def follow(held: Iterable[SplitMaster]) -> None:
 
     Not while a CUDA graph is captured: each replay would write into that memory, which is not the graph's.
     """
-    if not capture.is_capturing():
+    if not device_sync.is_capturing():
         _bring_up_to_date(held)
 
 
@@ -294,7 +293,7 @@ def _give_memory(master: Tensor, param: Tensor) -> None:
     """
     if master.device != param.device or master.shape != param.shape:
         _DATA.__set__(master, torch.empty_like(param, dtype=torch.float32, requires_grad=False))
-    elif master.untyped_storage().nbytes() < 4 * master.numel() or capture.is_capturing():
+    elif master.untyped_storage().nbytes() < 4 * master.numel() or device_sync.is_capturing():
         _DATA.__set__(master, torch.empty_like(master, requires_grad=False))
 
 
@@ -307,7 +306,7 @@ def split_back(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """
     opened = [(param, m) for param, m in pairs if isinstance(m, SplitMaster) and id(m) in _open]
     written = [(param, master) for param, master in opened if not _halves_count(master)]
-    if capture.is_capturing() and not all(master.captured for _, master in written):
+    if device_sync.is_capturing() and not all(master.captured for _, master in written):
         raise RuntimeError(
             "a split master (master_weights='split') was written before the capture of a CUDA graph began, and each "
             "replay would bring that value back; call the model, or its state_dict(), between the write and the capture"
@@ -413,3 +412,22 @@ def _laid_out_as(param: Tensor, tensor: Tensor) -> Tensor:
     if _is_alike(tensor, param) or tensor.shape != param.shape:
         return tensor
     return torch.empty_like(param, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
+
+
+def take_split_masters() -> None:
+    """Let `torch.tensor`, `as_tensor` and `asarray` find the value of a split master; idempotent."""
+    _constructors.install(_redirect)
+
+
+def _redirect(patches: Patches) -> None:
+    for name in ("tensor", "as_tensor", "asarray"):
+        patches.set(torch, name, _that_asks(getattr(torch, name)))
+
+
+@functools.cache  # cached for good: torch.jit keeps its id, which no other function may get
+def _that_asks(own: Any) -> Any:
+    builtins = importlib.import_module("torch.jit._builtins")
+    function = asks_first(own, SplitMaster, opened)
+    if (operator := builtins._find_builtin(own)) is not None:
+        builtins._register_builtin(function, operator)
+    return function

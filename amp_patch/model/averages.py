@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from amp_patch.masters.masters import links_of, master_of, settle
 from amp_patch.model import buffers
 from amp_patch.model.forward import AmpModel
-from amp_patch.model.fp32_copy import fp32_copy
+from amp_patch.model.fp32_copies import fp32_copy
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.compiled import wraps
 from amp_patch.support.patches import Installation, Patches

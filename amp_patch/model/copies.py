@@ -23,11 +23,11 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_patch.masters.masters import link_of, links_of, settle
-from amp_patch.model import came
+from amp_patch.model import incoming
 from amp_patch.model.tensors import was_changed
 from amp_patch.policy import LOW_PRECISION
-from amp_patch.support import blocks, swaps
-from amp_patch.support.accumulation import set_data
+from amp_patch.support import blocks
+from amp_patch.support.tensor_content import hook_swaps, release_in_swaps, set_data
 
 Exact = tuple[Tensor, torch.dtype, Tensor | None]  # a parameter, its type, and its master if it has one
 
@@ -38,7 +38,7 @@ _wide = WeakIdKeyDictionary()  # a widened parameter -> all widened parameters o
 _Place = tuple[dict[str, Any], str, Any]  # a dictionary, a name in the dictionary, the value that a cast replaced
 
 
-@swaps.release_in_swaps
+@release_in_swaps
 def _forget(param: Tensor) -> None:
     # Both tables serve one deepcopy or load, which is over when a tensor is swapped.
     _trained.pop(param, None)
@@ -55,7 +55,9 @@ def low_weights(model: nn.Module, on_demand: bool) -> tuple[dict[str, torch.dtyp
     types, exact = {}, {}
     for name, param in model.named_parameters(remove_duplicate=False):
         link = link_of(param)
-        if param.dtype in LOW_PRECISION and (link is not None or not (on_demand or came.type_of(param) is not None)):
+        if param.dtype in LOW_PRECISION and (
+            link is not None or not (on_demand or incoming.type_of(param) is not None)
+        ):
             types[name] = param.dtype
             known = link is not None and not was_changed(param, link.master)
             exact[id(param)] = (param, param.dtype, link.master if link is not None and known else None)
@@ -68,7 +70,7 @@ def widen(weights: Collection[Exact], types: dict[str, torch.dtype]) -> None:
 
     Not where an optimizer was copied too, and before the model: `types`, by name, is empty then.
     """
-    swaps.install()
+    hook_swaps()
     if any(param in _trained for param, _, _ in weights):
         types.clear()
         return
@@ -82,7 +84,7 @@ def widen(weights: Collection[Exact], types: dict[str, torch.dtype]) -> None:
 def narrow(params: Iterable[Tensor]) -> list[Tensor]:
     """Undo `widen`, in place, for the models of these parameters, which a copied optimizer holds; returns theirs."""
     narrowed = []
-    swaps.install()
+    hook_swaps()
     for param in params:
         _trained[param] = True
         model, types = _wide.get(param, ((), {}))

@@ -14,8 +14,8 @@ from torch.compiler import is_dynamo_compiling
 from amp_patch.casts import regions
 from amp_patch.casts import state as casts_state
 from amp_patch.masters.masters import LinkList, connect, has_gradient, link_of, links_of, master_of, settle
-from amp_patch.model import buffers, came, copies, fsdp, shielded_copies
-from amp_patch.model.fast_path import forbid_fast_path
+from amp_patch.model import buffers, copies, fsdp, incoming
+from amp_patch.model.keep_fp32 import forbid_fast_path
 from amp_patch.model.state import ModelState, followed_policy, running, untouched
 from amp_patch.model.tensors import cast, load_masters, reflatten, refuse_changed, uncast, was_changed
 from amp_patch.model.type_errors import advising, explain_another_type, refuse_another_type
@@ -64,11 +64,13 @@ class AmpModel(Generated):
         if own.on_demand and policy.master_weights:
             with torch.inference_mode(False), torch.no_grad():
                 for param in params.values():
-                    if param.dtype in LOW_PRECISION and link_of(param) is None and came.type_of(param) is None:
+                    if param.dtype in LOW_PRECISION and link_of(param) is None and incoming.type_of(param) is None:
                         connect(param, nn.Parameter(param.detach().float(), requires_grad=param.requires_grad))
         settle(links_of(set(params.values())))
         exact = buffers.exact_values(module, prefix)
-        as_it_is = {name for name, param in params.items() if came.type_of(param) is not None or is_quantized(param)}
+        as_it_is = {
+            name for name, param in params.items() if incoming.type_of(param) is not None or is_quantized(param)
+        }
         if as_it_is:
             as_it_is |= {prefix + name for name in own.low_buffers}
         for name, value in state.items():
@@ -216,7 +218,7 @@ def restore(model: nn.Module, *, give_back: bool = True) -> None:
         attempt(functools.partial(uncast, param, name, give_back=give_back))
     attempt(functools.partial(buffers.uncast, model, but=state.low_buffers))
     if give_back:
-        attempt(came.give_buffers_back, model)
+        attempt(incoming.give_buffers_back, model)
     attempt(reflatten, model)
     attempt.finish()
 
@@ -229,7 +231,7 @@ def to_plain_fp32(model: nn.Module) -> None:
             module._forward_pre_hooks_with_kwargs.pop(key, None)
         if isinstance(module, AmpModel):
             restore(module, give_back=False)  # a BF16 type given back would round the values
-        elif isinstance(module, KeptModule | shielded_copies.FP32Copy):
+        elif isinstance(module, KeptModule):
             take(module)
     cast([p for p in model.parameters() if p.dtype in LOW_PRECISION and not is_quantized(p)], torch.float32)
     buffers.uncast(model)
@@ -239,9 +241,9 @@ def give_back(model: nn.Module) -> None:
     """Give the parameters and buffers of `model`, whose training has ended or never began, the types they came in."""
     attempt = Attempts()
     for name, param in model.named_parameters():
-        if came.type_of(param) is not None:
+        if incoming.type_of(param) is not None:
             attempt(functools.partial(uncast, param, name, give_back=True))
-    attempt(came.give_buffers_back, model)
+    attempt(incoming.give_buffers_back, model)
     attempt.finish()
 
 
@@ -331,7 +333,7 @@ def _entering(base: type, name: str) -> Callable[..., Any]:
             # Written masters reach a compiled forward with the next step only. DataParallel's replicas are copies of
             # published weights.
             if not getattr(self, "_is_replica", False):
-                own.edits.publish(self)
+                own.links.publish_written(self)
             if own.region is None or own.region.policy is not policy:
                 own.region = regions.region(policy)
         if own.local is not own.no_sync and torch.is_grad_enabled() and (low is not None or policy.checks_gradients):

@@ -1,23 +1,78 @@
-"""What `initialize` makes of models that are not FP32: the type of each tensor at the door, and what cannot be taken.
+"""Models that are not FP32 when `initialize` gets them: their types, what each tensor becomes, what cannot be taken.
 
 Values of FP16 and BF16 are FP32's to the bit, so that a training that begins with them is the one of `model.float()`.
 It takes less: where a weight has the type of the level already nothing is made of it but its master, and of a frozen
-one nothing at all.
+one nothing at all. `restore` gives the types of before. Parameters are known by identity, and held weakly.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_patch.masters.masters import master_of
-from amp_patch.model import came
 from amp_patch.model.buffers import Owned
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support.distributed import is_dtensor
 from amp_patch.support.quantized import is_quantized
+from amp_patch.support.tensor_content import hook_swaps, release_in_swaps
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The types in which they came
+
+_params = WeakIdKeyDictionary()
+_buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
+
+
+def type_of(param: Tensor) -> torch.dtype | None:
+    """The low-precision type in which `param` came; None where it came in another, or never."""
+    found: torch.dtype | None = _params.get(param)
+    return found
+
+
+def note_type(param: Tensor, dtype: torch.dtype | None) -> None:
+    """Take note that `param` came in `dtype`; None: in none that is to be given back."""
+    if dtype is None:
+        _params.pop(param, None)
+        return
+    hook_swaps()
+    _params[param] = dtype
+
+
+def note_buffer_type(module: nn.Module, name: str, dtype: torch.dtype) -> None:
+    """Take note that a buffer came in `dtype`, unless it is known from before."""
+    _buffers.setdefault(module, {}).setdefault(name, dtype)
+
+
+def give_buffers_back(model: nn.Module) -> None:
+    """Cast the FP32 buffers inside `model` to the types in which they came; a shared one stays shared."""
+    done: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in model.modules():
+        for name, dtype in _buffers.pop(module, {}).items():
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.dtype is torch.float32:
+                _, module._buffers[name] = done.setdefault(id(buffer), (buffer, buffer.to(dtype)))
+
+
+def forget_types() -> None:
+    """Forget the types of all parameters and buffers."""
+    _params.clear()
+    _buffers.clear()
+
+
+@release_in_swaps
+def _release(param: Tensor) -> Any:
+    dtype = _params.pop(param, None)
+    return None if dtype is None else lambda: note_type(param, dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is made of them
 
 
 def arrive(models: Iterable[nn.Module], earlier: Collection[int]) -> None:
@@ -26,17 +81,17 @@ def arrive(models: Iterable[nn.Module], earlier: Collection[int]) -> None:
         for param in model.parameters():
             if id(param) not in earlier:
                 low = param.dtype in LOW_PRECISION and not is_quantized(param)
-                came.note(param, param.dtype if low else None)
+                note_type(param, param.dtype if low else None)
 
 
 def came_low(model: nn.Module) -> bool:
     """Whether a parameter of `model` came in low precision."""
-    return any(came.type_of(param) is not None for param in model.parameters())
+    return any(type_of(param) is not None for param in model.parameters())
 
 
 def has_widened(model: nn.Module) -> bool:
     """Whether an earlier training has given parameters of `model` that came in low precision other types or masters."""
-    low = [(param, came.type_of(param)) for param in model.parameters()]
+    low = [(param, type_of(param)) for param in model.parameters()]
     return any(t is not None and (param.dtype is not t or master_of(param) is not None) for param, t in low)
 
 
@@ -49,7 +104,7 @@ def wanted_type(param: Tensor, stays: bool, policy: Policy, *, widened: bool) ->
             would lose what was trained.
     """
     cast = policy.cast_model_type
-    if came.type_of(param) is None:
+    if type_of(param) is None:
         return torch.float32 if cast is None or stays else cast
     if is_dtensor(param):
         return param.dtype
@@ -78,7 +133,7 @@ def check(model: nn.Module, policy: Policy, stays: Collection[int]) -> None:
                     "do; freeze it with requires_grad_(False) and train adapters (LoRA), or give the model unquantized"
                 )
             continue
-        if came.type_of(param) is None:
+        if type_of(param) is None:
             continue
         if is_dtensor(param) and param.requires_grad:
             raise ValueError(
@@ -110,7 +165,7 @@ def params_to_widen(models: Iterable[nn.Module], stays: Collection[int], policy:
     for model in models:
         widened = has_widened(model)
         for param in model.parameters():
-            if came.type_of(param) is None or param.dtype not in LOW_PRECISION:
+            if type_of(param) is None or param.dtype not in LOW_PRECISION:
                 continue
             if wanted_type(param, id(param) in stays, policy, widened=widened) is torch.float32:
                 once[id(param)] = param
@@ -145,5 +200,5 @@ def widen_buffers(owned: Iterable[Owned]) -> None:
     for module, name in owned:
         buffer = module._buffers[name]
         if buffer is not None:
-            came.note_buffer(module, name, buffer.dtype)
+            note_buffer_type(module, name, buffer.dtype)
             _, module._buffers[name] = done.setdefault(id(buffer), (buffer, buffer.float()))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from amp_patch.model import buffers
 from amp_patch.policy import Policy
+from amp_patch.support.patches import Installation
 
 # A rule for modules that stay FP32: their qualified name, their class, or a predicate over (name, module).
 KeepFP32 = str | type[nn.Module] | Callable[[str, nn.Module], bool]
@@ -95,3 +97,12 @@ def _matches(rule: KeepFP32, name: str, module: nn.Module) -> bool:
     if isinstance(rule, type):
         return isinstance(module, rule)
     return bool(rule(name, module))
+
+
+_installation = Installation()
+
+
+def forbid_fast_path() -> None:
+    """Keep encoder layers from their one fused call in eval mode, which wants all their children of one type."""
+    # `add`, not `install`: the user may have turned the fast path on again since the last call.
+    _installation.add(lambda patches: patches.set(torch.backends.mha, "_is_fastpath_enabled", False))

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from amp_patch.casts import install, regions
-from amp_patch.masters.masters import Edits
-from amp_patch.model import buffers, came, copies, fsdp
-from amp_patch.model.fast_path import forbid_fast_path
+from amp_patch.casts.cpu_half import emulate
+from amp_patch.masters.masters import ModelLinks
+from amp_patch.model import buffers, copies, incoming
+from amp_patch.model.keep_fp32 import forbid_fast_path
 from amp_patch.policy import Policy
 
 
@@ -35,7 +36,7 @@ class ModelState:
         policy: of the training.
         low_buffers: names of buffers that were low precision before `initialize`.
         on_demand: whether a state dict makes the masters: for models that no optimizer trains.
-        edits: what somebody wrote into the masters, and no forward has seen yet.
+        links: of its parameters, for what somebody wrote into their masters, and no forward has seen yet.
         fast_path_off: whether torch's fused encoder layers would meet modules that were kept.
         sharded: whether the model went through `fully_shard` before.
         handles: of hooks on FSDP modules inside the model.
@@ -52,7 +53,7 @@ class ModelState:
     policy: Policy
     low_buffers: frozenset[str] = frozenset()
     on_demand: bool = False
-    edits: Edits = field(default_factory=Edits)
+    links: ModelLinks = field(default_factory=ModelLinks)
     fast_path_off: bool = False
     sharded: bool = False
     handles: list[Any] = field(default_factory=list)
@@ -70,10 +71,10 @@ class ModelState:
         fresh = {"handles": [], "no_sync": False, "local": False}
         fresh |= dict.fromkeys(("written_buffers", "owner", "region"))
         state = {**vars(self), **fresh}
-        del state["edits"], state["calls"]
+        del state["links"], state["calls"]
         model = None if self.owner is None else self.owner()
         if model is not None:
-            known = [(param, came.type_of(param)) for param in model.parameters()]
+            known = [(param, incoming.type_of(param)) for param in model.parameters()]
             state["came"] = [(param, dtype) for param, dtype in known if dtype is not None]
         if model is not None and self.policy.cast_model_type is not None:
             types, state["weights"] = copies.low_weights(model, self.on_demand)
@@ -83,25 +84,13 @@ class ModelState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         copies.widen(state.pop("weights", ()), state["wide"])
         for param, dtype in state.pop("came", ()):
-            came.note(param, dtype)
-        vars(self).update(state, edits=Edits(), calls=copies.Calls())
-        if self.policy.patch_torch_functions or self.policy.emulates:
-            install.install(self.policy.op_lists)  # an unpickled model may be in a new process
+            incoming.note_type(param, dtype)
+        vars(self).update(state, links=ModelLinks(), calls=copies.Calls())
+        emulate(self.policy)  # an unpickled model may be in a new process
+        if self.policy.patch_torch_functions:
+            install.install(self.policy.op_lists)
         if self.fast_path_off:
             forbid_fast_path()
-
-
-def refuse_sharded_since(model: nn.Module | None, caller: str) -> None:
-    """Raise if `fully_shard` took one of a training's models after `initialize` did, which got its optimizer then."""
-    if model is None or not fsdp.is_used():
-        return
-    state = vars(model).get("_amp")
-    if state is not None and fsdp.is_fsdp(model) and not state.sharded:
-        raise RuntimeError(
-            f"{caller}: fully_shard was called on this {type(model).__name__} after initialize() and put other "
-            "parameters in place of those that the optimizer and its masters hold; call fully_shard first, with "
-            "mp_policy=amp.fsdp_policy(opt_level), then make the optimizer, then call initialize()"
-        )
 
 
 # Models of trainings that change nothing, which keep their own classes and dictionaries (untouched.py) -> the state,

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_patch.masters.master import own_grad, set_own_grad
+from amp_patch.masters.grad_field import own_grad, set_own_grad
 from amp_patch.masters.masters import LinkList, disconnect, link_of, master_of, publish
-from amp_patch.model import buffers, came, fsdp, incoming
+from amp_patch.model import buffers, fsdp, incoming
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import distributed
-from amp_patch.support.accumulation import set_data
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.quantized import is_quantized
+from amp_patch.support.tensor_content import set_data
 
 
 def check_model(model: Any, methods: Collection[str] = ()) -> None:
@@ -127,7 +127,7 @@ def to_cast(
         for m in modules.values()
         for p in m._parameters.values()
         if p is not None and not distributed.is_dtensor(p) and not is_quantized(p)
-        if p.dtype is torch.float32 or (p.dtype is not dtype and came.type_of(p) is not None)
+        if p.dtype is torch.float32 or (p.dtype is not dtype and incoming.type_of(p) is not None)
     }
     owned = [
         (m, name)
@@ -182,7 +182,7 @@ def uncast(param: nn.Parameter, name: str = "", *, give_back: bool = False) -> N
     Raises:
         RuntimeError: it came in FP16, which cannot hold a value of it any more. It is FP32 then.
     """
-    master, low = master_of(param), came.type_of(param)
+    master, low = master_of(param), incoming.type_of(param)
     if master is not None:
         set_own_grad(param, None)
         value = master.data.to(param.device, torch.promote_types(param.dtype, torch.float32))

@@ -13,7 +13,7 @@ from torch import Tensor
 from amp_patch import multi_tensor
 from amp_patch.multi_tensor import checks
 from amp_patch.policy import LOW_PRECISION
-from amp_patch.support import capture, distributed
+from amp_patch.support import device_sync, distributed
 
 Tensors = Sequence[Tensor]
 Group = dict[str, Any]
@@ -73,6 +73,14 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
     for a, b in pairs:
         if (a.dtype is torch.float64) != (b.dtype is torch.float64):
             b.copy_(a)
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """The loss that a step's closure returns, called with grad mode on; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def descend(params: list[Tensor], updates: list[Tensor], lr: Number) -> None:
@@ -147,13 +155,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             whole tensors. Nothing was changed.
             RuntimeError: a CUDA graph is being captured, and steps are counted on the host. Nothing was changed.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         work = [(group, self._batches(index, group)) for index, group in enumerate(self.param_groups)]
         if any(batches for _, batches in work):
-            if self.counts_on_host and capture.is_capturing():
+            if self.counts_on_host and device_sync.is_capturing():
                 name = type(self).__name__
                 raise RuntimeError(
                     f"{name}.step: a CUDA graph is being captured, and this {name} counts its steps on the host: each "

@@ -18,6 +18,7 @@ from amp_patch.optimizers.common import (
     count,
     gradients,
 )
+from amp_patch.support.devices import by_device
 
 
 def lamb(
@@ -161,10 +162,7 @@ def lamb_apply(p: list[Tensor], updates: list[Tensor], *, lr: Number, norms: tup
 
 def global_norm(grads: Tensors) -> Tensor:
     """The 2-norm of all tensors together, which may lie on several devices: shape [], on the first one's. No sync."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        by_device.setdefault(grad.device, []).append(grad)
-    norms = [multi_tensor.multi_tensor_l2norm(tensors) for tensors in by_device.values()]
+    norms = [multi_tensor.multi_tensor_l2norm(tensors) for (tensors,) in by_device((grad,) for grad in grads).values()]
     if len(norms) == 1:
         return norms[0]
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
@@ -232,20 +230,19 @@ class FusedLAMB(FusedOptimizer):
         for group, batches in work:
             step = count(group)
             for params in batches:
-                lamb(
-                    params,
-                    gradients(params),
-                    self.averages(params, "exp_avg"),
-                    self.averages(params, "exp_avg_sq"),
-                    step=step,
-                    lr=group["lr"],
-                    betas=group["betas"],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    decoupled=bool(self.adam_w_mode),
-                    bias_correction=group["bias_correction"],
-                    grad_averaging=group["grad_averaging"],
-                    grad_norm=norm.to(params[0].device),
-                    max_grad_norm=self.defaults["max_grad_norm"],  # one for all groups, as in Apex
-                    use_nvlamb=self.use_nvlamb,
-                )
+                here = norm.to(params[0].device)
+                self._lamb(group, params, params, gradients(params), step=step, lr=group["lr"], grad_norm=here)
+
+    def _lamb(self, group: Group, params: Tensors, masters: Tensors, grads: Tensors, **given: Any) -> None:
+        """`lamb` of the masters by the group's settings; the running averages are in the parameters' state."""
+        lamb(
+            masters,
+            grads,
+            self.averages(params, "exp_avg"),
+            self.averages(params, "exp_avg_sq"),
+            **{name: group[name] for name in ("betas", "eps", "weight_decay", "bias_correction", "grad_averaging")},
+            decoupled=bool(self.adam_w_mode),
+            max_grad_norm=self.defaults["max_grad_norm"],  # one for all groups, as in Apex
+            use_nvlamb=self.use_nvlamb,
+            **given,
+        )

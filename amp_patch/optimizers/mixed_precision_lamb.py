@@ -14,10 +14,11 @@ from amp_patch.optimizers.common import (
     Number,
     count_on_device,
     gradients,
+    loss_of,
     numbers_to_device,
     wide,
 )
-from amp_patch.optimizers.lamb import FusedLAMB, global_norm, lamb
+from amp_patch.optimizers.lamb import FusedLAMB, global_norm
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
@@ -122,10 +123,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             raise TypeError(f"FusedMixedPrecisionLamb.step: got {', '.join(given)}; wanted closure and grad_scaler")
         if grad_scaler is None:
             return super().step(closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         grad_scaler.step(self)
         return loss
 
@@ -142,24 +140,13 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             for params, of_params in zip(batches, batch_grads, strict=True):
                 device = params[0].device
                 masters = self._masters(params, reduced)
-                lamb(
-                    masters,
-                    of_params,
-                    self.averages(params, "exp_avg"),
-                    self.averages(params, "exp_avg_sq"),
-                    step=step,
-                    lr=group["lr"].to(device) if isinstance(group["lr"], Tensor) else group["lr"],
-                    betas=group["betas"],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    decoupled=bool(self.adam_w_mode),
-                    bias_correction=group["bias_correction"],
-                    grad_averaging=group["grad_averaging"],
-                    grad_norm=norm.to(device),
-                    max_grad_norm=self.defaults["max_grad_norm"],  # one for all groups, as in Apex
-                    use_nvlamb=self.use_nvlamb,
-                    found_inf=None if found_inf is None else found_inf.to(device),
-                )
+                numbers = {
+                    "step": step,
+                    "lr": group["lr"].to(device) if isinstance(group["lr"], Tensor) else group["lr"],
+                    "grad_norm": norm.to(device),
+                    "found_inf": None if found_inf is None else found_inf.to(device),
+                }
+                self._lamb(group, params, masters, of_params, **numbers)
                 copies = [(m, p) for m, p in zip(masters, params, strict=True) if m is not p]
                 if copies:
                     multi_tensor.multi_tensor_scale([m for m, _ in copies], [p for _, p in copies], 1.0)

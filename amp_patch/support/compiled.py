@@ -1,4 +1,4 @@
-"""Questions to torch.compile that do not import the compiler, which takes a second."""
+"""torch.compile: questions to it that do not import the compiler, which takes a second; what it may trace, or not."""
 
 from __future__ import annotations
 
@@ -73,3 +73,23 @@ def constant_in_traces(function: Function) -> Function:
 def uncompiled(model: Any) -> Any:
     """The module inside of what `torch.compile` made of it; anything else as it is."""
     return model._orig_mod if type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod") else model
+
+
+def asks_first(function: Callable[..., Any], kind: type, prepare: Callable[[list[Any]], list[Any]]) -> Any:
+    """`function`, which calls `prepare([data])` if its first argument is of this kind, and holds the result meanwhile.
+
+    Dynamo reads this file, as it does not that of a master: `torch.tensor` in compiled code goes through here.
+    """
+
+    @functools.wraps(function)
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+        if not isinstance(data, kind):
+            return function(*args, **kwargs)
+        held = prepare([data])
+        try:
+            return function(*args, **kwargs)
+        finally:
+            held.clear()  # a traceback that keeps this frame would keep the object alive
+
+    return asking

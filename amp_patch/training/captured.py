@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from amp_patch.masters.masters import has_gradient
+from amp_patch.support import device_sync
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.scripts_line import stacklevel
-from amp_patch.training import overflow
 from amp_patch.training.stash import Stash
 
 
@@ -27,7 +27,7 @@ def check(optimizer: Any, stash: Stash) -> None:
         if _keeps_state(group):
             _refuse_first_step(optimizer, stash, index)
         lr = group.get("lr")
-        on_device = isinstance(lr, Tensor) and overflow.waits(lr.device)
+        on_device = isinstance(lr, Tensor) and device_sync.waits(lr.device)
         if "initial_lr" in group and not on_device:  # torch's schedulers leave `initial_lr` in the group
             warnings.warn(
                 f"{base_class(optimizer).__name__}.step: a CUDA graph is being captured, and the learning rate of "

@@ -206,8 +206,8 @@ def _of_edited_masters(replicate: Any) -> Any:
     @functools.wraps(replicate)
     def up_to_date(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         for m in module.modules():
-            if (edits := getattr(vars(m).get("_amp"), "edits", None)) is not None:
-                edits.publish(m)
+            if (links := getattr(vars(m).get("_amp"), "links", None)) is not None:
+                links.publish_written(m)
         return replicate(self, module, *args, **kwargs)
 
     return up_to_date

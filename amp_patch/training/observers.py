@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from amp_patch.support.compiled import not_traced
-from amp_patch.training import scaler_calls
+from amp_patch.support.patches import Patches
 
 
 class Observer:
@@ -69,7 +74,7 @@ def add(observer: Observer) -> None:
             # torch calls these global hooks around an optimizer's own.
             _hooks.append(register_optimizer_step_pre_hook(_step_begins))
             _hooks.append(register_optimizer_step_post_hook(_step_ends))
-            scaler_calls.install(tell)
+            _tell_of_scalers()
         _observers.append(observer)
 
 
@@ -78,7 +83,7 @@ def remove(observer: Observer) -> None:
     with _lock:
         _observers.remove(observer)
         if not _observers:
-            scaler_calls.uninstall()
+            _patches.remove()
         while _hooks and not _observers:
             _hooks.pop().remove()
 
@@ -103,3 +108,82 @@ def _step_begins(optimizer: Any, *_: Any) -> None:
 @not_traced
 def _step_ends(optimizer: Any, *_: Any) -> None:
     tell("step_ends", optimizer)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# GradScalers
+#
+# While somebody listens, and only then, `scale`, `unscale_` and `step` of `torch.amp.GradScaler`, and of every class
+# that has them from it and in a way of its own, are replaced by functions that tell of the call:
+# `torch.cuda.amp.GradScaler`, those that Lightning and accelerate make, FSDP's, ours. A call inside of another is part
+# of that one.
+
+
+_patches = Patches()
+
+
+class _Thread(threading.local):
+    inside = False  # whether a call of a scaler's is running
+
+
+_thread = _Thread()
+
+
+def _tell_of_scalers() -> None:
+    """Tell of calls until `_patches` are removed. The caller holds `_lock`."""
+    tellers = {"scale": _scaling, "unscale_": _unscaling, "step": _stepping}
+    for owner in _classes(torch.amp.GradScaler):
+        for name, told in tellers.items():
+            if name in vars(owner):
+                _patches.set(owner, name, _outermost(vars(owner)[name], told))
+
+
+def _classes(base: type) -> Iterator[type]:
+    yield base
+    each: type
+    for each in base.__subclasses__():
+        yield from _classes(each)
+
+
+def _outermost(original: Callable[..., Any], told: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, told of by `told` unless it is part of another call, or the scaler is disabled."""
+
+    @functools.wraps(original)
+    def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling() or _thread.inside or not scaler.is_enabled():
+            return original(scaler, *args, **kwargs)
+        _thread.inside = True
+        try:
+            return told(functools.partial(original, scaler), scaler, *args, **kwargs)
+        finally:
+            _thread.inside = False
+
+    return call
+
+
+def _scaling(original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+    scaled = original(outputs)
+    if isinstance(scaled, Tensor) and scaled is not outputs:
+        tell("loss_given_to_scaler", scaler, outputs, scaled, vars(scaler)["_scale"].clone())
+    return scaled
+
+
+def _unscaling(original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
+    tell("scaler_unscales", scaler, optimizer)
+    try:
+        return original(optimizer)
+    finally:
+        tell("scaler_unscaled", scaler, optimizer)
+
+
+def _stepping(original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    skipped: Tensor | None = None
+    tell("scaler_steps", scaler, optimizer)
+    try:
+        result = original(optimizer, *args, **kwargs)
+        found = [*scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()]
+        nothing = torch.zeros((), dtype=torch.float32, device="cpu")
+        skipped = sum((each.to(found[0].device) for each in found[1:]), found[0].clone()) if found else nothing
+        return result
+    finally:
+        tell("scaler_stepped", scaler, optimizer, skipped)

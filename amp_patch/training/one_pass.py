@@ -1,40 +1,274 @@
 """The strategy of optimizers that we know: unscale, clip, moments, master, the model's weight in one pass.
 
-The state is torch's own, so that an optimizer may go from this way to torch's and back at any step. What the kernels do
-not take (sparse gradients, capturable=True, a state that somebody has replaced) goes the optimizer's own way.
+`KERNELS` has a function for each: where the optimizer keeps what, and which settings it has. The state is torch's own,
+so that an optimizer may go from this way to torch's and back at any step. What the kernels do not take (sparse
+gradients, capturable=True, a state that somebody has replaced) goes the optimizer's own way.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import partial
 from itertools import compress
+from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from amp_patch.masters.half_gradients import can_wait
+from amp_patch import multi_tensor
+from amp_patch.masters.held_gradients import can_wait
 from amp_patch.masters.masters import (
     LinkList,
     add_gradients,
+    kernel_tensors,
     materialize,
     publish_written,
     settle,
     without_materialized,
 )
 from amp_patch.multi_tensor import backends
+from amp_patch.multi_tensor.checks import Number
+from amp_patch.optimizers.adam import FusedAdam
+from amp_patch.optimizers.sgd import FusedSGD
+from amp_patch.support import device_sync
 from amp_patch.support.blocks import without_grad
-from amp_patch.training.known_optimizers import (
-    KERNELS,
-    Batch,
-    BatchState,
-    Group,
-    NotKnown,
-    counts,
-    kernel_of,
-)
 from amp_patch.training.stash import Stash
-from amp_patch.training.step import Plain, Step, Whole, is_untouched
+from amp_patch.training.step import WHOLE, Plain, Step, Strategy, is_untouched
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The optimizers that the kernels know
+
+Group = dict[str, Any]
+
+
+class NotKnown(Exception):
+    """A setting or a state that the kernels do not take."""
+
+
+class BatchState(Enum):
+    """How far the step of a batch has come."""
+
+    NEW = auto()
+    STEPPED = auto()  # by a kernel, into the weights
+    REFUSED = auto()  # by the kernels
+    LEFT = auto()  # to the optimizer's own step
+
+
+@dataclass
+class Batch:
+    """Parameters of one group whose gradients are of one kind: one call of a kernel.
+
+    Attributes:
+        group: the optimizer's, for its settings.
+        factors: what the gradients are multiplied by.
+        masters: what is stepped; a parameter that is its own master, too.
+        grads: of low precision, still scaled, or FP32.
+        weights: the model's, which take the rounded results; empty where each master is its own.
+        first_run: whether there is no momentum yet.
+        stepped: what the kernel writes in the place of the masters.
+        version: of the first of these, before the step.
+    """
+
+    group: Group
+    factors: Sequence[Number]
+    masters: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    first_run: bool = False
+    stepped: list[Tensor] = field(default_factory=list)
+    version: int = -1
+    state: BatchState = BatchState.NEW
+
+    def ready(self) -> Batch:
+        """The batch, with what its kernel will write."""
+        self.stepped = kernel_tensors(self.masters)
+        self.version = self.stepped[0]._version
+        return self
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether a kernel has made the step, which counts as a write to each master, as an adopted edit does.
+
+        The version tells where an exception came before `state` did.
+        """
+        if self.state is not BatchState.NEW:
+            return self.state is BatchState.STEPPED
+        return self.stepped[0]._version != self.version
+
+
+def kernel_of(optimizer: Any) -> Kernel | None:
+    """What steps a batch of this optimizer's parameters, given the overflow flag; None where none of ours does."""
+    return KERNELS.get(getattr(type(optimizer), "_amp_base", type(optimizer)))
+
+
+def counts(optimizer: Any) -> list[int]:
+    """What the groups of an optimizer that counts there (FusedAdam) count with this step; of any other nothing."""
+    groups = optimizer.param_groups if isinstance(optimizer, FusedAdam) else []
+    return [0 if isinstance(step := group.get("step", 0), Tensor) else int(step) + 1 for group in groups]
+
+
+Kernel = Callable[[Any, Batch, Tensor | None], None]
+
+# torch's question whether a graph is captured that would keep the learning rate and the count of now, by its names.
+_CAPTURE_CHECKS = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
+
+
+def _adam(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
+    for name in _CAPTURE_CHECKS:
+        if (check := getattr(optimizer, name, None)) is not None:
+            check()
+            break
+    group = batch.group
+    names = ("exp_avg", "exp_avg_sq", "step") + (("max_exp_avg_sq",) if group["amsgrad"] else ())
+    averages, squares, steps, *largest = _state_lists(optimizer, batch, names)
+    multi_tensor.multi_tensor_adam(
+        batch.grads,
+        batch.stepped,
+        averages,
+        squares,
+        largest[0] if largest else None,
+        steps,
+        batch.weights or None,
+        **_adam_settings(batch),
+        decoupled=group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)),
+        maximize=group["maximize"],
+        factors=batch.factors,
+        found_inf=found_inf,
+    )
+
+
+def _adam_settings(batch: Batch) -> dict[str, Any]:
+    """What torch's Adams and ours call alike."""
+    beta1, beta2 = batch.group["betas"]
+    numbers = {name: batch.group[name] for name in ("eps", "weight_decay")}
+    return {"lr": _number(batch.group["lr"], batch), "beta1": beta1, "beta2": beta2, **numbers}
+
+
+def _sgd(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
+    group = batch.group
+    buffers = None
+    if group["momentum"]:
+        state = optimizer.state
+        buffers = [
+            torch.empty_like(m, requires_grad=False) if batch.first_run else state[m]["momentum_buffer"]
+            for m in batch.masters
+        ]
+        if batch.first_run:
+            for master, buffer in zip(batch.masters, buffers, strict=True):
+                state[master]["momentum_buffer"] = buffer
+    try:
+        multi_tensor.multi_tensor_sgd(
+            batch.grads,
+            batch.stepped,
+            buffers,
+            batch.weights or None,
+            lr=_number(group["lr"], batch),
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            maximize=group.get("maximize", False),
+            first_run=batch.first_run,
+            factors=batch.factors,
+            found_inf=found_inf,
+        )
+    finally:
+        if batch.first_run and not batch.is_stepped:
+            for master in batch.masters:
+                optimizer.state[master].pop("momentum_buffer", None)
+
+
+def _fused_sgd(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
+    if optimizer.wd_after_momentum and batch.group["weight_decay"]:
+        raise NotKnown  # its `decay` is more exact than the kernel's
+    _sgd(optimizer, batch, found_inf)
+
+
+def _fused_adam(optimizer: Any, batch: Batch, found_inf: Tensor | None) -> None:
+    group = batch.group
+    decoupled = optimizer.adam_w_mode and group["weight_decay"]  # its `decay` is more exact than the kernel's
+    count = group.get("step", 0)
+    if decoupled or optimizer.capturable or optimizer.master_weights or isinstance(count, Tensor):
+        raise NotKnown
+    if device_sync.is_capturing():
+        raise NotKnown  # its own step refuses: a replay would not count
+    multi_tensor.multi_tensor_adam(
+        batch.grads,
+        batch.stepped,
+        optimizer.averages(batch.masters, "exp_avg"),
+        optimizer.averages(batch.masters, "exp_avg_sq"),
+        None,
+        float(count),
+        batch.weights or None,
+        **_adam_settings(batch),
+        decoupled=False,
+        bias_correction=bool(group["bias_correction"]),
+        factors=batch.factors,
+        found_inf=found_inf,
+    )
+
+
+def _number(value: Any, batch: Batch) -> Any:
+    """A setting, on the device of the parameters if it is a tensor; one of the host is read there."""
+    if not isinstance(value, Tensor) or value.device == batch.masters[0].device:
+        return value
+    return value.item() if value.device.type == "cpu" else value.to(batch.masters[0].device)
+
+
+def _state_lists(optimizer: Any, batch: Batch, names: tuple[str, ...]) -> list[list[Tensor]]:
+    """Per name the state of the batch's parameters; what is new is made by torch's own code."""
+    state = optimizer.state
+    states = list(map(state.get, batch.masters))
+    if not all(states):
+        _make_state(
+            optimizer, batch.group, [master for master, its in zip(batch.masters, states, strict=True) if not its]
+        )
+        states = [state[master] for master in batch.masters]
+    try:
+        if states[0]["step"].dtype is torch.float64:
+            for its in states:  # torch makes counts FP64 where that is the default type, also in checkpoints
+                its["step"] = its["step"].float()
+        return [list(map(itemgetter(name), states)) for name in names]
+    except KeyError as error:
+        raise NotKnown from error
+
+
+def _make_state(optimizer: Any, group: Group, masters: list[Tensor]) -> None:
+    """Let torch make the state of `masters`, in place."""
+    state = optimizer.state
+    # `_init_group` wants a gradient; a stand-in keeps the master's unmaterialized.
+    stand_ins = {nn.Parameter(master.detach(), requires_grad=False): master for master in masters}
+    try:
+        for stand_in in stand_ins:
+            stand_in.grad = stand_in.detach()
+        _, *names = inspect.signature(optimizer._init_group).parameters
+        # The rest are lists to be filled, save that torch 2.6's AdamW is told the group's `amsgrad` too.
+        others = [group.get(name, []) for name in names]
+        optimizer._init_group({**group, "params": list(stand_ins)}, *others)
+        for stand_in, master in stand_ins.items():
+            state[master] = state[stand_in]
+    except Exception as error:  # the optimizer will say so itself
+        raise NotKnown from error
+    finally:
+        for stand_in in stand_ins:
+            state.pop(stand_in, None)
+
+
+KERNELS: dict[type, Kernel] = {
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adam,
+    torch.optim.SGD: _sgd,
+    FusedAdam: _fused_adam,
+    FusedSGD: _fused_sgd,
+}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The step
 
 _NUMBERS = ("weight_decay", "momentum", "dampening", "eps")  # settings that the kernels do not read from the device
 
@@ -49,12 +283,12 @@ def suits_class(base: Any) -> bool:
     return base in KERNELS and is_untouched(base.step)
 
 
-class InOnePass(Whole):
+class InOnePass(Strategy):
     """Unscale, clip, moments, master, the model's weight: in one pass over the memory."""
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
         # With the backend "torch" torch's own kernels are nearer to torch's numbers.
-        return not given and stash.masters.waiting is not None and backends.active is not None
+        return not given and backends.active is not None
 
     @without_grad
     def run(self, step: Step, plain: Plain) -> None:
@@ -64,7 +298,7 @@ class InOnePass(Whole):
         try:
             batches = _batches(optimizer, step.stash)
         except NotKnown:
-            super().run(step, plain)
+            WHOLE.run(step, plain)
             return
         step.writes = True
         counted = counts(optimizer) if batches else []
@@ -102,10 +336,10 @@ def _step_all(step: Step, batches: list[Batch], counted: list[int], plain: Plain
 
 def done(step: Step, left: LinkList | None = None) -> None:
     """Note that the strategy has made the step, and brought all masters and weights in step but those of `left`."""
-    # Set `stepped` first: after an interrupt in here `note` has erased the other sign of a finished step.
+    # Set `stepped` first: after an interrupt in here `save` has erased the other sign of a finished step.
     step.stepped = True
     links = step.links if left is None else step.links.without(set(map(id, left.masters)))
-    links.watch.note()
+    links.versions.save()
 
 
 def _run_kernels(step: Step, batches: list[Batch]) -> list[Batch]:

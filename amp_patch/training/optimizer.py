@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_patch.masters.grad_field import drop_gradients
 from amp_patch.masters.masters import disconnect
 from amp_patch.model.tensors import cast
-from amp_patch.multi_tensor.bulk import drop_gradients
 from amp_patch.optimizers.common import FusedOptimizer
 from amp_patch.policy import LOW_PRECISION, Policy
 from amp_patch.support import generated_class
@@ -24,7 +24,7 @@ from amp_patch.support.quantized import is_quantized
 from amp_patch.training import ddp, one_pass, portions, thawed, untouched, zero_redundancy
 from amp_patch.training.overflow import drop_overflowed
 from amp_patch.training.stash import Stash, give_stash, note_sharing, siblings, stash_of, take_stash
-from amp_patch.training.step import WHOLE, Whole, lead_to_step, step_of
+from amp_patch.training.step import WHOLE, Strategy, lead_to_step, step_of
 from amp_patch.training.unscale import unscale_pending
 
 _copies = Installation()
@@ -34,7 +34,7 @@ _KNOWN_ZERO_GRADS = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad) 
 class AmpOptimizer(Generated):
     """Overrides of an optimizer that went through `initialize`."""
 
-    strategy: Whole = WHOLE  # of the class
+    strategy: Strategy = WHOLE  # of the class
 
     @classmethod
     def _amp_overrides(cls, base: Any, key: tuple[str, ...]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class AmpOptimizer(Generated):
                 note_sharing([other for other, _ in siblings(stash)])
 
 
-def _strategy_of(base: Any) -> Whole:
+def _strategy_of(base: Any) -> Strategy:
     """How steps of optimizers of the class `base` are made, where that suits."""
     if one_pass.suits_class(base):
         return one_pass.IN_ONE_PASS
@@ -199,7 +199,7 @@ def _lead_scheduler(optimizer: Any) -> None:
 def enter_step(optimizer: Any, stash: Stash) -> None:
     """Let `stash` know whose it is, and have gradients wait where the optimizer's strategy takes them so."""
     stash.neighbours.owner = weakref.ref(optimizer)
-    if stash.policy.master_weights and (one_pass.knows(optimizer) or portions.suits(optimizer, stash)):
+    if stash.policy.master_weights and (one_pass.knows(optimizer) or portions.knows(optimizer, stash)):
         stash.masters.let_gradients_wait()
     thawed.watch(optimizer, stash)
     if isinstance(optimizer, Generated):

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from amp_patch.masters.gradients import held
 from amp_patch.masters.masters import PLAIN_TYPES, has_gradient
-from amp_patch.support import distributed
+from amp_patch.support import device_sync, distributed
 from amp_patch.support.generated_class import base_class
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.stash import DeviceSkip, Stash, known_stash, overflowed
 
 
-def decide(optimizer: Any, stash: Stash, is_capturing: bool) -> tuple[bool, Tensor | None]:
+def decide(optimizer: Any, stash: Stash, is_capturing: bool, may_skip: bool) -> tuple[bool, Tensor | None]:
     """Whether the coming step is skipped; or the flag by which the optimizer decides that on the device.
 
-    An optimizer that can (`may_skip_on_device`) is given the flag. For any other the host reads it, which is one sync
-    where a loss is scaled. While a CUDA graph is captured nothing can be read: the flag stays on the device.
+    An optimizer that can (`may_skip`, by `may_skip_on_device`) is given the flag. For any other the host reads it, one
+    sync where a loss is scaled. While a CUDA graph is captured nothing can be read: the flag stays on the device.
 
     Returns:
         (skipped, flag): `flag` is FP32, shape [], on the device, or None.
@@ -31,15 +31,15 @@ def decide(optimizer: Any, stash: Stash, is_capturing: bool) -> tuple[bool, Tens
     Raises:
         RuntimeError: a CUDA graph is being captured, and the optimizer cannot skip on the device.
     """
-    on_device = may_skip_on_device(optimizer, stash) and (is_capturing or not stash.last_skipped)
+    on_device = may_skip and (is_capturing or not stash.last_skipped)
     if on_device and _knows_of_each(optimizer, stash):
         flags = torch.stack([found_inf.reshape(()) for _, found_inf in stash.found])
         overflow = flags.amax()
         if not is_capturing:
             stash.device_skips.append(DeviceSkip([scaler for scaler, _ in stash.found], flags, overflow))
         return False, overflow
-    if is_capturing and any(waits(found_inf.device) for _, found_inf in stash.found):
-        _refuse_in_capture(optimizer, stash)
+    if is_capturing and any(device_sync.waits(found_inf.device) for _, found_inf in stash.found):
+        _refuse_in_capture(optimizer, may_skip)
     scalers = read_found(stash) if stash.found else []
     if stash.device_skips:
         stash.collect_device_skips(wait=True)
@@ -59,10 +59,10 @@ def drop_overflowed(optimizer: Any, stash: Stash) -> None:
             master.grad = None
 
 
-def _refuse_in_capture(optimizer: Any, stash: Stash) -> None:
+def _refuse_in_capture(optimizer: Any, may_skip: bool) -> None:
     """Raise because the host would have to read an overflow flag, which nobody can while a graph is captured."""
     name = base_class(optimizer).__name__
-    if may_skip_on_device(optimizer, stash):
+    if may_skip:
         way_out = "let it take a step that is not skipped, of all its parameters, before the capture"
     else:
         way_out = (
@@ -103,11 +103,6 @@ def read_found(stash: Stash) -> list[LossScaler]:
     return overflowed([scaler for scaler, _ in stash.found], list(map(float, flags)))
 
 
-def waits(device: torch.device) -> bool:
-    """Whether reading a value of `device` makes the host wait for all that was asked of it before."""
-    return device.type != "cpu"
-
-
 def _knows_of_each(optimizer: Any, stash: Stash) -> bool:
     """Whether the host knows that each parameter has taken a step before.
 
@@ -131,13 +126,11 @@ def may_skip_on_device(optimizer: Any, stash: Stash) -> bool:
     """
     able = getattr(optimizer, "skips_on_device", getattr(optimizer, "_step_supports_amp_scaling", False))
     devices = {found_inf.device for _, found_inf in stash.found} if able else set()
-    return len(devices) == 1 and waits(devices.pop())
+    return len(devices) == 1 and device_sync.waits(devices.pop())
 
 
 def note_stepped(optimizer: Any, stash: Stash) -> None:
-    """Note how much state the optimizer has of each master that it has just updated, which `decide` asks."""
-    if not may_skip_on_device(optimizer, stash):
-        return
+    """Note how much state an optimizer that may skip has of each master that it has just updated, for `decide`."""
     stepped = stash.neighbours.stepped
     for group in optimizer.param_groups:
         for master in group["params"]:

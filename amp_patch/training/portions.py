@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch.masters.half_gradients import can_wait, room_for
+from amp_patch.masters.held_gradients import can_wait, room_for
 from amp_patch.masters.master import Master
 from amp_patch.masters.masters import PLAIN_TYPES, LinkList, has_gradient, materialize, round_into_weights, settle
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.generated_class import base_class
 from amp_patch.training.one_pass import done
 from amp_patch.training.stash import Stash
-from amp_patch.training.step import Plain, Step, Whole, is_untouched
+from amp_patch.training.step import WHOLE, Plain, Step, Strategy, is_untouched
 
 logger = logging.getLogger("amp_patch")
 
@@ -122,11 +122,11 @@ def _say(optimizer: Any, reason: str) -> None:
 # The step
 
 
-class InPortions(Whole):
+class InPortions(Strategy):
     """The optimizer's own step on a few parameters at a time, between unscaling and rounding, in the cache."""
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
-        if stash.masters.waiting is None or not stash.masters.links or not stash.unobserved:
+        if not stash.masters.links or not stash.unobserved:
             return False
         if given:
             _say(optimizer, "step() was given a closure")
@@ -136,15 +136,15 @@ class InPortions(Whole):
     def run(self, step: Step, plain: Plain) -> Any:
         portions = list(_portions(step.optimizer))
         if not portions or not all(_is_dense(master) for _, masters in portions for master in masters):
-            return super().run(step, plain)  # portions are known to be right for dense gradients alone
+            return WHOLE.run(step, plain)  # portions are known to be right for dense gradients alone
         _settle_others(step, portions)
         _step_each(step, portions, plain)
         done(step)
         return None
 
 
-def suits(optimizer: Any, stash: Stash) -> bool:
-    """Whether steps of `optimizer`, with its settings of now, go in portions; the log says why not."""
+def knows(optimizer: Any, stash: Stash) -> bool:
+    """Whether steps of `optimizer`, with its settings of now, can be made here; the log says why not."""
     params = stash.masters.links.params
     if not params or not can_wait() or any(param.device.type != "cpu" for param in params):
         return False

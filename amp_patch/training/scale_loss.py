@@ -7,14 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from amp_patch.model.state import refuse_sharded_since
+from amp_patch.model.fsdp import refuse_sharded_since
 from amp_patch.support import compiled
-from amp_patch.training.innermost_optimizer import as_list, innermost
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.scaled_backward import ScaledBackward
 from amp_patch.training.shared_backward import SharedBackward
 from amp_patch.training.stash import Stash, known_stash, stash_of
-from amp_patch.training.two_passes import enter_wrappers
+from amp_patch.training.wrappers import as_list, enter_wrappers, innermost
 
 
 @compiled.eager_only

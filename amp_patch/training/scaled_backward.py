@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from amp_patch.casts import regions
 from amp_patch.masters import gradients
-from amp_patch.masters.of_optimizer import Pairs
+from amp_patch.masters.grad_field import drop_gradients, with_gradient
+from amp_patch.masters.of_optimizer import GroupParams
 from amp_patch.model import forward as model_forward
 from amp_patch.model import fsdp
-from amp_patch.multi_tensor.bulk import drop_gradients, with_gradient
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.blocks import Block, when_left
 from amp_patch.training import observers
@@ -113,7 +113,7 @@ class ScaledBackward(Block):
         self.claim_other_gradients()
         for stash in self.stashes:
             own = stash.backward
-            own.open, own.scale, own.checking = True, self.scale, self.checking
+            own.body = self
             stash.route_grads()
             stash.masters.drop_stepped_grads()
             own.strays.clear()
@@ -123,17 +123,17 @@ class ScaledBackward(Block):
         params = parts[0][2].distinct_params if len(parts) == 1 else self.params()
         self._had_grad = params, with_gradient(params)
 
-    def _make_room(self, parts: list[tuple[Stash, Pairs, Pairs]]) -> None:
+    def _make_room(self, parts: list[tuple[Stash, GroupParams, GroupParams]]) -> None:
         accumulating = []
-        for stash, pairs, new in parts:
+        for stash, held, new in parts:
             if stash.pending is None:
                 drop_gradients(new.low)
-                if not stash.masters.waiting and not with_gradient(pairs.masters):
+                if not stash.masters.waiting and not with_gradient(held.masters):
                     stash.clear_found()
                 elif self.checking:
                     accumulating.append((stash, new))
                 continue
-            stash.forget_cleared(pairs.pairs)
+            stash.forget_cleared(held.pairs)
             if not stash.pending.has_scale_of(self.scaler):
                 gradients.rescale(new.distinct, (self.scale.double() / stash.pending.scale.double()).float())
                 stash.pending = self.now
@@ -147,7 +147,7 @@ class ScaledBackward(Block):
     def prepare(self) -> None:
         """Raise where gradients of two bodies, or of two scales, would be added up; nothing has changed yet."""
         for stash in self.stashes:
-            if stash.backward.open:
+            if stash.backward.body is not None:
                 raise RuntimeError(
                     "scale_loss: an optimizer of this call is in the body of another scale_loss already; end that one "
                     "first (gradients add up over several), or add the losses"
@@ -244,7 +244,7 @@ class ScaledBackward(Block):
         body_events.count += 1
         for stash in self.stashes:
             own = stash.backward
-            own.open, own.scale, own.checking, own.ended = False, None, False, body_events.count
+            own.body, own.ended = None, body_events.count
             stash.route_grads()
         self.release_other_gradients()
         self.begun, self._exit_watch = False, None
@@ -278,8 +278,8 @@ class ScaledBackward(Block):
             if stash.pending is None and id(param) in stash.backward.aside
         ]
 
-    def parts(self) -> list[tuple[Stash, Pairs, Pairs]]:
-        """Per optimizer its stash, its pairs, and those of them that no optimizer before it holds."""
+    def parts(self) -> list[tuple[Stash, GroupParams, GroupParams]]:
+        """Per optimizer its stash, its parameters, and those of them that no optimizer before it holds."""
         known = self.stashes[0].masters.of_groups(self.optimizers[0].param_groups)
         return [(self.stashes[0], known, known)]
 

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from amp_patch.masters import gradients
-from amp_patch.masters.master import own_grad
-from amp_patch.masters.of_optimizer import Pairs
-from amp_patch.multi_tensor.bulk import drop_gradients, with_gradient
+from amp_patch.masters.grad_field import drop_gradients, own_grad, with_gradient
+from amp_patch.masters.of_optimizer import GroupParams
 from amp_patch.support import distributed
 from amp_patch.training.scaled_backward import ScaledBackward
 from amp_patch.training.stash import Stash, distinct_pairs, known_stash, sharing, siblings, stash_of
@@ -96,7 +95,7 @@ class SharedBackward(ScaledBackward):
             for param, master in stash.masters.pairs(other.param_groups):
                 if id(param) not in known:
                     known.add(id(param))
-                    if not stash.backward.open and (param is master or stash.pending is not None):
+                    if stash.backward.body is None and (param is master or stash.pending is not None):
                         self._set_aside(param, stash)
         for stash in self.stashes:
             for param in stash.neighbours.unowned:
@@ -124,7 +123,7 @@ class SharedBackward(ScaledBackward):
 
         Clipping and loggers that pass over all parameters of the models would take them for gradients.
         """
-        if stash.backward.open or stash.pending is not None:
+        if stash.backward.body is not None or stash.pending is not None:
             return
         own = set(map(id, self.params()))
         low = [param for param in stash.masters.of_groups(other.param_groups).low if id(param) not in own]
@@ -160,16 +159,16 @@ class SharedBackward(ScaledBackward):
         super().forget_taken(params)
         self.bystanders = [b._replace(aside=None) if id(b.param) in params else b for b in self.bystanders]
 
-    def parts(self) -> list[tuple[Stash, Pairs, Pairs]]:
+    def parts(self) -> list[tuple[Stash, GroupParams, GroupParams]]:
         """Optimizers whose gradients wait, scaled, come first, so that what they share with others is theirs."""
         if len(self.optimizers) == 1:
             return super().parts()
-        parts: list[tuple[Stash, Pairs, Pairs]] = []
+        parts: list[tuple[Stash, GroupParams, GroupParams]] = []
         seen: set[int] = set()
         both = zip(self.optimizers, self.stashes, strict=True)
         for optimizer, stash in sorted(both, key=lambda both: both[1].pending is None):
             known = stash.masters.of_groups(optimizer.param_groups)
-            parts.append((stash, known, Pairs([pair for pair in known.pairs if id(pair[0]) not in seen])))
+            parts.append((stash, known, GroupParams([pair for pair in known.pairs if id(pair[0]) not in seen])))
             seen.update(id(param) for param, _ in known.pairs)
         return parts
 

@@ -11,16 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.masters import clipping
+from amp_patch.masters.grad_field import own_grad, with_gradient
 from amp_patch.masters.gradients import Aside
-from amp_patch.masters.master import own_grad
 from amp_patch.masters.of_optimizer import Masters
 from amp_patch.model import copies
 from amp_patch.multi_tensor import inverse_of
-from amp_patch.multi_tensor.bulk import with_gradient
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.policy import LOW_PRECISION, Policy
-from amp_patch.support import capture
-from amp_patch.support.device_numbers import DeviceNumbers
+from amp_patch.support import device_sync
+from amp_patch.support.device_sync import DeviceNumbers
 from amp_patch.training import ddp
 from amp_patch.training.loss_scaler import LossScaler
 
@@ -104,9 +103,7 @@ class BackwardState(OfThisProcess):
     """What the bodies of `scale_loss` need of one optimizer, from the first that begins to the step that follows.
 
     Attributes:
-        open: whether a body of this optimizer is running.
-        scale: that body's, FP32, shape [].
-        checking: whether that body's exit checks the gradients.
+        body: the `ScaledBackward` of this optimizer that is running, if one is.
         other_open_bodies: the running bodies of the training's other optimizers, by id: whether their exits check
             gradients.
         ended: what `body_events.count` was when the last body of this optimizer had ended.
@@ -117,9 +114,7 @@ class BackwardState(OfThisProcess):
         strays: ids of the parameters with masters on which another optimizer's backward has left gradients.
     """
 
-    open: bool = False
-    scale: Tensor | None = None
-    checking: bool = False
+    body: Any = None
     other_open_bodies: dict[int, bool] = field(default_factory=dict)
     ended: int = -1
     cleared: int = 0
@@ -245,7 +240,7 @@ class Stash:
 
         Nothing can be asked for while a CUDA graph is captured: they wait for a later call.
         """
-        if not self.device_skips or capture.is_capturing():
+        if not self.device_skips or device_sync.is_capturing():
             return
         while self.device_skips and (wait or self.device_skips[0].here()):
             skipping = self.device_skips.pop(0).read()
@@ -303,7 +298,7 @@ class Stash:
 
     def route_grads(self) -> None:
         """Let `grad` of the parameters be their masters' where those have been gathered, and none are scaled now."""
-        scaled = self.pending is not None or self.backward.open
+        scaled = self.pending is not None or self.backward.body is not None
         for route in self.masters.routes:
             route.to_masters, route.scaled = self.gathered and not scaled, scaled
 

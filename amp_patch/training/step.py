@@ -14,10 +14,9 @@ import torch
 
 from amp_patch.casts import regions
 from amp_patch.casts import state as casts_state
-from amp_patch.masters.master import own_grad
+from amp_patch.masters.grad_field import own_grad, with_gradient
 from amp_patch.masters.masters import LinkList, has_gradient, materialize, publish, publish_written, settle
-from amp_patch.multi_tensor.bulk import with_gradient
-from amp_patch.support import capture
+from amp_patch.support import device_sync
 from amp_patch.support.blocks import Block, when_left
 from amp_patch.support.compiled import eager_only, wraps
 from amp_patch.support.generated_class import Generated, base_class
@@ -40,18 +39,28 @@ class ClosureAlreadyRun:
         return self.result
 
 
-class Whole:
-    """The strategy that suits every optimizer: its own step, on all parameters at once."""
+class Strategy:
+    """How the steps of a class of optimizers are made; one other than `Whole` is for gradients that wait."""
 
     def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
         """Whether the coming step can be made so; `given`: it has a closure, or what Apex's once took. Logs why not."""
-        return True
+        raise NotImplementedError
 
     def run(self, step: Step, plain: Plain) -> Any:
         """Make the step, on weights and masters that are brought in step before; no sync.
 
         `step.unpublished` gets the masters that are still to be rounded into the weights.
         """
+        raise NotImplementedError
+
+
+class Whole(Strategy):
+    """The strategy that suits every optimizer: its own step, on all parameters at once."""
+
+    def suits(self, optimizer: Any, stash: Stash, given: bool) -> bool:
+        return True
+
+    def run(self, step: Step, plain: Plain) -> Any:
         if step.links.params:
             step.unpublished = step.links
             settle(step.links)
@@ -90,7 +99,7 @@ class Step(Block):
         self.skipped = self.writes = self.stepped = False
         self.overflow: torch.Tensor | None = None
         self.unpublished: LinkList | None = None
-        self._made = self._is_consumed = False
+        self._made = self._is_consumed = self._may_skip = False
         self._no_casts: regions.region | None = None
         self._exit_watch: Any = None
 
@@ -98,11 +107,11 @@ class Step(Block):
         optimizer, stash = self.optimizer, self.stash
         self._exit_watch = when_left(self, lambda _: self._leave_for_good())
         stash.step = self
-        if stash.backward.open or stash.backward.other_open_bodies:
+        if stash.backward.body is not None or stash.backward.other_open_bodies:
             _refuse_in_body(optimizer, stash)
         if self.args or self.kwargs:
             self._check_closure()
-        is_capturing = capture.is_capturing()
+        is_capturing = device_sync.is_capturing()
         if is_capturing:
             captured.check(optimizer, stash)
         if stash.pending is not None or stash.neighbours.sharing:
@@ -111,7 +120,8 @@ class Step(Block):
             _warn_of_ungathered(optimizer, stash, self.links)
         if stash.device_skips:
             stash.collect_device_skips()
-        self.skipped, self.overflow = overflow.decide(optimizer, stash, is_capturing)
+        self._may_skip = overflow.may_skip_on_device(optimizer, stash)
+        self.skipped, self.overflow = overflow.decide(optimizer, stash, is_capturing, self._may_skip)
         if self.overflow is not None:
             optimizer.grad_scale, optimizer.found_inf = None, self.overflow
         if casts_state.current() is not None:  # the casts that act here are not for the optimizer's own arithmetic
@@ -119,7 +129,7 @@ class Step(Block):
             self._no_casts.__enter__()
         return self
 
-    def run(self, strategy: Whole, plain: Plain) -> Any:
+    def run(self, strategy: Strategy, plain: Plain) -> Any:
         """Have `strategy` make the step, if it is not skipped; returns what `step` returns."""
         if self.skipped:
             settle(self.links)
@@ -143,7 +153,7 @@ class Step(Block):
         if self._made or self.skipped:
             self._finish()
         elif self.writes:
-            self.stepped = self.stepped or bool(self.links.watch.written())
+            self.stepped = self.stepped or bool(self.links.versions.written())
             publish_written(self.links)
             if self.stepped and not self._is_consumed:
                 consume(stash)
@@ -163,7 +173,7 @@ class Step(Block):
 
     def _finish(self) -> None:
         stash = self.stash
-        if self._made and self.overflow is None and stash.found and not self._is_consumed:
+        if self._made and self._may_skip and self.overflow is None and not self._is_consumed:
             overflow.note_stepped(self.optimizer, stash)
         casts_state.drop_cache()  # fully_shard gathers new values into the old tensor, at the old version
         if not self._is_consumed:
@@ -171,7 +181,7 @@ class Step(Block):
             self._is_consumed = True
         if self._made and self.unpublished is not None:
             publish(self.unpublished)  # after a skip on the device these are the values that are there already
-        if self._made and not stash.neighbours.has_stepped and not capture.is_capturing():
+        if self._made and not stash.neighbours.has_stepped and not device_sync.is_capturing():
             stash.neighbours.has_stepped = True
 
     def _closure(self) -> Any:
@@ -261,10 +271,11 @@ def _within_hooks(plain: Plain) -> Plain:
 
     @eager_only
     def stepped(self: Any, stash: Stash, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        strategy: Whole = type(self).strategy if is_known else WHOLE
+        strategy: Strategy = type(self).strategy if is_known else WHOLE
         given = bool(args or kwargs) and any(value is not None for value in (*args, *kwargs.values()))
         with Step(self, stash, args, kwargs) as step:
-            return step.run(strategy if strategy.suits(self, stash, given) else WHOLE, plain)
+            suits = stash.masters.waiting is not None and strategy.suits(self, stash, given)
+            return step.run(strategy if suits else WHOLE, plain)
 
     @wraps(plain)
     def within(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -290,7 +301,7 @@ def prepare(optimizer: Any, stash: Stash, args: Any, kwargs: Any) -> None:
 
     Given a closure, which may be refused, this leaves gradients as they are: `Step` unscales them.
     """
-    if stash.backward.open or stash.backward.other_open_bodies:
+    if stash.backward.body is not None or stash.backward.other_open_bodies:
         _refuse_in_body(optimizer, stash)
     for check in stash.neighbours.before_step:
         check(optimizer, stash)
@@ -325,14 +336,14 @@ def _awaited_by_others(stash: Stash) -> set[int]:
 
 def _refuse_in_body(optimizer: Any, stash: Stash) -> None:
     """Raise if a body of `scale_loss` is running that has yet to unscale, or to bring back, gradients of this step."""
-    body = stash.backward
+    body, others = stash.backward.body, stash.backward.other_open_bodies
     pairs = stash.masters.pairs(optimizer.param_groups)
     own = any(param is master for param, master in pairs)
-    if body.open and body.checking:
+    if body is not None and body.checking:
         where = f"where its gradients are {'scaled and ' if stash.scales_loss else ''}unchecked"
-    elif any(body.other_open_bodies.values()) and (own or stash.pending is not None):
+    elif any(others.values()) and (own or stash.pending is not None):
         where = "whose backward may reach its parameters: its own gradients are away until that ends"
-    elif any(p is not m and (body.open or (own_grad(p) is not None and not has_gradient(m))) for p, m in pairs):
+    elif any(p is not m and (body is not None or (own_grad(p) is not None and not has_gradient(m))) for p, m in pairs):
         where = "where its gradients are on the low-precision parameters, not on their masters"
     else:
         return

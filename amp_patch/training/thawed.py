@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from amp_patch.model import came
+from amp_patch.model import incoming
 from amp_patch.support.generated_class import base_class
 from amp_patch.training import zero_redundancy
 from amp_patch.training.stash import Neighbours, Stash, note_sharing, siblings
@@ -52,7 +52,7 @@ def refuse(optimizer: Any, stash: Stash) -> None:
     """Raise if such a parameter is trained by now without the FP32 values of its level."""
     policy = stash.policy
     bare = stash.masters.of_groups(optimizer.param_groups).bare
-    thawed = next((p for p in bare if p.requires_grad and came.type_of(p) is not None), None)
+    thawed = next((p for p in bare if p.requires_grad and incoming.type_of(p) is not None), None)
     if thawed is None:
         return
     way = "call scale_loss for its loss" if policy.master_weights else "call initialize() again, then step"

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from amp_patch.casts import dynamo, install
 from amp_patch.casts import state as casts_state
+from amp_patch.casts.cpu_half import emulate
 from amp_patch.masters import clipping
 from amp_patch.masters.masters import disconnect, links_of, settle
-from amp_patch.model import averages, came, fsdp, incoming, shielded_copies, untouched
+from amp_patch.model import averages, fp32_copies, fsdp, incoming, untouched
 from amp_patch.model import forward as model_forward
 from amp_patch.model import tensors as model_tensors
 from amp_patch.model.keep_fp32 import kept_modules
@@ -239,11 +240,11 @@ def enter(
     if policy.cast_model_type is not None:
         averages.install()
     dynamo.hook()
-    if policy.patch_torch_functions or policy.emulates:
-        install.install(policy.op_lists)
+    emulate(policy)
     if policy.patch_torch_functions:
+        install.install(policy.op_lists)
         casts_state.set_default(policy)
-        shielded_copies.shield()
+        fp32_copies.shield()
         untouched.shield()
 
 
@@ -255,7 +256,7 @@ def _widen(models: list[nn.Module], kept: list[nn.Module], policy: Policy) -> se
     incoming.widen_buffers(incoming.buffers_to_widen(models, kept, policy))
     for model in models if policy.changes_nothing else ():
         if not incoming.has_widened(model):
-            came.give_buffers_back(model)  # an earlier training has made them FP32
+            incoming.give_buffers_back(model)  # an earlier training has made them FP32
     if widened and policy.patch_torch_functions and is_first_rank():
         logger.info(
             "initialize: %d trained weights that came in low precision are FP32 at %s, which takes %d bytes more; O5 "

@@ -9,30 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from amp_patch.masters.grad_field import own_grad
 from amp_patch.masters.gradients import Aside, FoundInf, gather, held
-from amp_patch.masters.master import own_grad
 from amp_patch.masters.masters import has_gradient
-from amp_patch.masters.of_optimizer import Pair
 from amp_patch.multi_tensor.checks import Number
 from amp_patch.support import distributed
-from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.stash import Stash, distinct_pairs, known_stash, sharing, siblings, stash_of
 
 
-def first_gradient(optimizer: Any) -> Tensor | None:
-    """The first gradient that the optimizer would step with, or the parameter's where a master has none yet."""
-    stash = stash_of(innermost(optimizer))
-    groups = innermost(optimizer).param_groups
-    if stash is None:
-        return next((p.grad for group in groups for p in group["params"] if p.grad is not None), None)
-    waiting = stash.masters.waiting
-    if waiting and (grad := waiting.first()) is not None:
-        return grad
-    return _first_of(stash.masters.pairs(groups))
-
-
-def _first_of(pairs: Sequence[Pair]) -> Tensor | None:
+def first_of(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:
+    """The first gradient of masters, or of the parameter where a master has none yet."""
     for param, master in pairs:
         if param is not master and has_gradient(master):
             return master.grad
@@ -65,14 +52,14 @@ def unscale(optimizers: Sequence[Any], scaler: LossScaler, inverse: Number | Non
         raise
 
 
-def drop(pairs: Sequence[Pair]) -> None:
+def drop(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Drop the gradients of parameters and masters."""
     for param, master in pairs:
         param.grad = master.grad = None
 
 
 def _unscale(
-    optimizers: Sequence[Any], stashes: list[Stash], pairs: Sequence[Pair], inverse: Number | None
+    optimizers: Sequence[Any], stashes: list[Stash], pairs: Sequence[tuple[Tensor, Tensor]], inverse: Number | None
 ) -> FoundInf:
     """Bring the gradients of `pairs` to their masters; returns per device whether one was not finite, as `gather`."""
     aside: dict[int, Aside] = {}
@@ -91,13 +78,17 @@ def _unscale(
         if waiting:
             stash.backward.first_unscaled_grad = waiting.first
         else:
-            first = _first_of(stash.masters.pairs(optimizer.param_groups))
+            first = first_of(stash.masters.pairs(optimizer.param_groups))
             stash.backward.first_unscaled_grad = None if first is None else TensorWeakRef(first)
     return found
 
 
 def _record(
-    found: FoundInf, optimizers: Sequence[Any], stashes: list[Stash], pairs: Sequence[Pair], scaler: LossScaler
+    found: FoundInf,
+    optimizers: Sequence[Any],
+    stashes: list[Stash],
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    scaler: LossScaler,
 ) -> None:
     """Let the next steps of `optimizers`, and the scaler, know on the device what was `found`; no sync."""
     found = distributed.agree(found, [param for param, _ in pairs])
@@ -127,8 +118,8 @@ def _add(found: FoundInf, more: FoundInf) -> None:
 
 
 def _leave_in_low_precision(
-    optimizers: Sequence[Any], stashes: list[Stash], pairs: Sequence[Pair], inverse: Number | None
-) -> tuple[FoundInf, Sequence[Pair]]:
+    optimizers: Sequence[Any], stashes: list[Stash], pairs: Sequence[tuple[Tensor, Tensor]], inverse: Number | None
+) -> tuple[FoundInf, Sequence[tuple[Tensor, Tensor]]]:
     """Let the gradients of parameters with masters wait as they are, where their optimizers can.
 
     Not where somebody will look at the masters' gradients anyway, nor where another optimizer needs them too.

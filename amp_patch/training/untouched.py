@@ -12,7 +12,7 @@ from typing import Any
 
 from amp_patch.casts import regions, thread_state
 from amp_patch.casts import state as casts_state
-from amp_patch.support import capture
+from amp_patch.support import device_sync
 from amp_patch.support.compiled import not_traced
 from amp_patch.training import captured
 from amp_patch.training.stash import Stash, stash_of
@@ -48,7 +48,7 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         stash.step.depth += 1
         return None
     step = stash.step = _HookedStep(sys._getframe(1))
-    if capture.is_capturing():
+    if device_sync.is_capturing():
         captured.check(optimizer, stash)
     unscale_pending(optimizer)
     stash.last_skipped = False
@@ -76,6 +76,6 @@ def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
     if step.no_casts is not None:
         step.no_casts.__exit__(None, None, None)
     consume(stash)
-    if not capture.is_capturing():
+    if not device_sync.is_capturing():
         stash.neighbours.has_stepped = True
     stash.step = None

@@ -28,7 +28,7 @@ bool each_tensor(PyObject* object, const See& see, int depth = 0) {
   return !PyDict_Check(object);
 }
 
-// What a cast of a call's arguments does: FP16, BF16 and FP32 tensors become `to`. float64, integer, complex and 8-bit
+// The cast of a call's arguments: FP16, BF16 and FP32 tensors become `to`. float64, integer, complex and 8-bit
 // tensors are never touched.
 struct Cast {
   ScalarType to;
@@ -148,7 +148,7 @@ struct Widest {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What each rule decides of one call, while casts act: the type to cast to (`Route::cast`, into `cast`), or that the
+// The rules, each a decision on one call while casts act: the type to cast to (`Route::cast`, into `cast`), or that the
 // call goes another way. No Python code runs in here.
 
 enum class Route { original, python, cast };
@@ -198,28 +198,19 @@ inline Route to_type_of_self(const Acting&, const Arguments& given, Cast& cast) 
 // ---------------------------------------------------------------------------------------------------------------------
 // The table
 
-// Which policies that emulate FP16 on a CPU concern a rule. Its calls then go to the Python wrapper, which knows how.
-enum class Emulation {
-  no,
-  without_casts,  // those that emulate and cast nothing, as under O2: some slow FP32 functions are emulated there
-  yes,
-};
-
 struct Rule {
   const char* name;  // as in amp_patch/casts/oplists.py and rules.py
   Decide decide;
-  Emulation emulation;
 };
 
 inline constexpr Rule RULES[] = {
-    {"none", &leave, Emulation::no},
-    {"lower", &to_low, Emulation::yes},
-    {"fp32", &to_fp32, Emulation::without_casts},
-    {"norm", &norm, Emulation::without_casts},
-    {"widest", &to_widest, Emulation::no},
-    {"mixed_fp32", &mixed_to_fp32, Emulation::no},
-    {"match_self", &to_type_of_self, Emulation::yes},
-    {"emulated", &to_widest, Emulation::yes},
+    {"none", &leave},
+    {"lower", &to_low},
+    {"fp32", &to_fp32},
+    {"norm", &norm},
+    {"widest", &to_widest},
+    {"mixed_fp32", &mixed_to_fp32},
+    {"match_self", &to_type_of_self},
 };
 
 // The rule of that name; null for one that is Python's alone.
@@ -230,14 +221,8 @@ inline const Rule* rule_named(const std::string& name) {
   return nullptr;
 }
 
-inline bool is_emulated(const Rule& rule, bool patches) {
-  return rule.emulation == Emulation::yes || (rule.emulation == Emulation::without_casts && !patches);
-}
-
-// Which way a call goes by `rule` (null: by one that is Python's alone), and for `Route::cast` which cast.
+// The route of a call by `rule` (null: a rule that is Python's alone), and for `Route::cast` the cast.
 inline Route route(const Rule* rule, const Acting& acting, const Arguments& given, Cast& cast) {
-  if (acting.emulates && (rule == nullptr || is_emulated(*rule, acting.patches))) return Route::python;
-  if (!acting.patches) return Route::original;
   if (rule == nullptr) return Route::python;
   if (given.keyword(OUT) != nullptr) return Route::original;
   const Route decided = rule->decide(acting, given, cast);

@@ -20,6 +20,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/utils/pythoncapi_compat.h>
 
+#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <optional>
@@ -52,11 +53,10 @@ inline py::object owned(PyObject* result) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Whose casts act here and now
 
-// What a call needs to know of a policy (amp_patch/policy.py), as plain values.
+// The fields of a policy (amp_patch/policy.py) that a call reads, as plain values.
 struct Acting {
   bool on = false;         // there is a policy
   bool patches = false;    // it casts by the op lists
-  bool emulates = false;   // it emulates FP16 on a CPU, whether it casts or not: the Python wrappers do that
   bool apex = false;       // its op lists are Apex's
   bool low_norms = false;  // norms give their input's type: the Python wrappers do that
   ScalarType low = ScalarType::Half;
@@ -67,7 +67,6 @@ inline Acting acting_of(const py::object& policy) {
   if (!policy.is_none()) {
     acting.on = true;
     acting.patches = py::cast<bool>(policy.attr("patch_torch_functions"));
-    acting.emulates = py::cast<bool>(py::getattr(policy, "emulates", py::bool_(false)));
     acting.apex = py::cast<std::string>(py::getattr(policy, "op_lists", py::str("torch"))) == "apex";
     acting.low_norms = py::cast<bool>(py::getattr(policy, "low_precision_norms", py::bool_(false)));
     acting.low = py::cast<ScalarType>(policy.attr("dtype"));
@@ -75,18 +74,18 @@ inline Acting acting_of(const py::object& policy) {
   return acting;
 }
 
-// What a region, or the process default, says.
+// The policy of a region, or of the process default.
 struct Followed {
   py::object policy = py::none();
-  py::object inside_autocast = py::none();  // what is left of the policy inside a torch.autocast that was entered later
-  Acting acting, inside_autocast_acting;    // the plain values of both
-  int depth = 0;                            // in how many torch.autocast regions the thread was when this began
-  int task = -1;                            // in which pass of autograd it was then; -1 for none
+  Acting acting;      // its plain values
+  int emulated = -1;  // the type whose products are emulated (emulation.cpp), as a number; -1 for none
+  int depth = 0;      // in how many torch.autocast regions the thread was when this began
+  int task = -1;      // in which pass of autograd it was then; -1 for none
 };
 
-inline Followed follow_policy(const py::object& policy, const py::object& inside_autocast, int depth = 0,
-                              int task = -1) {
-  return {policy, inside_autocast, acting_of(policy), acting_of(inside_autocast), depth, task};
+inline Followed follow_policy(const py::object& policy, const py::object& emulated, int depth = 0, int task = -1) {
+  const int type = emulated.is_none() ? -1 : int(py::cast<ScalarType>(emulated));
+  return {policy, acting_of(policy), type, depth, task};
 }
 
 // In how many torch.autocast regions this thread is. Torch tells the number only to one who changes it.
@@ -163,7 +162,7 @@ struct Remembered {
 
 using Casts = std::unordered_map<Weight, Remembered, WeightHash>;
 
-// What a thread knows of its regions. It lives in the dict of the interpreter's thread state. The interpreter clears
+// A thread's regions, and its cast weights. The dict of the interpreter's thread state owns it. The interpreter clears
 // that dict, with the GIL, when the thread ends; an object of C++'s `thread_local` would be destroyed without the GIL,
 // or after Python is gone.
 struct Thread {
@@ -187,23 +186,37 @@ struct Thread {
 
 inline thread_local Thread* this_thread = nullptr;  // null before the thread's first region
 
-// What threads outside regions follow: the process default. Never destroyed, as Python may be gone by then.
+// The process default, which threads outside regions follow. Never destroyed, as Python may be gone by then.
 inline Followed& everyone() {
   static auto* followed = new Followed();
   return *followed;
 }
 inline Acting everyones_acting;  // everyone().acting, where a call reads it without asking whether everyone() is made
+inline std::atomic<int> everyones_emulated = -1;  // the type that it emulates, for threads without the GIL; -1 for none
 
 inline const Followed* region_here() {
   return this_thread != nullptr && this_thread->inside ? &this_thread->followed : nullptr;
 }
 
-// The policy whose casts act on this thread now.
-inline const Acting& acting() {
+// The policy whose casts act on this thread now: none inside a torch.autocast that was entered later.
+inline Acting acting() {
   const Followed* const here = region_here();
   const Acting& now = here != nullptr ? here->acting : everyones_acting;
-  if (!now.on || (here != nullptr ? holds(here->depth, here->task) : holds(0, -1))) return now;
-  return (here != nullptr ? *here : everyone()).inside_autocast_acting;
+  return !now.on || (here != nullptr ? holds(here->depth, here->task) : holds(0, -1)) ? now : Acting();
+}
+
+// The type whose products are emulated on this thread now, as a number; -1 for none. Needs no GIL.
+inline int emulated_type() {
+  const Followed* const here = region_here();
+  return here != nullptr ? here->emulated : everyones_emulated.load(std::memory_order_relaxed);
+}
+
+// Whether a product of this type is emulated here. Outside of all regions nobody tells whose backward pass it is: each
+// is emulated.
+inline bool emulates_here(ScalarType low) {
+  const int emulated = emulated_type();
+  if (region_here() == nullptr && emulated == -1) return torch::autograd::get_current_graph_task_id() != -1;
+  return emulated == int(low);
 }
 
 inline void end_of_thread(PyObject* capsule) {
@@ -224,7 +237,7 @@ inline Thread& make_thread() {
   return *made;
 }
 
-// What a Forget does when it is called.
+// The call of a Forget: its entry goes.
 inline PyObject* forget(PyObject* self, PyObject*, PyObject*) {
   const auto& callback = *reinterpret_cast<Forget*>(self);
   if (callback.thread != nullptr) {

@@ -1,5 +1,5 @@
-// What stands in place of torch's functions while casts are installed (amp_patch/casts/): a callable that does the
-// frequent rules in C++ and leaves every other call to the Python wrapper that it stands for. At the end of the file:
+// The callable in place of each of torch's functions while casts are installed (amp_patch/casts/): it does the frequent
+// rules in C++ and leaves every other call to the Python wrapper that it stands for. At the end of the file:
 // amp_patch._C.casts, the names that Python sees.
 #include "rules.h"
 // Python's own header comes first, by way of rules.h: the next ones need it.
@@ -9,11 +9,14 @@
 
 namespace amp_patch {
 namespace [[gnu::visibility("hidden")]] casts {
+
+void bind_emulation(py::module_& m);  // emulation.cpp
+
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The matrix products, called straight from C++: the casts of their operands need no Python object, and there are no
-// arguments to parse. That saves more time than the call through a wrapper takes.
+// arguments to parse. Both together save more time than the call through a wrapper takes.
 
 using Product = at::Tensor (*)(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias);
 
@@ -137,7 +140,7 @@ PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flagged, Py
   const Arguments given{values, flagged, names};
   const Acting now = acting();
   if (!now.on) return call_original(called, given);
-  if (called.known != nullptr && now.patches && !now.emulates && are_operands(given, called.known->takes_bias)) {
+  if (called.known != nullptr && now.patches && are_operands(given, called.known->takes_bias)) {
     return multiply(called.known->product, given, {now.low, true});
   }
   Cast cast{};
@@ -288,7 +291,11 @@ void bind_state(py::module_& m) {
   m.def("current", [] {
     const Followed* const here = region_here();
     const Followed& followed = here != nullptr ? *here : everyone();
-    return holds(followed.depth, followed.task) ? followed.policy : followed.inside_autocast;
+    return holds(followed.depth, followed.task) ? followed.policy : py::object(py::none());
+  });
+  m.def("emulated", [] {
+    const int type = emulated_type();
+    return type == -1 ? std::nullopt : std::optional(ScalarType(type));
   });
   m.def("begin", [](bool disables_torch_autocast) {
     // Not const: torch 2.6's raw_repr() is not.
@@ -302,8 +309,8 @@ void bind_state(py::module_& m) {
       c10::impl::tls_set_dispatch_key_excluded(key, false);
     }
   });
-  m.def("follow", [](const py::object& policy, const py::object& inside_autocast, bool caches, int depth, int task) {
-    Followed followed = follow_policy(policy, inside_autocast, depth, task);
+  m.def("follow", [](const py::object& policy, const py::object& emulated, bool caches, int depth, int task) {
+    Followed followed = follow_policy(policy, emulated, depth, task);
     Thread& thread = this_thread != nullptr ? *this_thread : make_thread();
     thread.inside = true;
     thread.caches = caches;
@@ -315,9 +322,10 @@ void bind_state(py::module_& m) {
     const Followed gone = std::exchange(this_thread->followed, {});
     this_thread->clear();
   });
-  m.def("set_default", [](const py::object& policy, const py::object& inside_autocast) {
-    Followed followed = follow_policy(policy, inside_autocast);
+  m.def("set_default", [](const py::object& policy, const py::object& emulated) {
+    Followed followed = follow_policy(policy, emulated);
     everyones_acting = followed.acting;
+    everyones_emulated = followed.emulated;
     std::swap(everyone(), followed);
   });
   m.def("cast_weight", [](const py::object& weight, ScalarType dtype) {
@@ -347,6 +355,7 @@ void bind_casts(py::module_& m) {
   m.attr("rules") = rule_names();
   m.def("wrap", &wrap);  // original, reference, rule, rule by Apex's lists -> callable
   bind_state(m);
+  bind_emulation(m);
 }
 
 }  // namespace amp_patch

@@ -1,8 +1,8 @@
 // One chunk of one row of tensors: what each thread of a block does with it. Nothing here calls CUDA, so that the tests
 // (emulate.cpp) run the same code on the host, block by block and thread by thread.
 //
-// Which dtypes a row has is asked once for several elements, in branches that a whole block takes alike: so every mix
-// of dtypes runs at full speed, and the code grows with the number of dtypes, not with that of their mixes.
+// Branches on a row's dtypes are taken once for several elements, and by a whole block alike: so every mix of dtypes
+// runs at full speed, and the code grows with the number of dtypes, not with that of their mixes.
 #pragma once
 
 #include <cstring>
@@ -98,9 +98,9 @@ struct Bits {
   }
 };
 
-// Which packs a thread works on at once: from(k, p) says where pack p lies in tensor k, counted in packs, live(p)
-// whether it is one of the row's, to(k, p) where a live one is written. What is not live is read, at the place of one
-// that is, and never used: a load under a predicate would need its registers cleared before it, which makes the
+// The packs that a thread works on at once: from(k, p) says where pack p lies in tensor k, counted in packs, live(p)
+// whether it is one of the row's, to(k, p) where a live one is written. A pack that is not live is read at the place of
+// one that is, and never used: a load under a predicate would need its registers cleared before it, which makes the
 // compiler wait for one load before it issues the next.
 struct FullPacks {
   int start;
@@ -319,7 +319,7 @@ C10_HOST_DEVICE inline int row_of(const R* rows, int count, uint32_t block) {
   return low;
 }
 
-// What thread `thread` of block `block` does in a launch over `rows`.
+// The work of thread `thread` of block `block` in a launch over `rows`.
 template <class T, int N, class F, class R>
 C10_HOST_DEVICE inline Outcome run_chunk(F f, const R* rows, int count, int chunk, uint32_t block, int thread) {
   constexpr int K = N + (F::writes ? 1 : 0);

@@ -1,4 +1,4 @@
-// What the CPU's loops share: how threads divide lists of tensors among them, and which instruction set is in use.
+// Shared by the CPU's loops: how threads divide lists of tensors among them, and which instruction set is in use.
 #pragma once
 
 #include <ATen/Parallel.h>

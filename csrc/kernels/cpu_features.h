@@ -1,6 +1,8 @@
-// What the processor can do, as it says itself: asked by amp_patch's emulation of FP16 on a CPU, which is off where the
-// processor computes in FP16.
+// The processor's features, by its own instruction or the kernel's word: amp_patch/casts/cpu_half.py emulates products
+// of a type that the processor has no arithmetic for.
 #pragma once
+
+#include <c10/core/ScalarType.h>
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <cpuid.h>
@@ -10,21 +12,24 @@
 
 namespace amp_patch {
 
-// FP16 arithmetic, on vectors or on tiles: AVX512-FP16, AMX-FP16, ARM's FEAT_FP16. Conversions (F16C) and AMX-BF16 are
-// not it.
-inline bool cpu_has_fp16() {
+// Arithmetic of FP16 (AVX512-FP16, AMX-FP16, ARM's FEAT_FP16) or of BF16 (AVX512-BF16, AMX-BF16, ARM's FEAT_BF16), on
+// vectors or on tiles. Conversions (F16C) are not it.
+inline bool cpu_has(at::ScalarType type) {
+  const bool fp16 = type == at::ScalarType::Half;
 #if defined(__x86_64__) || defined(__i386__)
-  unsigned a = 0, b = 0, c = 0, d = 0;
+  unsigned a = 0, b = 0, c = 0, d = 0, most = 0;
   // The registers must be saved by the system too: __builtin_cpu_supports asks XCR0 for us.
-  if (!__builtin_cpu_supports("avx512f") || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  const bool avx512_fp16 = d & (1u << 23);
-  const bool amx_fp16 = a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 21));
-  return avx512_fp16 || amx_fp16;
+  if (!__builtin_cpu_supports("avx512f") || !__get_cpuid_count(7, 0, &most, &b, &c, &d)) return false;
+  const bool avx512_fp16 = d & (1u << 23), amx_bf16 = d & (1u << 22);
+  a = 0;
+  if (most >= 1) __get_cpuid_count(7, 1, &a, &b, &c, &d);
+  const bool avx512_bf16 = a & (1u << 5), amx_fp16 = a & (1u << 21);
+  return fp16 ? avx512_fp16 || amx_fp16 : avx512_bf16 || amx_bf16;
 #elif defined(__aarch64__) && defined(__linux__)
-  constexpr unsigned long asimdhp = 1ul << 10;  // HWCAP_ASIMDHP
-  return getauxval(AT_HWCAP) & asimdhp;
+  constexpr unsigned long asimdhp = 1ul << 10, bf16 = 1ul << 14;  // HWCAP_ASIMDHP, HWCAP2_BF16
+  return fp16 ? getauxval(AT_HWCAP) & asimdhp : getauxval(AT_HWCAP2) & bf16;
 #elif defined(__aarch64__) && defined(__APPLE__)
-  return true;  // every Apple processor
+  return fp16;  // every Apple processor; torch uses no BF16 arithmetic there
 #else
   return false;
 #endif

@@ -94,7 +94,7 @@ inline void stream(void* p, Integers v) { _mm256_stream_si256(static_cast<Intege
 
 inline Mask operator&(Mask a, bool b) { return b ? a : Mask(); }
 
-// What a functor computes with: V in functors.h.
+// The type that a functor computes in: V in functors.h.
 struct Lanes {
   Register v;
 };

@@ -6,9 +6,9 @@
 
 #if AMP_PATCH_WIDTH > 1
 
-// Prefetches kLanes elements, kReadAhead bytes after p, into the L2 cache. They may lie past the end of a tensor: a
-// prefetch never faults. The processor's own prefetcher stops at the end of a page, which leaves a loop that only reads
-// waiting for memory.
+// Prefetches kLanes elements, kReadAhead bytes after p, into the L2 cache. The address may lie past the end of a
+// tensor: a prefetch never faults. The processor's own prefetcher stops at the end of a page, which leaves a loop that
+// only reads waiting for memory.
 template <class Element>
 void prefetch_ahead(const Element* p) {
   constexpr size_t kLine = 64;

@@ -6,8 +6,8 @@
 //   total(squares)                     the sum of a 1-D float64 tensor, the same whatever the number of threads
 //   once(functor)                      functor() one time, on the current device
 //
-// The checks guard memory, before the first write. They throw `Refused` without details: amp_patch.multi_tensor catches
-// it, finds by the same rules in Python what is wrong, and says so with names, indices and a way out.
+// The checks guard memory, before the first write. `Refused` has no details: amp_patch.multi_tensor catches it, finds
+// by the same rules in Python what is wrong, and says so with names, indices and a way out.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -124,8 +124,8 @@ inline int64_t span_of(const at::Tensor& t) {
 inline int64_t item_size(at::ScalarType dtype) { return dtype == at::kDouble ? 8 : dtype == at::kFloat ? 4 : 2; }
 inline int64_t bytes_of(const Fact& f) { return f.numel * item_size(f.dtype); }
 
-// Fills in the Fact of a checked tensor. It asks the TensorImpl directly: on small tensors, the checks of at::Tensor's
-// own methods cost as much as a kernel.
+// Fills in the Fact of a checked tensor, from the TensorImpl: on small tensors, the checks of at::Tensor's own methods
+// cost as much as a kernel.
 C10_ALWAYS_INLINE void learn(const at::Tensor& t, Fact& fact) {
   const c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
   const c10::StorageImpl* const storage = impl.unsafe_storage().unsafeGetStorageImpl();

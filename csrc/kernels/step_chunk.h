@@ -61,7 +61,7 @@ C10_HOST_DEVICE inline void write_pack(const StepRow& row, int place, int64_t at
   *global(static_cast<Pack<E, V>*>(row.data[place]) + at) = pack;
 }
 
-// What the masters of a pack are made of.
+// The bits that the masters of a pack are joined from.
 template <int V>
 struct MasterBits {
   Bits<float, V> param, weight;
@@ -123,7 +123,7 @@ C10_HOST_DEVICE inline void write_masters(const StepRow& row, int64_t at, const 
   });
 }
 
-// What a thread does to packs of V elements. The three kinds of work have operator()<V>(row, at).
+// Work of a thread on packs of V elements. The three kinds of work have operator()<V>(row, at).
 template <class F>
 struct StepWork {
   F f;
@@ -175,7 +175,7 @@ struct JoinWork {
   }
 };
 
-// What thread `thread` of block `block` does in a launch; `found` is the block's row.
+// The work of thread `thread` of block `block` in a launch; `found` is the block's row.
 template <class Work>
 C10_HOST_DEVICE inline void run_step_chunk(const Work& work, const StepBlocks& found, int chunk, uint32_t block,
                                            int thread) {

@@ -11,7 +11,7 @@ namespace amp_patch {
 
 enum StepPlace { kGrad, kParam, kWeight, kState, kPlaces = kState + 3 };
 
-// The tensors at one place of the lists. They are rows in memory, in one common order.
+// The tensors at one place of the lists, all in one common order of memory.
 struct StepRow {
   void* data[kPlaces];  // null: there is none
   float* step;          // its count of steps; null: one count serves all rows

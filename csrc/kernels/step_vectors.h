@@ -43,7 +43,7 @@ inline Mask is_nan(Lanes a) { return !(a == a); }
 
 #endif
 
-// What steps_cpu.cpp takes of one set.
+// The loops of one instruction set, for steps_cpu.cpp.
 struct Loops {
   // How masters lie in memory: whole, without or with a published weight, or split. A place is read and written element
   // by element, and by pairs of registers.

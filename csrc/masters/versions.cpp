@@ -1,6 +1,6 @@
-// Finds the tensors that were written since their version counters were last noted. That runs before every forward of a
-// model with masters, so it takes nanoseconds a tensor. masters/masters.py has both classes in Python, for where there
-// is no extension.
+// Finds the tensors that were written since their version counters were last saved. The search runs before every
+// forward of a model with masters, so it takes nanoseconds a tensor. masters/masters.py has both classes in Python, for
+// where there is no extension.
 #include <torch/extension.h>
 
 #include <memory>
@@ -10,12 +10,12 @@
 namespace amp_patch {
 namespace {
 
-// A tensor, and its version counter when that was last noted.
-class Noted {
+// A tensor, and its version counter when that was last saved.
+class SavedVersion {
  public:
-  explicit Noted(at::Tensor tensor) : tensor_(std::move(tensor)) { note(); }
-  bool written() const { return version() != noted_; }
-  void note() { noted_ = version(); }
+  explicit SavedVersion(at::Tensor tensor) : tensor_(std::move(tensor)) { save(); }
+  bool written() const { return version() != saved_; }
+  void save() { saved_ = version(); }
 
  private:
   uint32_t version() const {
@@ -24,41 +24,41 @@ class Noted {
   }
 
   at::Tensor tensor_;
-  uint32_t noted_ = 0;
+  uint32_t saved_ = 0;
 };
 
 // Several of them, compared in one call.
-class Watch {
+class SavedVersions {
  public:
-  explicit Watch(std::vector<std::shared_ptr<Noted>> noted) : noted_(std::move(noted)) {}
+  explicit SavedVersions(std::vector<std::shared_ptr<SavedVersion>> versions) : versions_(std::move(versions)) {}
 
   std::vector<size_t> written() const {
     std::vector<size_t> indices;
-    for (size_t i = 0; i < noted_.size(); ++i) {
-      if (noted_[i]->written()) indices.push_back(i);
+    for (size_t i = 0; i < versions_.size(); ++i) {
+      if (versions_[i]->written()) indices.push_back(i);
     }
     return indices;
   }
 
-  void note() {
-    for (const auto& noted : noted_) noted->note();
+  void save() {
+    for (const auto& version : versions_) version->save();
   }
 
  private:
-  std::vector<std::shared_ptr<Noted>> noted_;
+  std::vector<std::shared_ptr<SavedVersion>> versions_;
 };
 
 }  // namespace
 
 void bind_versions(py::module_& m) {
-  py::class_<Noted, std::shared_ptr<Noted>>(m, "Noted")
+  py::class_<SavedVersion, std::shared_ptr<SavedVersion>>(m, "SavedVersion")
       .def(py::init<at::Tensor>())
-      .def("written", &Noted::written)
-      .def("note", &Noted::note);
-  py::class_<Watch>(m, "Watch")
-      .def(py::init<std::vector<std::shared_ptr<Noted>>>())
-      .def("written", &Watch::written)
-      .def("note", &Watch::note);
+      .def("written", &SavedVersion::written)
+      .def("save", &SavedVersion::save);
+  py::class_<SavedVersions>(m, "SavedVersions")
+      .def(py::init<std::vector<std::shared_ptr<SavedVersion>>>())
+      .def("written", &SavedVersions::written)
+      .def("save", &SavedVersions::save);
 }
 
 }  // namespace amp_patch

@@ -9,8 +9,9 @@ import math
 import pytest
 import reference
 import torch
-from amp_c_calls import CHUNK, buffer, on_devices, same, tensors, zeros
+from amp_c_calls import CHUNK, buffer, on_devices, tensors, zeros
 from conftest import DTYPES
+from training import same
 
 import amp_patch.apex as shim
 from amp_patch.apex import amp_C, apex_C

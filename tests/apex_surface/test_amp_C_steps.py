@@ -7,9 +7,10 @@ import copy
 import pytest
 import reference_optimizers
 import torch
-from amp_c_calls import CHUNK, SHAPES, buffer, on_devices, same, tensors, zeros
+from amp_c_calls import CHUNK, SHAPES, buffer, on_devices, tensors, zeros
 from conftest import DTYPES
 from syncs import count
+from training import same
 
 from amp_patch.apex import amp_C
 from amp_patch.apex.multi_tensor_apply import multi_tensor_applier

@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 import torch
-from apex_scripts import INF, backward, make, train
+from apex_scripts import INF, backward_by, make, train_by
 from apexed import LEVELS, apex_amp  # noqa: F401  the fixture `amp`
 from conftest import DEVICES
 from torch import nn
@@ -94,7 +94,7 @@ def test_training_gives_the_losses_of_plain_fp32(amp, level, device):
         expected.append(loss.item())
     model = convnet(device=device)
     model, optimizer = amp.initialize(model, ADAM(model.parameters()), opt_level=level)
-    losses = train(amp, model, optimizer)
+    losses = train_by(amp, model, optimizer)
     tolerance = {"O0": 0.0, "O1": 0.02, "O2": 0.02, "O3": 0.25}[level]
     assert losses == pytest.approx(expected, abs=tolerance)
 
@@ -150,7 +150,7 @@ def test_o2_with_half_batch_norms_and_a_scale_from_argparse(amp, loss_scale):
     )
     assert model.body[1].weight.dtype is torch.float16
     assert amp._amp_state.loss_scalers[0].dynamic is (loss_scale == 0)
-    assert train(amp, model, optimizer)[-1] < 1.7
+    assert train_by(amp, model, optimizer)[-1] < 1.7
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -270,10 +270,10 @@ def test_verbosity_decides_what_is_printed_and_says_at_overflows(amp, capsys, ca
     model, optimizer = make(amp, "O1")
     assert "O1" in capsys.readouterr().out
     amp._amp_state.verbosity = 0
-    backward(amp, model, optimizer, INF)
+    backward_by(amp, model, optimizer, INF)
     optimizer.step()
     assert not caplog.records
     amp._amp_state.verbosity = 1
-    backward(amp, model, optimizer, INF)
+    backward_by(amp, model, optimizer, INF)
     optimizer.step()
     assert "Gradient overflow" in caplog.text

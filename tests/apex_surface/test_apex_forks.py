@@ -13,28 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from apex_scripts import backward_by, make
 from apexed import apex_amp  # noqa: F401
 from paths import ROOT
 from torch import nn
-from training import linear
+from training import linear, mm_dtype
 
 INF = float("inf")
-
-
-def make(amp, level="O1", value=1.0, lr=0.25, **options):
-    model = linear([[value]])
-    return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=lr), opt_level=level, verbosity=0, **options)
-
-
-def backward(amp, model, optimizer, slope=1.0, **options):
-    loss = model(torch.ones(1, 1)).sum() * slope
-    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
-
-
-def product():
-    """The type of a matrix product of FP32 matrices."""
-    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
 
 
 # --- ROCm: the type of the patched functions -------------------------------------------------------------------------
@@ -44,13 +29,13 @@ def product():
 @pytest.mark.parametrize(("level", "dtype"), [("O1", torch.float16), ("O4", torch.bfloat16)])
 def test_the_type_of_the_patched_functions_is_the_level_s(amp, level, dtype, as_text):
     make(amp, level, patch_torch_functions_type=str(dtype) if as_text else dtype)
-    assert product() is dtype
+    assert mm_dtype() is dtype
     assert amp._amp_state.opt_properties.patch_torch_functions_type is dtype
 
 
 def test_with_dtype_the_type_is_that(amp):
     make(amp, "O1", dtype=torch.bfloat16, patch_torch_functions_type="bfloat16")
-    assert product() is torch.bfloat16
+    assert mm_dtype() is torch.bfloat16
     assert amp._amp_state.opt_properties.patch_torch_functions_type is torch.bfloat16
 
 
@@ -65,20 +50,20 @@ def test_with_dtype_the_type_is_that(amp):
 def test_a_type_that_contradicts_the_level_is_refused_or_dropped(amp, level, dtype, words):
     with pytest.raises(RuntimeError, match=f"patch_torch_functions_type={dtype} contradicts .*{words}"):
         make(amp, level, patch_torch_functions_type=dtype)
-    assert product() is torch.float32
+    assert mm_dtype() is torch.float32
     amp._amp_state.hard_override = True
     make(amp, level, patch_torch_functions_type=dtype)
     own = {"O1": torch.float16, "O4": torch.bfloat16}.get(level)
-    assert amp._amp_state.opt_properties.patch_torch_functions_type is own and product() is (own or torch.float32)
+    assert amp._amp_state.opt_properties.patch_torch_functions_type is own and mm_dtype() is (own or torch.float32)
 
 
 @pytest.mark.parametrize("value", ["float32", torch.float32, "yes", 16])
 def test_a_type_that_cannot_be_is_refused(amp, value):
     with pytest.raises(ValueError, match=r"initialize: patch_torch_functions_type is .*wanted torch.float16 or"):
-        make(amp, patch_torch_functions_type=value)
+        make(amp, "O1", patch_torch_functions_type=value)
     with pytest.raises(ValueError, match=r"amp.init: patch_type is .*wanted torch.float16 or torch.bfloat16"):
         amp.init(patch_type=value)
-    assert product() is torch.float32
+    assert mm_dtype() is torch.float32
 
 
 @pytest.mark.parametrize(("level", "partner"), [("O4", "O1"), ("O5", "O2")])
@@ -88,7 +73,7 @@ def test_o4_and_o5_are_o1_and_o2_in_bf16_and_scale_nothing(amp, level, partner):
     assert properties.loss_scale == 1.0 and other
     same = {**amp._amp_state.opt_properties.options, "opt_level": level}
     assert properties.options == same
-    backward(amp, model, optimizer)
+    backward_by(amp, model, optimizer, 1.0)
     optimizer.step()
     assert model(torch.ones(1, 1)).item() == 0.75
 
@@ -96,9 +81,9 @@ def test_o4_and_o5_are_o1_and_o2_in_bf16_and_scale_nothing(amp, level, partner):
 @pytest.mark.parametrize(("value", "dtype"), [(torch.bfloat16, torch.bfloat16), ("half", torch.float16), (None,) * 2])
 def test_init_takes_a_type(amp, value, dtype):
     handle = amp.init(patch_type=value)
-    assert product() is (dtype or torch.float16)
+    assert mm_dtype() is (dtype or torch.float16)
     handle._deactivate()
-    assert product() is torch.float32
+    assert mm_dtype() is torch.float32
 
 
 @pytest.mark.parametrize("level", ["O1", "O4", "O2"])
@@ -125,7 +110,7 @@ def test_bfloat16_functions_are_bf16_at_every_level_that_casts(amp, wrappers, le
 def test_a_registered_product_is_bf16_among_fp16_ones(amp, wrappers):
     amp.register_bfloat16_function(torch, "mm")
     make(amp, "O1")
-    assert product() is torch.bfloat16 and torch.bmm(torch.ones(1, 2, 2), torch.ones(1, 2, 2)).dtype is torch.float16
+    assert mm_dtype() is torch.bfloat16 and torch.bmm(torch.ones(1, 2, 2), torch.ones(1, 2, 2)).dtype is torch.float16
     weight = torch.ones(2, 2, requires_grad=True)
     torch.mm(weight, torch.ones(2, 2)).float().sum().backward()
     assert torch.equal(weight.grad, torch.full((2, 2), 2.0))
@@ -138,7 +123,7 @@ def test_edits_of_the_bf16_lists_act_in_bf16(amp, monkeypatch, level, acts):
     monkeypatch.setattr(lists, "BFLOAT16_FUNCS", [*(n for n in lists.BFLOAT16_FUNCS if n != "mm"), "sigmoid"])
     make(amp, level)
     assert torch.sigmoid(torch.ones(2)).dtype is (torch.bfloat16 if acts else torch.float32)
-    assert product() is (torch.float32 if acts else torch.float16)
+    assert mm_dtype() is (torch.float32 if acts else torch.float16)
 
 
 # --- Huawei: the loss scale ------------------------------------------------------------------------------------------
@@ -159,7 +144,7 @@ def test_the_scale_starts_and_moves_as_it_is_told(amp, level):
     seen = []
     for slope in (INF, 1.0, 1.0, 1.0, INF, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0):
         optimizer.zero_grad()
-        backward(amp, model, optimizer, slope, loss_id=1)
+        backward_by(amp, model, optimizer, slope, loss_id=1)
         optimizer.step()
         scaler = amp._amp_state.loss_scalers[1]
         seen.append((scaler.loss_scale(), scaler._unskipped))
@@ -172,9 +157,9 @@ def test_the_scale_starts_and_moves_as_it_is_told(amp, level):
 
 
 def test_the_start_lies_between_the_bounds_and_a_static_scale_ignores_it(amp):
-    make(amp, dynamic_init_scale=2.0**20, max_loss_scale=2.0**10)
+    make(amp, "O1", dynamic_init_scale=2.0**20, max_loss_scale=2.0**10)
     assert amp._amp_state.loss_scalers[0].loss_scale() == 2.0**10
-    make(amp, dynamic_init_scale=2.0**20, loss_scale=8.0)
+    make(amp, "O1", dynamic_init_scale=2.0**20, loss_scale=8.0)
     assert amp._amp_state.loss_scalers[0].loss_scale() == 8.0
 
 
@@ -230,7 +215,7 @@ def test_a_registered_function_has_its_rule_whatever_is_preferred(amp, preferred
     make(amp, "O1", user_cast_preferred=preferred)
     halves = torch.ones(2, 2).half()
     assert torch.mm(halves, halves).dtype is torch.float32
-    assert product() is torch.float32
+    assert mm_dtype() is torch.float32
 
 
 # --- Huawei: combine_ddp ---------------------------------------------------------------------------------------------

@@ -7,15 +7,11 @@ import importlib
 import pytest
 import torch
 import training
-from apex_scripts import INF, backward, make
+from apex_scripts import INF, backward_by, make
 from apexed import LEVELS, apex_amp  # noqa: F401  the fixture `amp`
 from torch import nn
 from torch.nn import functional as F
-from training import SGD, linear
-
-
-def mm_dtype():
-    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+from training import SGD, linear, mm_dtype
 
 
 def test_disable_casts_reaches_into_models(amp):
@@ -152,15 +148,15 @@ def test_no_casts_inside_of_the_optimizers_step(amp):
     optimizer = Shampoo(model.parameters(), lr=0.25)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
-    backward(amp, model, optimizer)
+    backward_by(amp, model, optimizer)
     optimizer.step()
     scheduler.step()
     assert Shampoo.seen == [torch.float32] and mm_dtype() is torch.float16
     optimizer.fails = True
-    backward(amp, model, optimizer)
+    backward_by(amp, model, optimizer)
     with pytest.raises(KeyError):
         optimizer.step()
-    backward(amp, model, optimizer)
+    backward_by(amp, model, optimizer)
     assert mm_dtype() is torch.float16
 
 

@@ -25,9 +25,9 @@ from apex_casts import (
     TABLE,
     TWO,
     arguments,
+    call_of,
     inside,
     installed_fixture,  # noqa: F401  the fixture `installed`
-    run,
 )
 from conftest import DEVICES, original
 from op_calls import flat, resolve, result_types, sample
@@ -59,7 +59,7 @@ def test_types_forward_and_backward(owner: str, name: str, expected: tuple[torch
         if owner == "torch.Tensor":
             args[0] = args[0] * 1  # what is changed in place is no leaf
         with inside:
-            result = run(owner, name, args, kwargs)
+            result = call_of(owner, name, args, kwargs)
         assert result_types(result) == {wanted}, given
         torch.autograd.backward([output.float().sum() for output in flat(result) if output.requires_grad])
         assert leaves[0].grad is not None
@@ -124,13 +124,13 @@ def test_low_precision_with_fp64_is_refused_and_fp32_with_fp64_is_not(owner: str
         for given in ([low, DOUBLE], [DOUBLE, low]):
             args, kwargs = arguments(owner, name, given, "cpu")
             with inside, pytest.raises(NotImplementedError, match=f"got tensors of {low} and torch.float64"):
-                run(owner, name, args, kwargs)
+                call_of(owner, name, args, kwargs)
             with regions.region(NATIVE):
-                run(owner, name, args, kwargs)
+                call_of(owner, name, args, kwargs)
     for given in ([DOUBLE], [DOUBLE, FULL]):
         args, kwargs = arguments(owner, name, given, "cpu")
         with inside:
-            assert result_types(run(owner, name, args, kwargs)) <= {DOUBLE}
+            assert result_types(call_of(owner, name, args, kwargs)) <= {DOUBLE}
 
 
 def test_promote_function_refuses_fp64_as_well() -> None:
@@ -180,16 +180,16 @@ def test_what_gives_fp32_is_refused_in_place_on_low_precision(owner: str, name: 
         args, kwargs = sample(owner, name, [low], device)
         before = args[0].clone()
         with inside, pytest.raises(NotImplementedError, match=f"{name}: got a {low} tensor.* use {name[:-1]},"):
-            run(owner, name, list(args), kwargs)
+            call_of(owner, name, list(args), kwargs)
         assert torch.equal(args[0], before)
     args, kwargs = sample(owner, name, [FULL], device)
     with inside:
-        assert run(owner, name, list(args), kwargs) is args[0], "FP32 in place as ever"
+        assert call_of(owner, name, list(args), kwargs) is args[0], "FP32 in place as ever"
     for policy in (NATIVE, Policy("O2", cast_model_type=HALF, op_lists="apex"), None):
         args, kwargs = sample(owner, name, [HALF], "cpu")
         if name != "erfinv_" or torch.device(device).type != "cpu":
             with regions.region(policy):
-                assert run(owner, name, list(args), kwargs).dtype is HALF
+                assert call_of(owner, name, list(args), kwargs).dtype is HALF
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -182,7 +182,7 @@ def test_torch_s_autocast_casts_first(device):
         assert functions.mixed_dtype_fused_rms_norm_affine(x, weight, SHAPE).dtype is torch.bfloat16
 
 
-class Net(nn.Module):
+class TypesNet(nn.Module):
     def __init__(self, make):
         super().__init__()
         self.body = nn.Linear(4, 8)
@@ -208,7 +208,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize("make", [FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm])
 def test_the_types_at_each_level(level, fused, mixed, make):
     torch.manual_seed(0)
-    model = Net(make)
+    model = TypesNet(make)
     model, optimizer = amp.initialize(model, training.SGD(model.parameters()), opt_level=level, loss_scale=8.0)
     before = next(p for p in amp.master_params(optimizer) if p.shape == (8,)).detach().clone()
     loss = model(torch.randn(3, 4)).square().mean()

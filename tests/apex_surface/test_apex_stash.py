@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 import torch
-from apex_scripts import INF, backward, make, train
+from apex_scripts import INF, backward_by, make, train_by
 from apexed import LEVELS, apex_amp  # noqa: F401  the fixture `amp`
 from torch import nn
 from training import ADAM, convnet, linear, same, weights
@@ -84,7 +84,7 @@ def test_resume_as_nvidias_bert_does(amp, level):
         return model, optimizer
 
     model, optimizer = fresh()
-    train(amp, model, optimizer, 5)
+    train_by(amp, model, optimizer, 5)
     checkpoint = copy.deepcopy(
         {
             "model": model.state_dict(),
@@ -93,7 +93,7 @@ def test_resume_as_nvidias_bert_does(amp, level):
             "amp": amp.state_dict(),
         }
     )
-    expected = train(amp, model, optimizer, 5)
+    expected = train_by(amp, model, optimizer, 5)
 
     resumed, optimizer = fresh(checkpoint)
     optimizer.load_state_dict(checkpoint["optimizer"])
@@ -103,7 +103,7 @@ def test_resume_as_nvidias_bert_does(amp, level):
     for param, saved_param in zip(amp.master_params(optimizer), checkpoint["master params"], strict=True):
         param.data.copy_(saved_param.data)
     amp.load_state_dict(checkpoint["amp"])
-    assert train(amp, resumed, optimizer, 5) == expected
+    assert train_by(amp, resumed, optimizer, 5) == expected
     assert same(weights(resumed), weights(model))
 
 
@@ -127,7 +127,7 @@ def test_masters_written_by_the_script_are_published(amp):
     if hasattr(optimizer, "_master_params_to_model_params"):
         optimizer._master_params_to_model_params()
     assert model.weight.item() == 3.0
-    backward(amp, model, optimizer, 0.5)
+    backward_by(amp, model, optimizer, 0.5)
     optimizer.step()
     assert model.weight.item() == 2.875
 
@@ -158,7 +158,7 @@ def test_a_scale_loss_of_the_scripts_own_on_the_private_methods(amp, level, over
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradients_flagged_by_hand_as_scaled_are_unscaled_by_the_step(amp, level):
     model, optimizer = make(amp, level, loss_scale=4.0)
-    backward(amp, model, optimizer, 1.0, delay_unscale=True)
+    backward_by(amp, model, optimizer, 1.0, delay_unscale=True)
     stash = optimizer._amp_stash
     assert stash.params_have_scaled_gradients is True
     stash.params_have_scaled_gradients = False
@@ -176,7 +176,7 @@ def test_models_and_optimizers_survive_copies(amp, level):
         pickle.loads(pickle.dumps((model, optimizer))),
     ):
         assert len(copied_optimizer._amp_stash.all_fp16_params) == len(optimizer._amp_stash.all_fp16_params)
-        backward(amp, copied, copied_optimizer, 1.0)
+        backward_by(amp, copied, copied_optimizer, 1.0)
         copied_optimizer.step()
         assert (copied.weight.item(), model.weight.item()) == (0.75, 1.0)
 

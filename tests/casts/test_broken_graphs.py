@@ -48,7 +48,7 @@ def network() -> nn.Module:
 def weights(level: str, compiled: bool) -> list[Tensor]:
     model = network()
     model, optimizer = amp.initialize(
-        model, ADAM(model.parameters()), opt_level=level, cpu_fp16="emulate", verbosity=0, loss_scale=64.0
+        model, ADAM(model.parameters()), opt_level=level, cpu_half="emulate", verbosity=0, loss_scale=64.0
     )
     called = torch.compile(model, backend="aot_eager") if compiled else model
     for step in range(3):

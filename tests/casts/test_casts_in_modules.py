@@ -262,9 +262,9 @@ def test_checkpoint_recomputes_the_same(reentrant: bool) -> None:
 
 
 @needs_install
-@pytest.mark.parametrize("cpu_fp16", ["native", "emulate"])
+@pytest.mark.parametrize("cpu_half", ["native", "emulate"])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoint_recomputes_under_the_casts_of_the_first_time(reentrant: bool, cpu_fp16: str) -> None:
+def test_checkpoint_recomputes_under_the_casts_of_the_first_time(reentrant: bool, cpu_half: str) -> None:
     """Wherever backward runs: outside of regions, as torch advises for autocast, and under other casts."""
     x, seen = torch.ones(2, 4, requires_grad=True), []
 
@@ -272,7 +272,7 @@ def test_checkpoint_recomputes_under_the_casts_of_the_first_time(reentrant: bool
         seen.append((casts_state.current(), (x @ x.T).dtype))
         return (x @ x.T).float()
 
-    inside, policies = o1(cpu_fp16=cpu_fp16), (o1(cpu_fp16=cpu_fp16), o1(torch.bfloat16), OFF, None)
+    inside, policies = o1(cpu_half=cpu_half), (o1(cpu_half=cpu_half), o1(torch.bfloat16), OFF, None)
     for policy in policies:
         with regions.region(inside), regions.region(policy):
             out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)

@@ -141,7 +141,7 @@ def test_emulated_fp16_overflows_and_skips_under_inductor_as_in_eager(kind, leve
             model,
             torch.optim.SGD(model.parameters(), lr=1.0),
             opt_level=level,
-            cpu_fp16="emulate",
+            cpu_half="emulate",
             loss_scale=2.0**14,
             verbosity=0,
         )

@@ -352,7 +352,7 @@ def test_cast_inputs_does_nothing_in_a_cast_model(level, seen):
         def forward(self, x):
             return function.apply(x, self.weight)
 
-    for cpu_fp16 in ("native", "emulate"):
-        model = amp.initialize(Net(2, 2), opt_level=level, cpu_fp16=cpu_fp16)
+    for cpu_half in ("native", "emulate"):
+        model = amp.initialize(Net(2, 2), opt_level=level, cpu_half=cpu_half)
         model(torch.ones(2, 2))
         assert seen.pop() is torch.float16

@@ -24,21 +24,28 @@ from torch import Tensor
 from amp_patch.casts import autocast as casts_autocast
 from amp_patch.casts import install, regions, thread_state
 from amp_patch.casts import state as casts_state
+from amp_patch.policy import Policy
+
+
+def entered() -> Policy | None:
+    """The policy of this thread's innermost region that has one."""
+    policies = (entry.region.policy for entry in reversed(thread_state.this_thread.stack))
+    return next((policy for policy in policies if policy is not None), None)
 
 
 @needs_install
 def test_regions_and_the_default() -> None:
     outer, inner = o1(HALF), o1(torch.bfloat16)
-    assert casts_state.current() is None and casts_state.entered() is None
+    assert casts_state.current() is None and entered() is None
     casts_state.set_default(outer)
-    assert casts_state.current() is outer and casts_state.entered() is None
+    assert casts_state.current() is outer and entered() is None
     with regions.region(inner):
-        assert casts_state.current() is inner and casts_state.entered() is inner
+        assert casts_state.current() is inner and entered() is inner
         with regions.region(OFF):
-            assert casts_state.current() is None and casts_state.entered() is OFF
+            assert casts_state.current() is None and entered() is OFF
             assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype is FULL
         with casts_autocast.disable_casts():
-            assert casts_state.current() is None and casts_state.entered() is inner, "disable_casts is transparent"
+            assert casts_state.current() is None and entered() is inner, "disable_casts is transparent"
         assert casts_state.current() is inner
     assert casts_state.current() is outer
     casts_state.set_default(OFF)
@@ -170,10 +177,10 @@ def test_a_generator_that_ends_on_another_thread_takes_its_region_away() -> None
 def test_everywhere_is_the_default_of_other_threads() -> None:
     policy, base = o1(), o1(torch.bfloat16)
     with regions.process_wide_region(policy):
-        assert casts_state.current() is policy and casts_state.entered() is policy
+        assert casts_state.current() is policy and entered() is policy
         assert run_in_thread(casts_state.current) is policy
         with regions.process_wide_region(OFF):
-            assert run_in_thread(casts_state.current) is None and casts_state.entered() is OFF
+            assert run_in_thread(casts_state.current) is None and entered() is OFF
         assert run_in_thread(casts_state.current) is policy
         casts_state.set_default(base)  # initialize() in the body: holds from the end of it on
         assert run_in_thread(casts_state.current) is policy

@@ -73,7 +73,7 @@ needs_hooks = pytest.mark.skipif(
 def acting(level: str = "O4", **options: Any) -> regions.region:
     """The casts of a training with the option, or with others."""
     install.install()
-    return regions.region(replace(resolve(level, **{"low_precision_norms": True} | options), cpu_fp16="native"))
+    return regions.region(replace(resolve(level, **{"low_precision_norms": True} | options), cpu_half="native"))
 
 
 def sample(dtype: torch.dtype, device: str = "cpu", rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor]:
@@ -262,14 +262,14 @@ class ByHand(Layers):
         return torch.tanh(self.norm(low).to(low.dtype))
 
 
-@pytest.mark.parametrize("cpu_fp16", ["native", "emulate"])
+@pytest.mark.parametrize("cpu_half", ["native", "emulate"])
 @either_level
-def test_a_training_is_that_by_hand_to_the_bit(level: str, cpu_fp16: str) -> None:
+def test_a_training_is_that_by_hand_to_the_bit(level: str, cpu_half: str) -> None:
     torch.manual_seed(0)
     model = ByHand()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, cpu_fp16=cpu_fp16, verbosity=0)
-    assert_same(trained(*started(level, cpu_fp16=cpu_fp16)), trained(model, optimizer))
+    amp.initialize(model, optimizer, opt_level=level, cpu_half=cpu_half, verbosity=0)
+    assert_same(trained(*started(level, cpu_half=cpu_half)), trained(model, optimizer))
 
 
 @either_level
@@ -303,17 +303,17 @@ def test_each_training_follows_its_own_policy_until_restore(level: str) -> None:
 
 
 @needs_hooks
-@pytest.mark.parametrize("cpu_fp16", ["native", "emulate"])
+@pytest.mark.parametrize("cpu_half", ["native", "emulate"])
 @pytest.mark.parametrize("device", DEVICES)
 @either_level
-def test_what_is_saved_is_the_low_input_to_the_byte(level: str, device: str, cpu_fp16: str) -> None:
+def test_what_is_saved_is_the_low_input_to_the_byte(level: str, device: str, cpu_half: str) -> None:
     saved = {}
     for option in (False, True):
         with amp.record(activations=True) as run:
             torch.manual_seed(0)
             model = Layers().to(device)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            options: dict[str, Any] = {"low_precision_norms": option, "cpu_fp16": cpu_fp16, "verbosity": 0}
+            options: dict[str, Any] = {"low_precision_norms": option, "cpu_half": cpu_half, "verbosity": 0}
             amp.initialize(model, optimizer, opt_level=level, **options)
             for _ in range(3):
                 optimizer.zero_grad()
@@ -437,8 +437,8 @@ def test_the_log_and_explain_name_it() -> None:
     assert str(resolve("O4", low_precision_norms=True)).endswith(", low_precision_norms=True")
     assert "low_precision_norms" not in str(resolve("O4"))
     for option, decided in ((True, "low_precision_norms"), (False, "fp32")):
-        for cpu_fp16 in ("native", "emulate"):
-            model, _ = started("O1", low_precision_norms=option, cpu_fp16=cpu_fp16)
+        for cpu_half in ("native", "emulate"):
+            model, _ = started("O1", low_precision_norms=option, cpu_half=cpu_half)
             calls = amp.explain(model, torch.randn(ROWS, CHANNELS)).calls
             (call,) = [call for call in calls if call.op.endswith("layer_norm")]
             assert call.decided == decided

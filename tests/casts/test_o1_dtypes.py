@@ -126,12 +126,6 @@ def wanted(kind: str, low: torch.dtype) -> list[torch.dtype]:
     return {LOW: [low, low], FP32: [torch.float32] * 2, AS_GIVEN: [torch.float32, low]}[kind]
 
 
-@pytest.fixture(autouse=True)
-def restored():
-    yield
-    amp.restore()
-
-
 LEVELS = pytest.mark.parametrize(("level", "low"), [("O1", torch.float16), ("O4", torch.bfloat16)])
 
 

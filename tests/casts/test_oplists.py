@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import DEVICES, DTYPES, original
+from cpu_half_cases import POLICIES
+from half_kernels import half_kernels
 from op_calls import SAMPLES, call, flat, mask, resolve, result_types, sample, vectors
 from torch import Tensor, nn
 
-from amp_patch.casts import install, regions
-from amp_patch.casts.oplists import IN_PLACE_GEMMS, OPLISTS, OPTIONAL
+from amp_patch.casts import cpu_half, install, regions
+from amp_patch.casts.oplists import OPLISTS, OPTIONAL
 from amp_patch.casts.rules import RULES
 from amp_patch.policy import Policy
 
@@ -68,7 +70,6 @@ def test_optional_names_and_samples_are_about_the_lists() -> None:
         "fp32",
         "norm",
         "widest",
-        "emulated",
         "match_self",
         "banned",
         "scripted",
@@ -96,8 +97,8 @@ def test_lower(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("dtype", LOW)
 def test_fused(dtype: torch.dtype, device: str) -> None:
     other = next(low for low in (torch.float16, torch.bfloat16) if low is not dtype)
-    for cpu_fp16 in ("native", "emulate"):
-        with region(dtype, cpu_fp16=cpu_fp16):
+    for way in ("native", "emulate"):
+        with region(dtype, cpu_half=way):
             for given in ([torch.float32], [other], [dtype, torch.float32]):
                 assert result_types(call("torch", "_grouped_mm", given, device)) == {dtype}
     assert result_types(call("torch", "_grouped_mm", [torch.float32], device)) == {torch.float32}  # casts off
@@ -118,15 +119,9 @@ def test_fp32(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
     assert unaided != {torch.float32}, "FP32 without our help: nothing to list"
 
 
-# Of one tensor: their rule is about FP16 on a CPU alone.
-ONE_TENSOR = {"avg_pool3d", "fold", "square", "unfold"}
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize(
-    ("owner", "name"), [case for case in walk("widest", "emulated") if case.values[1] not in ONE_TENSOR]
-)
+@pytest.mark.parametrize(("owner", "name"), walk("widest"))
 def test_widest(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
     expected = set() if name in NOT_FLOATING else {torch.float32}
     other = next(low for low in (torch.float16, torch.bfloat16) if low is not dtype)
@@ -138,36 +133,36 @@ def test_widest(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
 
 
 def widened(value: Any) -> Any:
-    """FP16 tensors as FP32 ones of the same values."""
+    """Low tensors as FP32 ones of the same values."""
     if isinstance(value, Tensor):
-        return value.float() if value.dtype is torch.float16 else value
+        return value.float() if value.dtype in LOW else value
     return type(value)(map(widened, value)) if isinstance(value, (list, tuple)) else value
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        Policy("O1", patch_torch_functions=True, cpu_fp16="emulate"),
-        Policy("O2", cast_model_type=torch.float16, cpu_fp16="emulate"),
-    ],
-    ids=["O1", "O2"],
-)
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [*walk("lower", "einsum", "rnn", "emulated"), *(("torch.Tensor", name) for name in IN_PLACE_GEMMS)],
+    [
+        *walk("lower", "einsum", "rnn"),
+        *(("torch.Tensor", name) for name in ("addbmm_", "addmm_", "addmv_", "baddbmm_")),
+    ],
 )
-def test_emulated(owner: str, name: str, policy: Policy) -> None:
-    args, kwargs = sample(owner, name, [torch.float16], "cpu")
-    wide, wide_kwargs = sample(owner, name, [torch.float16], "cpu")
+def test_products_are_emulated(owner: str, name: str, policy: Policy) -> None:
+    low = policy.dtype
+    args, kwargs = sample(owner, name, [low], "cpu")
+    wide, wide_kwargs = sample(owner, name, [low], "cpu")
+    found: list[Any] = []
+    cpu_half.emulate(policy)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = getattr(resolve(owner), name)(*widened(list(wide)), **wide_kwargs)
         with regions.region(policy):
-            found = getattr(resolve(owner), name)(*args, **kwargs)
-    assert result_types(found) == {torch.float16}
-    assert len(flat(found)) == len(flat(expected))
-    for one, other in zip(flat(found), flat(expected), strict=True):
-        assert torch.equal(one, other.half() if other.dtype is torch.float32 else other)
+            assert half_kernels(lambda: found.append(getattr(resolve(owner), name)(*args, **kwargs)), low) == []
+    assert result_types(found[0]) == {low}
+    for one, other in zip(flat(found[0]), flat(expected), strict=True):
+        torch.testing.assert_close(
+            one.float(), other.float(), atol=8 * torch.finfo(low).eps, rtol=8 * torch.finfo(low).eps
+        )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -196,11 +191,11 @@ def test_banned(owner: str, name: str, dtype: torch.dtype, device: str) -> None:
         assert result_types(call(owner, name, [dtype], device)) == {dtype}  # casts off: torch's own answer
 
 
-@pytest.mark.parametrize("cpu_fp16", ["native", "emulate"])
+@pytest.mark.parametrize("cpu_half", ["native", "emulate"])
 @pytest.mark.parametrize("given", [torch.float32, torch.float16])
-def test_einsum_of_one_operand_is_a_view_of_it_still(given: torch.dtype, cpu_fp16: str) -> None:
+def test_einsum_of_one_operand_is_a_view_of_it_still(given: torch.dtype, cpu_half: str) -> None:
     matrices = [torch.ones(3, 3, dtype=given) for _ in range(2)]
-    with region(torch.float16, cpu_fp16=cpu_fp16):
+    with region(torch.float16, cpu_half=cpu_half):
         torch.einsum("ii->i", matrices[0]).zero_()
         torch.functional.einsum("ii->i", [matrices[1]]).zero_()
     assert [m.sum().item() for m in matrices] == [6.0, 6.0]

@@ -25,7 +25,7 @@ from regions_of_casts import (
     product,
 )
 from torch import Tensor, nn
-from training import LEVELS, SGD, convnet, images
+from training import LEVELS, SGD, backward, convnet, images
 
 from amp_patch import amp
 from amp_patch.casts import install
@@ -111,8 +111,7 @@ def losses(level: str | None, around: Callable[[], Any] = nullcontext, forward: 
             if level is None:
                 loss.backward()
             else:
-                with amp.scale_loss(loss, optimizer) as scaled:
-                    scaled.backward()
+                backward(loss, optimizer)
             optimizer.step()
         seen.append(loss.item())
     amp.restore()
@@ -146,7 +145,7 @@ def test_trainings_of_many_levels_interleave_inside_torch_s() -> None:
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_fp16_is_emulated_where_torch_s_is_switched_off(level: str) -> None:
     low = a.half()
-    model = amp.initialize(Telling(lambda: torch.autocast("cpu", enabled=False)), opt_level=level, cpu_fp16="emulate")
+    model = amp.initialize(Telling(lambda: torch.autocast("cpu", enabled=False)), opt_level=level, cpu_half="emulate")
     model.layer.half()
     model.layer.forward = lambda x: low @ low  # type: ignore[method-assign]
     assert half_kernels(lambda: model(low)) == []

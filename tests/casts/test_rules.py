@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from amp_patch import multi_tensor
-from amp_patch.casts import functions, install, regions
+from amp_patch.casts import functions, install
 from amp_patch.casts.oplists import rules_by_name
 from amp_patch.casts.rules import RULES
-from amp_patch.policy import Policy
 
 IN_CPP = sorted(name for name, rule in RULES.items() if rule.in_cpp)
 
@@ -46,21 +43,3 @@ def test_a_rule_that_users_register_names_the_function_of_ours_that_does() -> No
 def test_the_extension_has_the_rules_that_the_table_says(extension: Any) -> None:
     assert extension.rules == frozenset(IN_CPP)
     assert not any(RULES[name].for_users for name in IN_CPP), "what users hand in is left to Python"
-
-
-@pytest.mark.parametrize("name", IN_CPP)
-def test_the_extension_leaves_emulated_fp16_to_python_where_the_table_says(name: str, extension: Any) -> None:
-    asked: list[str] = []
-
-    def original(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    @functools.wraps(original)
-    def reference(tensor: torch.Tensor) -> torch.Tensor:
-        asked.append(name)
-        return tensor
-
-    wrapper = extension.wrap(original, reference, name, name)
-    with regions.region(Policy("O2", cast_model_type=torch.float16, cpu_fp16="emulate")):  # casts nothing
-        wrapper(torch.ones(2, dtype=torch.float16))
-    assert bool(asked) is RULES[name].emulates

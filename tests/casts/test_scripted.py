@@ -60,7 +60,7 @@ class Nested(nn.Module):
         return self.other(self.one(x)).relu()
 
 
-class Net(nn.Module):
+class PartlyCompiled(nn.Module):
     """A part that may be compiled, given low-precision activations, beside a weight for functions."""
 
     def __init__(self, part: Any, dtype: torch.dtype) -> None:
@@ -100,8 +100,8 @@ def result(net: nn.Module, x: Tensor, around: Any) -> list[Tensor]:
 @pytest.mark.parametrize("part", [linear, matmul, convolution, Part, Nested])
 def test_compiled_code_casts_as_under_torch_autocast(wrappers, part, compiled, level, dtype, device):
     torch.manual_seed(0)
-    eager = Net(part() if isinstance(part, type) else part, dtype).to(device)
-    net = Net(compiled(copy.deepcopy(eager.part)), dtype).to(device)
+    eager = PartlyCompiled(part() if isinstance(part, type) else part, dtype).to(device)
+    net = PartlyCompiled(compiled(copy.deepcopy(eager.part)), dtype).to(device)
     check(net, eager, level, dtype, device)
     assert net(torch.ones(4, 4, device=device)).dtype is dtype
 
@@ -110,13 +110,13 @@ def test_compiled_code_casts_as_under_torch_autocast(wrappers, part, compiled, l
 @pytest.mark.parametrize("compiled", [torch.jit.script, traced])
 def test_sums_are_torch_jits_own(wrappers, compiled, level, dtype):
     """Its autocast takes both terms to FP32 where they differ."""
-    net, native = Net(compiled(fresh(mixed)), dtype), Net(compiled(fresh(mixed)), dtype)
+    net, native = PartlyCompiled(compiled(fresh(mixed)), dtype), PartlyCompiled(compiled(fresh(mixed)), dtype)
     check(net, native, level, dtype, "cpu")
 
 
-def check(net: Net, reference: Net, level: str, dtype: torch.dtype, device: str) -> None:
+def check(net: PartlyCompiled, reference: PartlyCompiled, level: str, dtype: torch.dtype, device: str) -> None:
     """`net` at a level gives what `reference` gives under torch.autocast."""
-    net, _ = amp.initialize(net, ADAM(net.parameters()), opt_level=level, cpu_fp16="native", verbosity=0)
+    net, _ = amp.initialize(net, ADAM(net.parameters()), opt_level=level, cpu_half="native", verbosity=0)
     for step in range(STEPS):
         x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).to(device)
         expected = result(reference, x, torch.autocast(device, dtype))
@@ -132,7 +132,7 @@ def test_a_model_with_a_compiled_part_trains_as_with_the_part_itself(wrappers, c
     def trained(compiled: Callable[[Any], Any]) -> list[Tensor]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 4), compiled(Nested()), nn.Linear(4, 4))
-        net, optimizer = amp.initialize(net, ADAM(net.parameters()), opt_level=level, cpu_fp16="native", verbosity=0)
+        net, optimizer = amp.initialize(net, ADAM(net.parameters()), opt_level=level, cpu_half="native", verbosity=0)
         for step in range(STEPS):
             optimizer.zero_grad()
             x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
@@ -145,14 +145,14 @@ def test_a_model_with_a_compiled_part_trains_as_with_the_part_itself(wrappers, c
 
 def test_trainings_of_both_types_share_a_compiled_function(wrappers):
     shared, x = torch.jit.script(matmul), torch.randn(4, 4, generator=torch.Generator().manual_seed(5))
-    nets = {dtype: Net(shared, dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)}
+    nets = {dtype: PartlyCompiled(shared, dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)}
     for level, dtype in [*CASTING, ("O0", torch.float32)]:
-        amp.initialize(nets[dtype], ADAM(nets[dtype].parameters()), opt_level=level, cpu_fp16="native", verbosity=0)
+        amp.initialize(nets[dtype], ADAM(nets[dtype].parameters()), opt_level=level, cpu_half="native", verbosity=0)
     for _ in range(STEPS):
         for dtype, net in nets.items():
             around = torch.enable_grad() if dtype is torch.float32 else torch.autocast("cpu", dtype)
             with amp.disable_casts():
-                expected = result(Net(matmul, dtype), x, around)
+                expected = result(PartlyCompiled(matmul, dtype), x, around)
             assert same(result(net, x, torch.enable_grad()), expected)
 
 
@@ -161,7 +161,7 @@ def test_outside_of_casts_compiled_code_is_torchs_own(wrappers, level):
     own = torch._C.ScriptFunction.__dict__["__call__"], torch._C.ScriptMethod.__dict__["__call__"]
     function, x, weight = torch.jit.script(matmul), torch.randn(4, 4), torch.randn(4, 4)
     expected = matmul(x, weight)
-    net = Net(function, torch.float32)
+    net = PartlyCompiled(function, torch.float32)
     amp.initialize(net, ADAM(net.parameters()), opt_level=level, verbosity=0)
     for _ in range(STEPS):
         with amp.disable_casts():
@@ -223,6 +223,6 @@ def test_python_that_compiled_code_calls_sees_weights_as_they_are_now(wrappers):
 
 
 def test_explain_says_who_casts_in_compiled_code(wrappers):
-    net = Net(torch.jit.script(linear), torch.bfloat16)
+    net = PartlyCompiled(torch.jit.script(linear), torch.bfloat16)
     net, _ = amp.initialize(net, ADAM(net.parameters()), opt_level="O4", verbosity=0)
     assert "torch.autocast" in str(amp.explain(net, torch.ones(2, 4)))

@@ -55,7 +55,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
         torch.set_num_threads(threads)
 
 
-def run(*works: Callable[[], Any]) -> None:
+def run_on_threads(*works: Callable[[], Any]) -> None:
     """All of them at once, each on a thread of its own; the first exception of any is raised here."""
     errors: list[BaseException] = []
     barrier = threading.Barrier(len(works))
@@ -105,13 +105,13 @@ def test_kernels_on_lists_of_their_own(backend: str) -> None:
             for z, x, y in zip(out, src, dst, strict=True):
                 assert torch.equal(z, reference.axpby(2.0, x, -1.0, y, z.dtype))
 
-    run(*(lambda i=i: work(i, DTYPES[i % 3]) for i in range(6)))
+    run_on_threads(*(lambda i=i: work(i, DTYPES[i % 3]) for i in range(6)))
     assert found == 0.0
 
     def spoil() -> None:
         mt.multi_tensor_check_finite([torch.tensor([1.0, float("nan")])], found)
 
-    run(spoil, *(lambda i=i: work(i, DTYPES[i % 3]) for i in range(3)))
+    run_on_threads(spoil, *(lambda i=i: work(i, DTYPES[i % 3]) for i in range(3)))
     assert found == 1.0  # nobody who meets finite tensors puts it back
 
 
@@ -147,7 +147,7 @@ def test_lists_that_change_during_the_call(backend: str) -> None:
                 src.clear()
                 dst.clear()
 
-    run(call, change)
+    run_on_threads(call, change)
     src[:], dst[:] = [torch.ones(700)], [torch.zeros(700)]
     mt.multi_tensor_scale(src, dst, 2.0)
     assert (dst[0] == 2.0).all()
@@ -198,7 +198,7 @@ def test_casts_are_installed_and_removed_under_calls() -> None:
         finally:
             done.set()
 
-    run(toggle, *(lambda dtype=dtype: work(dtype) for dtype in (HALF, BF16, HALF)))
+    run_on_threads(toggle, *(lambda dtype=dtype: work(dtype) for dtype in (HALF, BF16, HALF)))
     assert seen <= {HALF, BF16, FULL}
     assert not install.installed()
     assert before == (dict(vars(torch.Tensor)), dict(vars(F)), dict(vars(torch)))
@@ -233,7 +233,7 @@ def test_the_default_changes_under_calls() -> None:
         finally:
             done.set()
 
-    run(change, outside, outside, inside)
+    run_on_threads(change, outside, outside, inside)
 
 
 @needs_clean
@@ -255,7 +255,7 @@ def test_threads_that_end_inside_regions() -> None:
             shared[0] = nn.Parameter(torch.ones(2, 2))  # the one before dies here or with another thread
 
     for _ in range(10):
-        run(*(lambda dtype=dtype: work(dtype) for dtype in (HALF, BF16) * 3))
+        run_on_threads(*(lambda dtype=dtype: work(dtype) for dtype in (HALF, BF16) * 3))
     assert casts_state.in_use.cached() == 0 and (x @ shared[0]).dtype is FULL
     gc.collect()
     assert not any(cast() is not None for cast in left_over)
@@ -271,7 +271,7 @@ class EditedMeanwhile(nn.Parameter):
             with torch.no_grad():
                 self.add_(1)
 
-        run(train)
+        run_on_threads(train)
         return cast
 
 
@@ -446,4 +446,4 @@ def test_ours_and_torchs_side_by_side_in_threads() -> None:
             (gradient,) = torch.autograd.grad(out.float().sum(), weight)
             assert gradient.dtype is FULL and (x @ weight).dtype is FULL
 
-    run(*(lambda names=names: work(names) for names in itertools.permutations(kinds, 2)))
+    run_on_threads(*(lambda names=names: work(names) for names in itertools.permutations(kinds, 2)))

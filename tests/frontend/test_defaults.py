@@ -17,6 +17,7 @@ import torch.distributed as dist
 import training
 from conftest import DEVICES
 from torch import Tensor, nn
+from training import backward
 
 from amp_patch import amp, multi_tensor
 from amp_patch.apex import amp as apex_amp
@@ -91,8 +92,7 @@ def trained(told: Told, maker: Callable[[Any], Any], **options: Any) -> Any:
         for half in range(2):
             inputs, targets = (part[4 * half :][:4] for part in told.batches[step])
             loss = F.cross_entropy(model(inputs), targets) * (torch.inf if scaled and step == 2 else 1)
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss, optimizer)
             losses.append(loss.item())
         nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5)
         optimizer.step()

@@ -13,6 +13,7 @@ from torch import nn
 
 import amp_patch as native
 from amp_patch import frontend
+from amp_patch.casts.cpu_half import resolve_cpu_half
 from amp_patch.integrations.opt_level import OptLevel
 from amp_patch.model.forward import policy_of
 from amp_patch.policy import resolve
@@ -26,7 +27,7 @@ def policy(make=None, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, _ = (make or native.initialize)(model, optimizer, verbosity=0, **options)
     found = policy_of(model)
-    return None if found is None else dataclasses.replace(found, cpu_fp16="auto", op_lists="torch")
+    return None if found is None else dataclasses.replace(found, cpu_half="auto", op_lists="torch")
 
 
 @pytest.fixture(params=["native", "apex"])
@@ -197,7 +198,7 @@ def test_the_plugins_for_trainers_go_with_it(environment):
     plugin = OptLevel("O1", loss_scale=4.0)
     plugin.models = [nn.Linear(1, 1)]
     plugin._initialize([torch.optim.SGD(plugin.models[0].parameters(), lr=0.1)])
-    assert policy_of(plugin.models[0]) == resolve("O5", loss_scale=4.0, cpu_fp16="native")
+    assert policy_of(plugin.models[0]) == resolve_cpu_half(resolve("O5", loss_scale=4.0), on_cpu=True)
 
 
 def test_a_cast_in_the_other_type_does_not_make_of_o5_what_it_is_not(initialize, environment, caplog):

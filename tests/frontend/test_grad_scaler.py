@@ -168,17 +168,14 @@ def test_overflow_after_overflow_leaves_a_scale_that_gradients_can_be_unscaled_b
     assert scaler.step(optimizer) is True
 
 
-def test_hysteresis_waits_and_survives_state_dict_and_pickle():
+def test_hysteresis_waits():
     model, optimizer = model_and_optimizer()
     scaler = amp.GradScaler("cpu", init_scale=64.0, hysteresis=3)
     for _ in range(2):
         iterate(scaler, model, optimizer, overflow=True)
     assert scaler.get_scale() == 64.0
-    copies = [pickle.loads(pickle.dumps(scaler)), amp.GradScaler("cpu", hysteresis=3)]
-    copies[1].load_state_dict(scaler.state_dict())
-    for other in (scaler, *copies):
-        assert iterate(other, model, optimizer, overflow=True) is False
-        assert other.get_scale() == 32.0
+    assert iterate(scaler, model, optimizer, overflow=True) is False
+    assert scaler.get_scale() == 32.0
     fresh = amp.GradScaler("cpu", init_scale=64.0, hysteresis=3)
     for overflow in (True, True, False, True, True):
         iterate(fresh, model, optimizer, overflow=overflow)
@@ -254,7 +251,6 @@ def test_a_disabled_scaler_does_nothing():
     assert scaler.scale(loss) is loss and scaler.get_scale() == 1.0 and not scaler.is_enabled()
     assert scaler.state_dict() == {}
     scaler.update()
-    assert pickle.loads(pickle.dumps(scaler)).state_dict() == {}
 
 
 @pytest.mark.parametrize(

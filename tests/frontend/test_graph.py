@@ -16,7 +16,7 @@ from graphs import (
     scaler_on,
 )
 from torch import Tensor, nn
-from training import LEVELS, SGD, convnet, images, linear, same, train, weights
+from training import LEVELS, SGD, backward, convnet, images, linear, same, train, weights
 
 from amp_patch import amp
 from amp_patch.graph import Graph
@@ -184,8 +184,7 @@ def test_accumulation_takes_a_call_in_micro_batches(form):
         for index, (x, y) in enumerate(zip(inputs.chunk(4), targets.chunk(4), strict=True)):
             if scalers[1] is None:
                 loss = 0.25 * F.cross_entropy(other(x), y)
-                with amp.scale_loss(loss, other_optimizer, delay_unscale=index < 3) as scaled_loss:
-                    scaled_loss.backward()
+                backward(loss, other_optimizer, delay_unscale=index < 3)
             else:
                 with amp.autocast(dtype=torch.float16):
                     loss = 0.25 * F.cross_entropy(other(x), y)

@@ -9,7 +9,7 @@ import torch
 import training
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import ADAM, DUPLICATES, LEVELS, SGD, convnet, same, train
+from training import ADAM, LEVELS, SGD, convnet, same, train
 
 from amp_patch import amp
 from amp_patch.casts import oplists
@@ -23,11 +23,11 @@ class Checkpointed(training.ConvNet):
 
 
 def interleaved(levels, steps, make_model):
-    """Each level's losses, trained one step of each in turn. A level may be "O2 native": with this cpu_fp16."""
+    """Each level's losses, trained one step of each in turn. A level may be "O2 native": with this cpu_half."""
     runs = []
-    for level, *cpu_fp16 in map(str.split, levels):
+    for level, *cpu_half in map(str.split, levels):
         model = make_model()
-        mode = {"cpu_fp16": cpu_fp16[0]} if cpu_fp16 else {}
+        mode = {"cpu_half": cpu_half[0]} if cpu_half else {}
         runs.append((*amp.initialize(model, SGD(model.parameters()), opt_level=level, **mode), []))
     for step in range(steps):
         for model, optimizer, losses in runs:
@@ -80,7 +80,7 @@ def test_checkpoints_where_casts_are_off_or_backward_is_plain(level, reentrant):
         torch.manual_seed(0)
         model = Model(how)
         optimizer = SGD(model.parameters())
-        amp.initialize(model, optimizer, opt_level=level, keep_fp32="kept", cpu_fp16="emulate", loss_scale=1.0)
+        amp.initialize(model, optimizer, opt_level=level, keep_fp32="kept", cpu_half="emulate", loss_scale=1.0)
         loss = model(torch.randn(3, 5, requires_grad=True)).float().square().sum()
         if plain:
             loss.backward()
@@ -147,10 +147,10 @@ def traces(thing):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_restore_leaves_nothing_of_ours(level):
+    model = convnet()
+    optimizer = ADAM(model.parameters())  # a process's first imports torch._dynamo, which puts names into torch
     before = namespaces()
     torch._VF.lstm  # noqa: B018
-    model = convnet()
-    optimizer = ADAM(model.parameters())
     params, names = list(model.parameters()), sorted(vars(model))
     classes = [type(m) for m in model.modules()], type(optimizer)
     amp.initialize(model, optimizer, opt_level=level, keep_fp32="head")
@@ -201,27 +201,6 @@ def test_restore_works_on_a_model_whose_optimizer_is_gone():
     amp.restore()
     assert same([p.detach() for p in model.parameters()], masters)
     assert all(master_of(p) is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("duplicate", DUPLICATES)
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_copied_model_runs_its_own_weights(level, duplicate):
-    model = convnet()
-    model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level)
-    train(model, optimizer, 2)
-    inputs = training.images(0)[0]
-    model.eval()
-    twin = duplicate(model)
-    expected = model(inputs)
-    assert torch.equal(twin(inputs), expected) and isinstance(twin, training.ConvNet)
-    with torch.no_grad():
-        twin.head.weight.zero_()
-        twin.head.bias.zero_()
-    assert twin(inputs).abs().sum() == 0
-    assert (
-        twin.state_dict()["head.weight"].abs().sum() == 0 and twin.state_dict()["head.weight"].dtype is not torch.half
-    )
-    assert torch.equal(model(inputs), expected)
 
 
 @pytest.mark.parametrize("first", LEVELS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 
 import pytest
 import torch
@@ -162,7 +161,6 @@ def test_the_scales_of_an_optimizer_are_those_of_its_training_and_without_one_th
             self.optim, self.step = optim, optim.step
 
     assert amp.state_dict(Wrapper(first)) == amp.state_dict(first)
-    assert amp.state_dict(pickle.loads(pickle.dumps(first))) == amp.state_dict(first)
 
 
 def test_the_scales_of_optimizers_that_have_none_in_common_are_refused_by_name():

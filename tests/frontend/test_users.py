@@ -352,13 +352,6 @@ def test_the_scale_never_reaches_zero():  # 834, 777: 4e-313, then ZeroDivisionE
     assert torch.isfinite(inverse_of(optimizer._amp_stash.scalers[0].scale_tensor))
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_cap_of_the_scale_is_honoured(level):  # RNN-T, DeepPrivacy
-    model = linear([[1.0]])
-    amp.initialize(model, SGD(model.parameters()), opt_level=level, max_loss_scale=512.0)
-    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 512.0
-
-
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_binary_cross_entropy_on_half_is_refused_with_the_way_out_and_can_be_allowed(level):  # 504, 1017
     probabilities = torch.full((2,), 0.5, dtype=torch.bfloat16 if level == "O4" else torch.float16)

@@ -17,7 +17,8 @@ pytest.importorskip("transformers", reason=EXTRAS)
 peft = pytest.importorskip("peft", reason=EXTRAS)
 
 # After the skips: these import the packages.
-from checkpoints import TRAININGS, adamw, iterate, masters, random_model  # noqa: E402
+from checkpoints import TRAININGS, adamw, iterate, random_model  # noqa: E402
+from training import masters_of, trained  # noqa: E402
 
 from amp_patch import amp  # noqa: E402
 
@@ -50,10 +51,6 @@ def lora(base: str = "BF16", adapters: str = "FP32", name: str = "Llama", **opti
     return model.train()
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
-
-
 def frozen(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if not p.requires_grad]
 
@@ -66,11 +63,11 @@ def begun(training: str, model: Any, **options: Any) -> tuple[Any, Any]:
     return amp.initialize(model, adamw(model, LR), **TRAININGS[training], verbosity=0, **options)
 
 
-def run(training: str, model: Any, steps: int = 4, **options: Any) -> tuple[list[float], list[torch.Tensor]]:
+def run_adapters(training: str, model: Any, steps: int = 4, **options: Any) -> tuple[list[float], list[torch.Tensor]]:
     """Losses and masters of a training, which is over then."""
     between, name = options.pop("between", None), options.pop("name", "Llama")
     model, optimizer = begun(training, model, **options)
     losses = iterate(model, optimizer, name, steps, between)
-    found = masters(optimizer)
+    found = masters_of(optimizer)
     amp.restore()
     return losses, found

@@ -20,9 +20,5 @@ def buffer(device="cpu", dtype=torch.int32, value=0):
     return torch.full((1,), value, dtype=dtype, device=device)
 
 
-def same(left, right):
-    return all(map(torch.equal, left, right))
-
-
 def zeros(dtype=torch.float32):
     return [torch.zeros_like(t) for t in tensors(dtype=dtype)]

@@ -110,7 +110,7 @@ def arguments(owner: str, name: str, dtypes: list[torch.dtype], device: str) -> 
     return list(args), kwargs
 
 
-def run(owner: str, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def call_of(owner: str, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some are deprecated
         return getattr(resolve(owner), name)(*args, **kwargs)

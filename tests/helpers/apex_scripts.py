@@ -16,13 +16,13 @@ def make(amp, level, lr=0.25, value=1.0, **kwargs):
     return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=lr), opt_level=level, **kwargs)
 
 
-def backward(amp, model, optimizer, grad=0.125, **kwargs):
+def backward_by(amp, model, optimizer, grad=0.125, **kwargs):
     loss = (model(torch.ones(1, 1)).float() * grad).sum()
     with amp.scale_loss(loss, optimizer, **kwargs) as scaled_loss:
         scaled_loss.backward()
 
 
-def train(amp, model, optimizer, steps=20):
+def train_by(amp, model, optimizer, steps=20):
     losses = []
     for step in range(steps):
         inputs, targets = images(step % 4, next(model.parameters()).device.type)

@@ -21,7 +21,7 @@ MAKERS = {
 }
 
 
-def start(maker: Any, level: str, device: str = "cpu") -> Any:
+def start_capturable(maker: Any, level: str, device: str = "cpu") -> Any:
     """Model and optimizer. The batch norms use what they have: NaN of a step that overflows would stay in them."""
     model = training.convnet().to(device)
     for module in model.modules():

@@ -15,13 +15,9 @@ CAST = {
 MASTERED = ("O2", "O5", "split")
 
 
-def start(kind, model=None, make_optimizer=SGD):
+def start_kind(kind, model=None, make_optimizer=SGD):
     model = convnet() if model is None else model
     return amp.initialize(model, make_optimizer(model.parameters()), **CAST[kind])
-
-
-def masters_of(optimizer):
-    return [p.detach().clone() for p in amp.master_params(optimizer)]
 
 
 def values(model):

@@ -12,8 +12,6 @@ import transformers
 from torch import Tensor, nn
 from training import backward
 
-from amp_patch import amp
-
 TEXT = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -124,10 +122,6 @@ def count_calls(model: nn.Module) -> list[str]:
     name, layer = next((name, module) for name, module in model.named_modules() if name.endswith(".q_proj"))
     layer.register_forward_pre_hook(lambda *_: calls.append(name))
     return calls
-
-
-def masters(optimizer: Any) -> list[Tensor]:
-    return [master.detach().clone() for master in amp.master_params(optimizer)]
 
 
 def types(model: nn.Module) -> dict[str, torch.dtype]:

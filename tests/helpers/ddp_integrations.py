@@ -67,7 +67,7 @@ def transformers(level: str, rank: int, world: int, folder: Path) -> nn.Module:
     return hf.model
 
 
-def run(rank: int, world: int, folder: Path) -> dict[str, list[torch.Tensor]]:
+def run_rank(rank: int, world: int, folder: Path) -> dict[str, list[torch.Tensor]]:
     result = {}
     for level in ("O1", "O2"):
         for name, train in {"lightning": lightning, "accelerate": accelerate}.items():
@@ -80,5 +80,5 @@ def run(rank: int, world: int, folder: Path) -> dict[str, list[torch.Tensor]]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     here, folder = int(os.environ["RANK"]), Path(sys.argv[1])
-    torch.save(run(here, int(os.environ["WORLD_SIZE"]), folder), folder / f"{here}.pt")
+    torch.save(run_rank(here, int(os.environ["WORLD_SIZE"]), folder), folder / f"{here}.pt")
     os._exit(0)  # Gloo's threads sometimes abort a process that has done all its work

@@ -44,10 +44,6 @@ def adam(params: Any) -> torch.optim.Optimizer:
     return ADAM(params)
 
 
-def masters(optimizer: Any) -> list[Tensor]:
-    return [param.detach().clone() for param in amp.master_params(optimizer)]
-
-
 def both_alike(results: list[list[Tensor]]) -> list[Tensor]:
     """What both ranks returned."""
     assert same(*results), "the ranks differ"
@@ -59,7 +55,7 @@ def close(left: list[Tensor], right: list[Tensor], tolerance: float) -> None:
         torch.testing.assert_close(a.float(), b.float(), rtol=tolerance, atol=tolerance)
 
 
-def train(
+def train_ranks(
     level: str | None,
     steps: int = 50,
     make: Any = mlp,
@@ -121,3 +117,32 @@ def wrapped(level: str, kind: str) -> Any:
         optimizer.step()
         weights.append([p.detach().clone() for p in model.parameters()])
     return weights
+
+
+def overflow_on_one_rank(level: str, make: Any, value: float, **options: Any) -> tuple[dict[str, Any], Any]:
+    """Three steps, with `value` in the second rank's batch of the second: what was seen of each; the optimizer."""
+    model = mlp()
+    model, optimizer = amp.initialize(
+        model, make(model.parameters()), opt_level=level, loss_scale="dynamic", verbosity=0, **options
+    )
+    wrapped = DistributedDataParallel(model)
+    seen: dict[str, Any] = {"skipped": [], "scales": [], "weights": []}
+    for step in range(3):
+        inputs, targets = mine(step)
+        if step == 1 and dist.get_rank() == 1:
+            inputs[0, 0, 0, 0] = value
+        optimizer.zero_grad()
+        backward(loss_of(wrapped, (inputs, targets)), optimizer)
+        optimizer.step()
+        seen["skipped"].append(optimizer._amp_stash.step_skipped)
+        seen["scales"].append(amp.state_dict()["loss_scaler0"]["loss_scale"])
+        seen["weights"].append(learned(model))
+    return seen, optimizer
+
+
+def assert_skipped_by_all(results: list[dict[str, Any]]) -> None:
+    for seen in results:
+        assert seen["skipped"] == [False, True, False]
+        assert seen["scales"] == [65536.0, 32768.0, 32768.0]
+        assert same(seen["weights"][0], seen["weights"][1]) and not same(seen["weights"][1], seen["weights"][2])
+    both_alike([seen["weights"][2] for seen in results])

@@ -122,3 +122,8 @@ def hf_trainer(folder: Path, level: str | None, **options: Any) -> transformers.
     return type("Ours", (*bases, OptLevelTrainer), {})(
         model, arguments, **data, opt_level=level, amp_options=amp_options
     )
+
+
+def logged(trainer: Any) -> list[Any]:
+    """Loss and norm of the gradients of each step that a transformers Trainer has logged."""
+    return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]

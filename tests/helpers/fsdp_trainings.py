@@ -69,21 +69,12 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
     return nn.functional.mse_loss(model(inputs).float(), targets)
 
 
-def backward(loss: Tensor, optimizer: Any, **kwargs: Any) -> None:
-    with amp.scale_loss(loss, optimizer, **kwargs) as scaled_loss:
-        scaled_loss.backward()
-
-
 def full(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def weights(model: nn.Module) -> list[Tensor]:
     return [full(value).detach().clone() for value in model.state_dict().values()]
-
-
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 @pytest.fixture(name="restored", autouse=True)

@@ -83,7 +83,7 @@ def give_gradients(params, step, dtype=None):
         p.grad = torch.randn(p.shape, generator=generator).to(p.device, dtype or p.dtype)
 
 
-def run(optimizer, params, steps=range(3)):
+def run_steps(optimizer, params, steps=range(3)):
     for step in steps:
         give_gradients(params, step)
         optimizer.step()

@@ -21,7 +21,7 @@ class RMSNorm(nn.Module):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 2.0**-30) * self.weight
 
 
-class Net(nn.Module):
+class NormedNet(nn.Module):
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(4, 4, bias=False)

@@ -129,7 +129,7 @@ class Case:
         return buffers
 
 
-def same(actual: list[Tensor], expected: list[Tensor], nan_bits: bool = False) -> bool:
+def same_bits(actual: list[Tensor], expected: list[Tensor], nan_bits: bool = False) -> bool:
     """Equal bit by bit, the sign of zero too; NaN equals NaN unless `nan_bits`."""
     assert [(t.dtype, t.shape) for t in actual] == [(t.dtype, t.shape) for t in expected]
     for a, e in zip(actual, expected, strict=True):

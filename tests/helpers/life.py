@@ -14,17 +14,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from reference_model import Level, Net, Stack, Weight, level_of
+from reference_model import CastByHand, Level, Stack, Weight, level_of
 from reference_training import Owner, Scale, Trainer
 from same_bits import check, check_state
-from stories import OPTIM, OPTIMIZERS, Story
+from stories import Story
 from torch import Tensor, nn
+from torch_optimizers import RECIPES
 
 from amp_patch import amp
 from amp_patch.masters.masters import has_gradient
 from amp_patch.multi_tensor import backend
 
-IN_ONE_PASS = (OPTIM.SGD, OPTIM.Adam, OPTIM.AdamW)  # with masters, whatever they were told, as fused
+IN_ONE_PASS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # with masters, whatever they were told, as fused
 Groups = list[list[tuple[float, list[str]]]]  # per optimizer and group the learning rate and the weights
 
 
@@ -66,7 +67,7 @@ class Life:
             self.load_by_hand(saved)
         params = dict(stack.named_parameters())
         self.optimizers = [
-            OPTIMIZERS[kind]([{"params": [params[name] for name in names], "lr": lr} for lr, names in own])
+            RECIPES[kind]([{"params": [params[name] for name in names], "lr": lr} for lr, names in own])
             for kind, own in zip(story.optimizers, groups, strict=True)
         ]
         self.schedulers = scheduled(self.optimizers) if story.scheduled == "before" else []
@@ -103,7 +104,7 @@ class Life:
         for name, param in plain.named_parameters():
             param.requires_grad_(trains[name])
         held = {name for own in self.groups for _, names in own for name in names}
-        self.net = Net(plain, self.level, frozenset(self.story.kept), lambda name: name in held)
+        self.net = CastByHand(plain, self.level, frozenset(self.story.kept), lambda name: name in held)
         weights = self.net.weights
         owners = [
             Owner(self._by_itself(kind), [(lr, [weights[name] for name in names]) for lr, names in own])
@@ -133,10 +134,10 @@ class Life:
             scheduler.load_state_dict(known.state_dict())
 
     def _by_itself(self, kind: str) -> Any:
-        return partial(OPTIMIZERS[kind], **self._flags(kind))
+        return partial(RECIPES[kind], **self._flags(kind))
 
     def _flags(self, kind: str) -> dict[str, Any]:
-        recipe = OPTIMIZERS[kind]
+        recipe = RECIPES[kind]
         if recipe.func in IN_ONE_PASS and self.level.masters and backend() == "cpp":
             return {"foreach": False, "fused": True}
         return {name: recipe.keywords[name] for name in ("foreach", "fused") if name in recipe.keywords}
@@ -306,7 +307,7 @@ def is_of_another_type(value: Any, master: Tensor) -> bool:
 
 
 def scheduled(optimizers: list[Any]) -> list[Any]:
-    return [OPTIM.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
+    return [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
 
 
 def rescheduled(schedulers: list[Any], optimizers: list[Any]) -> list[Any]:

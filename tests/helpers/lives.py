@@ -15,8 +15,9 @@ from edits import Edits
 from life import Groups, Life, Saved, reread, rescheduled
 from reference_model import WIDTH, Plant, Stack, sown
 from same_bits import check, check_state
-from stories import OPTIMIZERS, RATES, Story
+from stories import RATES, Story
 from torch import Tensor
+from torch_optimizers import RECIPES
 
 from amp_patch import amp
 
@@ -258,7 +259,7 @@ class Lives(Edits):
         life.held = []
         amp.restore()
         assert type(life.model) is Stack
-        assert [type(optimizer) for optimizer in life.optimizers] == [OPTIMIZERS[k].func for k in self.story.optimizers]
+        assert [type(optimizer) for optimizer in life.optimizers] == [RECIPES[k].func for k in self.story.optimizers]
         life.live_on_by_hand(None)
         life.check(look=True)
         if not steps:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from training import backward
+from training import iterate
 
 HALVES = {"BF16": torch.bfloat16, "FP16": torch.float16}
 CAST = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 every_half = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
 
 
-class Net(nn.Module):
+class LowNet(nn.Module):
     """Layers, a batch norm, a rotary table, a buffer, a frozen layer and a shared weight."""
 
     def __init__(self) -> None:
@@ -44,34 +45,16 @@ class Table(nn.Module):
         return x * self.angles.cos()
 
 
-def net(half: torch.dtype) -> Net:
+def net(half: torch.dtype) -> LowNet:
     torch.manual_seed(0)
-    return Net().to(half)
-
-
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
+    return LowNet().to(half)
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
-    given = x.to(model.enter.weight.dtype) if type(model) is Net else x  # at O0 as in plain torch
+    given = x.to(model.enter.weight.dtype) if type(model) is LowNet else x  # at O0 as in plain torch
     return (model(given).float() - x[:, :3].sin()).square().mean()
 
 
-def iterate(model: nn.Module, optimizer: Any, steps: int = 30) -> list[float]:
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, step)
-        backward(loss, optimizer)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def same(some: Any, others: Any) -> bool:
-    some, others = list(some), list(others)
-    return len(some) == len(others) and all(
-        a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(some, others, strict=True)
-    )
+def iterate_low(model: nn.Module, optimizer: Any, steps: int = 30) -> list[float]:
+    return iterate(optimizer, partial(loss_of, model), range(steps))

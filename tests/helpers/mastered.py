@@ -10,7 +10,7 @@ from amp_patch import amp
 CAST = ("O2", "O5")
 
 
-def start(level="O2", weight=1.0, device="cpu", optimizer=torch.optim.SGD):
+def start_scalar(level="O2", weight=1.0, device="cpu", optimizer=torch.optim.SGD):
     model = linear([[weight]], device)
     return amp.initialize(model, optimizer(model.parameters(), lr=1.0), opt_level=level, loss_scale=64.0)
 

@@ -41,10 +41,6 @@ on_every_set = pytest.mark.parametrize(
 device = pytest.mark.parametrize("device", DEVICES)
 
 
-def exact(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
-
-
 def draw(sizes, dtype, device, seed=0):
     generator = torch.Generator().manual_seed(seed)
     shapes = [size if isinstance(size, tuple) else (size,) for size in sizes]

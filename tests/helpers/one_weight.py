@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from training import linear
+from training import backward, linear
 
 from amp_patch import amp
 
@@ -28,3 +28,13 @@ def master_grads(optimizer):
 
 def x(*values, device="cpu"):
     return torch.tensor([values], device=device)
+
+
+def backward_row(model, optimizer, factor=1.0, gradient=(3.0, -5.0), **options):
+    """A backward pass whose gradient, of the weight of one row, is `gradient` times `factor`."""
+    loss = model(x(*gradient, device=model.weight.device)).float().sum() * factor
+    backward(loss, optimizer, **options)
+
+
+def master_of(optimizer):
+    return optimizer.param_groups[0]["params"][0]

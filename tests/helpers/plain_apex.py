@@ -205,7 +205,7 @@ def without_cuda() -> Iterator[None]:
         yield
 
 
-def run(script: str, arguments: list[str], cuda: bool = False) -> None:
+def run_script(script: str, arguments: list[str], cuda: bool = False) -> None:
     """Run the script as __main__ with these arguments, and leave the process as it was.
 
     `cuda`: the script takes a GPU for granted.
@@ -227,4 +227,4 @@ def run(script: str, arguments: list[str], cuda: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    run(sys.argv[1], sys.argv[2:])
+    run_script(sys.argv[1], sys.argv[2:])

@@ -186,7 +186,7 @@ def level_of(options: dict[str, Any]) -> Level:
     level = replace(level, **{ours[key]: value for key, value in options.items() if key in ours and value is not None})
     if "min_loss_scale" not in options:
         level = replace(level, lowest=min(level.lowest, level.highest))
-    return replace(level, emulates=level.low is HALF and options.get("cpu_fp16") == "emulate")
+    return replace(level, emulates=level.low is HALF and options.get("cpu_half") == "emulate")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def joined(high: Tensor, low: Tensor) -> Tensor:
     return torch.where(whole.isnan() | (high == 0), bits.view(torch.float32), whole)
 
 
-class Net:
+class CastByHand:
     """A `Stack` at a level: its weights by name, and its forward with each cast written out."""
 
     def __init__(self, stack: Stack, level: Level, kept: frozenset[int], has_master: Callable[[str], bool]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from reference_model import Level, Net, Weight
+from reference_model import CastByHand, Level, Weight
 from torch import Tensor, nn
 
 from amp_patch import multi_tensor
@@ -97,7 +97,7 @@ class Trainer:
     one loss moves that loss's scale, once between two steps, and every optimizer of its call skips its next step.
     """
 
-    def __init__(self, level: Level, nets: list[Net], owners: list[Owner], scales: list[Scale]) -> None:
+    def __init__(self, level: Level, nets: list[CastByHand], owners: list[Owner], scales: list[Scale]) -> None:
         self.level, self.nets, self.owners, self.scales = level, nets, owners, scales
         self.weights = [weight for net in nets for weight in net.weights.values()]
         self.lost = False  # whether a gradient of a weight that no optimizer holds has overflowed

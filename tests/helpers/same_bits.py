@@ -29,3 +29,8 @@ def check_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()]) if tensor.is_floating_point() else tensor
+
+
+def exact(actual: object, expected: object) -> None:
+    """The same numbers and types; NaN equals NaN."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from paths import ROOT
 
 
-def start(folder: Path, script: str, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def start_script(folder: Path, script: str, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """`python [command] train.py` in `folder`, train.py being `script`: on one thread, without our variables."""
     (folder / "train.py").write_text(script)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

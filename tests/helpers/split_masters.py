@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from training import iterate
 
 from amp_patch import amp, optimizers
 from amp_patch.masters.split_master import SplitMaster
@@ -39,7 +42,7 @@ def net(device: str = "cpu") -> nn.Sequential:
     return model
 
 
-def start(make: Any, device: str = "cpu", **options: Any) -> tuple[nn.Sequential, Any]:
+def start_split(make: Any, device: str = "cpu", **options: Any) -> tuple[nn.Sequential, Any]:
     model = net(device)
     return amp.initialize(
         model, make(model.parameters()), **{"opt_level": "O5", "master_weights": "split", "verbosity": 0} | options
@@ -52,20 +55,8 @@ def loss_of(model: nn.Module, step: int, device: str = "cpu") -> Tensor:
     return (model(inputs).float() - inputs[:, :5].sin()).square().mean()
 
 
-def iterate(model: nn.Module, optimizer: Any, steps: range, device: str = "cpu") -> list[float]:
-    losses = []
-    for step in steps:
-        optimizer.zero_grad()
-        loss = loss_of(model, step, device)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def masters(optimizer: Any) -> list[Tensor]:
-    return [master.detach().clone() for master in amp.master_params(optimizer)]
+def iterate_split(model: nn.Module, optimizer: Any, steps: range, device: str = "cpu") -> list[float]:
+    return iterate(optimizer, partial(loss_of, model, device=device), steps)
 
 
 def opened(optimizer: Any) -> int:
@@ -77,5 +68,9 @@ def high_half(master: Tensor) -> Tensor:
     return ((master.detach().view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-def same(some: Any, others: Any) -> bool:
-    return all(map(torch.equal, some, others))
+@pytest.fixture(name="training", params=["AdamW", "NAdam", "FusedLAMB"])
+def training_fixture(request: pytest.FixtureRequest) -> tuple[nn.Sequential, Any]:
+    """After three steps: in one pass, in portions, and by the optimizer itself."""
+    model, optimizer = start_split(MAKERS[request.param])
+    iterate_split(model, optimizer, range(3))
+    return model, optimizer

@@ -13,37 +13,12 @@ import random
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from reference_model import PLAIN, Plant, places
+from torch_optimizers import RECIPES
 
-OPTIM: Any = torch.optim
-
-OPTIMIZERS: dict[str, Any] = {
-    "SGD": partial(OPTIM.SGD),
-    "momentum": partial(OPTIM.SGD, momentum=0.9, weight_decay=0.01, nesterov=True),
-    "SGD foreach": partial(OPTIM.SGD, momentum=0.9, maximize=True, foreach=True),
-    # Without momentum: torch's fused kernel begins one in FP16 with what lies in the memory.
-    "SGD fused": partial(OPTIM.SGD, weight_decay=0.01, fused=True),
-    "Adam": partial(OPTIM.Adam, eps=1e-4),
-    "Adam foreach": partial(OPTIM.Adam, eps=1e-4, amsgrad=True, foreach=True),
-    "AdamW": partial(OPTIM.AdamW, eps=1e-4, weight_decay=0.1),
-    "AdamW fused": partial(OPTIM.AdamW, eps=1e-4, amsgrad=True, fused=True),
-    "NAdam": partial(OPTIM.NAdam, eps=1e-4, weight_decay=0.01),
-    "NAdam foreach": partial(OPTIM.NAdam, eps=1e-4, foreach=True),
-    "RAdam": partial(OPTIM.RAdam, eps=1e-4),
-    "RMSprop": partial(OPTIM.RMSprop, eps=1e-4, momentum=0.9, centered=True),
-    "RMSprop foreach": partial(OPTIM.RMSprop, eps=1e-4, foreach=True),
-    "Adagrad": partial(OPTIM.Adagrad, eps=1e-4, initial_accumulator_value=0.1),
-    "Adadelta": partial(OPTIM.Adadelta, eps=1e-4),
-    "Rprop": partial(OPTIM.Rprop),
-    "ASGD": partial(OPTIM.ASGD),
-    "Adamax": partial(OPTIM.Adamax, eps=1e-4),
-    **({"Adafactor": partial(OPTIM.Adafactor)} if hasattr(OPTIM, "Adafactor") else {}),
-    **({"Muon": partial(OPTIM.Muon)} if hasattr(OPTIM, "Muon") else {}),  # of matrices alone
-}
 RATES = (0.125, 0.0625)  # of the two groups of an optimizer
 RESUMED_AT = ("O0", "O1", "O2", "O3", "O4", "O5", "split")
 
@@ -140,11 +115,11 @@ def drawn(seed: int) -> Story:
         dice, dice.choice(("O0", "O1", "O1", "O2", "O2", "O2", "O3", "O4", "O5", "O5", "split", "split"))
     )
     kinds = _kinds(dice)
-    optimizers = tuple(dice.choices(list(OPTIMIZERS), k=dice.choice((1, 1, 2))))
+    optimizers = tuple(dice.choices(list(RECIPES), k=dice.choice((1, 1, 2))))
     own = [i for i, kind in enumerate(kinds) if places(kinds)[i] == i and kind not in PLAIN]
     optimizers = optimizers[: len(own)]
     if "Muon" in optimizers:  # something has to take the vectors
-        optimizers = ("Muon", dice.choice([name for name in OPTIMIZERS if name != "Muon"]))
+        optimizers = ("Muon", dice.choice([name for name in RECIPES if name != "Muon"]))
     owners: dict[int, int | str] = {i: dice.choice((0, 0, 0, len(optimizers) - 1, "nobody", "frozen")) for i in own}
     for number, layer in enumerate(reversed(own)):
         if number < len(optimizers):
@@ -173,7 +148,7 @@ def options_of(dice: Dice, level: str) -> dict[str, Any]:
     options: dict[str, Any] = {"opt_level": "O5" if level == "split" else level}
     if level == "split":
         options["master_weights"] = "split"
-    options["cpu_fp16"] = dice.choice(("emulate", "native"))
+    options["cpu_half"] = dice.choice(("emulate", "native"))
     if level in ("O1", "O2", "O3") and dice.once_in(4):
         options["dtype"] = torch.bfloat16
     if dice.once_in(3):

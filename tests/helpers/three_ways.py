@@ -90,7 +90,7 @@ class LookedAt(OnePass):
         assert all(p.grad is None or p.grad.dtype is torch.float32 for p in amp.master_params(optimizer))
 
 
-class Net(nn.Module):
+class LateNet(nn.Module):
     """Layers of low precision, one that stays FP32, and one that comes to the optimizer late."""
 
     def __init__(self) -> None:
@@ -104,8 +104,8 @@ class Net(nn.Module):
         return self.last(hidden + self.late(hidden))
 
 
-def start(level: str, recipe: Recipe, way: OnePass, **options: Any) -> tuple[Net, Any]:
-    model = Net()
+def start_recipe(level: str, recipe: Recipe, way: OnePass, **options: Any) -> tuple[LateNet, Any]:
+    model = LateNet()
     early = [{"params": [*model.first.parameters(), *model.norm.parameters()]}]
     early.append({"params": list(model.last.parameters()), "lr": recipe.options["lr"] * 0.5})
     return start_with(level, way, model, recipe(early, **way.options), keep_fp32=nn.LayerNorm, **options)
@@ -117,7 +117,7 @@ def start_with(level: str, way: OnePass, model: Any, optimizer: Any, **options: 
     with pytest.MonkeyPatch.context() as patch:
         if isinstance(way, Eager):
             patch.setattr(one_pass, "knows", lambda optimizer: False)
-            patch.setattr(portions, "suits", lambda optimizer, stash: False)
+            patch.setattr(portions, "knows", lambda optimizer, stash: False)
         return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
 
 
@@ -134,8 +134,10 @@ def iterate(model: nn.Module, optimizer: Any, step: int, factor: float = 1.0) ->
     return loss.item()
 
 
-def trained(level: str, recipe: Recipe, steps: int = 3, way: OnePass | None = None, **options: Any) -> tuple[Net, Any]:
-    model, optimizer = start(level, recipe, way or OnePass(), **options)
+def trained(
+    level: str, recipe: Recipe, steps: int = 3, way: OnePass | None = None, **options: Any
+) -> tuple[LateNet, Any]:
+    model, optimizer = start_recipe(level, recipe, way or OnePass(), **options)
     go_on(model, optimizer, range(steps))
     return model, optimizer
 
@@ -167,7 +169,7 @@ def rounds_as_torch() -> bool:
     return all(map(torch.equal, ours, theirs))
 
 
-def close(ours: tuple[Net, Any], theirs: tuple[Net, Any]) -> None:
+def close(ours: tuple[LateNet, Any], theirs: tuple[LateNet, Any]) -> None:
     """Masters, weights and states are those of other formulas for the same step, and there were as many steps."""
     torch.testing.assert_close(ends(*ours)[1:], ends(*theirs)[1:], rtol=1e-4, atol=1e-6)
     half = torch.finfo(ours[0].last.weight.dtype).eps

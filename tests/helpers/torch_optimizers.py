@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,22 +10,23 @@ import torch
 from torch import nn
 from training import backward
 
-# Arguments with which each one moves a 2x2 weight; LBFGS is refused under scaling (test_initialize.py).
-OPTIMIZERS = {
-    "ASGD": {"lr": 0.1},
-    "Adadelta": {"lr": 1.0},
+# By class its settings wherever a test steps it: an eps that FP16 can hold, for O3, and what takes another way through
+# the step than torch's default. LBFGS is refused under scaling (test_initialize.py).
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "ASGD": {"lr": 0.1, "t0": 2.0},
+    "Adadelta": {"lr": 0.5, "eps": 1e-4, "maximize": True},
     "Adafactor": {"lr": 0.1},
-    "Adagrad": {"lr": 0.1},
-    "Adam": {"lr": 0.1},
-    "AdamW": {"lr": 0.1},
-    "Adamax": {"lr": 0.1},
+    "Adagrad": {"lr": 0.1, "eps": 1e-4, "lr_decay": 0.01},
+    "Adam": {"lr": 0.1, "eps": 1e-4},
+    "AdamW": {"lr": 0.1, "eps": 1e-4, "weight_decay": 0.1},
+    "Adamax": {"lr": 0.1, "eps": 1e-4},
     "Muon": {"lr": 0.1},
-    "NAdam": {"lr": 0.1},
-    "RAdam": {"lr": 0.1},
-    "RMSprop": {"lr": 0.01, "momentum": 0.9},
+    "NAdam": {"lr": 0.1, "eps": 1e-4, "weight_decay": 0.1, "decoupled_weight_decay": True},
+    "RAdam": {"lr": 0.1, "eps": 1e-4},
+    "RMSprop": {"lr": 0.01, "eps": 1e-4, "momentum": 0.9, "centered": True},
     "Rprop": {"lr": 0.1},
     "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
-    "SparseAdam": {"lr": 0.1},
+    "SparseAdam": {"lr": 0.1, "eps": 1e-4},
 }
 AVAILABLE = [name for name in OPTIMIZERS if hasattr(torch.optim, name)]
 VARIANTS = [pytest.param(name, {}, id=name) for name in AVAILABLE] + [
@@ -38,15 +40,49 @@ VARIANTS = [pytest.param(name, {}, id=name) for name in AVAILABLE] + [
     if not (flag == "capturable" and not torch.cuda.is_available())
 ]
 
+# What the stories draw from, in this order: name -> the class, and what is set otherwise. The fused SGD has no
+# momentum: torch's kernel begins one in FP16 with what lies in the memory.
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "SGD": ("SGD", {"momentum": 0, "weight_decay": 0}),
+    "momentum": ("SGD", {"nesterov": True}),
+    "SGD foreach": ("SGD", {"weight_decay": 0, "maximize": True, "foreach": True}),
+    "SGD fused": ("SGD", {"momentum": 0, "fused": True}),
+    "Adam": ("Adam", {}),
+    "Adam foreach": ("Adam", {"amsgrad": True, "foreach": True}),
+    "AdamW": ("AdamW", {}),
+    "AdamW fused": ("AdamW", {"amsgrad": True, "fused": True}),
+    "NAdam": ("NAdam", {}),
+    "NAdam foreach": ("NAdam", {"foreach": True}),
+    "RAdam": ("RAdam", {}),
+    "RMSprop": ("RMSprop", {}),
+    "RMSprop foreach": ("RMSprop", {"foreach": True}),
+    "Adagrad": ("Adagrad", {"initial_accumulator_value": 0.1}),
+    "Adadelta": ("Adadelta", {}),
+    "Rprop": ("Rprop", {}),
+    "ASGD": ("ASGD", {}),
+    "Adamax": ("Adamax", {}),
+    "Adafactor": ("Adafactor", {}),
+    "Muon": ("Muon", {}),  # of matrices alone
+}
+
 # Torch 2.11 warns once a process, in SparseAdam's step.
 of_sparse_gradients = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 
 
-def made(name: str, flags: dict[str, Any]) -> tuple[nn.Module, Any]:
+def recipe(kind: str, **settings: Any) -> partial[Any]:
+    """The class with its settings, and with these; the learning rate is torch's, or that of a group."""
+    given = {name: value for name, value in OPTIMIZERS[kind].items() if name != "lr"}
+    return partial(getattr(torch.optim, kind), **{**given, **settings})
+
+
+RECIPES = {name: recipe(kind, **other) for name, (kind, other) in FORMS.items() if kind in AVAILABLE}
+
+
+def made(name: str, flags: dict[str, Any], device: str = "cpu") -> tuple[nn.Module, Any]:
     """A model of one 2x2 weight (an embedding for the optimizer of sparse gradients), and its optimizer."""
     torch.manual_seed(0)
     model = nn.Embedding(2, 2, sparse=True) if name == "SparseAdam" else nn.Linear(2, 2, bias=False)
-    model.to("cuda" if flags.get("capturable") else "cpu")  # torch refuses these on a CPU
+    model.to("cuda" if flags.get("capturable") else device)  # torch refuses these on a CPU
     return model, getattr(torch.optim, name)(model.parameters(), **OPTIMIZERS[name], **flags)
 
 

@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -65,6 +65,11 @@ def linear(weight: list[list[float]], device: str = "cpu") -> nn.Linear:
     return layer.to(device)
 
 
+def mm_dtype() -> torch.dtype:
+    """The type of a matrix product here, of FP32 tensors that no cache knows."""
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -72,13 +77,21 @@ def train(
     batch: Callable[[int], tuple[Tensor, Tensor]] = images,
 ) -> list[float]:
     """The loop of the README; the loss of each step."""
-    losses = []
-    for step in range(steps) if isinstance(steps, int) else steps:
+
+    def loss_of(step: int) -> Tensor:
         inputs, targets = batch(step)
+        return nn.functional.cross_entropy(model(inputs), targets)
+
+    return iterate(optimizer, loss_of, range(steps) if isinstance(steps, int) else steps)
+
+
+def iterate(optimizer: torch.optim.Optimizer, loss_of: Callable[[int], Tensor], steps: Iterable[int]) -> list[float]:
+    """A step on the loss of each number; the losses."""
+    losses = []
+    for step in steps:
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs), targets)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        loss = loss_of(step)
+        backward(loss, optimizer)
         optimizer.step()
         losses.append(loss.item())
     return losses
@@ -89,8 +102,18 @@ def weights(model: nn.Module) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in model.state_dict(keep_vars=False).values()]
 
 
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
+def masters_of(optimizer: Any) -> list[Tensor]:
+    """Copies of the tensors that the step updates: masters, and parameters that have none."""
+    return [param.detach().clone() for param in amp.master_params(optimizer)]
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
     """Bit-identical, dtypes included."""
+    left, right = list(left), list(right)
     return len(left) == len(right) and all(
         a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(left, right, strict=True)
     )

@@ -6,7 +6,7 @@ import textwrap
 from typing import Any
 
 
-def run(script: str, **names: Any) -> dict[str, Any]:
+def run_source(script: str, **names: Any) -> dict[str, Any]:
     """What the script leaves in its namespace."""
     namespace = {"__name__": "__main__", **names}
     exec(compile(textwrap.dedent(script), "train.py", "exec"), namespace)

@@ -14,7 +14,7 @@ _UNLISTED = {
         corrcoef deg2rad diff digamma elu erf erfc expit fix floor frac gammaln gelu hardshrink hardsigmoid hardswish
         hardtanh i0 i0e i1 i1e leaky_relu lgamma logit logsigmoid mean median mish msort nan_to_num nanmean nanmedian
         ndtr neg negative norm_except_dim positive psi rad2deg relu relu6 round selu sgn sigmoid sign silu sin sinc
-        softshrink softsign sort sqrt tanh tanhshrink trunc entr mode histc trace tril triu
+        softshrink softsign sort sqrt square tanh tanhshrink trunc entr mode histc trace tril triu
         """,
     "the same, of several arguments: they are of one type, or numbers": """
         clamp clip cummax cummin fill frexp gather gradient glu index_fill index_select kthvalue masked_fill index
@@ -47,7 +47,7 @@ _UNLISTED = {
         ravel repeat repeat_interleave reshape reshape_as select split split_with_sizes squeeze sum_to_size swapaxes
         swapdims t tensor_split tile transpose unbind unflatten unfold unsafe_chunk unsafe_split
         unsafe_split_with_sizes unsqueeze view view_as vsplit fftshift ifftshift resize resize_as set_
-        resize_as_sparse_ slice_copy
+        resize_as_sparse_ slice_copy fold
         """,
     "complex numbers, whose types are torch's to choose": """
         angle conj conj_physical imag istft real resolve_conj resolve_neg view_as_complex view_as_real
@@ -68,8 +68,8 @@ _UNLISTED = {
     "pooling and dropout: gives the type that came": """
         adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d
         adaptive_max_pool1d_with_indices adaptive_max_pool2d adaptive_max_pool2d_with_indices adaptive_max_pool3d
-        adaptive_max_pool3d_with_indices alpha_dropout avg_pool1d avg_pool2d dropout dropout1d dropout2d dropout3d
-        feature_alpha_dropout feature_dropout fractional_max_pool2d fractional_max_pool2d_with_indices
+        adaptive_max_pool3d_with_indices alpha_dropout avg_pool1d avg_pool2d avg_pool3d dropout dropout1d dropout2d
+        dropout3d feature_alpha_dropout feature_dropout fractional_max_pool2d fractional_max_pool2d_with_indices
         fractional_max_pool3d fractional_max_pool3d_with_indices max_pool1d max_pool1d_with_indices max_pool2d
         max_pool2d_with_indices max_pool3d max_pool3d_with_indices max_unpool1d max_unpool2d max_unpool3d
         native_dropout

@@ -33,16 +33,15 @@ from checkpoints import (  # noqa: E402
     iterate,
     loaded,
     loader,
-    masters,
     prompt,
     rows,
     same_by_name,
     types,
     written,
 )
-from frameworks import PACKAGES_WARN, hf_trainer, trainer  # noqa: E402
+from frameworks import PACKAGES_WARN, hf_trainer, logged, trainer  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from training import same  # noqa: E402
+from training import masters_of, same  # noqa: E402
 
 from amp_patch import amp  # noqa: E402
 from amp_patch.integrations.lightning import OptLevelPrecision  # noqa: E402
@@ -77,7 +76,7 @@ def expected(folder: Path, name: str, training: str) -> tuple[list[float], list[
     """Losses and masters of a loop with `model.float()`."""
     model, optimizer = begun(folder, name, training, widen=True)
     losses = iterate(model, optimizer, name)
-    found = masters(optimizer)
+    found = masters_of(optimizer)
     amp.restore()
     return losses, found
 
@@ -100,7 +99,7 @@ def test_a_loop_has_the_bits_of_the_model_in_fp32(training, name, folder):
     assert losses == pytest.approx(fp32, rel=TOLERANCE[training]) and losses[-1] < losses[0]
     model, optimizer = begun(folder, name, training)
     assert iterate(model, optimizer, name) == losses
-    assert same(masters(optimizer), wide)
+    assert same(masters_of(optimizer), wide)
     amp.restore()
     assert set(types(model).values()) <= {torch.bfloat16, torch.float32}
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
@@ -117,7 +116,7 @@ def test_gradient_checkpointing_changes_nothing(reentrant, training, name, folde
         model.enable_input_require_grads()
     calls = count_calls(model)
     assert iterate(model, optimizer, name) == losses
-    assert same(masters(optimizer), wide)
+    assert same(masters_of(optimizer), wide)
     assert len(calls) == 2 * len(losses), "each forward comes again in backward"
 
 
@@ -136,7 +135,7 @@ def test_generate_between_steps_changes_nothing(training, name, methods, folder)
     model = loaded(written(name, folder), name)
     model, optimizer = amp.initialize(model, adamw(model), **TRAININGS[training], methods=methods, verbosity=0)
     assert iterate(model, optimizer, name, between=write) == losses
-    assert same(masters(optimizer), wide)
+    assert same(masters_of(optimizer), wide)
 
 
 @every_model
@@ -201,10 +200,6 @@ def with_trainer(
     made = hf_trainer(out, level, model=model, rows=rows(name), amp_options=amp_options, **options)
     made.train(resume_from_checkpoint=resume)
     return made
-
-
-def logged(trainer: Any) -> list[Any]:
-    return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
 @every_model
@@ -315,4 +310,4 @@ def test_accelerate_and_fabric_have_the_bits_of_the_model_in_fp32(training, prep
             backward(scaled_loss)
         stepped.step()
         assert loss.item() == known
-    assert same(masters(optimizer), wide)
+    assert same(masters_of(optimizer), wide)

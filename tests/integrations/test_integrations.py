@@ -118,7 +118,7 @@ def test_accelerate_resumes_to_the_same_bits(level, accelerate_state, tmp_path):
     assert amp.state_dict() == state
 
 
-def logged(trainer: transformers.Trainer, name: str) -> list[float]:
+def logged_of(trainer: transformers.Trainer, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
@@ -127,7 +127,7 @@ def test_the_trainer_at_o0_is_the_trainer(tmp_path):
     ours.train()
     theirs.train()
     for name in ("loss", "grad_norm"):
-        assert logged(ours, name) == logged(theirs, name)
+        assert logged_of(ours, name) == logged_of(theirs, name)
     assert same(weights(ours.model), weights(theirs.model))
 
 
@@ -158,8 +158,8 @@ def test_the_trainer_does_what_the_loop_does(level, tmp_path):
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    assert logged(trainer, "loss") == pytest.approx(losses, rel=1e-6)
-    assert logged(trainer, "grad_norm") == pytest.approx(norms, rel=1e-6)
+    assert logged_of(trainer, "loss") == pytest.approx(losses, rel=1e-6)
+    assert logged_of(trainer, "grad_norm") == pytest.approx(norms, rel=1e-6)
     amp.restore()
     assert same(weights(trainer.model), weights(model))
 
@@ -182,7 +182,7 @@ def test_the_loss_that_a_subclass_of_the_trainer_makes_is_scaled(kind, tmp_path)
     ours.train()
     theirs.train()
     for name in ("loss", "grad_norm"):
-        assert logged(ours, name) == logged(theirs, name)
+        assert logged_of(ours, name) == logged_of(theirs, name)
     assert same(weights(ours.model), weights(theirs.model))
 
 
@@ -200,7 +200,7 @@ def test_the_trainer_resumes_to_the_same_bits(level, callbacks_too, tmp_path):
     state = amp.state_dict()
     resumed = hf_trainer(tmp_path, level, **saves)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert logged(resumed, "loss") == logged(whole, "loss")
+    assert logged_of(resumed, "loss") == logged_of(whole, "loss")
     assert same(weights(resumed.model), weights(whole.model))
     assert amp.state_dict() == state
     assert state["loss_scaler0"] == ({"loss_scale": 1.0, "unskipped": 0} if level == "O5" else state["loss_scaler0"])
@@ -278,7 +278,7 @@ def test_a_trainer_that_is_not_enabled_is_the_trainer(tmp_path):
     ours, theirs = hf_trainer(tmp_path, "O2", amp_options={"enabled": False}), hf_trainer(tmp_path, None)
     ours.train()
     theirs.train()
-    assert logged(ours, "loss") == logged(theirs, "loss")
+    assert logged_of(ours, "loss") == logged_of(theirs, "loss")
 
 
 @pytest.mark.slow
@@ -292,7 +292,7 @@ def test_two_processes_train_as_one_does(tmp_path, accelerate_state):
     done = subprocess.run([*command, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
-    alone = ddp_integrations.run(0, 1, tmp_path)
+    alone = ddp_integrations.run_rank(0, 1, tmp_path)
     assert len(first) == 6
     for name, values in first.items():
         assert same(values, second[name]), name

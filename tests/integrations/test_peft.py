@@ -17,8 +17,7 @@ from adapters import (
     lora,
     of_adapters,
     peft,
-    run,
-    trained,
+    run_adapters,
 )
 from checkpoints import (
     TOLERANCE,
@@ -28,7 +27,6 @@ from checkpoints import (
     by_name,
     count_calls,
     iterate,
-    masters,
     prompt,
     same_by_name,
     types,
@@ -37,7 +35,7 @@ from frameworks import PACKAGES_WARN
 from peak import Peak
 from safetensors.torch import load_file
 from torch import nn
-from training import same
+from training import masters_of, same, trained
 
 from amp_patch import amp
 from amp_patch.masters.masters import master_of
@@ -63,7 +61,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 def test_adapters_train_over_a_frozen_base(training, base, adapters):
     fp32 = lora("FP32", adapters).float()
     plain = iterate(*amp.initialize(fp32, adamw(fp32, LR), enabled=False))
-    wide, wide_masters = run(training, lora(base, adapters).float(), 6)
+    wide, wide_masters = run_adapters(training, lora(base, adapters).float(), 6)
 
     model = lora(base, adapters)
     before, places, count = types(model), [p.data_ptr() for p in frozen(model)], len(trained(model))
@@ -80,7 +78,7 @@ def test_adapters_train_over_a_frozen_base(training, base, adapters):
         assert [p.data_ptr() for p in frozen(model)] == places and same(frozen(model), values)
     assert losses == pytest.approx(plain, rel=TOLERANCE[training]) and losses[-1] < losses[0]
     if low is not None or base == "FP32":
-        assert losses == wide and same(masters(optimizer), wide_masters)
+        assert losses == wide and same(masters_of(optimizer), wide_masters)
     else:  # embeddings and norms give the type of their weights, in which the layers are added up
         assert losses != wide and losses == pytest.approx(wide, rel=TOLERANCE[training])
     amp.restore()
@@ -92,7 +90,7 @@ def test_adapters_train_over_a_frozen_base(training, base, adapters):
 @pytest.mark.parametrize("base", ["BF16", "FP16"])
 @every_training
 def test_a_base_that_the_optimizer_has_too_has_no_masters(training, base):
-    losses, found = run(training, lora(base))
+    losses, found = run_adapters(training, lora(base))
     model = lora(base)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-4)
     model, optimizer = amp.initialize(model, optimizer, **TRAININGS[training], verbosity=0)
@@ -106,8 +104,8 @@ def test_a_base_that_the_optimizer_has_too_has_no_masters(training, base):
 @every_training
 def test_with_embeddings_and_norms_in_fp32_they_have_the_bits_at_each_level(training, base):
     kept = [nn.Embedding, lambda path, module: type(module).__name__.endswith("RMSNorm")]
-    wide = run(training, lora(base).float(), keep_fp32=kept)
-    losses, found = run(training, lora(base), keep_fp32=kept)
+    wide = run_adapters(training, lora(base).float(), keep_fp32=kept)
+    losses, found = run_adapters(training, lora(base), keep_fp32=kept)
     assert losses == wide[0] and same(found, wide[1])
 
 
@@ -127,8 +125,8 @@ def test_gradient_checkpointing_changes_nothing(training, reentrant):
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     calls = count_calls(model)
-    losses, found = run(training, model)
-    expected = run(training, lora())
+    losses, found = run_adapters(training, model)
+    expected = run_adapters(training, lora())
     assert losses == expected[0] and same(found, expected[1])
     assert len(calls) == 2 * len(losses), "each forward comes again in backward"
 
@@ -150,8 +148,8 @@ def test_generate_and_the_base_by_itself_between_steps_change_nothing(training):
         assert same_by_name(by_name(model), before)
         model.train()
 
-    losses, found = run(training, lora(), between=use)
-    expected = run(training, lora())
+    losses, found = run_adapters(training, lora(), between=use)
+    expected = run_adapters(training, lora())
     assert losses == expected[0] and same(found, expected[1])
 
 
@@ -159,9 +157,9 @@ def test_generate_and_the_base_by_itself_between_steps_change_nothing(training):
 @every_training
 def test_a_head_that_is_trained_whole_trains_with_the_adapters(training, dora):
     options = {"name": "ViT", "modules_to_save": ["classifier"], "use_dora": dora}
-    wide = run(training, lora(**options).float(), name="ViT")
+    wide = run_adapters(training, lora(**options).float(), name="ViT")
     model = lora(**options)
-    losses, found = run(training, model, name="ViT")
+    losses, found = run_adapters(training, model, name="ViT")
     assert len(found) == len(trained(model)) == (14 if dora else 10)
     assert losses[-1] < losses[0]
     if training in CAST:
@@ -190,7 +188,7 @@ def test_adapters_are_saved_in_fp32_and_read_back(training, adapters, tmp_path):
     model, optimizer = begun(training, lora("BF16", adapters))
     iterate(model, optimizer, steps=3)
     exact = of_adapters(model.state_dict())
-    assert same(exact.values(), masters(optimizer)) and {v.dtype for v in exact.values()} == {torch.float32}
+    assert same(exact.values(), masters_of(optimizer)) and {v.dtype for v in exact.values()} == {torch.float32}
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert same_by_name(saved, {key.replace(".default", ""): value for key, value in exact.items()})
@@ -200,7 +198,7 @@ def test_adapters_are_saved_in_fp32_and_read_back(training, adapters, tmp_path):
     # A state dict has the base as it is, and loads to the bit.
     again, optimizer = begun(training, lora("BF16", adapters))
     again.load_state_dict({**again.state_dict(), **exact})
-    assert same(masters(optimizer), exact.values())
+    assert same(masters_of(optimizer), exact.values())
     state = again.state_dict()
     assert all(state[key].data_ptr() == p.data_ptr() for key, p in again.named_parameters() if not p.requires_grad)
 
@@ -210,12 +208,12 @@ def test_an_adapter_that_is_loaded_in_its_own_type_is_exact(training, tmp_path):
     model, optimizer = begun(training, lora())
     iterate(model, optimizer, steps=3)
     model.save_pretrained(tmp_path)
-    exact = masters(optimizer)
+    exact = masters_of(optimizer)
     amp.restore()
     model, optimizer = begun(training, lora())
     iterate(model, optimizer, steps=1)
     model.load_adapter(tmp_path, "default", is_trainable=True, autocast_adapter_dtype=False)
-    assert same(masters(optimizer), exact)
+    assert same(masters_of(optimizer), exact)
     assert {p.dtype for p in trained(model)} == {CAST.get(training, torch.float32)}
     iterate(model, optimizer, steps=1)
 

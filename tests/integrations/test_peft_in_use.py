@@ -28,17 +28,16 @@ from checkpoints import (
     Lit,
     batch,
     loader,
-    masters,
     rows,
     same_by_name,
     types,
 )
-from frameworks import PACKAGES_WARN, hf_trainer, trainer
+from frameworks import PACKAGES_WARN, hf_trainer, logged, trainer
 from ranks import RankError
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from training import backward, same
+from training import iterate, masters_of, same
 
 from amp_patch import amp
 from amp_patch.integrations.lightning import OptLevelPrecision
@@ -57,10 +56,6 @@ def with_trainer(out: Path, training: str, model: Any, resume: Any = None, **opt
     made = hf_trainer(out, level, model=model, rows=rows("Llama"), amp_options=amp_options, **options)
     made.train(resume_from_checkpoint=resume)
     return made
-
-
-def logged(trainer: Any) -> list[Any]:
-    return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
 @every_training
@@ -130,14 +125,7 @@ def share(step: int) -> dict[str, torch.Tensor]:
 
 
 def steps_of(model: Any, optimizer: Any, steps: int = 3) -> list[float]:
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = model(**share(step)).loss
-        backward(loss, optimizer)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return iterate(optimizer, lambda step: model(**share(step)).loss, range(steps))
 
 
 def in_ddp(training: str, widen: bool, wrapped_first: bool) -> tuple[list[float], list[torch.Tensor]]:
@@ -149,7 +137,7 @@ def in_ddp(training: str, widen: bool, wrapped_first: bool) -> tuple[list[float]
     model, optimizer = begun(training, model)
     losses = steps_of(ddp or DistributedDataParallel(model), optimizer)
     assert all(master_of(p) is None for p in frozen(model))
-    return losses, masters(optimizer)
+    return losses, masters_of(optimizer)
 
 
 @pytest.mark.slow

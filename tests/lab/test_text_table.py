@@ -6,8 +6,8 @@ from amp_patch.lab.text_table import in_columns
 
 
 def test_columns_are_as_wide_as_their_widest_cell_and_lines_end_with_a_word():
-    rows = [("level", "batch", "note"), ("O2 fp16", "8", ""), ("O0",)]
-    assert in_columns(rows, right=[1]) == ["level    batch  note", "O2 fp16      8", "O0"]
+    rows = [("level", "batch", "note"), ("O2 FP16", "8", ""), ("O0",)]
+    assert in_columns(rows, right=[1]) == ["level    batch  note", "O2 FP16      8", "O0"]
     assert in_columns([]) == []
 
 

@@ -13,13 +13,13 @@ import threading
 import pytest
 import torch
 from conftest import DEVICES
-from mastered import CAST, output, start
+from mastered import CAST, output, start_scalar
 from torch import nn
 from training import LEVELS, backward, linear, through_pickle
 
 from amp_patch import amp
 from amp_patch.masters.master import Master
-from amp_patch.masters.masters import Noted, PlainNoted, PlainWatch, Watch
+from amp_patch.masters.masters import PlainSavedVersion, PlainSavedVersions, SavedVersion, SavedVersions
 
 
 def add(p):
@@ -59,7 +59,7 @@ EDITS = (add, copy_into, data_copy, data_add, data_assigned, data_assigned_where
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("edit", EDITS)
 def test_a_forward_sees_what_was_written_into_the_optimizer_s_parameters(edit, level, device):
-    model, optimizer = start(level, device=device)
+    model, optimizer = start_scalar(level, device=device)
     assert output(model) == 1.0
     with torch.no_grad():
         for p in amp.master_params(optimizer):
@@ -80,7 +80,7 @@ class Own(torch.optim.SGD):
 @pytest.mark.parametrize("level", CAST)
 @pytest.mark.parametrize("edit", EDITS)
 def test_a_step_without_a_forward_before_it_keeps_the_edit(edit, level, optimizer):
-    model, optimizer = start(level, optimizer=optimizer)
+    model, optimizer = start_scalar(level, optimizer=optimizer)
     backward(model(torch.full((1, 1), 0.5)).sum(), optimizer)
     with torch.no_grad():
         edit(next(amp.master_params(optimizer)))
@@ -91,7 +91,7 @@ def test_a_step_without_a_forward_before_it_keeps_the_edit(edit, level, optimize
 @pytest.mark.parametrize("level", CAST)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_in_every_grad_mode(level, mode):
-    model, optimizer = start(level)
+    model, optimizer = start_scalar(level)
     with mode():
         for p in amp.master_params(optimizer):
             p.data.add_(1.0)
@@ -104,7 +104,7 @@ def test_in_every_grad_mode(level, mode):
 
 @pytest.mark.parametrize("level", CAST)
 def test_an_alias_that_somebody_keeps_is_followed_for_good(level):
-    model, optimizer = start(level)
+    model, optimizer = start_scalar(level)
     kept = [p.data for p in amp.master_params(optimizer)]
     for expected in (2.0, 3.0, 4.0):
         kept[0].add_(1.0)
@@ -136,7 +136,7 @@ def test_masters_that_come_later_are_seen_too():
 
 @pytest.mark.parametrize("how", [copy.deepcopy, through_pickle])
 def test_copies_follow_their_own_masters(how):
-    model, optimizer = how(start())
+    model, optimizer = how(start_scalar())
     next(amp.master_params(optimizer)).data.fill_(2.0)
     assert output(model) == 2.0
 
@@ -154,7 +154,7 @@ def test_a_method_that_was_named_sees_them():
 
 
 def test_a_forward_on_another_thread_sees_them():
-    model, optimizer = start()
+    model, optimizer = start_scalar()
     next(amp.master_params(optimizer)).data.fill_(2.0)
     seen = []
     thread = threading.Thread(target=lambda: seen.append(output(model)))
@@ -165,7 +165,7 @@ def test_a_forward_on_another_thread_sees_them():
 
 def test_dataparallel_copies_what_was_edited(monkeypatch):
     before, copied = nn.DataParallel.replicate, []
-    model, optimizer = start()
+    model, optimizer = start_scalar()
     module = importlib.import_module("torch.nn.parallel.data_parallel")
     monkeypatch.setattr(module, "replicate", lambda module, *args, **kwargs: copied.append(module.weight.item()))
     parallel = nn.DataParallel(model)
@@ -177,7 +177,7 @@ def test_dataparallel_copies_what_was_edited(monkeypatch):
 
 
 def test_nothing_is_written_where_nothing_was_edited():
-    model, optimizer = start()
+    model, optimizer = start_scalar()
     output(model)
     version = model.weight._version
     for _ in range(3):
@@ -190,7 +190,7 @@ def test_torch_chooses_the_foreach_form_for_masters_as_for_parameters(monkeypatc
     module = importlib.import_module("torch.optim.optimizer")
     monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
     before = module._foreach_supported_types
-    _, optimizer = start()
+    _, optimizer = start_scalar()
     masters = list(amp.master_params(optimizer))
     assert isinstance(masters[0], Master)
     assert module._default_to_fused_or_foreach(masters, False) == (False, True)
@@ -201,7 +201,7 @@ def test_torch_chooses_the_foreach_form_for_masters_as_for_parameters(monkeypatc
 
 def test_a_torch_that_keeps_no_such_list_gets_plain_masters(monkeypatch):
     monkeypatch.delattr(importlib.import_module("torch.optim.optimizer"), "_foreach_supported_types")
-    model, optimizer = start(optimizer=lambda params, lr: torch.optim.SGD(params, lr=lr, foreach=False))
+    model, optimizer = start_scalar(optimizer=lambda params, lr: torch.optim.SGD(params, lr=lr, foreach=False))
     master = next(amp.master_params(optimizer))
     assert type(master) is nn.Parameter
     with torch.no_grad():
@@ -209,19 +209,21 @@ def test_a_torch_that_keeps_no_such_list_gets_plain_masters(monkeypatch):
     assert output(model) == 2.0
 
 
-@pytest.mark.parametrize("kinds", [(Noted, Watch), (PlainNoted, PlainWatch)], ids=["default", "python"])
+@pytest.mark.parametrize(
+    "kinds", [(SavedVersion, SavedVersions), (PlainSavedVersion, PlainSavedVersions)], ids=["default", "python"]
+)
 def test_versions_tell_which_of_many_tensors_were_written(kinds):
-    noted_kind, watch_kind = kinds
+    of_one, of_several = kinds
     tensors = [torch.zeros(2) for _ in range(5)]
     with torch.inference_mode():
         tensors.append(torch.zeros(2))
-    noted = [noted_kind(tensor) for tensor in tensors]
-    watch = watch_kind(noted)
-    assert watch.written() == []
+    versions = [of_one(tensor) for tensor in tensors]
+    saved = of_several(versions)
+    assert saved.written() == []
     tensors[1].add_(1)
     tensors[3].detach().zero_()
-    assert watch.written() == [1, 3]
-    assert [n.written() for n in noted] == [False, True, False, True, False, False]
-    noted[1].note()
-    assert watch.written() == [3]
-    assert watch_kind([]).written() == []
+    assert saved.written() == [1, 3]
+    assert [version.written() for version in versions] == [False, True, False, True, False, False]
+    versions[1].save()
+    assert saved.written() == [3]
+    assert of_several([]).written() == []

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import DEVICES
+from one_weight import backward_row, master_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import linear
+from training import backward, linear
 
 from amp_patch import amp
 from amp_patch.masters.masters import has_gradient
@@ -36,7 +37,7 @@ LOOKS = {
 }
 
 
-def start(level="O2", optimizer=torch.optim.SGD, device="cpu", **options):
+def start_row(level="O2", optimizer=torch.optim.SGD, device="cpu", **options):
     """A model of one weight, [[1, 2]], whose gradient is [[3, -5]]."""
     model = linear([[1.0, 2.0]], device)
     model, optimizer = amp.initialize(
@@ -45,25 +46,15 @@ def start(level="O2", optimizer=torch.optim.SGD, device="cpu", **options):
     return model, optimizer
 
 
-def backward(model, optimizer, factor=1.0):
-    inputs = torch.tensor([[3.0, -5.0]], device=model.weight.device)
-    with amp.scale_loss(model(inputs).float().sum() * factor, optimizer) as scaled_loss:
-        scaled_loss.backward()
-
-
 def waiting(optimizer) -> list[Tensor]:
     return list(optimizer._amp_stash.masters.waiting.grads.values())
-
-
-def master_of(optimizer) -> Tensor:
-    return optimizer.param_groups[0]["params"][0]
 
 
 @LEVELS
 @pytest.mark.parametrize("device", DEVICES)
 def test_they_stay_half_until_the_step(level, device):
-    model, optimizer = start(level, device=device)
-    backward(model, optimizer)
+    model, optimizer = start_row(level, device=device)
+    backward_row(model, optimizer)
     (grad,) = waiting(optimizer)
     assert grad.dtype is HALF[level] and grad.tolist() == [[3 * 128, -5 * 128]]
     optimizer.step()
@@ -75,8 +66,8 @@ def test_they_stay_half_until_the_step(level, device):
 @LEVELS
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 def test_whoever_looks_sees_fp32_and_unscaled_numbers_which_the_step_takes(level, look):
-    model, optimizer = start(level)
-    backward(model, optimizer)
+    model, optimizer = start_row(level)
+    backward_row(model, optimizer)
     look(model, optimizer)
     assert not waiting(optimizer)
     grad = master_of(optimizer).grad
@@ -87,36 +78,29 @@ def test_whoever_looks_sees_fp32_and_unscaled_numbers_which_the_step_takes(level
 
 
 def test_hooks_of_the_optimizer_look_too():
-    model, optimizer = start()
+    model, optimizer = start_row()
     seen = []
     optimizer.register_step_pre_hook(lambda o, *_: seen.append(master_of(o).grad.tolist()))
     optimizer.register_step_post_hook(lambda o, *_: seen.append(master_of(o).grad))
-    backward(model, optimizer)
+    backward_row(model, optimizer)
     optimizer.step()
     assert seen[0] == seen[1].tolist() == [[3, -5]] and model.weight.tolist() == [[-0.5, 4.5]]
 
 
 @LEVELS
 def test_later_bodies_add_to_them(level):
-    model, optimizer = start(level)
+    model, optimizer = start_row(level)
     for factor in (1.0, 2.0, 0.5):
-        backward(model, optimizer, factor)
+        backward_row(model, optimizer, factor)
     assert master_of(optimizer).grad.tolist() == [[10.5, -17.5]]
-
-
-def test_a_backward_through_a_master_adds_to_them():
-    model, optimizer = start()
-    backward(model, optimizer)
-    (master_of(optimizer) * torch.tensor([[10.0, 20.0]])).sum().backward()
-    assert master_of(optimizer).grad.tolist() == [[13, 15]]
 
 
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.RMSprop])
 def test_a_step_and_a_clip_find_what_a_backward_through_a_master_has_added(make, clips):
     def train(looks):
-        model, optimizer = start(optimizer=make)
-        backward(model, optimizer)
+        model, optimizer = start_row(optimizer=make)
+        backward_row(model, optimizer)
         (master_of(optimizer) * torch.tensor([[10.0, 20.0]])).sum().backward()
         if looks:
             assert master_of(optimizer).grad.tolist() == [[13, 15]]
@@ -130,13 +114,13 @@ def test_a_step_and_a_clip_find_what_a_backward_through_a_master_has_added(make,
 
 @pytest.mark.parametrize("written", [None, torch.tensor([[8.0, 16.0]])], ids=["None", "another"])
 def test_what_somebody_writes_in_their_place_counts(written):
-    model, optimizer = start()
-    backward(model, optimizer)
+    model, optimizer = start_row()
+    backward_row(model, optimizer)
     master_of(optimizer).grad = written
     assert master_of(optimizer).grad is written
     optimizer.step()
     assert model.weight.tolist() == ([[1, 2]] if written is None else [[-3, -6]])
-    backward(model, optimizer)
+    backward_row(model, optimizer)
     del master_of(optimizer).grad
     assert master_of(optimizer).grad is None and not waiting(optimizer)
 
@@ -144,8 +128,8 @@ def test_what_somebody_writes_in_their_place_counts(written):
 @pytest.mark.parametrize("whose", ["model", "optimizer"])
 @pytest.mark.parametrize("to_none", [True, False])
 def test_zero_grad_clears_them(whose, to_none):
-    model, optimizer = start()
-    backward(model, optimizer)
+    model, optimizer = start_row()
+    backward_row(model, optimizer)
     {"model": model, "optimizer": optimizer}[whose].zero_grad(set_to_none=to_none)
     grad = master_of(optimizer).grad
     assert grad is None if to_none else grad.tolist() == [[0, 0]]
@@ -166,10 +150,10 @@ def hold_its_memory(model, kept):
 @LEVELS
 @pytest.mark.parametrize("hold", [hold_it, hold_a_view, hold_its_memory])
 def test_a_gradient_that_somebody_holds_is_not_left_to_him(level, hold):
-    model, optimizer = start(level)
+    model, optimizer = start_row(level)
     kept: list[Tensor] = []
     hold(model, kept)
-    backward(model, optimizer)
+    backward_row(model, optimizer)
     assert not waiting(optimizer)
     kept[0].zero_()
     optimizer.step()
@@ -178,14 +162,14 @@ def test_a_gradient_that_somebody_holds_is_not_left_to_him(level, hold):
 
 @pytest.mark.parametrize("looks", [True, False])
 def test_a_step_is_skipped_whether_or_not_somebody_looks_at_what_overflowed(looks):
-    model, optimizer = start()
-    backward(model, optimizer, math.inf)
+    model, optimizer = start_row()
+    backward_row(model, optimizer, math.inf)
     if looks:
         assert not master_of(optimizer).grad.isfinite().any()
     optimizer.step()
     assert optimizer._amp_stash.step_skipped and model.weight.tolist() == [[1, 2]]
     assert not has_gradient(master_of(optimizer)) and not master_of(optimizer).grad.isfinite().any()
-    backward(model, optimizer)
+    backward_row(model, optimizer)
     optimizer.step()
     assert model.weight.tolist() == [[-0.5, 4.5]]
 
@@ -194,8 +178,8 @@ def test_a_step_is_skipped_whether_or_not_somebody_looks_at_what_overflowed(look
 @pytest.mark.parametrize("whose", ["model's", "masters"])
 @LEVELS
 def test_clipping_by_norm_leaves_them_waiting(level, whose, max_norm):
-    model, optimizer = start(level)
-    backward(model, optimizer)
+    model, optimizer = start_row(level)
+    backward_row(model, optimizer)
     params = model.parameters() if whose == "model's" else amp.master_params(optimizer)
     norm = nn.utils.clip_grad_norm_(params, max_norm)
     assert norm.item() == pytest.approx(math.sqrt(34)) and len(waiting(optimizer)) == 1
@@ -210,12 +194,12 @@ def test_clipping_by_norm_leaves_them_waiting(level, whose, max_norm):
 def test_the_norm_out_of_the_overflow_check_is_that_of_a_pass_of_its_own(level, factor):
     found = []
     for clips_before in (False, True):
-        model, optimizer = start(level)
+        model, optimizer = start_row(level)
         if clips_before:
-            backward(model, optimizer)
+            backward_row(model, optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1e9)
             optimizer.step()
-        backward(model, optimizer, factor)
+        backward_row(model, optimizer, factor)
         waits = optimizer._amp_stash.masters.waiting
         assert (waits.norms is not None) is clips_before
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -227,11 +211,11 @@ def test_the_norm_out_of_the_overflow_check_is_that_of_a_pass_of_its_own(level, 
 
 
 def test_a_norm_that_is_not_finite_is_an_error_where_it_shall_be():
-    model, optimizer = start("O5")
-    backward(model, optimizer)
+    model, optimizer = start_row("O5")
+    backward_row(model, optimizer)
     assert nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True).item() == pytest.approx(34**0.5)
     optimizer.zero_grad()
-    backward(model, optimizer, math.inf)
+    backward_row(model, optimizer, math.inf)
     with pytest.raises(RuntimeError, match="non-finite"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
     assert not master_of(optimizer).grad.isfinite().any()
@@ -246,8 +230,7 @@ def test_clipping_twice_and_clipping_a_part():
         optimizer.zero_grad()
         for linear_, weight in zip(model, (4.0, 3.0), strict=True):  # each weight is the other's gradient
             linear_.weight.data.fill_(weight)
-        with amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model(torch.ones(1, 1)).sum(), optimizer)
         for which, max_norm in clips:
             nn.utils.clip_grad_norm_(model.parameters() if which is None else model[which].parameters(), max_norm)
         found = [p.grad.item() for p in amp.master_params(optimizer)]
@@ -256,11 +239,11 @@ def test_clipping_twice_and_clipping_a_part():
 
 @LEVELS
 def test_copies_and_pickles_hold_none_and_go_on(level):
-    model, optimizer = start(level, optimizer=lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.5))
-    backward(model, optimizer)
+    model, optimizer = start_row(level, optimizer=lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.5))
+    backward_row(model, optimizer)
     for other_model, other in (copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))):
         assert master_of(other).grad is None and "waiting" not in vars(pickle.loads(pickle.dumps(master_of(other))))
-        backward(other_model, other)
+        backward_row(other_model, other)
         assert len(waiting(other)) == 1 and waiting(other)[0] is not waiting(optimizer)[0]
         other.step()
         assert other_model.weight.tolist() == [[-0.5, 4.5]]
@@ -268,8 +251,8 @@ def test_copies_and_pickles_hold_none_and_go_on(level):
 
 
 def test_they_go_with_the_model():
-    model, optimizer = start()
-    backward(model, optimizer)
+    model, optimizer = start_row()
+    backward_row(model, optimizer)
     gone = weakref.ref(waiting(optimizer)[0])
     master = weakref.ref(master_of(optimizer))
     del model, optimizer
@@ -277,18 +260,11 @@ def test_they_go_with_the_model():
     assert gone() is None and master() is None
 
 
-def test_restore_gives_the_model_its_gradient():
-    model, optimizer = start()
-    backward(model, optimizer)
-    amp.restore()
-    assert model.weight.grad.tolist() == [[3, -5]] and model.weight.grad.dtype is torch.float32
-
-
 def test_two_threads_may_look_at_once():
-    model, optimizer = start()
+    model, optimizer = start_row()
     for _ in range(50):
         optimizer.zero_grad()
-        backward(model, optimizer)
+        backward_row(model, optimizer)
         seen: list[object] = []
         threads = [threading.Thread(target=lambda: seen.append(master_of(optimizer).grad.tolist())) for _ in range(4)]  # noqa: B023
         for thread in threads:
@@ -303,18 +279,18 @@ class Own(torch.optim.SGD):
 
 
 def test_a_subclass_finds_them_made():
-    model, optimizer = start(optimizer=Own)
-    backward(model, optimizer)
+    model, optimizer = start_row(optimizer=Own)
+    backward_row(model, optimizer)
     assert optimizer._amp_stash.masters.waiting is None and master_of(optimizer).grad.tolist() == [[3, -5]]
 
 
 def test_optimizers_that_share_a_master_find_them_made():
-    model, first = start()
+    model, first = start_row()
     model, second = amp.initialize(
         model, torch.optim.SGD(model.parameters(), lr=0.5), opt_level="O2", loss_scale=4.0, verbosity=0
     )
     for optimizer, wanted in ((first, [[-0.5, 4.5]]), (second, [[-2, 7]])):
-        backward(model, optimizer)
+        backward_row(model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
         assert model.weight.tolist() == wanted
@@ -326,15 +302,14 @@ def test_a_parameter_that_has_left_the_groups_is_none_of_the_optimizers_any_more
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
     optimizer.param_groups[0]["params"].pop(0)
     model[0].weight.register_hook(lambda grad: grad * math.inf)
-    with amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model(torch.ones(1, 1)).sum(), optimizer)
     optimizer.step()
     assert not optimizer._amp_stash.step_skipped and [p.item() for p in model.parameters()] == [3, -1]
 
 
 def test_who_asks_again_after_an_interrupt_is_not_given_the_gradient_twice():
-    model, optimizer = start()
-    backward(model, optimizer)
+    model, optimizer = start_row()
+    backward_row(model, optimizer)
     master = master_of(optimizer)
     waits = optimizer._amp_stash.masters.waiting
 
@@ -350,8 +325,8 @@ def test_who_asks_again_after_an_interrupt_is_not_given_the_gradient_twice():
 
 
 def test_a_gradient_of_another_shape_is_refused_and_the_one_that_waits_stays():
-    model, optimizer = start()
-    backward(model, optimizer)
+    model, optimizer = start_row()
+    backward_row(model, optimizer)
     with pytest.raises(RuntimeError):
         master_of(optimizer).grad = torch.ones(3)
     assert master_of(optimizer).grad.tolist() == [[3, -5]]
@@ -370,9 +345,9 @@ def test_a_tracer_of_memory_does_not_change_who_holds_a_gradient():
 import sys
 sys.path[:0] = sys.argv[1:]
 from test_half_gradients import *
-model, optimizer = start()
+model, optimizer = start_row()
 with Keeping():
-    backward(model, optimizer)
+    backward_row(model, optimizer)
 test_a_gradient_that_somebody_holds_is_not_left_to_him("O2", hold_it)
 """
     here = Path(__file__).parent

@@ -8,8 +8,9 @@ import pickle
 import pytest
 import torch
 from conftest import DEVICES
+from one_weight import backward_row, master_of
 from torch import Tensor, nn
-from training import linear
+from training import backward, linear
 
 from amp_patch import amp
 
@@ -37,20 +38,10 @@ class Descent(torch.optim.Optimizer):
                     param.sub_(param.grad * group["lr"])
 
 
-def start(level, options, optimizer=OPTIMIZERS["AdamW"], device="cpu"):
+def start_level(level, options, optimizer=OPTIMIZERS["AdamW"], device="cpu"):
     model = linear([[1.0, 2.0]], device)
     options = {**options, **({"loss_scale": SCALE} if level == "O2" else {})}
     return amp.initialize(model, optimizer(model.parameters()), opt_level=level, verbosity=0, **options)
-
-
-def backward(model, optimizer, factor=1.0, **options):
-    inputs = torch.tensor(RAW, device=model.weight.device)
-    with amp.scale_loss(model(inputs).float().sum() * factor, optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
-
-
-def master_of(optimizer) -> Tensor:
-    return optimizer.param_groups[0]["params"][0]
 
 
 def assign(value):
@@ -79,12 +70,12 @@ EDITS = {
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_done_to_it_is_what_the_step_takes(level, options, optimizer, edit, device):
     """Against the optimizer itself on FP32 weights, given the gradient that the edit leaves."""
-    model, ours = start(level, options, OPTIMIZERS[optimizer], device)
+    model, ours = start_level(level, options, OPTIMIZERS[optimizer], device)
     plain = nn.Parameter(torch.tensor([[1.0, 2.0]], device=device))
     plains = OPTIMIZERS[optimizer]([plain])
     change, expected = EDITS[edit]
     for _ in range(3):
-        backward(model, ours)
+        backward_row(model, ours)
         change(model.weight)
         plain.grad = None if expected is None else torch.tensor(expected, device=device)
         ours.step()
@@ -97,8 +88,8 @@ def test_what_is_done_to_it_is_what_the_step_takes(level, options, optimizer, ed
 
 @LEVELS
 def test_it_is_one_tensor_with_the_gradient_of_the_master(level, options):
-    model, optimizer = start(level, options)
-    backward(model, optimizer)
+    model, optimizer = start_level(level, options)
+    backward_row(model, optimizer)
     assert model.weight.grad is master_of(optimizer).grad is next(amp.master_params(optimizer)).grad
     assert model.weight.grad.dtype is torch.float32 and model.weight.grad.tolist() == RAW
     master_of(optimizer).grad.add_(1)
@@ -109,9 +100,9 @@ def test_it_is_one_tensor_with_the_gradient_of_the_master(level, options):
 
 @LEVELS
 def test_in_the_body_it_is_the_scaled_one_of_this_backward(level, options):
-    model, optimizer = start(level, options)
+    model, optimizer = start_level(level, options)
     scale = SCALE if level == "O2" else 1.0
-    backward(model, optimizer)
+    backward_row(model, optimizer)
     with amp.scale_loss(model(torch.tensor(RAW)).float().sum(), optimizer) as scaled_loss:
         assert model.weight.grad is None
         scaled_loss.backward()
@@ -122,20 +113,20 @@ def test_in_the_body_it_is_the_scaled_one_of_this_backward(level, options):
 
 
 def test_a_delayed_exit_leaves_it_scaled():
-    model, optimizer = start("O2", {})
-    backward(model, optimizer, delay_unscale=True)
+    model, optimizer = start_level("O2", {})
+    backward_row(model, optimizer, delay_unscale=True)
     assert model.weight.grad.dtype is torch.float16 and model.weight.grad.tolist() == [[3 * SCALE, -5 * SCALE]]
     model.weight.grad.mul_(0.5)
-    backward(model, optimizer)
+    backward_row(model, optimizer)
     assert model.weight.grad.dtype is torch.float32 and model.weight.grad.tolist() == [[4.5, -7.5]]
 
 
 @LEVELS
 @pytest.mark.parametrize("clear", ["param", "model", "optimizer"])
 def test_cleared_ones_do_not_come_back(level, options, clear):
-    model, optimizer = start(level, options)
+    model, optimizer = start_level(level, options)
     for _ in range(2):
-        backward(model, optimizer)
+        backward_row(model, optimizer)
         assert model.weight.grad.tolist() == RAW
         if clear == "param":
             model.weight.grad = None
@@ -146,8 +137,8 @@ def test_cleared_ones_do_not_come_back(level, options, clear):
 
 @LEVELS
 def test_after_an_exception_in_the_body_it_is_the_one_before(level, options):
-    model, optimizer = start(level, options)
-    backward(model, optimizer)
+    model, optimizer = start_level(level, options)
+    backward_row(model, optimizer)
     with pytest.raises(KeyError), amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
         raise KeyError
@@ -156,8 +147,8 @@ def test_after_an_exception_in_the_body_it_is_the_one_before(level, options):
 
 @LEVELS
 def test_a_refused_assignment_changes_nothing(level, options):
-    model, optimizer = start(level, options)
-    backward(model, optimizer)
+    model, optimizer = start_level(level, options)
+    backward_row(model, optimizer)
     for wrong in (torch.ones(3), "gradient"):
         with pytest.raises((RuntimeError, TypeError), match=r"size|shape|Tensor"):
             model.weight.grad = wrong
@@ -166,8 +157,8 @@ def test_a_refused_assignment_changes_nothing(level, options):
 
 @LEVELS
 def test_an_overflow_can_be_seen_in_it(level, options):
-    model, optimizer = start(level, options)
-    backward(model, optimizer, float("inf"))
+    model, optimizer = start_level(level, options)
+    backward_row(model, optimizer, float("inf"))
     assert not model.weight.grad.isfinite().any()
 
 
@@ -181,7 +172,7 @@ def test_that_of_another_optimizers_parameters_stays_theirs_in_a_body():
         loss_scale=SCALE,
         verbosity=0,
     )
-    backward(disc, opt_d)
+    backward_row(disc, opt_d)
     with amp.scale_loss(disc(gen(torch.ones(1, 1))).sum(), opt_g) as scaled_loss:
         scaled_loss.backward()
         assert disc.weight.grad.tolist() == RAW
@@ -200,8 +191,7 @@ def test_the_loss_of_another_optimizer_leaves_nothing_that_clipping_or_a_logger_
         loss_scale=SCALE,
         verbosity=0,
     )
-    with amp.scale_loss(model(torch.tensor([[3.0, -5.0]])).float().sum(), first) as scaled_loss:
-        scaled_loss.backward()
+    backward(model(torch.tensor([[3.0, -5.0]])).float().sum(), first)
     assert model[1].weight.grad is None
     assert nn.utils.clip_grad_norm_(model.parameters(), 1e9).item() == pytest.approx(3 * (3.0**2 + 5.0**2) ** 0.5)
     with pytest.warns(UserWarning, match=r"1\.weight has a gradient on the model that was never gathered"):
@@ -231,8 +221,7 @@ def test_sparse_gradients_are_the_masters_too(level, options):
     model, optimizer = amp.initialize(
         model, torch.optim.SGD(model.parameters(), lr=0.5), opt_level=level, verbosity=0, **scale, **options
     )
-    with amp.scale_loss(model(torch.tensor([1])).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model(torch.tensor([1])).float().sum(), optimizer)
     assert model.weight.grad.is_sparse and model.weight.grad.dtype is torch.float32
     model.weight.grad.mul_(2)
     optimizer.step()
@@ -243,25 +232,25 @@ def test_sparse_gradients_are_the_masters_too(level, options):
 def test_nothing_is_made_where_nobody_asks(level, options):
     if amp.multi_tensor.backend() != "cpp":
         pytest.skip("in plain torch masters' gradients are made at once")
-    model, optimizer = start(level, options)
-    backward(model, optimizer)
+    model, optimizer = start_level(level, options)
+    backward_row(model, optimizer)
     assert master_of(optimizer).waits_alone()
     copy.deepcopy(model), pickle.dumps(model), model.state_dict()
     assert master_of(optimizer).waits_alone()
     optimizer.zero_grad()
-    backward(model, optimizer)
+    backward_row(model, optimizer)
     model.zero_grad()
     assert not optimizer._amp_stash.masters.waiting
 
 
 @LEVELS
 def test_a_copy_has_gradients_of_its_own(level, options):
-    model, optimizer = start(level, options)
+    model, optimizer = start_level(level, options)
     other, others = copy.deepcopy((model, optimizer))
-    backward(other, others)
+    backward_row(other, others)
     assert other.weight.grad.tolist() == RAW and model.weight.grad is None
     other, others = pickle.loads(pickle.dumps((model, optimizer)))
-    backward(other, others)
+    backward_row(other, others)
     other.weight.grad.mul_(2)
     assert master_of(others).grad.tolist() == [[6.0, -10.0]] and model.weight.grad is None
 
@@ -269,8 +258,8 @@ def test_a_copy_has_gradients_of_its_own(level, options):
 @LEVELS
 @pytest.mark.parametrize("when", ["before the step", "after the step"])
 def test_a_model_that_has_gradients_is_compiled_in_one_graph(level, options, when, fresh_compiler):
-    model, optimizer = start(level, options)
-    backward(model, optimizer)
+    model, optimizer = start_level(level, options)
+    backward_row(model, optimizer)
     if when == "after the step":
         optimizer.step()
     expected = model(torch.ones(1, 2))
@@ -279,8 +268,8 @@ def test_a_model_that_has_gradients_is_compiled_in_one_graph(level, options, whe
 
 
 def test_restore_gives_torchs_attribute_back():
-    model, optimizer = start("O2", {})
-    backward(model, optimizer)
+    model, optimizer = start_level("O2", {})
+    backward_row(model, optimizer)
     amp.restore()
     assert "grad" not in vars(nn.Parameter)
     assert model.weight.grad.tolist() == RAW and model.weight.grad.dtype is torch.float32
@@ -288,7 +277,7 @@ def test_restore_gives_torchs_attribute_back():
 
 @LEVELS
 def test_other_parameters_answer_as_ever(level, options):
-    start(level, options)
+    start_level(level, options)
     other = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     other.sum().backward()
     assert other.grad.dtype is torch.bfloat16 and other.grad.tolist() == [1.0, 1.0]

@@ -12,10 +12,20 @@ import pytest
 import torch
 from conftest import DEVICES
 from ranks import RankError
-from split_masters import MAKERS, OPTIM, high_half, iterate, loss_of, masters, net, opened, same, start
+from split_masters import (
+    MAKERS,
+    OPTIM,
+    high_half,
+    iterate_split,
+    loss_of,
+    net,
+    opened,
+    start_split,
+    training_fixture,  # noqa: F401
+)
 from three_ways import rounds_as_torch
 from torch import Tensor, nn
-from training import ADAM, ADAMW, SGD, images, through_pickle
+from training import ADAM, ADAMW, SGD, backward, images, masters_of, same, through_pickle
 
 from amp_patch import amp, multi_tensor
 from amp_patch.masters.split_master import is_split, low_half
@@ -35,7 +45,7 @@ on_every_device = pytest.mark.parametrize("device", DEVICES)
 def test_a_training_has_the_bits_of_fp32_masters_whose_high_halves_are_the_weights(make, device):
     if make is MAKERS["AdamW"] and not rounds_as_torch():
         pytest.skip("torch's fused kernels round otherwise on this machine")
-    model, optimizer = start(make, device)
+    model, optimizer = start_split(make, device)
     plain = net(device)
     wanted = [nn.Parameter(p.detach().clone()) for p in plain.parameters()]
     reference, plain = make(wanted), plain.bfloat16()
@@ -49,8 +59,7 @@ def test_a_training_has_the_bits_of_fp32_masters_whose_high_halves_are_the_weigh
         clips = step % 4 == 1
         optimizer.zero_grad()
         loss, expected = loss_of(model, step, device), loss_of(lambda x: plain(x.bfloat16()), step, device)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss, optimizer)
         expected.backward()
         for param, master in zip(plain.parameters(), wanted, strict=True):
             master.grad = param.grad.float()
@@ -69,26 +78,18 @@ def test_a_training_has_the_bits_of_fp32_masters_whose_high_halves_are_the_weigh
 
 @one_of_each_way
 def test_a_step_that_overflows_changes_nothing(make):
-    model, optimizer = start(make, loss_scale="dynamic")
-    iterate(model, optimizer, range(3))
-    before, weights = masters(optimizer), [p.detach().clone() for p in model.parameters()]
+    model, optimizer = start_split(make, loss_scale="dynamic")
+    iterate_split(model, optimizer, range(3))
+    before, weights = masters_of(optimizer), [p.detach().clone() for p in model.parameters()]
     loss = loss_of(model, 3) * float("inf")
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(loss, optimizer)
     optimizer.step()
     assert optimizer._amp_stash.step_skipped
-    assert same(masters(optimizer), before) and same(model.parameters(), weights)
+    assert same(masters_of(optimizer), before) and same(model.parameters(), weights)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Who looks, and who writes
-
-
-@pytest.fixture(params=["AdamW", "NAdam", "FusedLAMB"])
-def training(request):
-    model, optimizer = start(MAKERS[request.param])
-    iterate(model, optimizer, range(3))
-    return model, optimizer
 
 
 def test_whoever_looks_finds_an_fp32_parameter(training):
@@ -103,7 +104,7 @@ def test_whoever_looks_finds_an_fp32_parameter(training):
             assert torch.equal(looked, value)
         assert torch.equal(torch.from_numpy(master.detach().numpy()), value) and repr(value)[7:40] in repr(master)
         del looked
-    iterate(model, optimizer, range(3, 4))
+    iterate_split(model, optimizer, range(3, 4))
     assert opened(optimizer) == 0, "a step gives the memory back"
 
 
@@ -115,7 +116,7 @@ def test_what_is_written_into_masters_reaches_the_model(training):
         m.data = 2 * m.data
 
     for write in (*writes, replace):
-        wanted = [2 * master for master in masters(optimizer)]
+        wanted = [2 * master for master in masters_of(optimizer)]
         with torch.no_grad():
             for master in amp.master_params(optimizer):
                 write(master)
@@ -140,32 +141,31 @@ def test_a_tensor_that_shares_a_master_s_memory_sees_each_step_and_is_heard(trai
     model, optimizer = training
     held = [master.detach() for master in amp.master_params(optimizer)]
     for step in range(3, 6):
-        iterate(model, optimizer, range(step, step + 1))
+        iterate_split(model, optimizer, range(step, step + 1))
         assert same(held, amp.master_params(optimizer)) and same(map(high_half, held), model.parameters())
     wanted = held[0].mul_(2).clone()
     loss_of(model, 9)
     assert torch.equal(high_half(wanted), model[0].weight)
     del held
-    iterate(model, optimizer, range(6, 7))
+    iterate_split(model, optimizer, range(6, 7))
     assert opened(optimizer) == 0
 
 
 def test_a_graph_that_has_saved_a_master_refuses_after_the_step(training):
     model, optimizer = training
     penalty = sum(master.square().sum() for master in amp.master_params(optimizer))
-    iterate(model, optimizer, range(3, 4))
+    iterate_split(model, optimizer, range(3, 4))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         penalty.backward()
 
 
 def test_a_penalty_on_masters_is_stepped(training):
     model, optimizer = training
-    other, others = start(lambda p: OPTIM.SGD(p, lr=0.0))
+    other, others = start_split(lambda p: OPTIM.SGD(p, lr=0.0))
     for trained, adds in ((model, True), (other, False)):
         opt = optimizer if adds else others
         loss = loss_of(trained, 3)
-        with amp.scale_loss(loss, opt) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss, opt)
     plain = [master.grad.clone() for master in amp.master_params(optimizer)]
     sum(master.square().sum() for master in amp.master_params(optimizer)).backward()
     for master, grad in zip(amp.master_params(optimizer), plain, strict=True):
@@ -174,9 +174,9 @@ def test_a_penalty_on_masters_is_stepped(training):
 
 def test_threads_that_look_at_once_all_see_the_value(training):
     model, optimizer = training
-    wanted = masters(optimizer)
+    wanted = masters_of(optimizer)
     for _ in range(20):
-        iterate(model, optimizer, range(0))
+        iterate_split(model, optimizer, range(0))
         model.state_dict()
         with ThreadPoolExecutor(3) as pool:
             looks = [pool.submit(same, amp.master_params(optimizer), wanted) for _ in range(3)]
@@ -189,12 +189,12 @@ def test_a_user_s_tensor_class_beside_a_master(training):
 
     _, optimizer = training
     master = next(amp.master_params(optimizer))
-    wanted = 2 * masters(optimizer)[0]
+    wanted = 2 * masters_of(optimizer)[0]
     assert torch.equal((master + master.detach().as_subclass(Mine)).as_subclass(Tensor), wanted)
 
 
 def test_a_master_whose_model_is_gone_says_so():
-    model, optimizer = start(MAKERS["AdamW"])
+    model, optimizer = start_split(MAKERS["AdamW"])
     kept = list(amp.master_params(optimizer))
     del model, optimizer
     with pytest.raises(RuntimeError, match="parameter is gone"):
@@ -226,16 +226,15 @@ def test_a_parameter_takes_14_bytes_with_adamw(monkeypatch):
     optimizer.register_step_pre_hook(before)
     for _ in range(2):
         loss = model(torch.randn(4, 256)).square().mean()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss, optimizer)
         optimizer.step()
     assert held[-1] == 14 * model.weight.numel()
 
 
 def test_a_run_s_record_counts_the_halves():
     with amp.record() as run:
-        model, optimizer = start(MAKERS["AdamW"])
-        iterate(model, optimizer, range(2))
+        model, optimizer = start_split(MAKERS["AdamW"])
+        iterate_split(model, optimizer, range(2))
     count = sum(p.numel() for p in model.parameters())
     assert run.weights == run.masters == 2 * count
 
@@ -248,35 +247,35 @@ def test_a_run_s_record_counts_the_halves():
 @pytest.mark.parametrize("other", ["split", None])
 def test_checkpoints_move_between_split_and_whole_masters(make, other):
     for first, second in (("split", other), (other, "split")):
-        model, optimizer = start(make, master_weights=first)
-        iterate(model, optimizer, range(3))
+        model, optimizer = start_split(make, master_weights=first)
+        iterate_split(model, optimizer, range(3))
         saved = io.BytesIO()
         torch.save([model.state_dict(), optimizer.state_dict(), amp.state_dict()], saved)
-        wanted = masters(optimizer)
+        wanted = masters_of(optimizer)
         saved.seek(0)
         states = torch.load(saved)
         assert all(v.dtype is torch.float32 for v in states[0].values()) and same(states[0].values(), wanted)
         amp.restore()
-        again, its_optimizer = start(make, master_weights=second)
+        again, its_optimizer = start_split(make, master_weights=second)
         again.load_state_dict(states[0])
         its_optimizer.load_state_dict(states[1])
         amp.load_state_dict(states[2])
         assert same(amp.master_params(its_optimizer), wanted)
         assert [is_split(m) for m in amp.master_params(its_optimizer)] == [second == "split"] * len(wanted)
-        iterate(again, its_optimizer, range(3, 6))
+        iterate_split(again, its_optimizer, range(3, 6))
         amp.restore()
 
 
 @one_of_each_way
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
 def test_copies_are_split_and_train_on_to_the_bit(make, copied):
-    model, optimizer = start(make)
-    iterate(model, optimizer, range(3))
+    model, optimizer = start_split(make)
+    iterate_split(model, optimizer, range(3))
     twin, its_optimizer = copied((model, optimizer))
     assert same(amp.master_params(its_optimizer), amp.master_params(optimizer))
-    assert iterate(twin, its_optimizer, range(3, 8)) == iterate(model, optimizer, range(3, 8))
+    assert iterate_split(twin, its_optimizer, range(3, 8)) == iterate_split(model, optimizer, range(3, 8))
     assert same(amp.master_params(its_optimizer), amp.master_params(optimizer))
-    assert all(map(is_split, amp.master_params(its_optimizer))) and opened(its_optimizer) <= len(masters(optimizer))
+    assert all(map(is_split, amp.master_params(its_optimizer))) and opened(its_optimizer) <= len(masters_of(optimizer))
 
 
 def test_a_copy_of_a_master_is_an_ordinary_tensor(training):
@@ -288,7 +287,7 @@ def test_a_copy_of_a_master_is_an_ordinary_tensor(training):
 
 def test_restore_gives_the_masters_values_back(training):
     model, optimizer = training
-    wanted = masters(optimizer)
+    wanted = masters_of(optimizer)
     amp.restore()
     assert same(model.parameters(), wanted)
     assert all(type(p) is nn.Parameter and p.dtype is torch.float32 for p in model.parameters())
@@ -299,31 +298,31 @@ def test_restore_gives_the_masters_values_back(training):
 
 def test_fp32_copies_and_averages_have_the_masters_values(training):
     model, optimizer = training
-    assert same(amp.fp32_copy(model).parameters(), masters(optimizer))
+    assert same(amp.fp32_copy(model).parameters(), masters_of(optimizer))
     average = OPTIM.swa_utils.AveragedModel(model)
     average.update_parameters(model)
-    assert same(average.module.parameters(), masters(optimizer))
+    assert same(average.module.parameters(), masters_of(optimizer))
 
 
 @pytest.mark.parametrize(("first", "second"), [("split", None), (None, "split")])
 def test_initialize_again_splits_masters_or_makes_them_whole(first, second):
-    model, optimizer = start(MAKERS["AdamW"], master_weights=first)
-    iterate(model, optimizer, range(3))
-    wanted = masters(optimizer)
+    model, optimizer = start_split(MAKERS["AdamW"], master_weights=first)
+    iterate_split(model, optimizer, range(3))
+    wanted = masters_of(optimizer)
     amp.initialize(model, optimizer, opt_level="O5", master_weights=second, verbosity=0)
     assert same(amp.master_params(optimizer), wanted)
     assert all(is_split(master) is (second == "split") for master in amp.master_params(optimizer))
-    iterate(model, optimizer, range(3, 5))
+    iterate_split(model, optimizer, range(3, 5))
 
 
 def test_a_group_that_comes_later_and_one_that_is_frozen():
-    model, optimizer = start(lambda p: SGD(list(p)[:2]))
+    model, optimizer = start_split(lambda p: SGD(list(p)[:2]))
     model[0].weight.requires_grad_(False)
-    before = masters(optimizer)
+    before = masters_of(optimizer)
     optimizer.add_param_group({"params": list(model[3].parameters())})
     assert all(map(is_split, amp.master_params(optimizer)))
-    iterate(model, optimizer, range(3))
-    assert [torch.equal(*pair) for pair in zip(masters(optimizer), before, strict=False)] == [True, False]
+    iterate_split(model, optimizer, range(3))
+    assert [torch.equal(*pair) for pair in zip(masters_of(optimizer), before, strict=False)] == [True, False]
 
 
 def test_shapes_and_orders_of_all_kinds():
@@ -339,11 +338,10 @@ def test_shapes_and_orders_of_all_kinds():
     model[0].weight.data = model[0].weight.data.contiguous()  # another order than the half has
     for step in range(3):
         loss = nn.functional.cross_entropy(model(images(step)[0]) + model.number, images(step)[1])
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss, optimizer)
         optimizer.step()
-    assert same(map(high_half, masters(optimizer)), model.parameters())
-    assert not torch.equal(masters(optimizer)[2], wanted[2])
+    assert same(map(high_half, masters_of(optimizer)), model.parameters())
+    assert not torch.equal(masters_of(optimizer)[2], wanted[2])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -367,7 +365,7 @@ def test_what_cannot_be_split_is_refused_by_name(options, error, match):
 
 
 def test_o2_in_bfloat16_takes_it():
-    _, optimizer = start(MAKERS["AdamW"], opt_level="O2", dtype=torch.bfloat16)
+    _, optimizer = start_split(MAKERS["AdamW"], opt_level="O2", dtype=torch.bfloat16)
     assert all(map(is_split, amp.master_params(optimizer)))
 
 
@@ -394,10 +392,9 @@ def on_ranks(case: str) -> Any:
     for step in range(5):
         optimizer.zero_grad()
         loss = loss_of(wrapped, 2 * step + rank)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss, optimizer)
         optimizer.step()
-    return opened(optimizer), masters(optimizer)
+    return opened(optimizer), masters_of(optimizer)
 
 
 def test_ddp_begins_with_one_rank_s_masters_and_keeps_them_alike(ranks):

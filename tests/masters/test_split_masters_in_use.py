@@ -10,18 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from split_masters import MAKERS, OPTIM, high_half, iterate, loss_of, masters, opened, same, start
+from split_masters import (
+    MAKERS,
+    OPTIM,
+    high_half,
+    iterate_split,
+    loss_of,
+    opened,
+    start_split,
+    training_fixture,  # noqa: F401
+)
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from training import masters_of, same
 
 from amp_patch import amp, multi_tensor
-
-
-@pytest.fixture(params=["AdamW", "NAdam", "FusedLAMB"])
-def training(request):
-    model, optimizer = start(MAKERS[request.param])
-    iterate(model, optimizer, range(3))
-    return model, optimizer
 
 
 @pytest.mark.parametrize(
@@ -42,7 +45,7 @@ def test_code_that_does_not_ask_for_the_value_is_refused_where_it_is_not_there(t
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"handed to compiled code|storage of size 0"):
         read(master)
     master.sum()
-    iterate(*training, range(3, 4))
+    iterate_split(*training, range(3, 4))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")  # torch's jvp calls it
@@ -52,7 +55,7 @@ def test_a_master_that_is_given_twice_and_one_in_a_transform(training):
     square, tangent = master * master, torch.ones_like(master)
     assert torch.equal(square, master.detach() ** 2)
     del square
-    iterate(model, optimizer, range(3, 4))
+    iterate_split(model, optimizer, range(3, 4))
     assert not master.is_open
     primal, _ = torch.func.jvp(lambda x: x * master, (tangent,), (tangent,))
     assert torch.equal(primal, master)
@@ -65,14 +68,14 @@ def test_a_master_is_opened_outside_of_dispatch_modes(training):
     with FakeTensorMode(allow_non_fake_inputs=True), contextlib.suppress(TypeError):
         assert isinstance(master * 2, FakeTensor)
     assert torch.equal(high_half(master), model[0].weight)
-    iterate(model, optimizer, range(3, 4))
+    iterate_split(model, optimizer, range(3, 4))
 
 
 @pytest.fixture(params=[True, "split"])
 def either(request):
     """A training with whole masters, and one with split ones."""
-    model, optimizer = start(MAKERS["AdamW"], master_weights=request.param)
-    iterate(model, optimizer, range(3))
+    model, optimizer = start_split(MAKERS["AdamW"], master_weights=request.param)
+    iterate_split(model, optimizer, range(3))
     return model, optimizer
 
 
@@ -84,12 +87,12 @@ class Named(nn.Parameter):
 @pytest.mark.parametrize("options", [{}, {"requires_grad": False}])
 def test_a_parameter_that_is_made_of_a_master_is_an_ordinary_one(either, kind, options):
     model, optimizer = either
-    wanted = masters(optimizer)
+    wanted = masters_of(optimizer)
     made = [kind(data=master, **options) for master in amp.master_params(optimizer)]
     assert all(type(p) is kind and p.dtype is torch.float32 and p.is_leaf and p.grad is None for p in made)
     assert all(p.requires_grad is options.get("requires_grad", True) for p in made) and same(made, wanted)
     assert type(copy.deepcopy(made[0])) is kind
-    iterate(model, optimizer, range(3, 4))
+    iterate_split(model, optimizer, range(3, 4))
     assert same(made, amp.master_params(optimizer)) and not torch.equal(made[0], wanted[0])  # as of any tensor
     with torch.no_grad():
         made[0].fill_(0.5)
@@ -102,7 +105,7 @@ def test_a_parameter_that_is_made_of_a_master_is_an_ordinary_one(either, kind, o
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 def test_a_tensor_that_is_made_of_a_master_is_a_copy(either):
     model, optimizer = either
-    wanted = masters(optimizer)[0]
+    wanted = masters_of(optimizer)[0]
     make = {
         torch.tensor: [{}, {"dtype": torch.float64}, {"requires_grad": True}],
         torch.as_tensor: [{"dtype": torch.float64}],
@@ -119,7 +122,7 @@ def test_a_tensor_that_is_made_of_a_master_is_a_copy(either):
             assert torch.equal(next(amp.master_params(optimizer)), wanted)
             model.state_dict()
     assert torch.as_tensor(master := next(amp.master_params(optimizer))) is master
-    assert torch.tensor(data=[1, 2]).tolist() == [1, 2] and opened(optimizer) <= len(masters(optimizer))
+    assert torch.tensor(data=[1, 2]).tolist() == [1, 2] and opened(optimizer) <= len(masters_of(optimizer))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
@@ -140,8 +143,8 @@ def test_weights_that_are_set_to_zero_have_masters_of_zero_and_stay(make, zero, 
     if backend == "cpp" and multi_tensor.backend() != "cpp":
         pytest.skip("the extension is not there")
     with multi_tensor.use_backend(backend):
-        model, optimizer = start(MAKERS[make])
-        iterate(model, optimizer, range(1))
+        model, optimizer = start_split(MAKERS[make])
+        iterate_split(model, optimizer, range(1))
         optimizer.state.clear()  # the moments of weights that are set to zero would move them
         next(amp.master_params(optimizer)).sum()  # one is open
         with torch.no_grad():
@@ -155,7 +158,7 @@ def test_weights_that_are_set_to_zero_have_masters_of_zero_and_stay(make, zero, 
         mask = torch.arange(33) % 2 == 1
         model[0].weight.register_hook(lambda grad: grad * mask[:, None])
         model[3].weight.register_hook(torch.zeros_like)
-        iterate(model, optimizer, range(1, 4))
+        iterate_split(model, optimizer, range(1, 4))
         assert (first[::2] == 0).all() and (last == 0).all() and (first[1::2] != 0).any()
 
 
@@ -163,13 +166,13 @@ def test_arrays_storages_and_shared_memory(training):
     model, optimizer = training
     master = next(amp.master_params(optimizer))
     master.detach().numpy().sum()
-    iterate(model, optimizer, range(3, 4))
+    iterate_split(model, optimizer, range(3, 4))
     assert opened(optimizer) == 0
     kept = master.untyped_storage()
-    iterate(model, optimizer, range(4, 5))
+    iterate_split(model, optimizer, range(4, 5))
     assert kept.nbytes() == 4 * master.numel()
     master.share_memory_()
-    iterate(model, optimizer, range(5, 7))
+    iterate_split(model, optimizer, range(5, 7))
     assert master.is_shared() and torch.equal(high_half(master), model[0].weight)
 
 
@@ -179,19 +182,19 @@ def test_a_graph_that_has_saved_a_view_of_a_master_refuses_after_the_step(traini
         pytest.skip("torch's fused kernels leave versions as they are, of whole masters too")
     inputs = torch.ones(3, 16, requires_grad=True)
     loss = nn.functional.linear(inputs, next(amp.master_params(optimizer))).square().sum()
-    iterate(model, optimizer, range(3, 4))
+    iterate_split(model, optimizer, range(3, 4))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
 def test_weights_that_are_laid_out_anew_leave_masters_as_the_state_is():
     def train(kind: Any) -> list[Tensor]:
-        model, optimizer = start(MAKERS["NAdam"], master_weights=kind)
-        iterate(model, optimizer, range(2))
+        model, optimizer = start_split(MAKERS["NAdam"], master_weights=kind)
+        iterate_split(model, optimizer, range(2))
         model[0].weight.data = model[0].weight.data.t().contiguous().t()
-        iterate(model, optimizer, range(2, 5))
+        iterate_split(model, optimizer, range(2, 5))
         assert next(amp.master_params(optimizer)).is_contiguous()
-        return masters(optimizer)
+        return masters_of(optimizer)
 
     for ours, whole in zip(train("split"), train(True), strict=True):
         torch.testing.assert_close(ours, whole, rtol=4e-3, atol=4e-3)
@@ -210,8 +213,8 @@ def test_a_thread_that_reads_while_another_trains_finds_values(training):
 
     with ThreadPoolExecutor(1) as pool:
         reader = pool.submit(read)
-        iterate(model, optimizer, range(3, 60))
+        iterate_split(model, optimizer, range(3, 60))
         done.set()
         assert reader.result() > 0
-    iterate(model, optimizer, range(60, 61))
+    iterate_split(model, optimizer, range(60, 61))
     assert opened(optimizer) == 0 and same(map(high_half, amp.master_params(optimizer)), model.parameters())

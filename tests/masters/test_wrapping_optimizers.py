@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mastered import CAST, output, start
+from mastered import CAST, output, start_scalar
 from torch import nn
 from training import LEVELS, backward, convnet, images, linear
 
@@ -139,7 +139,7 @@ class Free(torch.optim.SGD):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_schedule_free_optimizers_evaluate_what_they_say(level):
-    model, optimizer = start(level, weight=4.0, optimizer=Free)
+    model, optimizer = start_scalar(level, weight=4.0, optimizer=Free)
     for expected in (3.5, 3.0):
         backward(model(torch.full((1, 1), 0.5)).sum(), optimizer)
         optimizer.step()

@@ -23,7 +23,7 @@ WAYS = {
 }
 
 
-def start(level, model=None):
+def start_average(level, model=None):
     model = convnet() if model is None else model
     return amp.initialize(model, training.SGD(model.parameters()), opt_level=level, loss_scale=64.0)
 
@@ -51,7 +51,7 @@ def follow(values, model):
 def test_averagedmodel_averages_the_masters_in_fp32(level, way):
     values = convnet()
     expected = AveragedModel(values, **WAYS[way])
-    model, optimizer = start(level)
+    model, optimizer = start_average(level)
     average = AveragedModel(model, **WAYS[way])
     assert all(p.dtype is torch.float32 for p in average.parameters())
     for number in range(4):
@@ -71,7 +71,7 @@ def test_an_average_from_before_initialize_goes_on(level):
     model = convnet()
     average, values = AveragedModel(model), copy.deepcopy(model)
     expected = AveragedModel(values)
-    model, optimizer = start(level, model)
+    model, optimizer = start_average(level, model)
     for number in range(3):
         step(model, optimizer, number)
         average.update_parameters(model)
@@ -108,7 +108,7 @@ def test_weights_that_somebody_edited_are_averaged_as_edited(level):
 
 @pytest.mark.parametrize("level", MASTERED)
 def test_masters_stay_out_of_the_average(level):
-    model, optimizer = start(level)
+    model, optimizer = start_average(level)
     before = training.weights(model)
     average = AveragedModel(model)
     average.update_parameters(model)
@@ -122,7 +122,7 @@ def test_masters_stay_out_of_the_average(level):
 def test_other_models_are_averaged_as_ever_and_restore_gives_torch_its_class_back():
     names = ("__init__", "update_parameters")
     before = [vars(AveragedModel)[name] for name in names]
-    start("O2")
+    start_average("O2")
     assert [vars(AveragedModel)[name] for name in names] != before
     plain = convnet(seed=3).to(torch.bfloat16)
     average = AveragedModel(plain)
@@ -135,7 +135,7 @@ def test_other_models_are_averaged_as_ever_and_restore_gives_torch_its_class_bac
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_recipe_s_way_is_an_average_of_the_masters_by_hand(level):
-    model, optimizer = start(level)
+    model, optimizer = start_average(level)
     values = amp.fp32_copy(model)
     average = AveragedModel(values, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     by_hand = None
@@ -152,7 +152,7 @@ def test_the_recipe_s_way_is_an_average_of_the_masters_by_hand(level):
 @pytest.mark.parametrize("level", MASTERED)
 def test_ema_pytorch_s(level):
     library = pytest.importorskip("ema_pytorch", reason="EMA of ema-pytorch is tried where it is installed")
-    model, optimizer = start(level)
+    model, optimizer = start_average(level)
     values = amp.fp32_copy(model)
     average = library.EMA(values, beta=0.9, update_after_step=0, update_every=1, min_value=0.9)
     by_hand = None
@@ -173,7 +173,7 @@ def test_ema_pytorch_s(level):
 @pytest.mark.parametrize("level", MASTERED)
 def test_torch_ema_s(level):
     library = pytest.importorskip("torch_ema", reason="torch-ema's average is tried where it is installed")
-    model, optimizer = start(level)
+    model, optimizer = start_average(level)
     masters = list(amp.master_params(optimizer))
     average = library.ExponentialMovingAverage(masters, decay=0.9, use_num_updates=False)
     by_hand = [p.detach().clone() for p in masters]
@@ -199,7 +199,7 @@ def test_torch_ema_s(level):
 def test_ema_pytorch_around_the_model(level):
     """It keeps a deepcopy of the model, into which it blends the weights."""
     library = pytest.importorskip("ema_pytorch", reason="EMA of ema-pytorch is tried where it is installed")
-    model, optimizer = start(level)
+    model, optimizer = start_average(level)
     average = library.EMA(model, beta=0.9, update_after_step=0, update_every=1, min_value=0.9)
     begin, by_hand = [p.detach().clone() for p in amp.master_params(optimizer)], None
     for number in range(40):
@@ -217,7 +217,7 @@ def test_ema_pytorch_around_the_model(level):
 @pytest.mark.parametrize("level", MASTERED)
 def test_timm_s(level, kind):
     library = pytest.importorskip("timm.utils", reason="timm's averages are tried where it is installed")
-    model, optimizer = start(level)
+    model, optimizer = start_average(level)
     average = getattr(library, kind)(model, decay=0.9)
     by_hand = [p.detach().clone() for p in amp.master_params(optimizer)]
     for number in range(4):

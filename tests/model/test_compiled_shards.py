@@ -49,7 +49,7 @@ def weights(level: str, dtype: Any, compiled: str) -> list[Tensor]:
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
     options = {} if level == "O0" else {"loss_scale": 256.0}
-    amp.initialize(model, optimizer, opt_level=level, dtype=dtype, cpu_fp16="emulate", verbosity=0, **options)
+    amp.initialize(model, optimizer, opt_level=level, dtype=dtype, cpu_half="emulate", verbosity=0, **options)
     called = torch.compile(model, backend="aot_eager") if compiled == "all" else model
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(3):

@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 import training
-from cast_models import CAST, MASTERED, masters_of, start, values
+from cast_models import CAST, MASTERED, start_kind, values
 from torch import nn
-from training import backward, images, linear
+from training import backward, images, linear, masters_of
 
 from amp_patch import amp
 
@@ -84,7 +84,7 @@ BLENDS = {
 @pytest.mark.parametrize("kind", MASTERED)
 def test_an_average_in_a_deepcopy_is_fp32s(kind, blend):
     """To 1 % of what it moved: what is blended in are the weights, which are rounded."""
-    model, optimizer = start(kind)
+    model, optimizer = start_kind(kind)
     average = copy.deepcopy(model).requires_grad_(False)
     begin = masters_of(optimizer)
     expected = [p.clone() for p in begin]
@@ -109,7 +109,7 @@ def test_an_average_in_a_deepcopy_is_fp32s(kind, blend):
 
 @pytest.mark.parametrize("kind", MASTERED)
 def test_steps_that_low_precision_cannot_hold_add_up(kind):
-    model, optimizer = start(kind, linear([[1.0]]), lambda params: torch.optim.SGD(params, lr=1.0))
+    model, optimizer = start_kind(kind, linear([[1.0]]), lambda params: torch.optim.SGD(params, lr=1.0))
     average = copy.deepcopy(model)
     backward(model(torch.full((1, 1), -1.0)).sum(), optimizer)
     optimizer.step()
@@ -121,7 +121,7 @@ def test_steps_that_low_precision_cannot_hold_add_up(kind):
 
 
 def test_an_average_of_o3s_weights_is_fp32():
-    model, _ = start("O3", linear([[1.0]]))
+    model, _ = start_kind("O3", linear([[1.0]]))
     average = copy.deepcopy(model)
     with torch.no_grad():
         model.weight.fill_(2.0)
@@ -133,7 +133,7 @@ def test_an_average_of_o3s_weights_is_fp32():
 @pytest.mark.parametrize("kind", CAST)
 def test_lerp_promotes_as_add_does_until_restore(kind):
     before = torch.Tensor.lerp_, torch.Tensor.lerp, torch._foreach_lerp_, torch._foreach_lerp
-    start(kind)
+    start_kind(kind)
     full, low = torch.zeros(2), torch.ones(2, dtype=torch.bfloat16)
     assert full.lerp(low, 0.5).tolist() == [0.5, 0.5] and low.lerp(full, 0.5).dtype is torch.float32
     assert low.lerp(low, 0.5).dtype is torch.bfloat16

@@ -10,15 +10,15 @@ import threading
 import pytest
 import torch
 import training
-from cast_models import CAST, MASTERED, masters_of, start, values
+from cast_models import CAST, MASTERED, start_kind, values
 from torch import nn
-from training import DUPLICATES, LEVELS, SGD, convnet, images, linear
+from training import DUPLICATES, LEVELS, SGD, convnet, images, linear, masters_of
 
 from amp_patch import amp
 
 
 def trained(kind, steps=3):
-    model, optimizer = start(kind)
+    model, optimizer = start_kind(kind)
     training.train(model, optimizer, steps)
     return model, optimizer
 
@@ -38,7 +38,7 @@ def test_a_copy_of_the_model_alone_has_the_masters_values(kind, duplicate):
 @pytest.mark.parametrize("duplicate", DUPLICATES)
 @pytest.mark.parametrize("kind", CAST)
 def test_weights_that_were_written_are_in_the_copy(kind, duplicate):
-    model, _ = start(kind, linear([[1.0, 2.0]]))
+    model, _ = start_kind(kind, linear([[1.0, 2.0]]))
     model.weight.data[0, 0] = 3.0
     assert duplicate(model).weight.tolist() == [[3.0, 2.0]]
 
@@ -46,7 +46,7 @@ def test_weights_that_were_written_are_in_the_copy(kind, duplicate):
 @pytest.mark.parametrize("duplicate", DUPLICATES)
 @pytest.mark.parametrize("kind", MASTERED)
 def test_masters_that_were_written_and_not_yet_published_are_in_the_copy(kind, duplicate):
-    model, optimizer = start(kind, linear([[1.0, 2.0]]))
+    model, optimizer = start_kind(kind, linear([[1.0, 2.0]]))
     with torch.no_grad():
         next(amp.master_params(optimizer)).add_(2.0**-20)
     assert duplicate(model).weight.tolist() == [[1.0 + 2.0**-20, 2.0 + 2.0**-20]]
@@ -84,7 +84,7 @@ MODELS = {"convolutions": convnet, "recurrent, tied": recurrent}
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("kind", CAST)
 def test_a_copy_gives_what_a_model_of_the_level_gives_with_its_weights(kind, make):
-    model, optimizer = start(kind, MODELS[make]())
+    model, optimizer = start_kind(kind, MODELS[make]())
     training.train(model, optimizer, 2)
     average = copy.deepcopy(model)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_a_copy_gives_what_a_model_of_the_level_gives_with_its_weights(kind, mak
             p.mul_(1.001)
     plain = MODELS[make]()
     plain.load_state_dict({name: value.clone() for name, value in average.state_dict().items()})
-    other, _ = start(kind, plain)
+    other, _ = start_kind(kind, plain)
     inputs, _ = images(0)
     for mode in (True, False):
         average.train(mode)
@@ -106,7 +106,7 @@ def test_a_copy_gives_what_a_model_of_the_level_gives_with_its_weights(kind, mak
 
 @pytest.mark.parametrize("kind", CAST)
 def test_a_write_that_leaves_no_trace_is_seen_by_the_next_call(kind):
-    model, _ = start(kind, linear([[1.0]]))
+    model, _ = start_kind(kind, linear([[1.0]]))
     average, inputs = copy.deepcopy(model), torch.ones(1, 1)
     with torch.no_grad():
         for value in (2.0, 3.0):
@@ -118,7 +118,7 @@ def test_a_write_that_leaves_no_trace_is_seen_by_the_next_call(kind):
 
 @pytest.mark.parametrize("kind", CAST)
 def test_threads_may_call_one_copy(kind):
-    model, _ = start(kind)
+    model, _ = start_kind(kind)
     average = copy.deepcopy(model).eval()
     batches = [images(n)[0] for n in range(4)]
     with torch.no_grad():
@@ -154,7 +154,7 @@ class Failing(nn.Module):
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()], ids=type)
 def test_a_call_that_fails_leaves_the_copy_whole(error):
-    model, _ = start("O2", Failing())
+    model, _ = start_kind("O2", Failing())
     average = copy.deepcopy(model)
     before = list(average.parameters())
     average.error = error
@@ -167,7 +167,7 @@ def test_a_call_that_fails_leaves_the_copy_whole(error):
 
 @pytest.mark.parametrize("event", ["call", pytest.param("c_return", marks=pytest.mark.slow)])
 def test_an_interrupt_at_any_call_leaves_the_copy_whole(event):
-    model, _ = start("O5", Failing())
+    model, _ = start_kind("O5", Failing())
     average = copy.deepcopy(model)
     inputs = torch.ones(1, 1)
     with torch.no_grad():
@@ -244,7 +244,7 @@ def test_methods_that_were_named_run_in_the_level_s_type(kind):
 
 @pytest.mark.parametrize("kind", CAST)
 def test_functional_call_of_a_copy(kind):
-    model, _ = start(kind, linear([[1.0]]))
+    model, _ = start_kind(kind, linear([[1.0]]))
     average = copy.deepcopy(model)
     state = {name: value * 3 for name, value in average.state_dict().items()}
     assert torch.func.functional_call(average, state, (torch.ones(1, 1),)).item() == 3.0
@@ -252,7 +252,7 @@ def test_functional_call_of_a_copy(kind):
 
 @pytest.mark.parametrize("kind", CAST)
 def test_replicas_of_a_copy_compute_in_the_level_s_type(kind):
-    model, _ = start(kind)
+    model, _ = start_kind(kind)
     average = copy.deepcopy(model).eval()
     replicas = []
     for _ in range(2):  # as torch's `replicate` does, for which it wants GPUs
@@ -328,25 +328,11 @@ def test_a_copy_is_trained_by_a_plain_optimizer(kind):
 
 @pytest.mark.parametrize("kind", CAST)
 def test_inputs_get_gradients_through_a_frozen_copy(kind):
-    model, _ = start(kind, linear([[1.0, 2.0]]))
+    model, _ = start_kind(kind, linear([[1.0, 2.0]]))
     average = copy.deepcopy(model).requires_grad_(False)
     inputs = torch.ones(1, 2, requires_grad=True)
     average(inputs).sum().backward()
     assert inputs.grad.tolist() == [[1.0, 2.0]]
-
-
-@pytest.mark.parametrize("turned", [False, True], ids=["model first", "optimizer first"])
-@pytest.mark.parametrize("duplicate", DUPLICATES)
-@pytest.mark.parametrize("kind", CAST)
-def test_a_model_and_its_optimizer_copied_together_train_on(kind, duplicate, turned):
-    model, optimizer = trained(kind)
-    pair = duplicate((optimizer, model) if turned else (model, optimizer))
-    twin, twins = reversed(pair) if turned else pair
-    assert [p.dtype for p in twin.parameters()] == [p.dtype for p in model.parameters()]
-    assert training.train(twin, twins, range(3, 6)) == training.train(model, optimizer, range(3, 6))
-    assert training.same(training.weights(twin), training.weights(model))
-    again = copy.deepcopy(twin)
-    assert training.same(values(again), [p.float() for p in masters_of(twins)])
 
 
 @pytest.mark.parametrize("kind", CAST)
@@ -393,7 +379,7 @@ def test_a_copy_of_what_holds_the_model_is_fp32(kind):
 
 @pytest.mark.parametrize("kind", CAST)
 def test_a_conversion_of_a_copy_is_refused_with_the_ways_out(kind):
-    model, _ = start(kind)
+    model, _ = start_kind(kind)
     average = copy.deepcopy(model)
     with pytest.raises(RuntimeError, match=r"amp\.fp32_copy"):
         average.half()
@@ -402,7 +388,7 @@ def test_a_conversion_of_a_copy_is_refused_with_the_ways_out(kind):
 
 @pytest.mark.parametrize("kind", CAST)
 def test_a_copy_is_compiled_in_one_graph(kind, fresh_compiler):
-    model, _ = start(kind)
+    model, _ = start_kind(kind)
     average = copy.deepcopy(model).eval()
     compiled = torch.compile(average, backend="eager", fullgraph=True)
     inputs = images(0)[0]

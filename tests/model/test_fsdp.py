@@ -12,7 +12,6 @@ from fsdp_trainings import (
     MAKERS,
     SGD,
     averaged,
-    backward,
     batch,
     four_fixture,  # noqa: F401  the fixture `four`
     full,
@@ -21,7 +20,6 @@ from fsdp_trainings import (
     network,
     one_fixture,  # noqa: F401  the fixture `one`
     restored_fixture,  # noqa: F401  the fixture `restored`
-    same,
     shard,
     sharded_training,
     weights,
@@ -29,6 +27,7 @@ from fsdp_trainings import (
 from ranks import RankError
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from training import backward, same
 
 from amp_patch import amp, optimizers
 
@@ -53,7 +52,9 @@ KINDS = [
 # Two ranks and one process.
 
 
-def train(level: str, dtype: Any, maker: str, steps: int = 6, **kwargs: Any) -> tuple[list[Tensor], list[float], Any]:
+def train_clipped(
+    level: str, dtype: Any, maker: str, steps: int = 6, **kwargs: Any
+) -> tuple[list[Tensor], list[float], Any]:
     model, optimizer = sharded_training(level, dtype, maker, **kwargs)
     norms, rank = [], dist.get_rank()
     for step in range(steps):
@@ -87,7 +88,7 @@ def train_alone(level: str, dtype: Any, maker: str, world: int = 2) -> tuple[lis
 )
 def test_two_ranks_train_as_one_process(ranks, level, dtype, maker):
     scale = {} if level == "O0" else {"loss_scale": 1024.0}
-    (first, norms, _), (second, _, _) = ranks(train, level, dtype, maker, **scale)
+    (first, norms, _), (second, _, _) = ranks(train_clipped, level, dtype, maker, **scale)
     alone, norms_alone = train_alone(level, dtype, maker)
     assert same(first, second)
     # The norm is summed in another order, and the clipping takes that into the weights.

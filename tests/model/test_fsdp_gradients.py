@@ -11,7 +11,6 @@ import torch.distributed as dist
 from fsdp_trainings import (
     ADAM,
     SGD,
-    backward,
     four_fixture,  # noqa: F401  the fixture `four`
     full,
     fully_shard,
@@ -19,12 +18,12 @@ from fsdp_trainings import (
     network,
     one_fixture,  # noqa: F401  the fixture `one`
     restored_fixture,  # noqa: F401  the fixture `restored`
-    same,
     shard,
     sharded_training,
     weights,
 )
 from torch import Tensor, nn
+from training import backward, same
 
 from amp_patch import amp
 

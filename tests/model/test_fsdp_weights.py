@@ -14,18 +14,17 @@ import torch.distributed as dist
 from fsdp_trainings import (
     SGD,
     averaged,
-    backward,
     fully_shard,
     loss_of,
     network,
     restored_fixture,  # noqa: F401  the fixture `restored`
-    same,
     shard,
     sharded_training,
     weights,
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from training import backward, same
 
 from amp_patch import amp
 

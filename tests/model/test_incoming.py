@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 from typing import Any
 
 import pytest
 import torch
-from low_models import CAST, Net, every_half, iterate, loss_of, net, same, trained
+from low_models import CAST, LowNet, every_half, iterate_low, loss_of, net
 from split_masters import MAKERS
 from torch import nn
 from torch_optimizers import OPTIMIZERS, VARIANTS, of_sparse_gradients
-from training import LEVELS, SGD, backward, linear, through_pickle
+from training import LEVELS, SGD, backward, linear, same, through_pickle, trained
 
 from amp_patch import amp
 from amp_patch.masters.masters import master_of
@@ -47,7 +46,7 @@ def test_a_training_has_the_bits_of_one_of_the_model_in_fp32(level, make, half):
         for model in models:
             model.frozen.float()
     pairs = [amp.initialize(model, make(trained(model)), **options) for model in models]
-    losses = [iterate(*pair) for pair in pairs]
+    losses = [iterate_low(*pair) for pair in pairs]
     (model, optimizer), (wide, other) = pairs
     assert losses[0] == losses[1]
     assert same(amp.master_params(optimizer), amp.master_params(other))
@@ -72,16 +71,13 @@ class Lookup(nn.Module):
 def of_torch(name: str, flags: dict[str, bool], half: torch.dtype, wide: bool) -> tuple[nn.Module, Any]:
     """A model, or its FP32 twin, and one of torch's optimizers with the parameters that it takes."""
     model: nn.Module = Lookup(half) if name == "SparseAdam" else net(half)
-    if isinstance(model, Net):  # O1 and O4 cast a frozen weight elsewhere if it is FP32
+    if isinstance(model, LowNet):  # O1 and O4 cast a frozen weight elsewhere if it is FP32
         model.frozen.float()
     if wide:
         model.float()
     params = [p for p in trained(model) if p.dim() == 2 or name != "Muon"]
     make = getattr(torch.optim, name)
     arguments: dict[str, Any] = {**OPTIMIZERS[name], **flags}
-    eps = inspect.signature(make).parameters.get("eps")
-    if eps and isinstance(eps.default, float):
-        arguments["eps"] = 1e-4  # FP16 holds it, for O3
     if (name, flags) == ("SGD", {"fused": True}):
         arguments["momentum"] = 0  # torch 2.13 begins one in FP16 with what lies in the memory
     return model, make(params, **arguments)
@@ -95,7 +91,7 @@ def of_torch(name: str, flags: dict[str, bool], half: torch.dtype, wide: bool) -
 )
 def test_each_of_torchs_optimizers_comes_to_the_bits_of_fp32(level, name, flags, half):
     pairs = [amp.initialize(*of_torch(name, flags, half, wide), **options_of(level)) for wide in (False, True)]
-    losses = [iterate(*pair) for pair in pairs]
+    losses = [iterate_low(*pair) for pair in pairs]
     (model, optimizer), (wide, other) = pairs
     assert losses[0] == losses[1] and losses[0][-1] != losses[0][0]
     assert same(model.parameters(), wide.parameters())
@@ -141,7 +137,7 @@ def test_lbfgs_comes_to_the_bits_of_fp32(half):
 def test_at_o3_it_is_cast_and_nothing_is_kept(half):
     models = [net(half), net(half).float()]
     pairs = [amp.initialize(m, SGD(trained(m)), opt_level="O3", verbosity=0) for m in models]
-    assert iterate(*pairs[0]) == iterate(*pairs[1])
+    assert iterate_low(*pairs[0]) == iterate_low(*pairs[1])
     assert same(pairs[0][0].parameters(), pairs[1][0].parameters())
     assert {p.dtype for p in models[0].parameters()} == {torch.float16}
 
@@ -151,7 +147,7 @@ def test_at_o0_nothing_is_changed(half):
     model = net(half)
     before, was = types(model), [p.detach().clone() for p in model.parameters()]
     amp.initialize(model, SGD(model.parameters()), opt_level="O0")
-    assert type(model) is Net and types(model) == before and same(model.parameters(), was)
+    assert type(model) is LowNet and types(model) == before and same(model.parameters(), was)
     amp.restore()
     assert types(model) == before and same(model.parameters(), was)
 
@@ -168,7 +164,7 @@ def test_trained_weights_are_fp32_under_casts_and_frozen_ones_keep_their_type(le
     assert {p.dtype for p in trained(model)} == {torch.float32}
     assert model.frozen.weight.dtype is model.frozen.bias.dtype is half
     assert {b.dtype for b in model.buffers() if b.is_floating_point()} == {torch.float32}
-    losses = iterate(model, optimizer)
+    losses = iterate_low(model, optimizer)
     assert losses[-1] < losses[0] and torch.equal(model.frozen.bias, bias)
 
 
@@ -187,7 +183,7 @@ def test_a_frozen_weight_has_no_master_and_keeps_its_memory(level, half):
     assert state["frozen.weight"].dtype is CAST[level] and state["enter.weight"].dtype is torch.float32
     twin = copy.deepcopy(model)
     assert twin.frozen.weight.dtype is CAST[level] and twin.enter.weight.dtype is torch.float32
-    iterate(model, optimizer, 3)
+    iterate_low(model, optimizer, 3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -198,7 +194,7 @@ def test_a_frozen_weight_has_no_master_and_keeps_its_memory(level, half):
 def test_an_fp32_copy_has_the_values_that_were_trained(level):
     model = net(torch.bfloat16)
     model, optimizer = amp.initialize(model, SGD(trained(model)), opt_level=level, verbosity=0)
-    iterate(model, optimizer, 3)
+    iterate_low(model, optimizer, 3)
     plain = dict(amp.fp32_copy(model).named_parameters())
     assert {p.dtype for p in plain.values()} == {torch.float32}
     for name, param in model.named_parameters():
@@ -213,10 +209,10 @@ def test_a_copy_that_is_initialized_again_knows_what_came_low(level, by):
     model = net(torch.bfloat16)
     model.shared.float().requires_grad_(False)
     pair = amp.initialize(model, SGD(trained(model)), opt_level=level, verbosity=0)
-    iterate(*pair, 2)
+    iterate_low(*pair, 2)
     model, optimizer = by(pair)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    iterate(model, optimizer, 2)
+    iterate_low(model, optimizer, 2)
     state = model.state_dict()
     assert state["shared.weight"].dtype is state["enter.weight"].dtype is torch.float32
     assert state["frozen.weight"].dtype is CAST.get(level, torch.bfloat16)
@@ -233,11 +229,11 @@ def test_restore_gives_back_the_type_that_came(level, split, half):
     options = {"master_weights": "split"} if split and level == "O5" else {}
     optimizer = SGD(model.parameters())
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
-    iterate(model, optimizer, 3)
+    iterate_low(model, optimizer, 3)
     masters = {id(p): (p if (m := master_of(p)) is None else m).detach().clone() for p in model.parameters()}
     backward(loss_of(model, 9), optimizer)
     amp.restore()
-    assert type(model) is Net and types(model) == before
+    assert type(model) is LowNet and types(model) == before
     assert torch.equal(model.frozen.weight, frozen) or (half, CAST.get(level)) == (torch.float16, torch.bfloat16)
     assert all(torch.equal(p, masters[id(p)].to(half)) for p in model.parameters() if p.requires_grad)
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
@@ -285,7 +281,7 @@ def test_a_second_call_keeps_the_values_and_settles(first, then, half):
     before = types(model)
     optimizer = SGD(model.parameters())
     amp.initialize(model, optimizer, opt_level=first, verbosity=0)
-    iterate(model, optimizer, 3)
+    iterate_low(model, optimizer, 3)
     values = {n: (p if (m := master_of(p)) is None else m).detach().float() for n, p in model.named_parameters()}
     values = {name: value.clone() for name, value in values.items()}
     amp.initialize(model, optimizer, opt_level=then, verbosity=0)
@@ -298,6 +294,6 @@ def test_a_second_call_keeps_the_values_and_settles(first, then, half):
     if then != "O3":
         amp.initialize(model, optimizer, opt_level=then, verbosity=0)
         assert again == (types(model), [p.data_ptr() for p in model.parameters()])
-    iterate(model, optimizer, 2)
+    iterate_low(model, optimizer, 2)
     amp.restore()
     assert types(model) == before

@@ -7,13 +7,13 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from low_models import CAST, every_half, iterate, loss_of, net, same, trained
+from low_models import CAST, every_half, iterate_low, loss_of, net
 from peak import Peak
 from ranks import RankError
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from training import LEVELS, SGD, backward, linear
+from training import LEVELS, SGD, backward, linear, same, trained
 
 from amp_patch import amp
 from amp_patch.masters.masters import master_of
@@ -29,7 +29,7 @@ def test_a_thawed_weight_gets_its_master_when_it_is_trained(split, half):
     options = {"master_weights": "split"} if split else {}
     optimizer = SGD(model.parameters())
     amp.initialize(model, optimizer, opt_level="O5", verbosity=0, **options)
-    iterate(model, optimizer, 2)
+    iterate_low(model, optimizer, 2)
     was = model.frozen.weight.detach().float().clone()
     model.frozen.requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"'frozen.weight' came frozen .*call scale_loss"):
@@ -54,7 +54,7 @@ def test_a_thawed_weight_is_refused_where_trained_ones_are_fp32(level):
         backward(loss_of(model, 0), optimizer)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     assert model.frozen.weight.dtype is torch.float32
-    iterate(model, optimizer, 2)
+    iterate_low(model, optimizer, 2)
 
 
 def test_a_thawed_weight_of_a_new_group_gets_its_master():
@@ -64,7 +64,7 @@ def test_a_thawed_weight_of_a_new_group_gets_its_master():
     model.frozen.requires_grad_(True)
     optimizer.add_param_group({"params": model.frozen.parameters()})
     assert master_of(model.frozen.weight) is not None
-    iterate(model, optimizer, 2)
+    iterate_low(model, optimizer, 2)
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
@@ -73,7 +73,7 @@ def test_a_thawed_weight_that_is_appended_to_a_group_by_hand_gets_its_master(lev
     model = net(torch.bfloat16)
     optimizer = SGD(trained(model))
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    iterate(model, optimizer, 1)
+    iterate_low(model, optimizer, 1)
     model.frozen.requires_grad_(True)
     optimizer.param_groups[0]["params"] += list(model.frozen.parameters())
     if cleared:
@@ -107,7 +107,7 @@ def test_low_precision_weights_of_a_new_group_are_fp32_under_casts(level, half):
     values = [p.detach().float() for p in new]
     optimizer.add_param_group({"params": [*new, alien]})
     assert same(new, values) and alien.dtype is half
-    iterate(model, optimizer, 2)
+    iterate_low(model, optimizer, 2)
     assert not any(map(torch.equal, new, values))
 
 
@@ -215,7 +215,7 @@ def test_named_modules_are_fp32_though_they_came_frozen_in_low_precision(level):
     model = net(torch.bfloat16)
     model, optimizer = amp.initialize(model, SGD(trained(model)), opt_level=level, keep_fp32="frozen", verbosity=0)
     assert model.frozen.weight.dtype is torch.float32
-    iterate(model, optimizer, 2)
+    iterate_low(model, optimizer, 2)
     amp.restore()
     assert model.frozen.weight.dtype is torch.bfloat16
 
@@ -224,7 +224,7 @@ def test_a_copied_training_knows_what_came():
     model = net(torch.bfloat16)
     model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O5", verbosity=0)
     twin, other = copy.deepcopy((model, optimizer))
-    assert iterate(twin, other, 3) == iterate(model, optimizer, 3)
+    assert iterate_low(twin, other, 3) == iterate_low(model, optimizer, 3)
     assert {k: v.dtype for k, v in twin.state_dict().items()} == {k: v.dtype for k, v in model.state_dict().items()}
 
 
@@ -289,7 +289,7 @@ def sharded(level: str, frozen: bool) -> list[torch.Tensor]:
     optimizer = SGD([p for p in model.parameters() if p.requires_grad])
     before = model[0].weight.to_local().clone()
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    losses = iterate(model, optimizer, 10)
+    losses = iterate_low(model, optimizer, 10)
     assert losses[-1] < losses[0] and torch.equal(model[0].weight.to_local(), before)
     return [torch.tensor(losses)]
 

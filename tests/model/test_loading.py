@@ -10,7 +10,7 @@ import torch
 from split_masters import high_half
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from training import same
+from training import iterate, same
 
 from amp_patch import amp
 
@@ -56,24 +56,19 @@ class Tower(nn.Module):
         return self.head(self.blocks(self.words(words) * self.gain))
 
 
-def start(seed: int, options: dict[str, Any]) -> tuple[Any, Any]:
+def start_tower(seed: int, options: dict[str, Any]) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     model = Tower()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, fused=True)
     return amp.initialize(model, optimizer, verbosity=0, **options)
 
 
-def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
+def train_words(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+    def loss_of(step: int) -> Tensor:
         words = torch.randint(0, 2000, (16,), generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(words).float(), words)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+        return nn.functional.cross_entropy(model(words).float(), words)
+
+    return iterate(optimizer, loss_of, steps)
 
 
 def all_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
@@ -83,21 +78,21 @@ def all_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_training_is_resumed_to_the_bit(level):
-    model, optimizer = start(0, LEVELS[level])
+    model, optimizer = start_tower(0, LEVELS[level])
     assert 2e6 < sum(p.numel() for p in model.parameters()) < 2.5e6
-    train(model, optimizer, range(2))
+    train_words(model, optimizer, range(2))
     file, before = io.BytesIO(), all_of(model, optimizer)
     torch.save([model.state_dict(), optimizer.state_dict(), amp.state_dict()], file)
-    losses, after = train(model, optimizer, range(2, 12)), all_of(model, optimizer)
+    losses, after = train_words(model, optimizer, range(2, 12)), all_of(model, optimizer)
     amp.restore()
-    model, optimizer = start(1, LEVELS[level])
+    model, optimizer = start_tower(1, LEVELS[level])
     file.seek(0)
     states = torch.load(file)
     model.load_state_dict(states[0])
     optimizer.load_state_dict(states[1])
     amp.load_state_dict(states[2])
     assert same(all_of(model, optimizer), before)
-    assert train(model, optimizer, range(2, 12)) == losses
+    assert train_words(model, optimizer, range(2, 12)) == losses
     assert same(all_of(model, optimizer), after)
 
 

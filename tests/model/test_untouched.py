@@ -10,7 +10,7 @@ import pytest
 import torch
 import training
 from torch import nn
-from training import ADAM, convnet, images, linear
+from training import ADAM, backward, convnet, images, linear
 
 from amp_patch import amp
 
@@ -32,16 +32,15 @@ class Own(torch.optim.SGD):
         return super().step(closure)
 
 
-def start(model=None, make=Own, **options):
+def start_o0(model=None, make=Own, **options):
     model = Model() if model is None else model
     return amp.initialize(model, make(model.parameters(), lr=0.1), opt_level="O0", **options)
 
 
 def test_a_model_and_its_optimizer_keep_their_own_classes():
-    model, optimizer = start(keep_fp32="inner", methods=("forward",))
+    model, optimizer = start_o0(keep_fp32="inner", methods=("forward",))
     before = set(vars(Model())), set(vars(Own(Model().parameters(), lr=0.1)))
-    with amp.scale_loss(model(torch.ones(1, 2))[0, 0], optimizer) as scaled:
-        scaled.backward()
+    backward(model(torch.ones(1, 2))[0, 0], optimizer)
     optimizer.step()
     assert type(model) is Model and model.seen and type(model.inner) is nn.Linear
     assert type(optimizer) is Own and optimizer.seen
@@ -61,7 +60,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_at_o0_is_kept(option):
-    model, optimizer = start(**OPTIONS[option])
+    model, optimizer = start_o0(**OPTIONS[option])
     output = model(torch.ones(1, 2))
     assert output.dtype is OPTIONS[option].get("cast_model_outputs", torch.float32)
     with amp.scale_loss(output[0, 0].float(), optimizer) as scaled:
@@ -104,7 +103,7 @@ def test_casts_of_another_training_do_not_act_in_a_model_or_its_step(before):
 
 
 def test_the_class_comes_back_when_the_casts_go():
-    model, _ = start()
+    model, _ = start_o0()
     amp.initialize(nn.Linear(2, 2), opt_level="O1")
     model(torch.ones(1, 2))
     assert isinstance(model, Model) and "_amp" in vars(model)
@@ -134,7 +133,7 @@ def test_casts_do_not_act_in_the_step_of_an_own_class():
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, training.through_pickle])
 def test_copies_train_on_as_their_own_class(duplicate):
-    model, optimizer = start(convnet(), torch.optim.SGD)
+    model, optimizer = start_o0(convnet(), torch.optim.SGD)
     losses(model, optimizer)
     twin, twins = duplicate((model, optimizer))
     assert type(twin) is training.ConvNet and type(twins) is torch.optim.SGD
@@ -152,7 +151,7 @@ assert type(model) is torch.nn.Sequential and model(torch.ones(1, 2)).dtype is t
 
 
 def test_a_pickled_model_needs_no_amp_patch(tmp_path):
-    model, _ = start(nn.Sequential(nn.Linear(2, 2)), torch.optim.SGD)
+    model, _ = start_o0(nn.Sequential(nn.Linear(2, 2)), torch.optim.SGD)
     torch.save(model, tmp_path / "model")
     done = subprocess.run([sys.executable, "-c", PLAIN, tmp_path / "model"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -169,7 +168,7 @@ def test_a_model_that_comes_from_another_level_has_its_own_class_again(first):
 
 @pytest.mark.parametrize("second", training.LEVELS)
 def test_a_model_goes_to_another_level(second):
-    model, optimizer = start(convnet(), torch.optim.SGD)
+    model, optimizer = start_o0(convnet(), torch.optim.SGD)
     losses(model, optimizer)
     model, optimizer = amp.initialize(model, optimizer, opt_level=second)
     assert len(losses(model, optimizer)) == 4
@@ -180,6 +179,6 @@ def test_a_model_goes_to_another_level(second):
 def test_torch_s_methods_come_back():
     cls = torch.optim.Optimizer
     before = cls.__getstate__, cls.__setstate__
-    start()
+    start_o0()
     amp.restore()
     assert (cls.__getstate__, cls.__setstate__) == before

@@ -12,6 +12,7 @@ import reference
 import torch
 from conftest import DTYPES
 from emulated import Options, Seen, given
+from same_bits import exact
 
 if emulated.COMPILER is None:
     pytest.skip("no C++ compiler here to build tests/cuda/emulate.cpp with", allow_module_level=True)
@@ -44,10 +45,6 @@ def emulate(library):
         return bool(found.value), list(squares), seen
 
     return call
-
-
-def exact(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def draw(sizes, dtype, offset=0, seed=0):

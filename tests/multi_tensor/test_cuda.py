@@ -11,6 +11,7 @@ import pytest
 import reference
 import torch
 from conftest import DTYPES
+from same_bits import exact
 from torch.profiler import ProfilerActivity, profile
 
 from amp_patch import multi_tensor as mt
@@ -53,10 +54,6 @@ def no_sync():
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def exact(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def tensors_of(count, dtype=torch.float16, device="cuda"):

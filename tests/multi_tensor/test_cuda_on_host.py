@@ -41,7 +41,7 @@ def gpu(library, monkeypatch):
         switch(False)
 
 
-def same(ours, theirs):
+def assert_rounded_alike(ours, theirs):
     for a, b in zip(ours, theirs, strict=True):
         rtol = 1e-5 if a.dtype == torch.float32 else 2 * torch.finfo(a.dtype).eps
         torch.testing.assert_close(a, b, rtol=rtol, atol=1e-6)
@@ -71,7 +71,9 @@ def test_the_kernels(way, count):
     for h, o in zip(half, out, strict=True):
         assert torch.equal(o, 0.5 * h.float() + 2.0 * reference.scale(h, torch.float32, 1 / 3))
     total, norms = mt.multi_tensor_l2norm(src, per_tensor=True)
-    same([total, norms], [reference.l2norm(src).float(), torch.stack([reference.l2norm([t]) for t in src]).float()])
+    assert_rounded_alike(
+        [total, norms], [reference.l2norm(src).float(), torch.stack([reference.l2norm([t]) for t in src]).float()]
+    )
     assert found == 0
     half[-2][3, 3] = math.inf
     mt.multi_tensor_unscale_l2norm(half, torch.tensor(0.5), found)
@@ -96,7 +98,7 @@ def test_the_steps(way, gpu, low, count, host):
         theirs.reference_adam(**ADAM | {"weight_decay": 0.1}, amsgrad=True, factors=(0.3,))
         ours.sgd(**SGD, factors=(0.3,))
         theirs.reference_sgd(**SGD, factors=(0.3,))
-    same(ours.everything(), theirs.everything())
+    assert_rounded_alike(ours.everything(), theirs.everything())
     before = [t.clone() for t in ours.everything()]
     ours.sgd(**SGD, found_inf=torch.ones(()))
     if not host:
@@ -168,4 +170,4 @@ def test_what_fails_half_way_has_made_no_step(gpu, host, sizes, route):
     gpu.fail_at(-1)
     state.adam(**ADAM)
     if host:
-        same(state.everything(), other.everything())
+        assert_rounded_alike(state.everything(), other.everything())

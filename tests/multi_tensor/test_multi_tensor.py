@@ -17,11 +17,11 @@ from on_every_backend import (
     backend_fixture,  # noqa: F401  the fixture `backend`
     device,
     draw,
-    exact,
     flag,
     on_every_set,
     versions,
 )
+from same_bits import exact
 
 from amp_patch import multi_tensor as mt
 

@@ -14,7 +14,7 @@ import reference
 import torch
 from hunts import hunt
 from hypothesis import strategies as st
-from kernel_cases import F64, INF, NAN, Case, cases, everywhere, same
+from kernel_cases import F64, INF, NAN, Case, cases, everywhere, same_bits
 from torch import Tensor
 
 from amp_patch import multi_tensor as mt
@@ -74,7 +74,7 @@ def test_scale(case: Case, factor: Number, before: float | None) -> None:
     for name in everywhere():
         (buffers, lists), found = case.make(), flag(before)
         mt.multi_tensor_scale(lists["src"], tuple(lists["dst"]), factor.make(), found)
-        assert same(buffers, expected), name
+        assert same_bits(buffers, expected), name
         check_flag(found, before, reference.is_bad(*results))
 
 
@@ -87,9 +87,9 @@ def test_a_copy_keeps_every_bit_between_equal_dtypes(case: Case) -> None:
     for name in everywhere():
         buffers, lists = case.make()
         mt.multi_tensor_scale(lists["src"], lists["dst"], 1.0)
-        assert same(buffers, expected), name
+        assert same_bits(buffers, expected), name
         copies = list(itertools.compress(lists["dst"], equal))
-        assert same(copies, list(itertools.compress(results, equal)), nan_bits=True), name
+        assert same_bits(copies, list(itertools.compress(results, equal)), nan_bits=True), name
 
 
 @hunt(60, case=cases("grads", written="grads"), factor=numbers, before=flags)
@@ -99,7 +99,7 @@ def test_unscale(case: Case, factor: Number, before: float | None) -> None:
     for name in everywhere():
         (buffers, lists), found = case.make(), flag(before)
         mt.multi_tensor_unscale(lists["grads"], factor.make(), found)
-        assert same(buffers, expected), name
+        assert same_bits(buffers, expected), name
         check_flag(found, before, reference.is_bad(*results))
 
 
@@ -124,7 +124,7 @@ def test_axpby(case: Case, a: Number, b: Number, before: float | None, check: st
     for name in everywhere():
         (buffers, lists), found = case.make(), flag(before)
         mt.multi_tensor_axpby(a.make(), lists["x"], b.make(), lists["y"], lists["out"], found, check=check)
-        assert same(buffers, expected), name
+        assert same_bits(buffers, expected), name
         check_flag(found, before, raised)
 
 
@@ -135,7 +135,7 @@ def test_check_finite(case: Case, before: float) -> None:
         (buffers, lists), found = case.make(), flag(before)
         mt.multi_tensor_check_finite(lists["tensors"], found)
         check_flag(found, before, raised)
-        assert same(buffers, [b.make() for b in case.buffers], nan_bits=True), name
+        assert same_bits(buffers, [b.make() for b in case.buffers], nan_bits=True), name
 
 
 def check_norm(norm: Tensor, tensors: list[Tensor], rtol: float) -> None:
@@ -167,11 +167,11 @@ def test_l2norm(case: Case) -> None:
             check_norm(total, tensors, rtol)
             for norm, t in zip(norms, tensors, strict=True):
                 check_norm(norm, [t], rtol)
-        assert same([mt.multi_tensor_l2norm(tensors)], [total])
-        assert same(buffers, [b.make() for b in case.buffers], nan_bits=True), name
+        assert same_bits([mt.multi_tensor_l2norm(tensors)], [total])
+        assert same_bits(buffers, [b.make() for b in case.buffers], nan_bits=True), name
         if name != "torch":
             first = first or [total, norms]
-            assert same([total, norms], first), f"{name} gives other bits than the first instruction set"
+            assert same_bits([total, norms], first), f"{name} gives other bits than the first instruction set"
 
 
 @hunt(60, case=cases("grads", written="grads"), factor=numbers, before=flags)
@@ -181,8 +181,8 @@ def test_unscale_l2norm(case: Case, factor: Number, before: float | None) -> Non
         found_one, found_two = flag(before), flag(before)
         norms = mt.multi_tensor_unscale_l2norm(lists_of_one["grads"], factor.make(), found_one, per_tensor=True)
         mt.multi_tensor_unscale(lists_of_two["grads"], factor.make(), found_two)
-        assert same(one, two), name
-        assert same(list(norms), list(mt.multi_tensor_l2norm(lists_of_two["grads"], per_tensor=True))), name
+        assert same_bits(one, two), name
+        assert same_bits(list(norms), list(mt.multi_tensor_l2norm(lists_of_two["grads"], per_tensor=True))), name
         assert found_one is None or found_one == found_two, name
 
 
@@ -210,7 +210,7 @@ def test_adopt(case: Case, edited: float) -> None:
     for name in everywhere():
         buffers, lists = make()
         mt.multi_tensor_adopt(lists["params"], lists["masters"])
-        assert same(buffers, expected), name
+        assert same_bits(buffers, expected), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])

@@ -11,7 +11,7 @@ import torch
 from hunts import hunt
 from hypothesis import assume
 from hypothesis import strategies as st
-from kernel_cases import F64, Buffer, Case, cases, everywhere, narrow, same, seeds
+from kernel_cases import F64, Buffer, Case, cases, everywhere, narrow, same_bits, seeds
 from torch import Tensor
 
 from amp_patch import multi_tensor as mt
@@ -62,7 +62,7 @@ def check_refused(kernel: str, buffers: list[Tensor], call: Callable[[Tensor], A
     for _ in everywhere():
         found = torch.zeros(())
         words.add(message_of(lambda found=found: call(found)))
-        assert same(buffers, before, nan_bits=True) and found.item() == 0.0
+        assert same_bits(buffers, before, nan_bits=True) and found.item() == 0.0
         assert [b._version for b in buffers] == versions and found._version == 0
     assert len(words) == 1, words
     (_, text), *_ = words

@@ -29,7 +29,7 @@ def rounds_as_known() -> bool:
 BITS = rounds_as_known()
 
 
-def same(ours, theirs, backend, device="cpu"):
+def assert_follows(ours, theirs, backend, device="cpu"):
     """To the bit where torch's kernels are those that are followed; else within rounding."""
     for a, b in zip(ours.everything(), theirs.everything(), strict=True):
         if BITS and backend == "cpp" and device == "cpu":
@@ -64,7 +64,7 @@ def test_adam(backend, device, amsgrad, maximize, decoupled, weight_decay, beta1
             state.gradients(step + 1)
         ours.adam(**options)
         theirs.reference_adam(**options)
-        same(ours, theirs, backend, device)
+        assert_follows(ours, theirs, backend, device)
 
 
 @on_every_set
@@ -83,7 +83,7 @@ def test_sgd(backend, device, nesterov, maximize, momentum, dampening, weight_de
             state.gradients(step + 1)
         ours.sgd(**options, first_run=step == 0)
         theirs.reference_sgd(**options, first_run=step == 0)
-        same(ours, theirs, backend, device)
+        assert_follows(ours, theirs, backend, device)
 
 
 @on_every_set
@@ -101,8 +101,8 @@ def test_half_gradients_and_weights_over_many_steps(backend, device, optimizer, 
         getattr(ours, optimizer)(**options, factors=factors)
         getattr(theirs, f"reference_{optimizer}")(**options, factors=factors)
         if step % 50 < 3 or device != "cpu":
-            same(ours, theirs, backend, device)
-    same(ours, theirs, backend, device)
+            assert_follows(ours, theirs, backend, device)
+    assert_follows(ours, theirs, backend, device)
 
 
 def test_dtypes_mixed_in_a_list(backend):
@@ -133,7 +133,7 @@ def test_a_weight_that_was_edited_is_adopted(backend, device):
         assert not torch.equal(ours.low[2].float(), ours.params[2].to(low).float())
         ours.sgd(**SGD | {"lr": 0.0})
         theirs.reference_sgd(**SGD | {"lr": 0.0})
-        same(ours, theirs, backend, device)
+        assert_follows(ours, theirs, backend, device)
         ours.low[0][0] = math.nan
         ours.sgd(**SGD)
         assert ours.params[0][0].isnan() and ours.low[0][0].isnan() and not ours.params[0][2].isnan()

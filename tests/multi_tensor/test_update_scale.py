@@ -11,9 +11,9 @@ from on_every_backend import (
     NAN,
     backend_fixture,  # noqa: F401  the fixture `backend`
     device,
-    exact,
     scaler,
 )
+from same_bits import exact
 
 from amp_patch import multi_tensor as mt
 

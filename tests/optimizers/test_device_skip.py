@@ -11,7 +11,7 @@ from conftest import DEVICES
 from syncs import count
 
 from amp_patch import amp, optimizers
-from amp_patch.training import overflow
+from amp_patch.support import device_sync
 from amp_patch.training.stash import DeviceSkip
 
 MAKERS = {
@@ -36,13 +36,13 @@ class Wait:
 def late(monkeypatch):
     """Treat a CPU as a device that has to be waited for; while `late.on`, what it found has not arrived."""
     wait = Wait()
-    monkeypatch.setattr(overflow, "waits", lambda device: True)
+    monkeypatch.setattr(device_sync, "waits", lambda device: True)
     here = DeviceSkip.here
     monkeypatch.setattr(DeviceSkip, "here", lambda self: not wait.on and here(self))
     return wait
 
 
-def start(maker, level, device):
+def start_dynamic(maker, level, device):
     model = training.convnet(device=device)
     return amp.initialize(model, maker(model.parameters()), opt_level=level, loss_scale="dynamic", verbosity=0)
 
@@ -71,8 +71,8 @@ def test_the_device_skips_what_the_host_would(maker, level, device, late, monkey
     for on_device in (False, True):
         with monkeypatch.context() as patch:
             if not on_device:
-                patch.setattr(overflow, "waits", lambda device: False)
-            model, optimizer = start(maker, level, device)
+                patch.setattr(device_sync, "waits", lambda device: False)
+            model, optimizer = start_dynamic(maker, level, device)
             skips = []
             for index in range(10):
                 step(model, optimizer, index)
@@ -89,7 +89,7 @@ def test_the_device_skips_what_the_host_would(maker, level, device, late, monkey
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
 def test_no_sync_in_a_step_after_the_first(maker, level, device, late):
     late.on = True
-    model, optimizer = start(maker, level, device)
+    model, optimizer = start_dynamic(maker, level, device)
     for index in (1, 2, 5):
         images, classes = training.images(index, device)
         training.backward(torch.nn.functional.cross_entropy(model(images), classes), optimizer)
@@ -101,7 +101,7 @@ def test_no_sync_in_a_step_after_the_first(maker, level, device, late):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_verdicts_that_come_late_are_told_in_order(device, late, caplog):
-    model, optimizer = start(MAKERS["torch's fused Adam"], "O2", device)
+    model, optimizer = start_dynamic(MAKERS["torch's fused Adam"], "O2", device)
     optimizer._amp_stash.scalers[0].verbosity = 1
     step(model, optimizer, 1)
     late.on = True
@@ -120,7 +120,7 @@ def test_verdicts_that_come_late_are_told_in_order(device, late, caplog):
 @pytest.mark.parametrize("device", DEVICES)
 def test_after_a_skip_the_host_looks_itself(device, late, caplog):
     """So that the message about many skips can name the parameters."""
-    model, optimizer = start(MAKERS["FusedSGD"], "O2", device)
+    model, optimizer = start_dynamic(MAKERS["FusedSGD"], "O2", device)
     optimizer._amp_stash.scalers[0].verbosity = 1
     step(model, optimizer, 1)
     with caplog.at_level(logging.WARNING, "amp_patch"):
@@ -132,7 +132,7 @@ def test_after_a_skip_the_host_looks_itself(device, late, caplog):
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_state_that_was_cleared_or_loaded_is_a_first_step_again(device, late):
     """torch's fused SGD would take a skipped first step's momentum, which nothing has filled, for a real one."""
-    model, optimizer = start(MAKERS["torch's fused SGD"], "O1", device)
+    model, optimizer = start_dynamic(MAKERS["torch's fused SGD"], "O1", device)
     for index in (1, 2):
         step(model, optimizer, index)
     saved = optimizer.state_dict()
@@ -149,7 +149,7 @@ def test_a_state_that_was_cleared_or_loaded_is_a_first_step_again(device, late):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_step_that_raises_leaves_no_flag_behind(device, late):
-    model, optimizer = start(MAKERS["torch's fused Adam"], "O2", device)
+    model, optimizer = start_dynamic(MAKERS["torch's fused Adam"], "O2", device)
     step(model, optimizer, 1)
     images, classes = training.images(2, device)
     training.backward(torch.nn.functional.cross_entropy(model(images), classes), optimizer)

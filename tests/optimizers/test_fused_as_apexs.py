@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-from fused_cases import ORACLES, parameters, required, run
+from fused_cases import ORACLES, parameters, required, run_steps
 from torch import nn
 
 from amp_patch.optimizers import (
@@ -97,7 +97,7 @@ def test_the_arguments_of_the_first_fused_adam_are_refused():
 
 def test_groups_bring_their_own_learning_rate():
     p, q = parameters(shapes=[(2,), (2,)])
-    run(FusedSGD([{"params": [p], "lr": 0.0}, {"params": [q], "lr": 1.0}]), [p, q])
+    run_steps(FusedSGD([{"params": [p], "lr": 0.0}, {"params": [q], "lr": 1.0}]), [p, q])
     start = parameters(shapes=[(2,), (2,)])
     assert torch.equal(p, start[0]) and not torch.equal(q, start[1])
 
@@ -117,7 +117,7 @@ def test_state_has_apex_s_names(make, names, keys):
     params = parameters()
     optimizer = make(params, **required(make))
     assert "step" not in optimizer.param_groups[0]
-    run(optimizer, params)
+    run_steps(optimizer, params)
     assert all(set(optimizer.state[p]) == names for p in params)
     assert keys <= set(optimizer.param_groups[0])
     assert optimizer.param_groups[0].get("step", 3) == 3
@@ -128,7 +128,7 @@ def test_set_grad_none(make):
     for flag in (True, False):
         params = parameters()
         optimizer = make(params, **required(make), set_grad_none=flag)
-        run(optimizer, params, [0])
+        run_steps(optimizer, params, [0])
         optimizer.zero_grad()
         assert all((p.grad is None) is flag for p in params)
         assert flag or all(not p.grad.any() for p in params)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import training
 from conftest import DEVICES, DTYPES
-from fused_cases import ORACLES, cases, every, give_gradients, parameters, relative, required, run
+from fused_cases import ORACLES, cases, every, give_gradients, parameters, relative, required, run_steps
 from syncs import count
 from torch import nn
 
@@ -31,9 +31,9 @@ def test_a_parameter_without_a_gradient_is_left_alone(make):
     params = parameters()
     optimizer = make(params, **required(make))
     before = params[1].detach().clone()
-    run(optimizer, [p for p in params if p is not params[1]])
+    run_steps(optimizer, [p for p in params if p is not params[1]])
     assert torch.equal(params[1], before) and not optimizer.state[params[1]]
-    run(optimizer, params)  # it may join later
+    run_steps(optimizer, params)  # it may join later
     assert not torch.equal(params[1], before)
 
 
@@ -47,7 +47,7 @@ def test_a_parameter_that_joins_later_steps_as_if_it_were_alone(make):
         flags["dampening"] = 0.5  # not of a buffer's first value
     both, alone = parameters(shapes=[(3,), (4,)]), parameters(shapes=[(3,), (4,)])[1:]
     optimizer = make(both, **flags)
-    run(optimizer, both[:1], [7, 8])
+    run_steps(optimizer, both[:1], [7, 8])
     other = make(alone, **flags)
     for step in range(3):
         give_gradients(both, step)
@@ -64,7 +64,7 @@ def test_a_step_without_any_gradient_changes_nothing(make):
     optimizer.zero_grad()
     optimizer.step()
     assert not optimizer.state and not optimizer.param_groups[0].get("step")
-    run(optimizer, params)
+    run_steps(optimizer, params)
     before = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
     optimizer.zero_grad(set_to_none=True)
     optimizer.step()
@@ -77,10 +77,10 @@ def test_a_step_without_any_gradient_changes_nothing(make):
 def test_empty_groups_and_groups_added_later(make):
     params = parameters()
     optimizer = make([{"params": []}, {"params": params[:2]}], **required(make))
-    run(optimizer, params[:2])
+    run_steps(optimizer, params[:2])
     optimizer.add_param_group({"params": params[2:], "lr": 0.0, "weight_decay": 0.0})
     before = [p.detach().clone() for p in params]
-    run(optimizer, params)
+    run_steps(optimizer, params)
     assert all(torch.equal(p, q) for p, q in zip(params[2:], before[2:], strict=True))  # its own learning rate
     assert not torch.equal(params[0], before[0])
     assert optimizer.param_groups[2].get("step", 3) == 3
@@ -126,7 +126,7 @@ def test_complex_parameters_are_refused_by_name(make):
 def test_resume_is_bit_exact(make, flags, through, dtype):
     params = parameters(dtype)
     optimizer = make(params, **flags)
-    run(optimizer, params)
+    run_steps(optimizer, params)
     if through == "deepcopy":
         twins, twin = copy.deepcopy((params, optimizer))
     elif through == "pickle":
@@ -141,8 +141,8 @@ def test_resume_is_bit_exact(make, flags, through, dtype):
             file.seek(0)
             state = torch.load(file)
         twin.load_state_dict(state)
-    run(optimizer, params, range(10, 13))
-    run(twin, twins, range(10, 13))
+    run_steps(optimizer, params, range(10, 13))
+    run_steps(twin, twins, range(10, 13))
     assert all(torch.equal(p, q) and p is not q for p, q in zip(params, twins, strict=True))
 
 
@@ -150,7 +150,7 @@ def test_resume_is_bit_exact(make, flags, through, dtype):
 def test_loading_runs_the_hooks_of_others_and_reads_what_they_return(make):
     params = parameters(torch.float16)
     optimizer = make(params, **required(make))
-    run(optimizer, params)
+    run_steps(optimizer, params)
     saved = optimizer.state_dict()
     name = next(iter(saved["state"][0]))
 
@@ -220,22 +220,22 @@ def test_norms_that_fit_no_parameters_are_refused():
     optimizer.load_state_dict(saved)
     before = [p.detach().clone() for p in params]
     with pytest.raises(RuntimeError, match="has 1 norms of low-precision and 2 of other parameters"):
-        run(optimizer, params, [0])
+        run_steps(optimizer, params, [0])
     assert all(map(torch.equal, params, before)) and optimizer.param_groups[0]["step"] == 7
 
 
 def test_a_checkpoint_of_torch_s_adamw_is_continued():
     params, twins = parameters(), parameters()
     theirs = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
-    run(theirs, params)
+    run_steps(theirs, params)
     ours = FusedAdam(twins, lr=1e-2, weight_decay=0.1)
     with torch.no_grad():
         for p, q in zip(params, twins, strict=True):
             q.copy_(p)
     ours.load_state_dict(copy.deepcopy(theirs.state_dict()))  # torch takes a state's tensors as they are
     assert ours.param_groups[0]["step"] == 3 and ours.param_groups[0]["bias_correction"] is True
-    run(theirs, params, range(10, 13))
-    run(ours, twins, range(10, 13))
+    run_steps(theirs, params, range(10, 13))
+    run_steps(ours, twins, range(10, 13))
     assert max(map(relative, twins, params)) <= 1e-6
 
 
@@ -246,7 +246,7 @@ def test_no_step_waits_for_the_device(make, backend, device):
     params = parameters(device=device) + parameters(torch.float16, device)
     optimizer = make(params, **required(make))
     with multi_tensor.use_backend(backend):
-        run(optimizer, params)
+        run_steps(optimizer, params)
         give_gradients(params, 3)
         assert count(device, optimizer.step) == 0
 
@@ -255,8 +255,8 @@ def test_no_step_waits_for_the_device(make, backend, device):
 def test_a_capturable_adam_keeps_its_numbers_on_the_device(device):
     params, twins = parameters(device=device), parameters(device=device)
     optimizer, twin = FusedAdam(params, lr=0.01, capturable=True), FusedAdam(twins, lr=0.01)
-    run(optimizer, params)
-    run(twin, twins)
+    run_steps(optimizer, params)
+    run_steps(twin, twins)
     group = optimizer.param_groups[0]
     assert isinstance(group["lr"], torch.Tensor) and group["lr"].device.type == device
     assert group["step"].dtype is torch.int32 and group["step"].item() == 3
@@ -266,12 +266,12 @@ def test_a_capturable_adam_keeps_its_numbers_on_the_device(device):
     assert optimizer.param_groups[0]["lr"].device.type == optimizer.param_groups[0]["step"].device.type == device
     with torch.no_grad():
         torch._foreach_copy_(params, twins)
-    run(optimizer, params)
-    run(twin, twins)
+    run_steps(optimizer, params)
+    run_steps(twin, twins)
     assert max(map(relative, params, twins)) <= 1e-6
     twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # and the other way
     twin.param_groups[0]["lr"] = 0.01
-    run(twin, twins)
+    run_steps(twin, twins)
     assert twin.param_groups[0]["step"] == 9  # three times three
 
 

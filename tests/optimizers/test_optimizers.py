@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from conftest import DEVICES
 from paths import ROOT
 from torch import nn
 from torch_optimizers import OPTIMIZERS, VARIANTS, made, of_sparse_gradients, one_step
@@ -30,8 +31,8 @@ def test_the_table_of_the_documents_names_every_optimizer():
     assert [name for name in (*OPTIMIZERS, "LBFGS") if name not in rows] == []
 
 
-def setup(name, flags, level="O2"):
-    return amp.initialize(*made(name, flags), opt_level=level, verbosity=0)
+def setup(name, flags, level="O2", device="cpu"):
+    return amp.initialize(*made(name, flags, device), opt_level=level, verbosity=0)
 
 
 def assert_skips(model, optimizer):
@@ -42,14 +43,16 @@ def assert_skips(model, optimizer):
     assert optimizer._amp_stash.step_skipped
     optimizer.zero_grad()
     assert_unchanged(before, snapshot(model, optimizer))
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 32768.0, "unskipped": 0}
     return before
 
 
 @of_sparse_gradients
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize(("name", "flags"), VARIANTS)
-def test_a_skipped_step_is_exact(name, flags, level):
-    model, optimizer = setup(name, flags, level)
+def test_a_skipped_step_is_exact(name, flags, level, device):
+    model, optimizer = setup(name, flags, level, device)
     before = assert_skips(model, optimizer)
     one_step(model, optimizer)
     assert not optimizer._amp_stash.step_skipped

@@ -136,7 +136,7 @@ def test_json_holds_the_rows_and_what_they_depend_on(timing, tmp_path):
     timing.write_json(argparse.Namespace(**{**vars(options), "json": None}), [])
 
 
-def run(script, folder, *options):
+def run_benchmark(script, folder, *options):
     """What a benchmark prints, and the rows of its JSON."""
     figures = folder / "figures.json"
     warnings = ["-W", "error", "-W", "ignore:`torch.jit.script_method` is deprecated"]  # Inductor's own import
@@ -157,7 +157,7 @@ def run(script, folder, *options):
     [("step", "bf16"), pytest.param("step", "fp16", marks=pytest.mark.release), ("compile", "bf16")],
 )
 def test_every_rival_of_the_step_trains_the_same_model(script, dtype, tmp_path):
-    output, rows = run(script, tmp_path, "--dtype", dtype, "--models", "convnet", "--batches", "1")
+    output, rows = run_benchmark(script, tmp_path, "--dtype", dtype, "--models", "convnet", "--batches", "1")
     rows = {row["rival"]: row for row in rows}
     assert set(rows) == {"fp32", "autocast", "autocast+scaler", "O1", "O2"}
     assert rows["autocast+scaler"]["ratio"] == 1.0
@@ -193,7 +193,7 @@ def test_on_a_gpu_a_sample_is_a_row_of_calls_unless_they_are_long(us, calls, mon
 
 @pytest.mark.parametrize("kind", ["one", "4,000 of 256"])
 def test_each_kernel_stands_beside_a_copy_and_torch(kind, tmp_path):
-    output, rows = run("kernels", tmp_path, "--elements", "1000", "--only", kind)
+    output, rows = run_benchmark("kernels", tmp_path, "--elements", "1000", "--only", kind)
     assert len({(row["kernel"], row["dtype"]) for row in rows}) == len(rows) == 24
     for row in rows:
         assert row["tensors"] == kind and row["launches"] is None
@@ -203,7 +203,7 @@ def test_each_kernel_stands_beside_a_copy_and_torch(kind, tmp_path):
 
 @pytest.mark.slow
 def test_the_recorded_turns_are_recorded(tmp_path):
-    output, rows = run("recording", tmp_path, "--levels", "O0", "O2", "--steps", "2", "--batch", "1")
+    output, rows = run_benchmark("recording", tmp_path, "--levels", "O0", "O2", "--steps", "2", "--batch", "1")
     assert [row["level"] for row in rows] == ["O0", "O2"]
     for row in rows:
         assert row["off"] > 0 and row["recorded"] > 0 and f"{row['ratio']:9.4f}" in output
@@ -212,7 +212,7 @@ def test_the_recorded_turns_are_recorded(tmp_path):
 @pytest.mark.slow
 def test_norms_are_weighed_timed_and_trained_beside_each_other(tmp_path):
     options = ["--models", "gpt", "convnext", "--levels", "O4", "--seeds", "2", "--steps", "2"]
-    output, rows = run("norms", tmp_path, *options)
+    output, rows = run_benchmark("norms", tmp_path, *options)
     assert [(row["model"], row["rival"]) for row in rows] == [
         (model, rival) for model in ("gpt", "convnext") for rival in ("fp32", "as input", "lowered")
     ]
@@ -226,7 +226,7 @@ def test_norms_are_weighed_timed_and_trained_beside_each_other(tmp_path):
 
 @pytest.mark.slow
 def test_the_optimizers_half_of_a_step_is_the_same_training_by_hand(tmp_path):
-    output, rows = run("optimizer", tmp_path, "--size", "tiny")
+    output, rows = run_benchmark("optimizer", tmp_path, "--size", "tiny")
     assert len(rows) == len({(row["work"], row["dtype"]) for row in rows}) == 18
     for row in rows:
         assert row["weights equal"] > 0.999, row

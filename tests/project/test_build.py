@@ -32,14 +32,14 @@ def sources(tmp_path):
     return tmp_path
 
 
-def run(folder, command, **environment):
+def run_in(folder, command, **environment):
     switches = ("AMP_PATCH_NO_EXT", "AMP_PATCH_REQUIRE_EXT", "AMP_PATCH_LOCAL_VERSION", "FORCE_CUDA")
     inherited = {name: value for name, value in os.environ.items() if name not in switches}
     return subprocess.run(command, cwd=folder, env={**inherited, **environment}, capture_output=True, text=True)
 
 
 def build(folder, *arguments, **environment):
-    return run(folder, [sys.executable, "setup.py", *(arguments or ("build_ext", "--inplace"))], **environment)
+    return run_in(folder, [sys.executable, "setup.py", *(arguments or ("build_ext", "--inplace"))], **environment)
 
 
 def extensions(folder):
@@ -81,7 +81,7 @@ def test_without_torch_there_is_no_extension_and_the_way_to_one_is_named(sources
         "import runpy, subprocess, sys\nsubprocess.run = lambda *_, **__: subprocess.CompletedProcess([], 0, '', '')\n"
         "sys.argv = ['setup.py', 'build_ext', '--inplace']\nrunpy.run_path('setup.py', run_name='__main__')\n"
     )
-    result = run(sources, [sys.executable, "alone.py"], AMP_PATCH_REQUIRE_EXT=str(int(required)))
+    result = run_in(sources, [sys.executable, "alone.py"], AMP_PATCH_REQUIRE_EXT=str(int(required)))
     why = "No module named 'torch' where it was built: install torch first, then amp_patch with `pip install"
     if required:
         assert result.returncode != 0
@@ -98,7 +98,7 @@ def index(tmp_path_factory):
     folder = tmp_path_factory.mktemp("index")
     wanted = re.findall(r"^requires = \[(.*)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[0]
     names = [*re.findall(r'"(.*?)"', wanted), "wheel"]
-    got = run(folder, [sys.executable, "-m", "pip", "download", "-q", "-d", ".", *names])
+    got = run_in(folder, [sys.executable, "-m", "pip", "download", "-q", "-d", ".", *names])
     if got.returncode:
         pytest.skip(f"pip cannot get {names}: {got.stderr.splitlines()[-1]}")
     return folder
@@ -110,10 +110,10 @@ def test_an_isolated_build_is_for_the_torch_beside_pip_and_fetches_none(sources,
     """`pip wheel .` and `pip install .`, without --no-build-isolation."""
     python = sys.executable
     if not torch_is_there:
-        run(sources, [python, "-m", "venv", "bare"])
+        run_in(sources, [python, "-m", "venv", "bare"])
         python = str(sources / "bare" / "bin" / "python")
     options = ["--no-deps", "--no-index", "--find-links", str(index), "-w", "wheels"]
-    result = run(sources, [python, "-m", "pip", "wheel", *options, "."], PIP_FIND_LINKS="", PIP_EXTRA_INDEX_URL="")
+    result = run_in(sources, [python, "-m", "pip", "wheel", *options, "."], PIP_FIND_LINKS="", PIP_EXTRA_INDEX_URL="")
     assert result.returncode == 0, result.stdout + result.stderr
     (wheel,) = (sources / "wheels").iterdir()
     with zipfile.ZipFile(wheel) as archive:
@@ -132,7 +132,7 @@ def test_an_isolated_build_is_for_the_torch_beside_pip_and_fetches_none(sources,
 @pytest.mark.parametrize(("local", "name"), [("", "1.2.3"), ("torch2.13", "1.2.3+torch2.13"), ("2.13/cpu", None)])
 def test_a_wheel_says_in_its_name_what_it_is_kept_for(sources, local, name):
     command = [sys.executable, "setup.py", "--version"]
-    result = run(sources, command, AMP_PATCH_NO_EXT="1", AMP_PATCH_LOCAL_VERSION=local)
+    result = run_in(sources, command, AMP_PATCH_NO_EXT="1", AMP_PATCH_LOCAL_VERSION=local)
     if name is None:
         assert result.returncode != 0 and f"AMP_PATCH_LOCAL_VERSION={local!r}: wanted " in result.stderr
     else:
@@ -306,7 +306,7 @@ def test_a_wheel_holds_the_extension_or_the_reason(sources, content):
         str(target),
         ".",
     ]
-    result = run(sources, command, AMP_PATCH_NO_EXT=str(int(content == "none")))
+    result = run_in(sources, command, AMP_PATCH_NO_EXT=str(int(content == "none")))
     assert result.returncode == 0, result.stderr
     assert len(extensions(target)) == (content == "good")
     assert bool(noted(target, "TORCH")) == (content == "good")

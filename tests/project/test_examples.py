@@ -34,7 +34,7 @@ if sys.version_info[:3] == (3, 13, 0):  # Dynamo says so
     WARNINGS += ("-W", "ignore:Guards may run slower on Python 3.13.0")
 
 
-def run(
+def run_example(
     example: str,
     *arguments: str,
     cwd: Path,
@@ -73,7 +73,7 @@ SLOW = {level: pytest.param(level, marks=pytest.mark.slow) for level in ("O0", "
 
 @pytest.mark.parametrize("level", [SLOW["O0"], "O1", "O2", SLOW["O5"]])
 def test_minimal_learns(level, tmp_path):
-    printed = run("minimal", "--opt-level", level, "--epochs", "4", cwd=tmp_path)
+    printed = run_example("minimal", "--opt-level", level, "--epochs", "4", cwd=tmp_path)
     assert number(rf"{level}: held-out accuracy ([\d.]+)%", printed) > 92
 
 
@@ -82,7 +82,7 @@ def test_minimal_learns(level, tmp_path):
 def test_ddp_trains_what_one_process_trains_and_resumes_to_the_same_bits(level, tmp_path):
     def train(ranks: int, epochs: int, name: str) -> dict:
         arguments = ("--opt-level", level, "--epochs", str(epochs), "--checkpoint", str(tmp_path / name))
-        printed = run("ddp", *arguments, cwd=tmp_path, ranks=ranks)
+        printed = run_example("ddp", *arguments, cwd=tmp_path, ranks=ranks)
         assert len(re.findall(r"^epoch", printed, re.MULTILINE)) == (1 if name == "stopped" else epochs)
         assert number(rf"{level}: {ranks} ranks, held-out accuracy ([\d.]+)%", printed) > 75
         return torch.load(tmp_path / name)
@@ -103,7 +103,7 @@ def test_ddp_trains_what_one_process_trains_and_resumes_to_the_same_bits(level, 
 
 @pytest.mark.parametrize("level", [SLOW["O1"], "O2"])
 def test_gan_draws_what_is_closer_to_digits_than_noise(level, tmp_path):
-    printed = run("gan", "--opt-level", level, "--steps", "600", cwd=tmp_path)
+    printed = run_example("gan", "--opt-level", level, "--steps", "600", cwd=tmp_path)
     drawn, held_out, noise = (
         number(pattern, printed) for pattern in (r"drawn ([\d.]+)", r"held-out digits ([\d.]+)", r"noise ([\d.]+)")
     )
@@ -114,7 +114,7 @@ def test_gan_draws_what_is_closer_to_digits_than_noise(level, tmp_path):
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_graph_trains_as_the_loop_beside_it(backend, tmp_path):
     options = (*WARNINGS, "-W", "ignore::DeprecationWarning")  # Inductor's imports bring one
-    printed = run("graph", "--backend", backend, "--epochs", "4", cwd=tmp_path, options=options)
+    printed = run_example("graph", "--backend", backend, "--epochs", "4", cwd=tmp_path, options=options)
     both = re.findall(r"graph ([\d.]+)  eager ([\d.]+)", printed)
     assert len(both) == 4
     for graph, eager in both:
@@ -123,11 +123,11 @@ def test_a_graph_trains_as_the_loop_beside_it(backend, tmp_path):
 
 
 @pytest.fixture
-def train(monkeypatch, capsys):
+def train_task(monkeypatch, capsys):
     """train(task, level, *options): what examples/train.py logs, run in this process, with `steps` of its training."""
     monkeypatch.syspath_prepend(EXAMPLES)
 
-    def train(task: str, level: str, *options: str) -> dict[str, float]:
+    def train_task(task: str, level: str, *options: str) -> dict[str, float]:
         monkeypatch.setattr(sys, "argv", ["train.py", "--task", task, "--opt-level", level, *options])
         with amp.record(None) as recorded:
             runpy.run_path(str(EXAMPLES / "train.py"), run_name="__main__")
@@ -138,7 +138,7 @@ def train(monkeypatch, capsys):
         assert printed.startswith(f"{task}, {recorded.steps} steps, ")
         return {**figures, "level": recorded.level, "steps": recorded.steps, "dtype": recorded.dtype}
 
-    yield train
+    yield train_task
     for name in MODULES:
         sys.modules.pop(name, None)
 
@@ -147,10 +147,10 @@ def train(monkeypatch, capsys):
     ("task", "level", "steps", "better_than"),
     [("digits", "O2", 60, 0.5), ("gpt", "O1", 100, 3.2), ("lstm", "O3", 100, 3.2)],
 )
-def test_train_learns(train, task, level, steps, better_than):
+def test_train_learns(train_task, task, level, steps, better_than):
     """In the text the frequencies of the letters alone give 3.3 nats."""
-    start = train(task, level, "--steps", "1")
-    end = train(task, level, "--steps", str(steps))
+    start = train_task(task, level, "--steps", "1")
+    end = train_task(task, level, "--steps", str(steps))
     assert (end["level"], end["dtype"], end["steps"]) == (level, "float16", steps)
     assert end["held_out_loss"] < better_than < start["held_out_loss"]
     if task == "digits":
@@ -159,10 +159,10 @@ def test_train_learns(train, task, level, steps, better_than):
         assert end["bits"] == pytest.approx(end["held_out_loss"] / math.log(2))
 
 
-def test_train_takes_a_type_and_a_seed(train):
-    bf16 = train("lstm", "O2", "--dtype", "bfloat16", "--steps", "3")
+def test_train_takes_a_type_and_a_seed(train_task):
+    bf16 = train_task("lstm", "O2", "--dtype", "bfloat16", "--steps", "3")
     assert (bf16["level"], bf16["dtype"]) == ("O2", "bfloat16")
-    losses = [train("lstm", "O0", "--steps", "3", "--seed", seed)["held_out_loss"] for seed in ("0", "0", "1")]
+    losses = [train_task("lstm", "O0", "--steps", "3", "--seed", seed)["held_out_loss"] for seed in ("0", "0", "1")]
     assert losses[0] == losses[1] != losses[2]
 
 
@@ -210,9 +210,9 @@ def test_the_demo_ends_with_the_table_and_the_report(tmp_path):
 def test_fsdp_resumes_on_another_number_of_processes(tmp_path):
     level = "O2"
     flags = ("--opt-level", level, "--checkpoints", "saved", "--steps")
-    begun = run("fsdp", *flags, "50", cwd=tmp_path, ranks=2, silent=False)
-    resumed = run("fsdp", *flags, "100", cwd=tmp_path, ranks=1, silent=False)
-    straight = run("fsdp", "--opt-level", level, "--steps", "100", cwd=tmp_path, ranks=2, silent=False)
+    begun = run_example("fsdp", *flags, "50", cwd=tmp_path, ranks=2, silent=False)
+    resumed = run_example("fsdp", *flags, "100", cwd=tmp_path, ranks=1, silent=False)
+    straight = run_example("fsdp", "--opt-level", level, "--steps", "100", cwd=tmp_path, ranks=2, silent=False)
     loss = [rf"step +{step}  loss ([\d.]+)" for step in (50, 100)]
     assert number(loss[0], begun) == number(loss[0], straight), "the same bits"
     # One process rounds the gradients of a whole batch to FP16 at once, two those of its halves.
@@ -224,9 +224,9 @@ def test_fsdp_resumes_on_another_number_of_processes(tmp_path):
 @pytest.mark.slow
 @pytest.mark.release
 @pytest.mark.parametrize("task", ["digits", "gpt", "lstm"])
-def test_every_level_learns_what_fp32_learns(train, task):
+def test_every_level_learns_what_fp32_learns(train_task, task):
     """At full length. `make accuracy` asks more exactly, of five seeds and all levels."""
-    losses = {level: train(task, level)["held_out_loss"] for level in ("O0", "O1", "O2", "O5")}
+    losses = {level: train_task(task, level)["held_out_loss"] for level in ("O0", "O1", "O2", "O5")}
     assert losses["O0"] < {"digits": 0.06, "gpt": 2.35, "lstm": 2.0}[task]
     for level in ("O1", "O2", "O5"):
         assert losses[level] == pytest.approx(losses["O0"], rel=0.02, abs=0.005), level

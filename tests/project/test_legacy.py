@@ -160,7 +160,7 @@ class Runs:
         key = (program.name, *arguments)
         if key not in self.baselines:
             command = [*arguments, "--curve", str(self.folder / "curve")]
-            self.baselines[key] = self._run("plain_apex.run", [program.path, command, program.for_cuda])
+            self.baselines[key] = self._run("plain_apex.run_script", [program.path, command, program.for_cuda])
         return self.baselines[key]
 
     def command(self, program: Program, *arguments: str) -> list[str]:

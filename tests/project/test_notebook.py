@@ -13,7 +13,7 @@ NOTEBOOK = json.loads((EXAMPLES / "which_level.ipynb").read_text())
 CELLS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 
 
-def run(cell: str, names: dict[str, Any]) -> Any:
+def run_cell(cell: str, names: dict[str, Any]) -> Any:
     """Execute a cell as a notebook does: where its last statement is an expression, the value is what is shown."""
     *before, last = (body := ast.parse(cell)).body
     shown = isinstance(last, ast.Expr) and not (isinstance(last.value, ast.Call) and "print(" in ast.unparse(last))
@@ -34,7 +34,7 @@ def test_it_is_kept_as_it_comes_from_an_editor_without_outputs():
 def test_its_cells_run_and_show_what_they_end_with(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    shown = [value for cell in CELLS if (value := run(cell, names)) is not None]
+    shown = [value for cell in CELLS if (value := run_cell(cell, names)) is not None]
     assert [type(value).__name__ for value in shown] == ["Compared", "Inspection", "Explanation"]
     for value in shown:
         page = value._repr_html_() if hasattr(value, "_repr_html_") else None

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from training import LEVELS, convnet, images
 
 from amp_patch import amp
+from amp_patch.casts.cpu_half import has_arithmetic
 
 pytest.importorskip("sklearn", reason="the recipes' digits come with scikit-learn")
 
@@ -95,7 +96,7 @@ CASES = pytest.mark.parametrize(
 @CASES
 def test_the_same_code_with_our_amp_gives_the_bits_of_torchs_in_bf16(name, choice, device):
     losses = load(name).native(amp, run_of(device, torch.bfloat16), **choice)
-    if name == "threads" or device != "cpu":
+    if name == "threads" or device != "cpu" or not has_arithmetic(torch.bfloat16):  # emulated: sums of another order
         assert_trains_like_torchs(name, losses, device, torch.bfloat16, **choice)
     else:
         assert losses == torchs(name, device, torch.bfloat16, **choice)
@@ -116,7 +117,7 @@ def test_every_opt_level_trains_like_torchs_autocast(name, choice, level, device
     dtype = torch.bfloat16 if level in ("O4", "O5") else torch.float16
     losses = load(name).opt_level(level, run_of(device), **choice)
     assert_trains_like_torchs(name, losses, device, dtype, **choice)
-    if level == "O4" and name != "threads" and device == "cpu":
+    if level == "O4" and name != "threads" and device == "cpu" and has_arithmetic(torch.bfloat16):
         # The casts of torch's BF16 autocast; its scale of 2**16 and ours of 1 change no bit.
         assert losses == torchs(name, device, dtype, **choice)
 

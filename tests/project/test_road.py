@@ -15,13 +15,13 @@ from amp_patch import multi_tensor
 
 # (calls, files). Lower them whenever the road gets shorter; to raise one is to make every user's step longer.
 CEILINGS = {
-    "O1": (160, 28),
-    "O2": (202, 32),
-    "O4": (136, 25),
-    "O5": (179, 30),
-    "O5, split": (191, 30),
-    "GAN, O1": (733, 29),
-    "GAN, O2": (740, 36),
+    "O1": (157, 25),
+    "O2": (198, 28),
+    "O4": (135, 22),
+    "O5": (177, 26),
+    "O5, split": (189, 27),
+    "GAN, O1": (727, 26),
+    "GAN, O2": (732, 33),
 }
 
 

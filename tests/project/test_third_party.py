@@ -58,7 +58,7 @@ MUONS = ("adago", "adamuon", "muon", "muonclip", "normuon")  # these want to be 
 STEPS = 8
 
 
-class Net(nn.Module):
+class LinearInEach(nn.Module):
     """Parameters of one, two and three dimensions; the output is linear in each."""
 
     def __init__(self) -> None:
@@ -69,9 +69,9 @@ class Net(nn.Module):
         return torch.cat([self.wide(x), self.square(x), self.conv(x.view(-1, 2, 2)).flatten(1)], 1)
 
 
-def network(seed: int = 0) -> Net:
+def network(seed: int = 0) -> LinearInEach:
     torch.manual_seed(seed)
-    return Net()
+    return LinearInEach()
 
 
 def loss_of(model: nn.Module, number: int) -> Tensor:
@@ -135,7 +135,7 @@ OPTIMIZERS |= {
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
-def start(name: str, level: str | None, seed: int = 0) -> tuple[nn.Module, Any]:
+def start_of(name: str, level: str | None, seed: int = 0) -> tuple[nn.Module, Any]:
     """A model and its optimizer, ready to train; `level` None is the script without amp_patch."""
     model = network(seed)
     optimizer = OPTIMIZERS[name](model)
@@ -168,7 +168,7 @@ def test_no_optimizer_of_pytorch_optimizer_is_left_out():
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 @every_optimizer
 def test_it_does_to_the_masters_what_it_does_to_the_weights_of_the_fp32_script(name, level):
-    (model, optimizer), (plain, plain_optimizer) = start(name, level), start(name, None)
+    (model, optimizer), (plain, plain_optimizer) = start_of(name, level), start_of(name, None)
     for number in range(STEPS):
         step(model, optimizer, number)
         step(plain, plain_optimizer, number, plain=True)
@@ -196,14 +196,14 @@ def amp_stash(optimizer: Any) -> Any:
 def resumed(name: str, level: str | None) -> list[Tensor]:
     """The optimizer's parameters after a run that was cut in the middle: saved, and loaded into new objects."""
     plain = level is None
-    model, optimizer = start(name, level)
+    model, optimizer = start_of(name, level)
     for number in range(STEPS // 2):
         step(model, optimizer, number, plain=plain)
     file = io.BytesIO()
     torch.save((model.state_dict(), optimizer.state_dict(), None if plain else amp.state_dict()), file)
     file.seek(0)
     saved = torch.load(file, weights_only=False)
-    model, optimizer = start(name, level, seed=1)
+    model, optimizer = start_of(name, level, seed=1)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     if not plain:
@@ -231,7 +231,7 @@ COPIES += ["prodigyopt", "transformers Adafactor", "transformers Adafactor momen
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_trains_on_alike(name, duplicate):
     def copied(level: str | None) -> tuple[list[Tensor], list[Tensor]]:
-        model, optimizer = start(name, level)
+        model, optimizer = start_of(name, level)
         for number in range(2):
             step(model, optimizer, number, plain=level is None)
         twin, twins_optimizer = duplicate((model, optimizer))
@@ -247,7 +247,7 @@ def test_a_copy_trains_on_alike(name, duplicate):
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_torch_ema_averages_the_masters_and_lends_the_average_to_the_model(level):
     def run(level: str | None) -> tuple[nn.Module, Any, Any]:
-        model, optimizer = start("lion_pytorch", level)
+        model, optimizer = start_of("lion_pytorch", level)
         average = torch_ema.ExponentialMovingAverage(list(amp.master_params(optimizer)), decay=0.9)
         for number in range(STEPS):
             step(model, optimizer, number, plain=level is None)
@@ -268,7 +268,7 @@ def test_torch_ema_averages_the_masters_and_lends_the_average_to_the_model(level
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 def test_ema_pytorch_averages_a_model_whose_weights_are_fp32(level):
     def run(level: str | None) -> list[Tensor]:
-        model, optimizer = start("lion_pytorch", level)
+        model, optimizer = start_of("lion_pytorch", level)
         average = ema_pytorch.EMA(model, beta=0.9, update_after_step=0, update_every=1, include_online_model=False)
         for number in range(STEPS):
             step(model, optimizer, number, plain=level is None)

@@ -11,12 +11,12 @@ import captured_steps
 import pytest
 import torch
 import training
-from captured_steps import LEVELS, MAKERS, SCALED, iteration, start
+from captured_steps import LEVELS, MAKERS, SCALED, iteration, start_capturable
 from syncs import CopiesToOrFrom, count
 
 from amp_patch import amp, multi_tensor, optimizers
 from amp_patch.masters.split_master import SplitMaster, low_half
-from amp_patch.support import capture
+from amp_patch.support import device_sync
 from amp_patch.training import overflow, stash
 
 
@@ -34,8 +34,8 @@ def capturing(monkeypatch):
             assert not state["on"], "an event is asked in a capture"
             return super().here()
 
-    monkeypatch.setattr(capture, "is_capturing", lambda: state["on"])
-    monkeypatch.setattr(overflow, "waits", lambda device: True)
+    monkeypatch.setattr(device_sync, "is_capturing", lambda: state["on"])
+    monkeypatch.setattr(device_sync, "waits", lambda device: True)
     monkeypatch.setattr(stash, "DeviceNumbers", NoNumbers)
     return state
 
@@ -55,7 +55,7 @@ def persistent(model, optimizer):
 def test_a_captured_step_asks_nothing_and_does_what_another_does(maker, level, skipped_before, capturing):
     results = []
     for captured in (False, True):
-        model, optimizer = start(maker, level)
+        model, optimizer = start_capturable(maker, level)
         capturing["on"] = False
         for index in range(3):
             bad = skipped_before and index == 2
@@ -78,7 +78,7 @@ def test_a_captured_step_asks_nothing_and_does_what_another_does(maker, level, s
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_what_cannot_skip_by_itself_is_refused_by_name(level, capturing):
-    model, optimizer = start(lambda params: torch.optim.SGD(params, lr=0.1), level)
+    model, optimizer = start_capturable(lambda params: torch.optim.SGD(params, lr=0.1), level)
     iteration(model, optimizer, *training.images(0))
     capturing["on"] = True
     with pytest.raises(RuntimeError, match=r"^SGD\.step: a CUDA graph is being captured.*fused=True, capturable=True"):
@@ -91,7 +91,7 @@ def test_what_cannot_skip_by_itself_is_refused_by_name(level, capturing):
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedLAMB", "FusedNovoGrad"])
 @pytest.mark.parametrize("level", ["O0", "O5", None])
 def test_steps_that_the_host_counts_are_refused_by_name(name, level, capturing):
-    model, optimizer = start(lambda params: getattr(optimizers, name)(params, lr=0.1), level or "O5")
+    model, optimizer = start_capturable(lambda params: getattr(optimizers, name)(params, lr=0.1), level or "O5")
     if level is None:  # without amp
         model = torch.nn.Linear(4, 4)
         optimizer = getattr(optimizers, name)(model.parameters(), lr=0.1)
@@ -129,7 +129,7 @@ FIRST = MAKERS | {
 @pytest.mark.parametrize("maker", FIRST.values(), ids=FIRST)
 def test_a_first_step_is_refused(maker, level, capturing):
     """Each replay would begin its state anew: SGD's momentum with the gradient of its own batch."""
-    model, optimizer = start(maker, level)
+    model, optimizer = start_capturable(maker, level)
     before = training.weights(model)
     capturing["on"] = True
     first = r"\.step: .* the first step of body\.0\.weight, .* let it take a step that is not skipped"
@@ -138,7 +138,7 @@ def test_a_first_step_is_refused(maker, level, capturing):
     assert training.same(before, training.weights(model)) and not optimizer.state
     capturing["on"] = False
     optimizer.zero_grad()
-    twin, its = start(maker, level)
+    twin, its = start_capturable(maker, level)
     for _ in range(2):  # the second with the state of the first
         iteration(model, optimizer, *training.images(1))
         iteration(twin, its, *training.images(1))
@@ -146,7 +146,7 @@ def test_a_first_step_is_refused(maker, level, capturing):
 
 
 def test_a_first_step_that_was_skipped_is_none(capturing):
-    model, optimizer = start(MAKERS["FusedSGD"], "O2")
+    model, optimizer = start_capturable(MAKERS["FusedSGD"], "O2")
     iteration(model, optimizer, *training.images(0), float("inf"))
     capturing["on"] = True
     with pytest.raises(RuntimeError, match="the first step of"):
@@ -154,7 +154,7 @@ def test_a_first_step_that_was_skipped_is_none(capturing):
 
 
 def test_the_first_step_of_a_parameter_that_joins_is_refused(capturing):
-    model, optimizer = start(FIRST["torch's SGD"], "O5")
+    model, optimizer = start_capturable(FIRST["torch's SGD"], "O5")
     late = training.linear([[1.0, 2.0]])
     iteration(model, optimizer, *training.images(0))
     optimizer.add_param_group({"params": list(late.parameters())})
@@ -166,8 +166,8 @@ def test_the_first_step_of_a_parameter_that_joins_is_refused(capturing):
 
 
 def test_what_keeps_no_state_has_no_first_step(capturing):
-    model, optimizer = start(lambda params: torch.optim.SGD(params, lr=0.1), "O5")
-    twin, its = start(lambda params: torch.optim.SGD(params, lr=0.1), "O5")
+    model, optimizer = start_capturable(lambda params: torch.optim.SGD(params, lr=0.1), "O5")
+    twin, its = start_capturable(lambda params: torch.optim.SGD(params, lr=0.1), "O5")
     iteration(twin, its, *training.images(0))
     capturing["on"] = True
     iteration(model, optimizer, *training.images(0))
@@ -186,7 +186,7 @@ class Sign(torch.optim.Optimizer):
 
 
 def test_whoever_has_made_no_state_in_a_step_keeps_none(capturing):
-    model, optimizer = start(Sign, "O5")
+    model, optimizer = start_capturable(Sign, "O5")
     iteration(model, optimizer, *training.images(0))
     capturing["on"] = True
     iteration(model, optimizer, *training.images(1))
@@ -195,7 +195,9 @@ def test_whoever_has_made_no_state_in_a_step_keeps_none(capturing):
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_learning_rate_of_the_host_that_a_scheduler_moves_is_named(level, capturing):
     def captured(lr):
-        model, optimizer = start(lambda params: torch.optim.AdamW(params, lr=lr, fused=True, capturable=True), level)
+        model, optimizer = start_capturable(
+            lambda params: torch.optim.AdamW(params, lr=lr, fused=True, capturable=True), level
+        )
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         iteration(model, optimizer, *training.images(0))
         scheduler.step()
@@ -213,7 +215,7 @@ def test_a_learning_rate_of_the_host_that_a_scheduler_moves_is_named(level, capt
 
 
 def test_verdicts_from_before_the_capture_are_heard_after_it(capturing, caplog):
-    model, optimizer = start(MAKERS["FusedSGD"], "O2")
+    model, optimizer = start_capturable(MAKERS["FusedSGD"], "O2")
     optimizer._amp_stash.scalers[0].verbosity = 1
     iteration(model, optimizer, *training.images(0))
     with caplog.at_level(logging.WARNING, "amp_patch"):
@@ -232,7 +234,7 @@ def test_nothing_is_copied_between_host_and_device(name, level, capturing, monke
     """A copy from ordinary memory of the host waits for the device, and no graph can hold it; "meta" acts that."""
     for kernel in ("_fused_sgd_", "_fused_adam_", "_fused_adamw_"):  # torch has none of these for meta tensors
         monkeypatch.setattr(torch, kernel, lambda *lists, **options: None)
-    model, optimizer = start(MAKERS[name], level, "meta")
+    model, optimizer = start_capturable(MAKERS[name], level, "meta")
     batch = [tensor.to("meta") for tensor in training.images(0)]
     with monkeypatch.context() as patch:  # a meta tensor has no flag to be read
         patch.setattr(overflow, "read_found", lambda stash: [])
@@ -248,7 +250,7 @@ def test_nothing_is_copied_between_host_and_device(name, level, capturing, monke
 
 
 def start_split(maker="FusedSGD"):
-    model, optimizer = start(MAKERS[maker], "O5, split")
+    model, optimizer = start_capturable(MAKERS[maker], "O5, split")
     iteration(model, optimizer, *training.images(0))
     return model, optimizer
 
@@ -331,7 +333,9 @@ def test_masters_that_wait_to_be_split_are_not_captured(maker, capturing):
 
 def test_a_step_that_leaves_no_trace_is_not_joined_over():
     def train(level, reads):
-        model, optimizer = start(MAKERS["torch's fused AdamW"], level)  # capturable: torch's own fused kernel
+        model, optimizer = start_capturable(
+            MAKERS["torch's fused AdamW"], level
+        )  # capturable: torch's own fused kernel
         if reads:
             optimizer.register_step_post_hook(lambda o, *_: [master.sum() for master in amp.master_params(o)])
         for index in range(3):

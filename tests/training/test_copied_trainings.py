@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import three_ways
 import torch
-from torch import Tensor, nn
-from training import backward, through_pickle
+from torch import nn
+from training import backward, masters_of, through_pickle
 
 from amp_patch import amp
 from amp_patch.multi_tensor import backend
@@ -30,7 +30,7 @@ def sgd(*params: Any) -> torch.optim.SGD:
     return torch.optim.SGD([p for some in params for p in some], lr=0.5)
 
 
-def start(model: nn.Module, optimizers: Any, **options: Any) -> tuple[Any, Any]:
+def start_all(model: nn.Module, optimizers: Any, **options: Any) -> tuple[Any, Any]:
     return amp.initialize(model, optimizers, verbosity=0, **options)
 
 
@@ -50,7 +50,9 @@ def ones(*layers: nn.Module) -> nn.Sequential:
 @pytest.mark.parametrize("level", ["O0", "O1"])
 def test_a_copied_training_unscales_the_gradients_of_its_other_optimizers(copied: Any, level: str) -> None:
     model = ones(nn.Linear(2, 2), nn.Linear(2, 1))
-    model, optimizers = start(model, [sgd(layer.parameters()) for layer in model], opt_level=level, loss_scale=1024.0)
+    model, optimizers = start_all(
+        model, [sgd(layer.parameters()) for layer in model], opt_level=level, loss_scale=1024.0
+    )
     model, (first, second) = copied((model, optimizers))
     backward(model(torch.ones(3, 2)).sum(), first)
     assert model[1].bias.grad.tolist() == [3.0]
@@ -61,7 +63,9 @@ def test_a_copied_training_unscales_the_gradients_of_its_other_optimizers(copied
 @both_ways
 def test_an_overflow_skips_the_step_of_a_copy_s_other_optimizer(copied: Any) -> None:
     model = ones(nn.Linear(2, 2), nn.Linear(2, 1))
-    model, optimizers = start(model, [sgd(layer.parameters()) for layer in model], opt_level="O1", loss_scale=1024.0)
+    model, optimizers = start_all(
+        model, [sgd(layer.parameters()) for layer in model], opt_level="O1", loss_scale=1024.0
+    )
     model, (first, second) = copied((model, optimizers))
     backward(model(torch.ones(3, 2)).sum() * torch.inf, first)
     second.step()
@@ -71,7 +75,7 @@ def test_an_overflow_skips_the_step_of_a_copy_s_other_optimizer(copied: Any) -> 
 @both_ways
 def test_a_copied_training_unscales_the_gradients_of_parameters_in_no_optimizer(copied: Any) -> None:
     model = ones(nn.Linear(2, 2), nn.Linear(2, 1))
-    model, optimizer = start(model, sgd(model[0].parameters()), opt_level="O1", loss_scale=1024.0)
+    model, optimizer = start_all(model, sgd(model[0].parameters()), opt_level="O1", loss_scale=1024.0)
     model, optimizer = copied((model, optimizer))
     backward(model(torch.ones(3, 2)).sum(), optimizer)
     assert model[1].bias.grad.tolist() == [3.0]
@@ -79,7 +83,7 @@ def test_a_copied_training_unscales_the_gradients_of_parameters_in_no_optimizer(
 
 def test_an_optimizer_that_is_copied_by_itself_has_no_other() -> None:
     model = ones(nn.Linear(2, 2), nn.Linear(2, 1))
-    model, optimizers = start(model, [sgd(layer.parameters()) for layer in model], opt_level="O1")
+    model, optimizers = start_all(model, [sgd(layer.parameters()) for layer in model], opt_level="O1")
     alone = copy.deepcopy(optimizers[0])
     assert [ref() for ref in alone._amp_stash.neighbours.siblings] == [alone]
     assert [ref() for ref in optimizers[0]._amp_stash.neighbours.siblings] == optimizers
@@ -88,7 +92,7 @@ def test_an_optimizer_that_is_copied_by_itself_has_no_other() -> None:
 def test_a_copy_of_two_optimizers_with_one_parameter_knows_that_they_share_it() -> None:
     model = ones(nn.Linear(1, 1, bias=False))
     both = [sgd(model.parameters()), sgd(model.parameters())]
-    model, both = copy.deepcopy(start(model, both, opt_level="O2", loss_scale=4.0))
+    model, both = copy.deepcopy(start_all(model, both, opt_level="O2", loss_scale=4.0))
     backward(model(torch.ones(1, 1)).sum(), both)
     both[0].step()
     both[1].step()
@@ -99,28 +103,24 @@ def test_a_copy_of_two_optimizers_with_one_parameter_knows_that_they_share_it() 
 # Edits that weights and masters have not told each other yet
 
 
-def masters(optimizer: Any) -> list[Tensor]:
-    return [master.detach().clone() for master in amp.master_params(optimizer)]
-
-
 @both_ways
 @every_master
 def test_what_was_written_into_masters_is_in_a_copy(copied: Any, options: dict[str, Any]) -> None:
     model = ones(nn.Linear(1, 1, bias=False))
-    pair = start(model, sgd(model.parameters()), **options)
+    pair = start_all(model, sgd(model.parameters()), **options)
     for master in amp.master_params(pair[1]):
         master.data.fill_(1.001)  # 1 in both half types
     for model, optimizer in (copied(pair), pair):
         assert model(torch.ones(1, 1)).item() == model[0].weight.item()
         optimizer.step()
-        torch.testing.assert_close(masters(optimizer), [torch.tensor([[1.001]])], rtol=0, atol=0)
+        torch.testing.assert_close(masters_of(optimizer), [torch.tensor([[1.001]])], rtol=0, atol=0)
 
 
 @both_ways
 @every_master
 def test_a_large_edit_of_masters_reaches_the_weights_of_a_copy(copied: Any, options: dict[str, Any]) -> None:
     model = ones(nn.Linear(1, 1, bias=False))
-    pair = start(model, sgd(model.parameters()), **options)
+    pair = start_all(model, sgd(model.parameters()), **options)
     for master in amp.master_params(pair[1]):
         master.data.fill_(3.0)
     model = copied(pair)[0]
@@ -133,25 +133,25 @@ def test_a_large_edit_of_masters_reaches_the_weights_of_a_copy(copied: Any, opti
 def test_what_was_written_into_weights_is_in_a_copy(copied: Any, options: dict[str, Any]) -> None:
     """Also where somebody has looked at the masters before."""
     model = ones(nn.Linear(1, 1, bias=False))
-    pair = start(model, sgd(model.parameters()), **options)
-    assert masters(pair[1])[0].item() == 1.0
+    pair = start_all(model, sgd(model.parameters()), **options)
+    assert masters_of(pair[1])[0].item() == 1.0
     with torch.no_grad():
         model[0].weight.fill_(3.0)
     model, optimizer = copied(pair)
     assert model[0].weight.item() == 3.0
     optimizer.step()
-    assert model[0].weight.item() == masters(optimizer)[0].item() == 3.0
+    assert model[0].weight.item() == masters_of(optimizer)[0].item() == 3.0
 
 
 @every_master
 def test_a_new_group_leaves_what_was_written_into_masters(options: dict[str, Any]) -> None:
     model = ones(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
-    model, optimizer = start(model, sgd(model[0].parameters()), **options)
+    model, optimizer = start_all(model, sgd(model[0].parameters()), **options)
     for master in amp.master_params(optimizer):
         master.data.fill_(3.0)
     optimizer.add_param_group({"params": list(model[1].parameters())})
     assert model(torch.ones(1, 1)).item() == 3.0
-    assert [master.item() for master in masters(optimizer)] == [3.0, 1.0]
+    assert [master.item() for master in masters_of(optimizer)] == [3.0, 1.0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,37 +165,37 @@ def test_an_optimizer_that_is_initialized_again_steps_in_one_pass(
 ) -> None:
     calls = three_ways.spied_kernels(monkeypatch)
     model = ones(nn.Linear(1, 1, bias=False))
-    model, optimizer = start(model, sgd(model.parameters()), **options)
+    model, optimizer = start_all(model, sgd(model.parameters()), **options)
     for _ in range(3):
-        start(model, optimizer, loss_scale=4.0, **options)
+        start_all(model, optimizer, loss_scale=4.0, **options)
         backward(model(torch.ones(1, 1)).sum(), optimizer)
         optimizer.step()
-    assert calls == [1, 1, 1] and masters(optimizer)[0].item() == -0.5
+    assert calls == [1, 1, 1] and masters_of(optimizer)[0].item() == -0.5
 
 
 def test_a_gradient_that_waits_is_still_there_when_the_optimizer_is_initialized_again() -> None:
     model = ones(nn.Linear(1, 1, bias=False))
-    model, optimizer = start(model, sgd(model.parameters()), opt_level="O2", loss_scale=4.0)
+    model, optimizer = start_all(model, sgd(model.parameters()), opt_level="O2", loss_scale=4.0)
     backward(model(torch.ones(1, 1)).sum(), optimizer)
-    start(model, optimizer, opt_level="O2", loss_scale=4.0)
+    start_all(model, optimizer, opt_level="O2", loss_scale=4.0)
     optimizer.step()
-    assert masters(optimizer)[0].item() == 0.5
+    assert masters_of(optimizer)[0].item() == 0.5
 
 
 def test_a_level_without_masters_keeps_none_of_an_earlier_one() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0001)
-    model, optimizer = start(model, sgd(model.parameters()), opt_level="O2")
+    model, optimizer = start_all(model, sgd(model.parameters()), opt_level="O2")
     master = weakref.ref(next(amp.master_params(optimizer)))
-    start(model, optimizer, opt_level="O3")
+    start_all(model, optimizer, opt_level="O3")
     gc.collect()
     assert master() is None and model.state_dict()["weight"].item() == model.weight.item() == 1.0
 
 
 def test_an_edit_of_masters_is_kept_where_the_next_level_has_none() -> None:
     model = ones(nn.Linear(1, 1, bias=False))
-    model, optimizer = start(model, sgd(model.parameters()), opt_level="O2")
+    model, optimizer = start_all(model, sgd(model.parameters()), opt_level="O2")
     for master in amp.master_params(optimizer):
         master.data.fill_(3.0)
-    start(model, optimizer, opt_level="O3")
+    start_all(model, optimizer, opt_level="O3")
     assert model[0].weight.item() == 3.0

@@ -33,7 +33,7 @@ def entry_of(function: Callable[..., Any], run: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("keeps_the_traceback", [False, True])
 def test_ctrl_c_as_scale_loss_closes(keeps_the_traceback):
-    training, before = Training("O2", cpu_fp16="emulate"), surroundings()
+    training, before = Training("O2", cpu_half="emulate"), surroundings()
     training.iteration("first")  # what is imported at first use is no part of this
     at = entry_of(ScaledBackward.close, lambda: training.iteration("first"))
     raised = Raise(at)(lambda: training.iteration("second"))

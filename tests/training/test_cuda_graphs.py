@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import training
-from captured_steps import LEVELS, MAKERS, SCALED, iteration, loss_and_gradients, start
+from captured_steps import LEVELS, MAKERS, SCALED, iteration, loss_and_gradients, start_capturable
 
 from amp_patch import amp
 
 OVERFLOWS = range(7, 1000, 50)  # which of the steps
 
 
-def run(maker, level, captured, replays=1000):
+def run_on_gpu(maker, level, captured, replays=1000):
     """The weights after 20 steps, those after all, and the scale; of a graph, or of the loop that it holds."""
-    model, optimizer = start(maker, level, "cuda")
+    model, optimizer = start_capturable(maker, level, "cuda")
     optimizer._amp_stash.scalers[0].growth_interval = 30  # so that the scale rises between two overflows
     images, classes = (t.clone() for t in training.images(0, "cuda"))
     factor = torch.ones((), device="cuda")
@@ -44,8 +44,8 @@ def run(maker, level, captured, replays=1000):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
 def test_a_thousand_replays_are_a_thousand_steps(maker, level):
-    early, _, scales = run(maker, level, captured=False)
-    early_too, late_too, scales_too = run(maker, level, captured=True)
+    early, _, scales = run_on_gpu(maker, level, captured=False)
+    early_too, late_too, scales_too = run_on_gpu(maker, level, captured=True)
     assert scales_too == scales
     for one, other in zip(early_too, early, strict=True):  # later cuBLAS's other choices in a capture have added up
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
@@ -55,7 +55,7 @@ def test_a_thousand_replays_are_a_thousand_steps(maker, level):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_forward_and_backward_by_themselves_follow_the_batch_and_the_weights(level):
-    model, _ = start(MAKERS["FusedSGD"], level, "cuda")
+    model, _ = start_capturable(MAKERS["FusedSGD"], level, "cuda")
     images, classes = (t.clone() for t in training.images(0, "cuda"))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -79,7 +79,7 @@ def test_forward_and_backward_by_themselves_follow_the_batch_and_the_weights(lev
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_what_cannot_skip_by_itself_is_refused_by_name(level):
-    model, optimizer = start(lambda params: torch.optim.SGD(params, lr=0.1), level, "cuda")
+    model, optimizer = start_capturable(lambda params: torch.optim.SGD(params, lr=0.1), level, "cuda")
     batch = training.images(0, "cuda")
     iteration(model, optimizer, *batch)
     refused = pytest.raises(RuntimeError, match=r"^SGD\.step: a CUDA graph is being captured")
@@ -88,7 +88,7 @@ def test_what_cannot_skip_by_itself_is_refused_by_name(level):
 
 
 def test_a_first_step_is_refused():
-    model, optimizer = start(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), "O5", "cuda")
+    model, optimizer = start_capturable(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), "O5", "cuda")
     batch = training.images(0, "cuda")
     loss_and_gradients(model, *batch)  # cuBLAS and cuDNN begin outside of the capture
     refused = pytest.raises(RuntimeError, match=r"^SGD\.step: a CUDA graph is being captured, .* the first step of")
@@ -99,7 +99,7 @@ def test_a_first_step_is_refused():
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_learning_rate_on_the_device_is_read_at_each_replay(level):
     lr = torch.tensor(0.01, device="cuda")
-    model, optimizer = start(
+    model, optimizer = start_capturable(
         lambda params: torch.optim.AdamW(params, lr=lr, fused=True, capturable=True), level, "cuda"
     )
     batch, side = training.images(0, "cuda"), torch.cuda.Stream()

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_trainings import SCALED, both_alike, close, learned, loss_of, masters, mine, mlp, sgd, train
+from ddp_trainings import SCALED, both_alike, close, learned, loss_of, mine, mlp, sgd, train_ranks
 from ranks import RankError
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training import ADAM, LEVELS, SGD, backward, convnet, images, linear, same
+from training import ADAM, LEVELS, SGD, backward, convnet, images, linear, masters_of, same
 
 from amp_patch import amp
 
@@ -34,16 +34,16 @@ def train_alone(level: str, steps: int, **initialize: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_ranks_hold_the_same_bits_after_50_steps_though_they_began_with_other_weights(ranks, level):
-    end = both_alike(ranks(train, level, make=convnet, seed_by_rank=True))
-    start = both_alike(ranks(train, level, 0, make=convnet, seed_by_rank=True))
+    end = both_alike(ranks(train_ranks, level, make=convnet, seed_by_rank=True))
+    start = both_alike(ranks(train_ranks, level, 0, make=convnet, seed_by_rank=True))
     assert not same(end, start)
     if level == "O0":
-        assert same(end, both_alike(ranks(train, None, make=convnet, seed_by_rank=True)))
+        assert same(end, both_alike(ranks(train_ranks, None, make=convnet, seed_by_rank=True)))
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_two_ranks_train_as_one_process_does(ranks, level):
-    together = both_alike(ranks(train, level, 20))
+    together = both_alike(ranks(train_ranks, level, 20))
     # FP32 differs by the order of its sums; low-precision gradients are rounded before they are added.
     tolerance = {"O0": 1e-5, "O1": 1e-2, "O2": 1e-2, "O3": 3e-2}.get(level, 6e-2)
     close(together, train_alone(level, 20), tolerance)
@@ -66,18 +66,18 @@ def branches(seed: int) -> nn.Module:
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_the_options_of_ddp_change_no_bit(ranks, level):
-    plain = both_alike(ranks(train, level, 5))
+    plain = both_alike(ranks(train_ranks, level, 5))
     for options in ({"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": 0.0001}):
-        assert same(both_alike(ranks(train, level, 5, ddp=options)), plain), options
+        assert same(both_alike(ranks(train_ranks, level, 5, ddp=options)), plain), options
     options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
-    unused = both_alike(ranks(train, level, 5, make=branches, ddp=options))
+    unused = both_alike(ranks(train_ranks, level, 5, make=branches, ddp=options))
     assert same(unused[:4], plain)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_communication_hook_that_compresses(ranks, level):
-    plain = both_alike(ranks(train, level, 5))
-    compressed = both_alike(ranks(train, level, 5, hook=True))
+    plain = both_alike(ranks(train_ranks, level, 5))
+    compressed = both_alike(ranks(train_ranks, level, 5, hook=True))
     close(compressed, plain, 1e-2)
     assert same(compressed, plain) == (level == "O2"), "O2's gradients are FP16 as they are; O1's were rounded"
 
@@ -96,7 +96,7 @@ def checkpointed(level: str, use_reentrant: bool | None) -> list[Tensor]:
                 return self.body[3](self.body[2](hidden))
             return checkpoint(lambda x: self.body[3](self.body[2](x)), hidden, use_reentrant=use_reentrant)
 
-    return train(level, 4, make=lambda seed: Checkpointed())
+    return train_ranks(level, 4, make=lambda seed: Checkpointed())
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -153,7 +153,9 @@ def reduced_by_hand(level: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradients_averaged_by_hand_inside_scale_loss_train_as_under_ddp(ranks, level):
-    assert same(both_alike(ranks(reduced_by_hand, level)), both_alike(ranks(train, level, 5, optim=sgd, **SCALED)))
+    assert same(
+        both_alike(ranks(reduced_by_hand, level)), both_alike(ranks(train_ranks, level, 5, optim=sgd, **SCALED))
+    )
 
 
 def native_halves(grouped: bool, kind: str) -> list[Any]:
@@ -171,10 +173,10 @@ def native_halves(grouped: bool, kind: str) -> list[Any]:
             loss.backward()
         if step == 3:
             scaler.unscale_(optimizer)
-        before = masters(optimizer)[0]
+        before = masters_of(optimizer)[0]
         scaler.step(optimizer)
         scaler.update()
-        seen.append((not torch.equal(before, masters(optimizer)[0]), scaler.get_scale()))
+        seen.append((not torch.equal(before, masters_of(optimizer)[0]), scaler.get_scale()))
     return seen
 
 
@@ -233,7 +235,7 @@ def uneven(level: str) -> dict[str, Any]:
                     inputs[0, 0, 0, 0] = float("inf")
                 backward(nn.functional.cross_entropy(wrapped(inputs), targets), optimizer)
                 optimizer.step()
-    return {"learned": learned(model), "masters": masters(optimizer), "scale": amp.state_dict()["loss_scaler0"]}
+    return {"learned": learned(model), "masters": masters_of(optimizer), "scale": amp.state_dict()["loss_scaler0"]}
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])

@@ -8,10 +8,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_trainings import SCALED, both_alike, close, learned, loss_of, masters, mine, mlp
+from ddp_trainings import (
+    SCALED,
+    assert_skipped_by_all,
+    both_alike,
+    close,
+    learned,
+    loss_of,
+    mine,
+    mlp,
+    overflow_on_one_rank,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training import ADAM, LEVELS, SGD, backward, same
+from training import ADAM, LEVELS, SGD, backward, masters_of, same
 
 from amp_patch import amp
 
@@ -37,7 +47,7 @@ def accumulate_plainly(low: torch.dtype | None) -> list[Tensor]:
             param.grad /= SCALED["loss_scale"]
         collected += gradients(optimizer)
         optimizer.step()
-    return collected + masters(optimizer)
+    return collected + masters_of(optimizer)
 
 
 def accumulate(level: str, delay: bool, way: str = "together", options: dict[str, Any] | None = None) -> list[Tensor]:
@@ -60,7 +70,7 @@ def accumulate(level: str, delay: bool, way: str = "together", options: dict[str
         torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1e3)
         collected += gradients(optimizer)
         optimizer.step()
-    return collected + masters(optimizer)
+    return collected + masters_of(optimizer)
 
 
 @pytest.mark.parametrize("delay", [False, True])
@@ -104,7 +114,7 @@ def never_reduced(level: str) -> list[Tensor]:
     with wrapped.no_sync():
         backward(loss_of(wrapped, mine(0)), optimizer)
         optimizer.step()
-    return masters(optimizer)
+    return masters_of(optimizer)
 
 
 def stepped_alone(level: str) -> list[Tensor]:
@@ -112,7 +122,7 @@ def stepped_alone(level: str) -> list[Tensor]:
     model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level=level, **SCALED)
     backward(loss_of(model, mine(0)), optimizer)
     optimizer.step()
-    return masters(optimizer)
+    return masters_of(optimizer)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -124,35 +134,13 @@ def test_a_step_under_no_sync_is_each_ranks_own(ranks, level):
 
 
 def overflow(level: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Three steps, with an infinity in one rank's batch of the second."""
-    model = mlp()
-    model, optimizer = amp.initialize(
-        model, ADAM(model.parameters()), opt_level=level, dtype=dtype, loss_scale="dynamic", verbosity=0
-    )
-    wrapped = DistributedDataParallel(model)
-    seen: dict[str, Any] = {"skipped": [], "scales": [], "weights": []}
-    for step in range(3):
-        inputs, targets = mine(step)
-        if step == 1 and dist.get_rank() == 1:
-            inputs[0, 0, 0, 0] = float("inf")
-        optimizer.zero_grad()
-        backward(nn.functional.cross_entropy(wrapped(inputs), targets), optimizer)
-        optimizer.step()
-        seen["skipped"].append(optimizer._amp_stash.step_skipped)
-        seen["scales"].append(amp.state_dict()["loss_scaler0"]["loss_scale"])
-        seen["weights"].append(learned(model))
-    return seen
+    return overflow_on_one_rank(level, ADAM, float("inf"), dtype=dtype)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_an_overflow_on_one_rank_skips_on_all(ranks, level, dtype):
-    results = ranks(overflow, level, dtype)
-    for seen in results:
-        assert seen["skipped"] == [False, True, False]
-        assert seen["scales"] == [65536.0, 32768.0, 32768.0]
-        assert same(seen["weights"][0], seen["weights"][1]) and not same(seen["weights"][1], seen["weights"][2])
-    both_alike([seen["weights"][2] for seen in results])
+    assert_skipped_by_all(ranks(overflow, level, dtype))
 
 
 def two_losses(level: str | None, options: dict[str, Any], apart: bool, bad: bool) -> dict[str, Any]:
@@ -177,7 +165,7 @@ def two_losses(level: str | None, options: dict[str, Any], apart: bool, bad: boo
     optimizer.step()
     return {
         **seen,
-        "weights": masters(optimizer),
+        "weights": masters_of(optimizer),
         "scales": None if level is None else [tuple(state.values()) for state in amp.state_dict().values()],
         "skipped": level is not None and optimizer._amp_stash.step_skipped,
     }
@@ -270,7 +258,7 @@ def clipped(level: str | None) -> tuple[float, list[Tensor]]:
     loss.backward() if level is None else backward(loss, optimizer)
     norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5)
     optimizer.step()
-    return norm.item(), masters(optimizer)
+    return norm.item(), masters_of(optimizer)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_trainings import SCALED, both_alike, learned, loss_of, mine, mlp, sgd, train, wrapped
+from ddp_trainings import SCALED, both_alike, learned, loss_of, mine, mlp, sgd, train_ranks, wrapped
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import LEVELS, SGD, backward, same
@@ -231,7 +231,7 @@ def horovods_way(level: str, before: bool) -> list[Tensor]:
 def test_hooks_on_accumulation_nodes_average_gradients_as_ddp_does_though_they_were_there_first(ranks, level):
     averaged = both_alike(ranks(horovods_way, level, True))
     assert same(averaged, both_alike(ranks(horovods_way, level, False)))
-    assert same(averaged, both_alike(ranks(train, level, 5, optim=sgd, **SCALED)))
+    assert same(averaged, both_alike(ranks(train_ranks, level, 5, optim=sgd, **SCALED)))
 
 
 def fsdp1_inside() -> str:

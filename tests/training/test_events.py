@@ -69,6 +69,23 @@ def load(pair: Pair, states: dict[str, Any]) -> None:
 # Events: (how it is made and stepped, a training under way) -> what goes on
 
 
+def copied(duplicate: Callable[[Any], Any]) -> Callable[[Training, Pair], Pair]:
+    def event(kind: Training, pair: Pair) -> Pair:
+        before, twin, other = all_of(pair), Pair(*duplicate(tuple(pair))), Pair(*duplicate(tuple(pair)))
+        types = [[type(master) for master in amp.master_params(each.optimizer)] for each in (pair, twin)]
+        assert types[0] == types[1]
+        masters = [master.float() for master in training.masters_of(kind.go_on(other).optimizer)]
+        assert training.same([param.detach() for param in copy.deepcopy(other.model).parameters()], masters)
+        assert_unchanged(before, all_of(pair))
+        return twin
+
+    return event
+
+
+def optimizer_first(duplicate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda pair: duplicate(pair[::-1])[::-1]
+
+
 def resumed(kind: Training, pair: Pair) -> Pair:
     states, fresh = saved(pair), kind.start()
     kind.go_on(fresh, 1)
@@ -133,7 +150,9 @@ def initialized_again(kind: Training, pair: Pair) -> Pair:
 
 def restored(kind: Training, pair: Pair) -> Pair:
     before, plain = scales(pair), kind.make()
+    masters = [master.float() for master in training.masters_of(pair.optimizer)]
     amp.restore()
+    assert training.same([param.detach() for param in pair.model.parameters()], masters)
     assert (type(pair.model), type(pair.optimizer)) == (type(plain.model), type(plain.optimizer))
     assert all(p.dtype is torch.float32 and type(p) is nn.Parameter for p in pair.model.parameters())
     pair = kind.enter(pair)
@@ -142,9 +161,10 @@ def restored(kind: Training, pair: Pair) -> Pair:
 
 
 EVENTS: dict[str, Callable[[Training, Pair], Pair]] = {
-    "deepcopy": lambda _, pair: Pair(*copy.deepcopy(tuple(pair))),
-    "pickle": lambda _, pair: Pair(*through_pickle(tuple(pair))),
-    "torch.save": lambda _, pair: Pair(*through_torch(tuple(reversed(pair)))[::-1]),
+    "deepcopy": copied(copy.deepcopy),
+    "deepcopy, optimizer first": copied(optimizer_first(copy.deepcopy)),
+    "pickle": copied(through_pickle),
+    "torch.save": copied(optimizer_first(through_torch)),
     "resumed": resumed,
     "resumed, loaded before initialize": resumed_before,
     "skipped": skipped,
@@ -182,7 +202,7 @@ OPTIONS: dict[str, dict[str, Any]] = {level: {"opt_level": level} for level in t
 OPTIONS["split"] = {"opt_level": "O5", "master_weights": "split"}
 
 
-def train(model: nn.Module, optimizer: Any, factor: float) -> None:
+def train_step(model: nn.Module, optimizer: Any, factor: float) -> None:
     images, classes = training.images(0)
     optimizer.zero_grad()
     training.backward(nn.functional.cross_entropy(model(images).float(), classes) * factor, optimizer)
@@ -194,7 +214,7 @@ def of_convnets(make: Callable[[Any], Any], **options: Any) -> Training:
         model = training.convnet()
         return Pair(model, make(model.parameters()))
 
-    return Training(fresh, train, **options)
+    return Training(fresh, train_step, **options)
 
 
 @every_event

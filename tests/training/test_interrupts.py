@@ -20,7 +20,7 @@ from amp_patch.casts import install, regions, thread_state
 from amp_patch.casts import state as casts_state
 from amp_patch.model import state as model_state
 from amp_patch.support import generated_class
-from amp_patch.training import known_optimizers, portions
+from amp_patch.training import one_pass, portions
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Raising at the n-th call.
@@ -125,8 +125,8 @@ class Case(NamedTuple):
 FIRST = WRAPPERS[0]
 CASES = [
     *(Case(level, FIRST, {}) for level in ("O0", "O4", "O5")),
-    *(Case(level, FIRST, {"cpu_fp16": way}) for level in ("O1", "O2", "O3") for way in ("emulate", "native")),
-    *(Case("O1", wrappers, {"cpu_fp16": "emulate"}) for wrappers in WRAPPERS[1:]),
+    *(Case(level, FIRST, {"cpu_half": way}) for level in ("O1", "O2", "O3") for way in ("emulate", "native")),
+    *(Case("O1", wrappers, {"cpu_half": "emulate"}) for wrappers in WRAPPERS[1:]),
     Case("O5", FIRST, {"master_weights": "split"}),
 ]
 
@@ -270,7 +270,7 @@ IN_PORTIONS = Story(
 @pytest.mark.parametrize("event", ["call", pytest.param("c_return", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", [CASES[2], CASES[5]], ids=str)
 def test_an_interrupt_of_a_step_in_portions_leaves_each_parameter_stepped_or_not(case, event, stride, monkeypatch):
-    monkeypatch.delitem(known_optimizers.KERNELS, torch.optim.SGD)
+    monkeypatch.delitem(one_pass.KERNELS, torch.optim.SGD)
     monkeypatch.setattr(portions, "PORTION", 1)
     monkeypatch.setattr(generated_class, "_classes", WeakValueDictionary())
     larger = nn.Sequential(*network(), nn.Linear(3, 3))

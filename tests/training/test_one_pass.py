@@ -17,8 +17,8 @@ from three_ways import (
     ONE_OF_EACH,
     SGD,
     Eager,
+    LateNet,
     LookedAt,
-    Net,
     OnePass,
     Recipe,
     Unfused,
@@ -31,7 +31,7 @@ from three_ways import (
     loss_of,
     rounds_as_torch,
     spied_kernels,
-    start,
+    start_recipe,
     start_with,
     trained,
 )
@@ -53,7 +53,7 @@ def kernels(monkeypatch):
 
 def story(level: str, recipe: Recipe, way: OnePass, steps: int, **options: Any) -> tuple[list[float], Any]:
     """Everything that may happen between two steps; the losses, and what is left in the end."""
-    model, optimizer = start(level, recipe, way, **options)
+    model, optimizer = start_recipe(level, recipe, way, **options)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.995)
     losses = []
     for step in range(steps):
@@ -107,7 +107,7 @@ def test_200_steps_come_to_the_same_bits_as_torch_s_own(level, recipe, kernels):
 
 @ONE_OF_EACH
 def test_a_script_s_line_is_named_by_warnings_of_the_step(recipe):
-    model, optimizer = start("O5", recipe, OnePass())
+    model, optimizer = start_recipe("O5", recipe, OnePass())
     loss_of(model, optimizer, 0).backward()
     with pytest.warns(UserWarning, match="never gathered") as caught:
         optimizer.step()
@@ -119,14 +119,14 @@ def test_a_script_s_line_is_named_by_warnings_of_the_step(recipe):
 
 
 def put_in_the_state(name: str, change: Any, group: int = 0) -> Any:
-    def put(model: Net, optimizer: Any) -> None:
+    def put(model: LateNet, optimizer: Any) -> None:
         state = optimizer.state[optimizer.param_groups[group]["params"][0]]
         state[name] = change(state[name])
 
     return put
 
 
-def leave_it(model: Net, optimizer: Any) -> None:
+def leave_it(model: LateNet, optimizer: Any) -> None:
     pass
 
 
@@ -134,12 +134,12 @@ def in_another_order(tensor: Tensor) -> Tensor:
     return tensor.t().contiguous().t()
 
 
-def a_gradient_laid_out_otherwise(model: Net, optimizer: Any) -> None:
+def a_gradient_laid_out_otherwise(model: LateNet, optimizer: Any) -> None:
     model.first.weight.data = model.first.weight.data.t().contiguous().t()
 
 
 def for_a_flag(name: str) -> Any:
-    def flag(model: Net, optimizer: Any) -> None:
+    def flag(model: LateNet, optimizer: Any) -> None:
         optimizer.param_groups[1][name] = True
 
     return flag
@@ -362,7 +362,7 @@ class Interrupting:
 @pytest.mark.parametrize("own_way", [False, True], ids=["in one pass", "partly its own way"])
 @pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
 def test_an_interrupt_leaves_all_of_a_step_or_nothing(level, recipe, own_way, first, monkeypatch):
-    def begin() -> tuple[Net, Any]:
+    def begin() -> tuple[LateNet, Any]:
         model, optimizer = trained(level, recipe, 0 if first else 3)
         if own_way:
             if first:
@@ -375,7 +375,7 @@ def test_an_interrupt_leaves_all_of_a_step_or_nothing(level, recipe, own_way, fi
         iterate(model, optimizer, 3)
         return model, optimizer
 
-    def end(both: tuple[Net, Any], steps: bool) -> Any:
+    def end(both: tuple[LateNet, Any], steps: bool) -> Any:
         if steps:
             both[1].step()
         return ends(*both)

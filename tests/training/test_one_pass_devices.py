@@ -13,8 +13,8 @@ from three_ways import RECIPES
 from torch import Tensor, nn
 
 from amp_patch import amp, multi_tensor
-from amp_patch.support import distributed
-from amp_patch.training import one_pass, overflow
+from amp_patch.support import device_sync, distributed
+from amp_patch.training import one_pass
 
 pytestmark = pytest.mark.skipif(multi_tensor.backend() != "cpp", reason="in plain torch optimizers step by themselves")
 
@@ -88,14 +88,14 @@ def test_a_group_on_two_devices_is_stepped_on_each(recipe, split, calls, monkeyp
 
 
 def test_the_flag_of_an_overflow_is_brought_to_each_device(calls, monkeypatch):
-    monkeypatch.setattr(overflow, "waits", lambda device: True)  # so that FusedSGD skips on the device
+    monkeypatch.setattr(device_sync, "waits", lambda device: True)  # so that FusedSGD skips on the device
     agree = distributed.agree
     monkeypatch.setattr(  # nobody can read the second one's flag
         distributed, "agree", lambda found, params: {d: f for d, f in agree(found, params).items() if d.type == "cpu"}
     )
     layers, optimizer = training_on("cpu meta", "O2", RECIPES["FusedSGD"])
     with pytest.MonkeyPatch.context() as patch:  # the host reads the flag of a first step
-        patch.setattr(overflow, "waits", lambda device: False)
+        patch.setattr(device_sync, "waits", lambda device: False)
         step(layers, optimizer, 0)
     calls.clear()
     step(layers, optimizer, 1)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
+from one_weight import backward_row
 from torch import nn
 from training import linear
 
@@ -17,7 +19,7 @@ pytestmark = pytest.mark.skipif(backend() != "cpp", reason="in plain torch optim
 MAKES = pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad], ids=["one pass", "portions"])
 
 
-def start(make=torch.optim.SGD, before=None, level="O5"):
+def start_hooked(make=torch.optim.SGD, before=None, level="O5"):
     model = linear([[1.0, 2.0]])
     optimizer = make(model.parameters(), lr=0.5)
     if before is not None:
@@ -25,9 +27,7 @@ def start(make=torch.optim.SGD, before=None, level="O5"):
     return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
 
 
-def backward(model, optimizer):
-    with amp.scale_loss(model(torch.tensor([[4.0, -4.0]])).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+backward_four = partial(backward_row, gradient=(4.0, -4.0))
 
 
 @torch.no_grad()
@@ -39,9 +39,9 @@ def halve(optimizer, *_):
 
 @MAKES
 def test_masters_edited_in_a_hook_before_the_step_are_stepped(make):
-    model, optimizer = start(make)
+    model, optimizer = start_hooked(make)
     optimizer.register_step_pre_hook(halve)
-    backward(model, optimizer)
+    backward_four(model, optimizer)
     optimizer.step()
     step = 2.0 if make is torch.optim.SGD else 0.5
     assert model.weight.tolist() == [[0.5 - step, 1 + step]]
@@ -49,9 +49,9 @@ def test_masters_edited_in_a_hook_before_the_step_are_stepped(make):
 
 @MAKES
 def test_masters_edited_in_a_hook_after_the_step_reach_the_model(make):
-    model, optimizer = start(make, before=halve)
+    model, optimizer = start_hooked(make, before=halve)
     for _ in range(2):
-        backward(model, optimizer)
+        backward_four(model, optimizer)
         optimizer.step()
         assert torch.equal(model.weight, optimizer.param_groups[0]["params"][0].bfloat16())
     if make is torch.optim.SGD:
@@ -60,10 +60,10 @@ def test_masters_edited_in_a_hook_after_the_step_reach_the_model(make):
 
 @MAKES
 def test_a_closure_that_a_hook_brings_is_called(make):
-    model, optimizer = start(make)
+    model, optimizer = start_hooked(make)
     calls = []
     optimizer.register_step_pre_hook(lambda o, args, kwargs: ((*args, lambda: calls.append(1) or 7.0), kwargs))
-    backward(model, optimizer)
+    backward_four(model, optimizer)
     assert optimizer.step() == 7.0 and calls == [1]
     assert torch.equal(model.weight, optimizer.param_groups[0]["params"][0].bfloat16())
 
@@ -80,10 +80,10 @@ def test_a_step_that_somebody_puts_in_the_place_of_torchs_is_called(make, when, 
     made = make([nn.Parameter(torch.ones(1))], lr=0.5)  # torch gives the class its hooks with the first optimizer
     if when == "before":
         replace()
-    model, optimizer = start(make)
+    model, optimizer = start_hooked(make)
     if when == "after":
         replace()
-    backward(model, optimizer)
+    backward_four(model, optimizer)
     optimizer.step()
     assert calls == [1] and made is not None
     step = 2.0 if make is torch.optim.SGD else 0.5
@@ -99,7 +99,7 @@ def test_a_class_whose_step_somebody_has_replaced_is_none_of_the_table(replaced,
 
 
 def test_torch_is_asked_whether_a_graph_is_captured(monkeypatch):
-    model, optimizer = start(torch.optim.AdamW)
+    model, optimizer = start_hooked(torch.optim.AdamW)
     names = [name for name in dir(optimizer) if name.endswith("graph_capture_health_check")]
 
     def refuse():
@@ -107,7 +107,7 @@ def test_torch_is_asked_whether_a_graph_is_captured(monkeypatch):
 
     for name in names:
         monkeypatch.setattr(optimizer, name, refuse)
-    backward(model, optimizer)
+    backward_four(model, optimizer)
     with pytest.raises(RuntimeError, match="while capturing"):
         optimizer.step()
     assert names and model.weight.tolist() == [[1, 2]]
@@ -122,8 +122,8 @@ def test_torch_2_6_tells_adamw_the_groups_amsgrad(monkeypatch):
 
     if "amsgrad" not in inspect.signature(original).parameters:  # where it is not 2.6
         monkeypatch.setattr(torch.optim.AdamW, "_init_group", of_2_6)
-    model, optimizer = start(lambda params, lr: torch.optim.AdamW(params, lr=lr, amsgrad=True))
-    backward(model, optimizer)
+    model, optimizer = start_hooked(lambda params, lr: torch.optim.AdamW(params, lr=lr, amsgrad=True))
+    backward_four(model, optimizer)
     optimizer.step()
     (state,) = optimizer.state.values()
     assert {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"} == state.keys() and state["step"] == 1

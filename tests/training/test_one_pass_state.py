@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import training
-from three_ways import SGD, Net, Recipe, both_levels, ends, every_recipe, go_on, loss_of, spied_kernels, trained
+from three_ways import SGD, LateNet, Recipe, both_levels, ends, every_recipe, go_on, loss_of, spied_kernels, trained
 from torch import nn
 
 from amp_patch import amp
@@ -25,9 +25,9 @@ def kernels(monkeypatch):
     return spied_kernels(monkeypatch)
 
 
-def plain(recipe: Recipe) -> tuple[Net, Any]:
+def plain(recipe: Recipe) -> tuple[LateNet, Any]:
     """Without amp_patch."""
-    model = Net()
+    model = LateNet()
     early = [{"params": [*model.first.parameters(), *model.norm.parameters()]}, {"params": model.last.parameters()}]
     return model, recipe(early)
 
@@ -60,12 +60,12 @@ def test_the_state_goes_through_torch_s_optimizer_and_back(level, recipe):
     options = {} if level in ("O0", "O3") else {"keep_fp32": nn.LayerNorm}
     models = []
     for travels in (False, True):
-        model = Net()
+        model = LateNet()
         optimizer = recipe(list(model.parameters()))
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
         go_on(model, optimizer, range(3))
         if travels:
-            torchs = recipe(Net().parameters())
+            torchs = recipe(LateNet().parameters())
             torchs.load_state_dict(optimizer.state_dict())
             optimizer.load_state_dict(torchs.state_dict())
         go_on(model, optimizer)

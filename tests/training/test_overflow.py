@@ -9,45 +9,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 import training
-from conftest import DEVICES
-from training import assert_unchanged, backward, linear, snapshot
+from training import backward, linear
 
 from amp_patch import amp
-
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.1, eps=1e-4),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, eps=1e-4, weight_decay=0.1),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, eps=1e-4, momentum=0.9),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-4),
-}
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_skipped_step_changes_nothing_at_all(name, level, device):
-    model = linear([[1.0, 2.0], [3.0, 4.0]], device)
-    model, optimizer = amp.initialize(model, OPTIMIZERS[name](model.parameters()), opt_level=level)
-    good, bad = torch.full((1, 2), 0.25, device=device), torch.tensor([[math.inf, 1.0]], device=device)
-    backward(model(good).sum() / 4, optimizer)
-    optimizer.step()
-    assert not optimizer._amp_stash.step_skipped
-    optimizer.zero_grad()
-    before = snapshot(model, optimizer)
-
-    backward(model(bad).sum(), optimizer)
-    optimizer.step()
-
-    assert optimizer._amp_stash.step_skipped
-    assert_unchanged(before, snapshot(model, optimizer))
-    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 32768.0, "unskipped": 0}
-
-    optimizer.zero_grad()
-    backward(model(good).sum() / 4, optimizer)
-    optimizer.step()
-    assert not optimizer._amp_stash.step_skipped
-    assert not training.same(before[0], snapshot(model, optimizer)[0])
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -95,14 +59,17 @@ def test_a_scheduler_built_before_or_after_initialize_works_and_does_not_warn(le
     assert model.weight.item() == 0.75  # one step, at rate 0.5, of gradient 0.5
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_master_gradients_keep_their_non_finite_values_until_the_step(level):
     model = linear([[1.0, 1.0]])
-    model, optimizer = amp.initialize(model, training.SGD(model.parameters()), opt_level=level, verbosity=0)
+    model, optimizer = amp.initialize(
+        model, training.SGD(model.parameters()), opt_level=level, loss_scale="dynamic", verbosity=0
+    )
     backward(model(torch.tensor([[math.nan, 1.0]])).sum(), optimizer)
     assert math.isnan(torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0))  # tacotron2's test
     optimizer.step()
-    assert optimizer._amp_stash.step_skipped
+    assert optimizer._amp_stash.step_skipped and model.weight.tolist() == [[1.0, 1.0]]
+    assert amp.loss_scale(optimizer) == 2.0**15
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

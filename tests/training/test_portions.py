@@ -13,6 +13,8 @@ import torch
 from conftest import DEVICES
 from in_portions import Each, equal
 from torch import Tensor, nn
+from torch_optimizers import AVAILABLE, OPTIMIZERS, recipe
+from training import backward
 
 from amp_patch import amp
 from amp_patch.masters.masters import has_gradient
@@ -21,21 +23,9 @@ from amp_patch.training import portions
 
 pytestmark = pytest.mark.skipif(not portions.can_wait(), reason="gradients wait where the extension is built")
 
-# LBFGS and SparseAdam aside: `initialize` refuses the one; the other takes sparse gradients alone.
-OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "ASGD": lambda params: torch.optim.ASGD(params, lr=0.05, t0=2.0),
-    "Adadelta": lambda params: torch.optim.Adadelta(params, lr=0.5, maximize=True),
-    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.05),
-    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05, lr_decay=0.01),
-    "Adamax": lambda params: torch.optim.Adamax(params, lr=0.05),
-    "Muon": lambda params: torch.optim.Muon(params, lr=0.05),
-    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.05, weight_decay=0.1, decoupled_weight_decay=True),
-    "RAdam": lambda params: torch.optim.RAdam(params, lr=0.05),
-    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.05, momentum=0.9, centered=True),
-    "Rprop": lambda params: torch.optim.Rprop(params, lr=0.05),
-}
-OPTIMIZERS = {name: make for name, make in OPTIMIZERS.items() if hasattr(torch.optim, name)}
-IN_PORTIONS = sorted(OPTIMIZERS)
+# Not those that step in one pass, and not SparseAdam, which takes sparse gradients alone.
+IN_PORTIONS = [name for name in AVAILABLE if name not in ("Adam", "AdamW", "SGD", "SparseAdam")]
+MAKERS = {name: recipe(name, lr=OPTIMIZERS[name]["lr"] / 2) for name in IN_PORTIONS}
 
 
 @pytest.fixture(autouse=True)
@@ -62,10 +52,10 @@ def how_many(monkeypatch) -> list[int]:
 
 def all_at_once(monkeypatch: Any) -> None:
     """The ordinary way for all that comes."""
-    monkeypatch.setattr(portions, "suits", lambda optimizer, stash: False)
+    monkeypatch.setattr(portions, "knows", lambda optimizer, stash: False)
 
 
-class Net(nn.Module):
+class PortionsNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -77,24 +67,23 @@ class Net(nn.Module):
         return self.second(hidden) + self.late(hidden)
 
 
-def training(make: Callable[[Any], Any], level: str, **options: Any) -> tuple[Net, Any]:
-    model = Net()
+def training(make: Callable[[Any], Any], level: str, **options: Any) -> tuple[PortionsNet, Any]:
+    model = PortionsNet()
     params = [*model.first.parameters(), *model.norm.parameters(), *model.second.parameters()]
-    if make is OPTIMIZERS.get("Muon"):
+    if make is MAKERS.get("Muon"):
         params = [param for param in params if param.dim() == 2]
     optimizer = make([{"params": params[:2]}, {"params": params[2:]}] if len(params) > 2 else params)
     if level == "O2":
-        options = {"loss_scale": "dynamic", "cpu_fp16": "native", **options}
+        options = {"loss_scale": "dynamic", "cpu_half": "native", **options}
     return amp.initialize(model, optimizer, opt_level=level, keep_fp32=nn.LayerNorm, verbosity=0, **options)
 
 
-def backward(model: Net, optimizer: Any, step: int, factor: float = 1.0) -> None:
+def backward_batch(model: PortionsNet, optimizer: Any, step: int, factor: float = 1.0) -> None:
     inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
-    with amp.scale_loss(model(inputs).float().square().mean() * factor, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model(inputs).float().square().mean() * factor, optimizer)
 
 
-def numbers(model: Net, optimizer: Any) -> list[Any]:
+def numbers(model: PortionsNet, optimizer: Any) -> list[Any]:
     """Weights, masters and state."""
     masters = list(amp.master_params(optimizer))
     return copy.deepcopy([*model.parameters(), *masters, *(dict(optimizer.state[master]) for master in masters)])
@@ -122,9 +111,9 @@ def fifty_steps(make: Callable[[Any], Any], level: str) -> list[Any]:
         model.first.weight.requires_grad_(not 20 <= step < 25)
         if step == 15 and (type(optimizer).__name__ != "Adagrad" or adagrad_takes_groups()):
             optimizer.add_param_group({"params": list(model.late.parameters()), "lr": 0.01})
-        backward(model, optimizer, step, float("inf") if step in (3, 30) and level == "O2" else 1.0)
+        backward_batch(model, optimizer, step, float("inf") if step in (3, 30) and level == "O2" else 1.0)
         if step % 5 == 1:
-            backward(model, optimizer, 100 + step)
+            backward_batch(model, optimizer, 100 + step)
         if step % 3 == 1:
             nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1)
         with torch.no_grad():
@@ -145,16 +134,16 @@ def fifty_steps(make: Callable[[Any], Any], level: str) -> list[Any]:
 @pytest.mark.parametrize("name", IN_PORTIONS)
 def test_portions_give_the_numbers_of_the_whole(name, level, foreach, how_many, monkeypatch):
     def make(params: Any) -> Any:
-        optimizer = OPTIMIZERS[name](params)
+        optimizer = MAKERS[name](params)
         for group in optimizer.param_groups if foreach else ():
             group["foreach"] = foreach
         return optimizer
 
-    portioned = fifty_steps(OPTIMIZERS[name] if name == "Muon" else make, level)
+    portioned = fifty_steps(MAKERS[name] if name == "Muon" else make, level)
     assert len(how_many) >= 48 - 2 * (level == "O2") and min(how_many) >= (1 if name == "Muon" else 3)
     all_at_once(monkeypatch)
     how_many.clear()
-    whole = fifty_steps(OPTIMIZERS[name] if name == "Muon" else make, level)
+    whole = fifty_steps(MAKERS[name] if name == "Muon" else make, level)
     assert how_many == []
     for step, (one, other) in enumerate(zip(portioned, whole, strict=True)):
         assert equal(one, other), step
@@ -179,14 +168,14 @@ def test_settings_and_classes_that_take_the_ordinary_way(reason, how_many, caplo
     assert reason in caplog.text
     assert optimizer._amp_stash.masters.waiting is None
     if reason != "differentiable=True":  # torch's step writes into leaves then
-        backward(model, optimizer, 0)
+        backward_batch(model, optimizer, 0)
         optimizer.step()
     assert how_many == []
 
 
 def test_a_closure_takes_the_ordinary_way(how_many, caplog):
     model, optimizer = training(torch.optim.NAdam, "O5")
-    backward(model, optimizer, 0)
+    backward_batch(model, optimizer, 0)
     with caplog.at_level(logging.INFO, "amp_patch"):
         assert optimizer.step(lambda: 7.0) == 7.0
     assert "closure" in caplog.text and how_many == []
@@ -197,7 +186,7 @@ def test_settings_that_change_later(how_many, caplog):
     for step, fused in enumerate([None, True, None]):
         for group in optimizer.param_groups:
             group["fused"] = fused
-        backward(model, optimizer, step)
+        backward_batch(model, optimizer, step)
         with caplog.at_level(logging.INFO, "amp_patch"):
             optimizer.step()
     assert len(how_many) == 2 and "fused=True" in caplog.text
@@ -207,7 +196,7 @@ def test_settings_that_change_later(how_many, caplog):
 def test_an_edit_of_a_weight_that_is_not_stepped_is_adopted(frozen, how_many):
     model, optimizer = training(torch.optim.NAdam, "O5")
     model.first.weight.requires_grad_(not frozen)
-    backward(model, optimizer, 0)
+    backward_batch(model, optimizer, 0)
     if not frozen:
         next(iter(amp.master_params(optimizer))).grad = None
     model.first.weight.data.fill_(0.5)
@@ -220,17 +209,16 @@ def test_an_edit_of_a_weight_that_is_not_stepped_is_adopted(frozen, how_many):
 def test_where_somebody_else_needs_the_gradients(who, how_many):
     model, optimizer = training(torch.optim.NAdam, "O5")
     setattr(optimizer._amp_stash, who, True)
-    backward(model, optimizer, 0)
+    backward_batch(model, optimizer, 0)
     optimizer.step()
     assert how_many == []
 
 
 def test_two_optimizers_of_one_parameter_step_as_a_whole(how_many):
-    model = Net()
+    model = PortionsNet()
     optimizers = [torch.optim.NAdam(model.parameters()), torch.optim.RMSprop(model.second.parameters())]
     model, optimizers = amp.initialize(model, optimizers, opt_level="O5", verbosity=0)
-    with amp.scale_loss(model(torch.ones(4, 5)).float().square().mean(), optimizers) as scaled_loss:
-        scaled_loss.backward()
+    backward(model(torch.ones(4, 5)).float().square().mean(), optimizers)
     for optimizer in optimizers:
         optimizer.step()
     assert how_many == []
@@ -241,8 +229,7 @@ def test_a_sparse_gradient_is_stepped_with_the_others(how_many):
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 4))
     _, optimizer = amp.initialize(model, torch.optim.Adagrad(model.parameters()), opt_level="O5", verbosity=0)
     before = [master.detach().clone() for master in amp.master_params(optimizer)]
-    with amp.scale_loss(model(torch.tensor([1, 2])).float().square().mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model(torch.tensor([1, 2])).float().square().mean(), optimizer)
     optimizer.step()
     assert how_many == []
     for param, master, old in zip(model.parameters(), amp.master_params(optimizer), before, strict=True):
@@ -265,8 +252,7 @@ def test_what_a_script_keeps_in_its_groups_is_no_reason_against_portions(how_man
         for index, layer in enumerate(model)
     ]
     _, optimizer = amp.initialize(model, torch.optim.NAdam(groups), opt_level="O5", verbosity=0)
-    with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model(torch.ones(1, 2)).float().sum(), optimizer)
     optimizer.step()
     assert how_many == [200]
     assert [group["name"] for group in optimizer.param_groups] == [f"layer {index}" for index in range(200)]
@@ -293,7 +279,7 @@ def test_hooks_run_once_a_step_and_see_the_gradients(monkeypatch):
         if way == "whole":
             all_at_once(monkeypatch)
         model, optimizer = training(make, "O2")
-        backward(model, optimizer, 0)
+        backward_batch(model, optimizer, 0)
         optimizer.step()
         assert len(calls) == 2
         seen.append(calls)
@@ -312,7 +298,7 @@ def test_what_a_hook_writes_into_masters_reaches_the_weights():
         return optimizer
 
     model, optimizer = training(make, "O5")
-    backward(model, optimizer, 0)
+    backward_batch(model, optimizer, 0)
     optimizer.step()
     assert torch.equal(model.first.weight, next(iter(amp.master_params(optimizer))).bfloat16())
 
@@ -320,7 +306,7 @@ def test_what_a_hook_writes_into_masters_reaches_the_weights():
 def test_a_gradient_that_was_added_to_a_master_counts(how_many):
     model, optimizer = training(lambda params: torch.optim.Rprop(params, lr=0.5), "O5")
     master = next(iter(amp.master_params(optimizer)))
-    backward(model, optimizer, 0)
+    backward_batch(model, optimizer, 0)
     before = master.detach().clone()
     (master * 1e6).sum().backward()  # which decides all signs
     optimizer.step()
@@ -338,7 +324,7 @@ def test_a_gradient_that_the_optimizer_keeps_is_not_written_over(how_many, monke
     monkeypatch.setattr("amp_patch.training.step.is_untouched", lambda step: True)
     model, optimizer = training(Keeps, "O5")
     for step in range(3):
-        backward(model, optimizer, step)
+        backward_batch(model, optimizer, step)
         before = [master.detach().clone() for master in amp.master_params(optimizer)]
         optimizer.step()
         for master, value in zip(amp.master_params(optimizer), before, strict=True):
@@ -350,13 +336,13 @@ def test_a_gradient_that_the_optimizer_keeps_is_not_written_over(how_many, monke
 def test_an_exception_in_a_portion(next_step, how_many):
     """What was stepped is published and not stepped again; the rest of the gradients goes; the groups are whole."""
     model, optimizer = training(torch.optim.RMSprop, "O5")
-    backward(model, optimizer, 0)
+    backward_batch(model, optimizer, 0)
     optimizer.step()
     masters = optimizer._amp_stash.masters.links.masters  # not those of the norm
     broken = optimizer.state[masters[-1]].pop("square_avg")
     groups = [list(group["params"]) for group in optimizer.param_groups]
     before = [master.detach().clone() for master in masters]
-    backward(model, optimizer, 1)
+    backward_batch(model, optimizer, 1)
     with pytest.raises(KeyError, match="square_avg"):
         optimizer.step()
     optimizer.state[masters[-1]]["square_avg"] = broken
@@ -372,7 +358,7 @@ def test_an_exception_in_a_portion(next_step, how_many):
         optimizer.step()  # there is no gradient any more
         assert all(torch.equal(master, value) for master, value in zip(masters, left, strict=True))
     else:
-        backward(model, optimizer, 2)
+        backward_batch(model, optimizer, 2)
         optimizer.step()
         assert not any(torch.equal(master, value) for master, value in zip(masters, left, strict=True))
     assert torch.equal(model.first.weight, masters[0].bfloat16())
@@ -382,7 +368,7 @@ def test_an_exception_in_a_portion(next_step, how_many):
 def test_an_interrupt_before_the_first_portion_keeps_the_gradients(monkeypatch):
     """Also while an edit of the weights is adopted, which writes into masters as a step does."""
     model, optimizer = training(torch.optim.NAdam, "O5")
-    backward(model, optimizer, 0)
+    backward_batch(model, optimizer, 0)
     before = [master.detach().clone() for master in amp.master_params(optimizer)]
 
     def interrupted(pairs: Any) -> None:
@@ -401,9 +387,9 @@ def test_an_interrupt_before_the_first_portion_keeps_the_gradients(monkeypatch):
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_copies_go_in_portions_too(level, how_many):
     model, optimizer = training(torch.optim.NAdam, level)
-    backward(model, optimizer, 0)
+    backward_batch(model, optimizer, 0)
     optimizer.step()
     model, optimizer = copy.deepcopy((model, optimizer))
-    backward(model, optimizer, 1)
+    backward_batch(model, optimizer, 1)
     optimizer.step()
     assert len(how_many) == 2

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from training import backward
 
 from amp_patch import amp
 
@@ -24,7 +25,7 @@ LEVELS: dict[str, dict[str, Any]] = {
 every_level = pytest.mark.parametrize("level", LEVELS)
 
 
-def start(level: str, rank: int = 0) -> tuple[nn.Module, Any]:
+def start_integers(level: str, rank: int = 0) -> tuple[nn.Module, Any]:
     """Two layers whose gradients are small integers, so that all types hold them."""
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     with torch.no_grad():
@@ -34,9 +35,8 @@ def start(level: str, rank: int = 0) -> tuple[nn.Module, Any]:
     return amp.initialize(model, optimizer, verbosity=0, **LEVELS[level])
 
 
-def backward(model: nn.Module, optimizer: Any) -> None:
-    with amp.scale_loss(model(torch.ones(2, 4)).float().sum() / 2, optimizer) as scaled_loss:
-        scaled_loss.backward()
+def backward_ones(model: nn.Module, optimizer: Any) -> None:
+    backward(model(torch.ones(2, 4)).float().sum() / 2, optimizer)
 
 
 def weights(model: nn.Module) -> list[Tensor]:
@@ -45,8 +45,8 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 def norm_of(model: nn.Module) -> float:
     """Of the gradients that FP32 has: taken at O0."""
-    plain, optimizer = start("O0")
-    backward(plain, optimizer)
+    plain, optimizer = start_integers("O0")
+    backward_ones(plain, optimizer)
     return float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in plain.parameters()])))
 
 
@@ -63,11 +63,11 @@ def adaptive_clip(params: Any, clipping: float) -> None:
 
 @every_level
 def test_adaptive_clipping_to_nothing_moves_no_weight(level):
-    model, optimizer = start(level)
+    model, optimizer = start_integers(level)
     before = weights(model)
     for _ in range(2):
         optimizer.zero_grad()
-        backward(model, optimizer)
+        backward_ones(model, optimizer)
         adaptive_clip(model.parameters(), 0.0)
         optimizer.step()
     assert all(map(torch.equal, weights(model), before))
@@ -75,9 +75,9 @@ def test_adaptive_clipping_to_nothing_moves_no_weight(level):
 
 @every_level
 def test_noise_added_to_the_gradients_is_in_the_step(level):
-    model, optimizer = start(level)
+    model, optimizer = start_integers(level)
     before = weights(model)
-    backward(model, optimizer)
+    backward_ones(model, optimizer)
     grads = [param.grad.float().clone() for param in model.parameters()]
     for param in model.parameters():
         if param.grad is not None:
@@ -91,8 +91,8 @@ def test_noise_added_to_the_gradients_is_in_the_step(level):
 @every_level
 @pytest.mark.parametrize("when", ["before the step", "after the step"])
 def test_statistics_of_the_gradients_are_those_of_fp32(level, when):
-    model, optimizer = start(level)
-    backward(model, optimizer)
+    model, optimizer = start_integers(level)
+    backward_ones(model, optimizer)
     if when == "after the step":
         optimizer.step()
     grads = [param.grad for param in model.parameters() if param.grad is not None]
@@ -105,8 +105,8 @@ def test_statistics_of_the_gradients_are_those_of_fp32(level, when):
 @every_level
 @pytest.mark.parametrize("foreach", [None, False, True])
 def test_torchs_clipping_in_two_calls(level, foreach):
-    model, optimizer = start(level)
-    backward(model, optimizer)
+    model, optimizer = start_integers(level)
+    backward_ones(model, optimizer)
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None], foreach=foreach)
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm, foreach=foreach)
     clipped = torch.cat([param.grad.float().flatten() for param in amp.master_params(optimizer)])
@@ -116,29 +116,28 @@ def test_torchs_clipping_in_two_calls(level, foreach):
 @pytest.mark.parametrize("level", ["O2", "O5", "split"])
 def test_no_step_takes_the_gradients_of_the_last_one(level):
     """They can be read until they are cleared, and what is written into them is in no step."""
-    model, optimizer = start(level)
-    backward(model, optimizer)
+    model, optimizer = start_integers(level)
+    backward_ones(model, optimizer)
     optimizer.step()
     before = weights(model)
     for param in model.parameters():
         param.grad.fill_(100.0)
     optimizer.step()
     assert all(map(torch.equal, weights(model), before))
-    plain, other = start(level)
+    plain, other = start_integers(level)
     for _ in range(2):
         other.zero_grad()
-        backward(plain, other)
+        backward_ones(plain, other)
         other.step()
-    backward(model, optimizer)
+    backward_ones(model, optimizer)
     optimizer.step()
     assert all(map(torch.equal, weights(model), weights(plain)))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_of_a_skipped_step_the_overflow_can_be_read_until_it_is_cleared(level):
-    model, optimizer = start(level)
-    with amp.scale_loss(model(torch.ones(2, 4)).float().sum() * float("inf"), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    model, optimizer = start_integers(level)
+    backward(model(torch.ones(2, 4)).float().sum() * float("inf"), optimizer)
     optimizer.step()
     assert optimizer._amp_stash.step_skipped
     assert not all(bool(param.grad.isfinite().all()) for param in model.parameters())
@@ -147,11 +146,11 @@ def test_of_a_skipped_step_the_overflow_can_be_read_until_it_is_cleared(level):
 
 
 def averaged(level: str) -> list[Tensor]:
-    model, optimizer = start(level, dist.get_rank())
+    model, optimizer = start_integers(level, dist.get_rank())
     averager = PeriodicModelAverager(period=2, warmup_steps=0)
     for _ in range(3):  # averaged after the first and the third
         optimizer.zero_grad()
-        backward(model, optimizer)
+        backward_ones(model, optimizer)
         optimizer.step()
         averager.average_parameters(model.parameters())
     return weights(model)
@@ -182,7 +181,7 @@ def clipped_in_parallel(level: str, foreach: bool | None) -> tuple[float, float]
     model, optimizer = amp.initialize(
         model, torch.optim.SGD(model.parameters(), lr=1.0), verbosity=0, opt_level=level, loss_scale=4.0
     )
-    backward(model, optimizer)
+    backward_ones(model, optimizer)
     norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach)
     left: Any = torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])
     return norm.full_tensor().item(), left.full_tensor().item()

@@ -17,7 +17,7 @@ from torch import nn
 from training import LEVELS, backward, convnet, images, linear
 
 from amp_patch import amp
-from amp_patch.training.innermost_optimizer import innermost
+from amp_patch.training.wrappers import innermost
 
 CAST = ("O2", "O5")
 SCALED = ("O1", "O2")
@@ -100,8 +100,7 @@ def iterate(model, sam, scaled_by, batch):
     for step in (sam.first_step, sam.second_step):
         inputs, targets = batch
         loss = nn.functional.cross_entropy(model(inputs), targets)
-        with amp.scale_loss(loss, scaled_by) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss, scaled_by)
         step(zero_grad=True)
     return loss.item()
 

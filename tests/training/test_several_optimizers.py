@@ -18,8 +18,7 @@ def test_one_loss_for_several_optimizers(level):
     first, second = linear([[1.0]]), linear([[2.0]])
     models, optimizers = amp.initialize([first, second], [sgd(first), sgd(second)], opt_level=level, loss_scale=64.0)
     loss = models[1](models[0](x(1.0))).sum()  # d/d first = second's weight, and the reverse
-    with amp.scale_loss(loss, optimizers) as scaled_loss:
-        scaled_loss.backward()
+    backward(loss, optimizers)
     for optimizer in optimizers:
         optimizer.step()
     assert (first.weight.item(), second.weight.item()) == (-1.0, 1.0)
@@ -31,8 +30,7 @@ def test_two_losses_for_one_optimizer_with_a_retained_graph(level):
     out = model(x(1.0, 2.0))
     with amp.scale_loss(out.sum(), optimizer, loss_id=0) as scaled_loss:
         scaled_loss.backward(retain_graph=True)
-    with amp.scale_loss(2 * out.sum(), optimizer, loss_id=1) as scaled_loss:
-        scaled_loss.backward()
+    backward(2 * out.sum(), optimizer, loss_id=1)
     assert master_grads(optimizer) == [[[3.0, 6.0]]]
 
 

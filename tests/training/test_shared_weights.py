@@ -126,8 +126,7 @@ def test_gradients_that_overflowed_are_dropped_where_the_training_ends_before_th
     model = nn.Linear(3, 2, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    with amp.scale_loss(model(torch.ones(1, 3)).sum() * math.inf, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model(torch.ones(1, 3)).sum() * math.inf, optimizer)
     before = next(amp.master_params(optimizer)).detach().clone()
     if leave is None:
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)

@@ -17,7 +17,8 @@ from training import assert_unchanged, backward, linear, same, snapshot
 from unscaled_trainings import TRAININGS, every_training
 
 from amp_patch import amp
-from amp_patch.masters.half_gradients import can_wait
+from amp_patch.casts.cpu_half import resolve_cpu_half
+from amp_patch.masters.held_gradients import can_wait
 from amp_patch.policy import resolve
 
 OPTIM = torch.optim
@@ -37,7 +38,7 @@ every_maker = pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
 OWN_MASTERS = ["O0", "O3", "O4"]
 
 
-def start(maker: Any, device: str = "cpu", **options: Any) -> Any:
+def start_convnet(maker: Any, device: str = "cpu", **options: Any) -> Any:
     """Model and optimizer; the batch norm's statistics stay, which a forward of NaN would ruin at any level."""
     model = training.convnet(device=device)
     model.body[1].eval()
@@ -65,7 +66,7 @@ def skipped(optimizer: Any) -> bool:
 def test_a_step_of_gradients_that_are_not_finite_changes_nothing(maker, options, device):
     if maker is MAKERS["SGD, fused"] and options["opt_level"] == "O3" and device == "cpu":
         pytest.skip("torch's fused SGD of FP16 on a CPU comes to other numbers each time (2.13)")
-    model, optimizer = start(maker, device, **options, **ON)
+    model, optimizer = start_convnet(maker, device, **options, **ON)
     iterate(model, optimizer, 0, device=device)
     assert not skipped(optimizer)
     for value in (math.nan, math.inf):
@@ -78,7 +79,7 @@ def test_a_step_of_gradients_that_are_not_finite_changes_nothing(maker, options,
         assert not skipped(optimizer)
     learned = snapshot(model, optimizer)
 
-    model, optimizer = start(maker, device, **options)  # neither checked nor given the bad batches
+    model, optimizer = start_convnet(maker, device, **options)  # neither checked nor given the bad batches
     for step in range(3):
         iterate(model, optimizer, step, device=device)
     assert_unchanged(snapshot(model, optimizer), learned)
@@ -88,7 +89,7 @@ def test_a_step_of_gradients_that_are_not_finite_changes_nothing(maker, options,
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["body.0.weight", "body.1.bias", "head.bias"])
 def test_one_element_is_enough(options, value, where):
-    model, optimizer = start(training.SGD, **options, **ON)
+    model, optimizer = start_convnet(training.SGD, **options, **ON)
     bad: list[float] = []
 
     def spoil(grad: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ def test_one_element_is_enough(options, value, where):
 
 @every_training
 def test_off_nothing_is_checked_and_the_nan_is_in_the_weights(options):
-    model, optimizer = start(training.SGD, **options)
+    model, optimizer = start_convnet(training.SGD, **options)
     iterate(model, optimizer, 0, math.nan)
     assert not skipped(optimizer) and model.head.weight.isnan().all()
 
@@ -138,7 +139,7 @@ def clipped(model: nn.Module, optimizer: Any, step: int) -> None:
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "NAdam", "FusedLAMB"])
 def test_finite_gradients_come_to_the_same_bits(way, options, name):
     def learned(**more: Any) -> Any:
-        model, optimizer = start(MAKERS[name], num_losses=2, **options, **more)
+        model, optimizer = start_convnet(MAKERS[name], num_losses=2, **options, **more)
         for step in range(4):
             optimizer.zero_grad()
             way(model, optimizer, step)
@@ -199,7 +200,7 @@ def test_other_types_are_checked_in_their_own_range(dtype):
 
 @pytest.mark.parametrize("level", OWN_MASTERS)
 def test_a_gradient_that_is_only_checked_is_not_written(level):
-    model, optimizer = start(training.SGD, opt_level=level, **ON)
+    model, optimizer = start_convnet(training.SGD, opt_level=level, **ON)
     loss = loss_of(model, 0)
     with amp.scale_loss(loss, optimizer) as body:
         assert body is loss if level != "O3" else body.dtype is torch.float32
@@ -211,7 +212,7 @@ def test_a_gradient_that_is_only_checked_is_not_written(level):
 
 @pytest.mark.parametrize("options", [TRAININGS["O5"], TRAININGS["O5, split"]], ids=["whole", "split"])
 def test_gradients_wait_in_low_precision_as_without(options):
-    model, optimizer = start(training.SGD, **options, **ON)
+    model, optimizer = start_convnet(training.SGD, **options, **ON)
     backward(loss_of(model, 0), optimizer)
     waiting = optimizer._amp_stash.masters.waiting
     assert (waiting is not None and len(waiting.grads) > 0 and waiting.factors == []) or not can_wait()
@@ -219,7 +220,7 @@ def test_gradients_wait_in_low_precision_as_without(options):
 
 @every_training
 def test_only_the_loss_that_was_not_finite_is_named(options, caplog):
-    model, optimizer = start(training.SGD, num_losses=2, **options, skip_nonfinite=True, verbosity=1)
+    model, optimizer = start_convnet(training.SGD, num_losses=2, **options, skip_nonfinite=True, verbosity=1)
     with caplog.at_level(logging.WARNING, "amp_patch"):
         backward(loss_of(model, 0) * math.nan, optimizer, loss_id=1)
         backward(loss_of(model, 1), optimizer)
@@ -230,7 +231,7 @@ def test_only_the_loss_that_was_not_finite_is_named(options, caplog):
 
 @every_training
 def test_messages_come_ever_more_rarely_and_name_the_parameters_in_the_end(options, caplog):
-    model, optimizer = start(training.SGD, **options, skip_nonfinite=True, verbosity=1)
+    model, optimizer = start_convnet(training.SGD, **options, skip_nonfinite=True, verbosity=1)
     with caplog.at_level(logging.WARNING, "amp_patch"):
         for step in range(10):
             iterate(model, optimizer, step, math.nan)
@@ -241,7 +242,7 @@ def test_messages_come_ever_more_rarely_and_name_the_parameters_in_the_end(optio
 
 
 def test_verbosity_0_says_nothing(caplog):
-    model, optimizer = start(training.SGD, opt_level="O5", **ON)
+    model, optimizer = start_convnet(training.SGD, opt_level="O5", **ON)
     with caplog.at_level(logging.WARNING, "amp_patch"):
         iterate(model, optimizer, 0, math.nan)
     assert skipped(optimizer) and not caplog.messages
@@ -250,7 +251,7 @@ def test_verbosity_0_says_nothing(caplog):
 @every_training
 def test_a_recording_counts_them(options):
     with amp.record() as run:
-        model, optimizer = start(training.SGD, **options, **ON)
+        model, optimizer = start_convnet(training.SGD, **options, **ON)
         for step in range(4):
             iterate(model, optimizer, step, math.nan if step in (1, 2) else 1.0)
     assert run.skipped == [False, True, True, False]
@@ -259,11 +260,11 @@ def test_a_recording_counts_them(options):
 
 @every_training
 def test_the_state_has_the_form_of_any_and_a_loaded_scale_multiplies_nothing(options):
-    model, optimizer = start(training.SGD, **options, **ON)
+    model, optimizer = start_convnet(training.SGD, **options, **ON)
     iterate(model, optimizer, 0, math.nan)
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}}
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 3}})
-    other, plain = start(training.SGD, **options)
+    other, plain = start_convnet(training.SGD, **options)
     for each in ((model, optimizer), (other, plain)):
         each[1].zero_grad()
         backward(loss_of(each[0], 1), each[1], delay_unscale=True)
@@ -274,7 +275,7 @@ def test_the_state_has_the_form_of_any_and_a_loaded_scale_multiplies_nothing(opt
 
 @every_training
 def test_the_overflow_of_a_delayed_micro_batch_is_found_at_the_step(options):
-    model, optimizer = start(training.SGD, **options, **ON)
+    model, optimizer = start_convnet(training.SGD, **options, **ON)
     before = snapshot(model, optimizer)
     backward(loss_of(model, 0) * math.inf, optimizer, delay_unscale=True)
     backward(loss_of(model, 1), optimizer, delay_unscale=True)
@@ -293,7 +294,7 @@ def test_a_parameter_that_no_optimizer_holds_loses_a_gradient_that_is_not_finite
 
 @every_training
 def test_closures_and_steps_in_the_body_are_refused(options):
-    model, optimizer = start(training.SGD, **options, **ON)
+    model, optimizer = start_convnet(training.SGD, **options, **ON)
     with pytest.raises(RuntimeError, match=r"a closure .* with skip_nonfinite=True"):
         optimizer.step(lambda: None)
     before = snapshot(model, optimizer)
@@ -338,7 +339,7 @@ def test_the_field_of_the_policy():
 def test_where_the_loss_is_scaled_it_changes_nothing(level):
     seen = []
     for on in (False, True):
-        model, optimizer = start(training.SGD, opt_level=level, skip_nonfinite=on)
+        model, optimizer = start_convnet(training.SGD, opt_level=level, skip_nonfinite=on)
         for step in range(4):
             iterate(model, optimizer, step, math.inf if step == 1 else 1.0)
         seen.append((snapshot(model, optimizer), amp.state_dict()))
@@ -348,8 +349,8 @@ def test_where_the_loss_is_scaled_it_changes_nothing(level):
 
 def test_the_environment_s_o0_is_the_script_without_it(monkeypatch):
     monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "O0")
-    _, optimizer = start(training.SGD, opt_level="O5", **ON)
-    assert optimizer._amp_stash.policy == replace(resolve("O0"), cpu_fp16="native")
+    _, optimizer = start_convnet(training.SGD, opt_level="O5", **ON)
+    assert optimizer._amp_stash.policy == replace(resolve("O0"), cpu_half="native")
     monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "O4")
-    _, optimizer = start(training.SGD, opt_level="O5", **ON)
-    assert optimizer._amp_stash.policy == replace(resolve("O4", skip_nonfinite=True), cpu_fp16="native")
+    _, optimizer = start_convnet(training.SGD, opt_level="O5", **ON)
+    assert optimizer._amp_stash.policy == resolve_cpu_half(resolve("O4", skip_nonfinite=True), on_cpu=True)

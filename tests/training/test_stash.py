@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 import pytest
 import torch
 from torch import nn
+from training import backward
 
 from amp_patch import amp
 from amp_patch.policy import OPT_LEVELS
@@ -35,14 +36,14 @@ def duplicate(stash, way):
 def test_all_that_is_declared_to_be_of_this_process_begins_afresh(way):
     scaler = LossScaler(128.0, min_loss_scale=1.0, max_loss_scale=2.0**24)
     stash = _Extended(OPT_LEVELS["O2"], [scaler], bodies=3, wrapped=True, outlives="yes", note=_Note("here"))
-    stash.backward.open, stash.backward.ended, stash.backward.aside = True, 5, {1: None}
+    stash.backward.body, stash.backward.ended, stash.backward.aside = lambda: None, 5, {1: None}
     stash.step = lambda: None  # as while a step is running
     stash.neighbours.names, stash.neighbours.handles = {1: "weight"}, [lambda: None]  # which nothing can pickle
     twin = duplicate(stash, way)
     assert (twin.backward, twin.step, twin.neighbours, twin.note) == (BackwardState(), None, Neighbours(), _Note())
     assert (twin.bodies, twin.wrapped, twin.outlives, twin.scalers[0].loss_scale()) == (3, True, "yes", 128.0)
     assert vars(twin).keys() == {part.name for part in fields(_Extended)}
-    assert stash.note.text == "here" and stash.backward.open and stash.neighbours.names == {1: "weight"}
+    assert stash.note.text == "here" and stash.backward.body and stash.neighbours.names == {1: "weight"}
 
 
 @pytest.mark.parametrize("way", ["copy", "pickle"])
@@ -50,8 +51,7 @@ def test_an_optimizer_between_backward_and_step_is_copied_with_what_outlives_it(
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     amp.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0)
-    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model(torch.ones(1, 2)).sum(), optimizer)
     stash = optimizer._amp_stash
     copied = duplicate(optimizer, way)
     twin = copied._amp_stash

@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from one_weight import backward_row
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from training import linear
@@ -70,7 +71,7 @@ AT_LEVELS = pytest.mark.parametrize("level", LEVELS.values(), ids=list(LEVELS))
 REGISTERED = pytest.mark.parametrize("registered", ["before", "after"])
 
 
-def start(make, level, registered="after", pre=None, post=None):
+def start_observed(make, level, registered="after", pre=None, post=None):
     """A training whose gradients are [4, -4] and whose step makes [1, 2] of them [-1, 4]."""
     model = linear([[1.0, 2.0]])
     optimizer = make(model.parameters(), lr=0.5)
@@ -89,12 +90,11 @@ def start(make, level, registered="after", pre=None, post=None):
     return model, optimizer
 
 
-def backward(model, optimizer, value=4.0, **options):
-    with amp.scale_loss(model(torch.tensor([[value, -value]])).sum(), optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
+def backward_observed(model, optimizer, value=4.0, **options):
+    backward_row(model, optimizer, gradient=(value, -value), **options)
 
 
-def masters(optimizer):
+def parameters_of_groups(optimizer):
     return [master for group in optimizer.param_groups for master in group["params"]]
 
 
@@ -104,8 +104,10 @@ def masters(optimizer):
 @pytest.mark.parametrize("delay", [False, True])
 def test_pre_hooks_find_unscaled_gradients(make, level, registered, delay):
     seen = []
-    model, optimizer = start(make, level, registered, pre=lambda o, *_: seen.append(masters(o)[0].grad.tolist()))
-    backward(model, optimizer, delay_unscale=delay)
+    model, optimizer = start_observed(
+        make, level, registered, pre=lambda o, *_: seen.append(parameters_of_groups(o)[0].grad.tolist())
+    )
+    backward_observed(model, optimizer, delay_unscale=delay)
     optimizer.step()
     assert seen[0] == [[4.0, -4.0]]
 
@@ -115,9 +117,9 @@ def test_pre_hooks_find_unscaled_gradients(make, level, registered, delay):
 @KINDS
 def test_post_hooks_find_published_weights(make, level, registered):
     seen, held = [], []
-    model, optimizer = start(make, level, registered, post=lambda *_: seen.append(held[0].weight.tolist()))
+    model, optimizer = start_observed(make, level, registered, post=lambda *_: seen.append(held[0].weight.tolist()))
     held.append(model)
-    backward(model, optimizer)
+    backward_observed(model, optimizer)
     optimizer.step()
     wanted = [[-1.0, 4.0]]
     assert model.weight.tolist() == wanted if make is not torch.optim.ASGD else model.weight.tolist() != [[1.0, 2.0]]
@@ -130,16 +132,16 @@ def test_post_hooks_find_published_weights(make, level, registered):
 @torch.no_grad()
 def test_the_step_begins_from_what_a_pre_hook_has_written(make, level, registered):
     def write(optimizer, *_):
-        for master in masters(optimizer):
+        for master in parameters_of_groups(optimizer):
             master.zero_()
 
-    model, optimizer = start(make, level, registered, pre=write)
+    model, optimizer = start_observed(make, level, registered, pre=write)
     with torch.enable_grad():
-        backward(model, optimizer)
+        backward_observed(model, optimizer)
     optimizer.step()
     if make in (torch.optim.SGD, Foreign):
         assert model.weight.tolist() == [[-2.0, 2.0]]
-    first, second = masters(optimizer)[0].tolist()[0]
+    first, second = parameters_of_groups(optimizer)[0].tolist()[0]
     assert first == -second != 0.0
 
 
@@ -149,12 +151,12 @@ def test_the_step_begins_from_what_a_pre_hook_has_written(make, level, registere
 def test_what_a_post_hook_has_written_into_masters_is_in_the_model_after_the_step(make, level, registered):
     @torch.no_grad()
     def write(optimizer, *_):
-        for master in masters(optimizer):
+        for master in parameters_of_groups(optimizer):
             master.fill_(0.25)
 
-    model, optimizer = start(make, level, registered, post=write)
+    model, optimizer = start_observed(make, level, registered, post=write)
     for _ in range(2):
-        backward(model, optimizer)
+        backward_observed(model, optimizer)
         optimizer.step()
         assert model.weight.tolist() == [[0.25, 0.25]]
 
@@ -164,11 +166,13 @@ def test_what_a_post_hook_has_written_into_masters_is_in_the_model_after_the_ste
 @pytest.mark.parametrize("value", [4.0, math.inf], ids=["taken", "skipped"])
 def test_hooks_run_once_around_each_step_taken_or_skipped(make, level, value):
     seen = []
-    model, optimizer = start(make, level, "before", lambda *_: seen.append("pre"), lambda *_: seen.append("post"))
+    model, optimizer = start_observed(
+        make, level, "before", lambda *_: seen.append("pre"), lambda *_: seen.append("post")
+    )
     optimizer.register_step_pre_hook(lambda *_: seen.append("later pre"))
     optimizer.register_step_post_hook(lambda *_: seen.append("later post"))
     before = model.weight.tolist()
-    backward(model, optimizer, value)
+    backward_observed(model, optimizer, value)
     optimizer.step()
     assert seen == ["pre", "later pre", "post", "later post"]
     assert (model.weight.tolist() == before) is (value == math.inf)
@@ -183,8 +187,8 @@ def test_a_pre_hook_that_raises_leaves_the_gradients_for_the_next_step(make, lev
         if failing.pop():
             raise ValueError("not yet")
 
-    model, optimizer = start(make, level, pre=refuse)
-    backward(model, optimizer)
+    model, optimizer = start_observed(make, level, pre=refuse)
+    backward_observed(model, optimizer)
     with pytest.raises(ValueError, match="not yet"):
         optimizer.step()
     assert model.weight.tolist() == [[1.0, 2.0]]
@@ -199,8 +203,8 @@ def test_a_post_hook_that_raises_comes_after_a_whole_step(make, level):
     def refuse(*_):
         raise ValueError("too late")
 
-    model, optimizer = start(make, level, post=refuse)
-    backward(model, optimizer)
+    model, optimizer = start_observed(make, level, post=refuse)
+    backward_observed(model, optimizer)
     with pytest.raises(ValueError, match="too late"):
         optimizer.step()
     once = model.weight.tolist()
@@ -212,10 +216,10 @@ def test_a_post_hook_that_raises_comes_after_a_whole_step(make, level):
 
 @AT_LEVELS
 def test_an_optimizer_without_hooks_steps_and_skips(level):
-    model, optimizer = start(WithoutHooks, level)
+    model, optimizer = start_observed(WithoutHooks, level)
     for value, wanted in ((math.inf, [[1.0, 2.0]]), (4.0, [[-1.0, 4.0]])):
         optimizer.zero_grad()
-        backward(model, optimizer, value)
+        backward_observed(model, optimizer, value)
         optimizer.step()
         assert model.weight.tolist() == wanted
 
@@ -247,11 +251,11 @@ def test_a_method_that_was_captured_before_initialize_steps_and_skips(make, leve
     optimizer = make(model.parameters(), lr=0.5)
     step = capture(optimizer)
     model, optimizer = amp.initialize(model, optimizer, verbosity=0, **level)
-    backward(model, optimizer, math.inf)
+    backward_observed(model, optimizer, math.inf)
     step()
     assert optimizer._amp_stash.step_skipped and model.weight.tolist() == [[1.0, 2.0]]
     optimizer.zero_grad()
-    backward(model, optimizer, delay_unscale=True)
+    backward_observed(model, optimizer, delay_unscale=True)
     step()
     assert model.weight.tolist() != [[1.0, 2.0]] and model.weight.isfinite().all()
     assert make not in (torch.optim.SGD, Foreign) or model.weight.tolist() == [[-1.0, 4.0]]
@@ -260,12 +264,12 @@ def test_a_method_that_was_captured_before_initialize_steps_and_skips(make, leve
 @AT_LEVELS
 def test_a_script_s_step_in_the_class_and_the_hooks_are_called_where_it_is_skipped(level, monkeypatch):
     seen = []
-    model, optimizer = start(
+    model, optimizer = start_observed(
         torch.optim.SGD, level, "after", lambda *_: seen.append("pre"), lambda *_: seen.append("post")
     )
     original = torch.optim.SGD.step
     monkeypatch.setattr(torch.optim.SGD, "step", lambda self, *args: (seen.append("script"), original(self, *args))[1])
-    backward(model, optimizer, math.inf)
+    backward_observed(model, optimizer, math.inf)
     optimizer.step()
     assert seen == ["script", "pre", "post"] and model.weight.tolist() == [[1.0, 2.0]]
 
@@ -274,8 +278,8 @@ def test_a_script_s_step_in_the_class_and_the_hooks_are_called_where_it_is_skipp
 @AT_LEVELS
 def test_a_step_that_cannot_end_is_over_all_the_same(make, level, monkeypatch):
     """Else the next one would be taken for a part of it, and would not be checked."""
-    model, optimizer = start(make, level)
-    backward(model, optimizer)
+    model, optimizer = start_observed(make, level)
+    backward_observed(model, optimizer)
 
     def fail(stash):
         raise ValueError("no memory")
@@ -290,7 +294,7 @@ def test_a_step_that_cannot_end_is_over_all_the_same(make, level, monkeypatch):
     optimizer.zero_grad()
     model(torch.ones(1, 2))  # publishes what the step has left in the masters
     before = model.weight.tolist()
-    backward(model, optimizer, math.inf)
+    backward_observed(model, optimizer, math.inf)
     optimizer.step()
     assert optimizer._amp_stash.step_skipped and model.weight.tolist() == before
 
@@ -298,16 +302,16 @@ def test_a_step_that_cannot_end_is_over_all_the_same(make, level, monkeypatch):
 @KINDS
 @AT_LEVELS
 def test_a_training_may_be_left_in_a_pre_hook(make, level):
-    model, optimizer = start(make, level, pre=lambda *_: amp.restore())
-    backward(model, optimizer)
+    model, optimizer = start_observed(make, level, pre=lambda *_: amp.restore())
+    backward_observed(model, optimizer)
     optimizer.step()
     assert not hasattr(optimizer, "_amp_stash") and model.weight.isfinite().all()
 
 
 @KINDS
 def test_a_closure_that_is_refused_leaves_delayed_gradients_as_they_are(make):
-    model, optimizer = start(make, LEVELS["O1"])
-    backward(model, optimizer, delay_unscale=True)
+    model, optimizer = start_observed(make, LEVELS["O1"])
+    backward_observed(model, optimizer, delay_unscale=True)
     with pytest.raises(RuntimeError, match="a closure computes new gradients"):
         optimizer.step(lambda: None)
     assert model.weight.grad.tolist() == [[256.0, -256.0]]
@@ -324,13 +328,13 @@ def test_a_scheduler_that_has_captured_step_leads_to_the_one_of_the_training(mak
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1)] if scheduled == "before" else []
     model, optimizer = amp.initialize(model, optimizer, verbosity=0, **level)
     schedulers = schedulers or [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-    backward(model, optimizer)
+    backward_observed(model, optimizer)
     optimizer.step()
     assert model.weight.tolist() != [[1.0, 2.0]]
-    backward(model, optimizer, math.inf)
+    backward_observed(model, optimizer, math.inf)
     before = model.weight.tolist()
     optimizer.zero_grad()
-    backward(model, optimizer, math.inf)
+    backward_observed(model, optimizer, math.inf)
     optimizer.step()
     schedulers[0].step()
     assert model.weight.tolist() == before and nn.Module is not None
@@ -348,5 +352,5 @@ def test_the_step_of_an_optimizer_in_no_training_is_compiled_as_ever():
         return counter.frame_count, counter.op_count, param.tolist()
 
     alone = frames()
-    start(torch.optim.SGD, LEVELS["O2"])
+    start_observed(torch.optim.SGD, LEVELS["O2"])
     assert frames() == alone and alone[0] > 0

@@ -20,10 +20,11 @@ import reference_training as by_hand
 import torch
 from hunts import hunt
 from hypothesis import strategies as st
-from reference_model import PLAIN, WIDTH, Net, Plant, Stack, Weight, level_of, places, sown
+from reference_model import PLAIN, WIDTH, CastByHand, Plant, Stack, Weight, level_of, places, sown
 from reference_training import Owner, Scale, Trainer
 from same_bits import check, check_state
 from torch import Tensor, nn
+from torch_optimizers import RECIPES
 
 from amp_patch import amp
 from amp_patch.masters.masters import has_gradient
@@ -31,15 +32,7 @@ from amp_patch.multi_tensor import backend
 
 ROWS = 3
 
-OPTIMIZERS = {
-    "SGD": partial(torch.optim.SGD),
-    "momentum": partial(torch.optim.SGD, momentum=0.9, weight_decay=0.01, nesterov=True),
-    "Adam": partial(torch.optim.Adam, eps=1e-4),
-    "Adam foreach": partial(torch.optim.Adam, eps=1e-4, amsgrad=True, foreach=True),
-    "AdamW fused": partial(torch.optim.AdamW, eps=1e-4, fused=True),
-    "Adagrad": partial(torch.optim.Adagrad, eps=1e-4),
-    "RMSprop": partial(torch.optim.RMSprop, eps=1e-4, momentum=0.9),
-}
+OPTIMIZERS = ("SGD", "momentum", "Adam", "Adam foreach", "AdamW fused", "Adagrad", "RMSprop")
 IN_ONE_PASS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # with masters, whatever they were told, as fused
 RATES = (0.125, 0.0625)  # of the two groups
 
@@ -106,7 +99,7 @@ def powers(lowest: int, highest: int) -> Any:
 @st.composite
 def options(draw: Any) -> dict[str, Any]:
     level = draw(st.sampled_from(["O1", "O1", "O2", "O2", "O2", "O0", "O3", "O4", "O5"]))
-    chosen: dict[str, Any] = {"opt_level": level, "cpu_fp16": draw(st.sampled_from(["emulate", "native"]))}
+    chosen: dict[str, Any] = {"opt_level": level, "cpu_half": draw(st.sampled_from(["emulate", "native"]))}
     if level in ("O1", "O2", "O3") and draw(st.integers(0, 3)) == 3:
         chosen["dtype"] = torch.bfloat16
     scale = draw(st.sampled_from(["as the level has it", "dynamic", "dynamic", "dynamic", "static"]))
@@ -214,14 +207,16 @@ class Both:
         self.case, level = case, level_of(case.options)
         torch.manual_seed(case.seed)
         self.models = [Stack(model.kinds) for model in case.models]
-        nets: list[Net] = []
+        nets: list[CastByHand] = []
         groups: list[list[list[tuple[Tensor, Weight]]]] = [[[], []] for _ in case.optimizers]
         for stack, model in zip(self.models, case.models, strict=True):
             layer_of = {name: int(name.split(".")[1]) for name, _ in stack.named_parameters()}
             for name, param in stack.named_parameters():
                 param.requires_grad_(model.owners[layer_of[name]] != "frozen")
             owner_of = {name: {"frozen": 0}.get(model.owners[i], model.owners[i]) for name, i in layer_of.items()}
-            nets.append(Net(stack, level, model.kept, lambda name, owner_of=owner_of: owner_of[name] != "nobody"))
+            nets.append(
+                CastByHand(stack, level, model.kept, lambda name, owner_of=owner_of: owner_of[name] != "nobody")
+            )
             for name, param in stack.named_parameters():
                 if owner_of[name] != "nobody":
                     groups[owner_of[name]][layer_of[name] % 2].append((param, nets[-1].weights[name]))
@@ -231,9 +226,9 @@ class Both:
         optimizers, owners = [], []
         for kind, both in zip(case.optimizers, groups, strict=True):
             kept = [(lr, group) for lr, group in zip(RATES, both, strict=True) if group]
-            optimizers.append(OPTIMIZERS[kind]([{"params": [p for p, _ in group], "lr": lr} for lr, group in kept]))
-            fused = OPTIMIZERS[kind].func in IN_ONE_PASS and level.masters and backend() == "cpp"
-            by_itself = partial(OPTIMIZERS[kind], foreach=False, fused=True) if fused else OPTIMIZERS[kind]
+            optimizers.append(RECIPES[kind]([{"params": [p for p, _ in group], "lr": lr} for lr, group in kept]))
+            fused = RECIPES[kind].func in IN_ONE_PASS and level.masters and backend() == "cpp"
+            by_itself = partial(RECIPES[kind], foreach=False, fused=True) if fused else RECIPES[kind]
             owners.append(Owner(by_itself, [(lr, [w for _, w in group]) for lr, group in kept]))
         scales = [Scale(level, case.interval) for _ in case.losses]
         self.trainer = Trainer(level, nets, owners, scales)

@@ -20,8 +20,8 @@ from amp_patch.frontend import master_params
 from amp_patch.masters.masters import master_of, publish
 from amp_patch.policy import LOW_PRECISION, boolean, scale_number
 from amp_patch.support.blocks import block
-from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.stash import stash_of
+from amp_patch.training.wrappers import as_list, innermost
 
 _DTYPES: dict[str, torch.dtype | None] = {
     "float16": torch.float16,
@@ -105,8 +105,8 @@ def switches(
     together = distributed.is_available() and distributed.is_initialized()
     several = together and distributed.get_world_size() > 1
     if several and not checked["combine_ddp"] and _calls_initialize() == _DEEPSPEED:
-        # It averages what `param.grad` of the model holds after scale_loss, which has unscaled and checked by then: one
-        # process would skip where another steps, and at O2 the masters would get nothing of it.
+        # DeepSpeed averages `param.grad` after scale_loss has unscaled and checked it: one process would skip where
+        # another steps, and at O2 the average would not reach the masters.
         raise RuntimeError(
             "initialize: DeepSpeed averages gradients over the processes too late for apex.amp; add "
             '"combine_ddp": true to "amp" in its config, by which amp averages them over all processes in scale_loss'
@@ -197,5 +197,4 @@ def _all_reduce(flat: Tensor) -> None:
 
 def _innermost(optimizers: Any) -> list[Any]:
     """The innermost optimizers of one optimizer, or of a list of them."""
-    many = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-    return [innermost(optimizer) for optimizer in many if optimizer is not None]
+    return [innermost(optimizer) for optimizer in as_list(optimizers) if optimizer is not None]

@@ -12,6 +12,7 @@ from amp_patch.apex.amp._amp_state import _amp_state, maybe_print, warn_or_err
 from amp_patch.apex.amp.handle import AmpHandle, dialect
 from amp_patch.apex.amp.lists import register_edits
 from amp_patch.apex.fp16_utils import FP16_Optimizer
+from amp_patch.casts.cpu_half import renamed
 from amp_patch.environment import overridden
 from amp_patch.frontend import initialize_as
 from amp_patch.frontend import load_state_dict as load_scales
@@ -19,6 +20,7 @@ from amp_patch.frontend import state_dict as scales
 from amp_patch.policy import OPT_LEVELS, Options, Policy, resolve
 from amp_patch.training.stash import stash_of
 from amp_patch.training.training import newest_training
+from amp_patch.training.wrappers import as_list
 
 _CASTS_FUNCTIONS = ("O1", "O4")
 # The options of which a level has its own, in the order in which contradictions are told.
@@ -162,7 +164,8 @@ def initialize(
     dtype: torch.dtype | None = None,
     keep_fp32: Any = (),
     allow_banned: bool = False,
-    cpu_fp16: str = "auto",
+    cpu_half: str = "auto",
+    cpu_fp16: str | None = None,
     process_group: Any = None,
     methods: tuple[str, ...] = (),
     patch_torch_functions_type: torch.dtype | str | None = None,
@@ -214,7 +217,7 @@ def initialize(
         "min_loss_scale": min_loss_scale,
         "max_loss_scale": max_loss_scale,
         "allow_banned": allow_banned,
-        "cpu_fp16": cpu_fp16,
+        "cpu_half": renamed(cpu_half, cpu_fp16),
     }
     options = _without_contradictions(opt_level, options, patch_torch_functions_type)
     moves = _forks.movement(dynamic_init_scale, scale_growth_factor, scale_backoff_factor, scale_window)
@@ -227,7 +230,7 @@ def initialize(
 
 
 def _refuse_fp16_optimizers(optimizers: Any) -> None:
-    for optimizer in optimizers if isinstance(optimizers, list | tuple) else [optimizers]:
+    for optimizer in as_list(optimizers):
         if isinstance(optimizer, FP16_Optimizer):
             raise RuntimeError(
                 "initialize: optimizers holds an FP16_Optimizer, which keeps masters and a loss scale by itself; pass "

@@ -17,15 +17,15 @@ from amp_patch.apex.amp.opt import OptimWrapper
 from amp_patch.apex.amp.scaler import LossScaler
 from amp_patch.casts import install, regions
 from amp_patch.casts import state as casts_state
-from amp_patch.casts.cpu_fp16 import resolve_cpu_fp16
+from amp_patch.casts.cpu_half import emulate, resolve_cpu_half
 from amp_patch.environment import LEVEL, overridden
 from amp_patch.model import forward as model_forward
 from amp_patch.policy import OPT_LEVELS, Options, Policy, resolve
 from amp_patch.training import optimizer as optimizer_side
-from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.scale_loss import scale_loss as scale_loss_of
 from amp_patch.training.stash import stash_of
 from amp_patch.training.training import Dialect, Training, begin_training
+from amp_patch.training.wrappers import as_list, innermost
 
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
 
@@ -93,10 +93,11 @@ class AmpHandle:
                     f"amp.init: the environment variable {LEVEL} is {level!r}, which casts a model, and amp.init() is "
                     "given none; wanted O0, O1 or O4, or a script that calls amp.initialize(model, optimizer)"
                 )
-            self._policy = resolve_cpu_fp16(replace(policy, op_lists="apex"), on_cpu=True)
+            self._policy = resolve_cpu_half(replace(policy, op_lists="apex"), on_cpu=True)
             if policy.patch_torch_functions:
                 register_edits(self._policy.dtype)
                 install.install("apex")
+                emulate(self._policy)
             casts_state.set_default(self._policy)
 
     def is_active(self) -> bool:
@@ -188,12 +189,15 @@ class NoOpHandle:
     verbose = False
 
     def is_active(self) -> bool:
+        """False: nothing is cast."""
         return False
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        """The optimizer with a `scale_loss` that scales nothing."""
         return OptimWrapper(optimizer, self, num_loss)
 
     def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
+        """A block that gives `loss` as it is, and leaves gradients as backward has made them."""
         return nullcontext(loss)
 
     def _disable_casts(self) -> AbstractContextManager[None]:
@@ -208,8 +212,7 @@ class NoOpHandle:
 
 def _enabled(optimizers: Any) -> bool:
     """False where `opt_properties.enabled` of the optimizers' training is; of the newest one where they have none."""
-    many = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-    found = (stash_of(innermost(optimizer)) for optimizer in many if optimizer is not None)
+    found = (stash_of(innermost(optimizer)) for optimizer in as_list(optimizers) if optimizer is not None)
     stashes = [stash for stash in found if stash is not None]
     newest = [getattr(_amp_state, "opt_properties", None)] if not stashes else []
     properties = [getattr(stash, "properties", None) for stash in stashes] + newest

@@ -135,17 +135,20 @@ class LossScaler(core.LossScaler):
         self._overflow = bool(value)
 
     def to(self, device: torch.device) -> LossScaler:
+        """Move the scale and the overflow flag to `device`, in place; returns the scaler itself."""
         super().to(device)
         if self._overflow_buf.device != device:
             self._overflow_buf = self._overflow_buf.to(device)
         return self
 
     def record(self, found_inf: Tensor) -> None:
+        """Note an overflow where `found_inf` (one element) is not 0. The first since an update forgets those before."""
         if self._moved:
             self.clear_overflow_state()
         self._note(found_inf)
 
     def update(self) -> None:
+        """Move the scale by the overflows since they were last forgotten, and keep whether there were any; no sync."""
         found = (self._overflow_buf != 0).any().to(self._scale.device, torch.float32)
         self._found_inf = torch.ones_like(found) if self._overflow is True else found
         self._overflow = self._found_inf.clone()
@@ -232,5 +235,5 @@ class LossScaler(core.LossScaler):
 
 
 def _present(*lists: Iterable[Tensor | None]) -> list[Any]:
-    """The rows of the lists that lack nothing."""
+    """Tuples of the lists' tensors, place by place, without the places at which one is None."""
     return [row for row in zip(*lists, strict=True) if all(tensor is not None for tensor in row)]

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_patch import multi_tensor
+from amp_patch.optimizers.common import wide
+
 Lists = Sequence[Sequence[Tensor]]
 
 
@@ -45,6 +48,13 @@ def skip_flag(name: str, noop_flag: Tensor, tensors: Sequence[Tensor]) -> Tensor
     """1.0 where the flag is set, else 0.0, on the tensors' device: what torch's fused kernels skip by."""
     flag = flag_of(name, noop_flag) != 0
     return flag.to(device=tensors[0].device if tensors else flag.device, dtype=torch.float32)
+
+
+def multiplied(tensors: Sequence[Tensor], factor: float | Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """`tensors * factor`: new tensors in the type in which those of `like` are updated, FP32 or FP64."""
+    results = [torch.empty_like(t, dtype=wide(other.dtype)) for t, other in zip(tensors, like, strict=True)]
+    multi_tensor.multi_tensor_scale(tensors, results, factor)
+    return results
 
 
 def publish_unless(masters: Sequence[Tensor], copies: Sequence[Tensor], skipped: Tensor) -> None:

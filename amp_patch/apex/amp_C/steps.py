@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
-from amp_patch.apex.amp_C.arguments import Lists, lists_of, publish_unless, skip_flag
+from amp_patch.apex.amp_C.arguments import Lists, lists_of, multiplied, publish_unless, skip_flag
 from amp_patch.apex.amp_C.tensor_lists import blend_into
 from amp_patch.multi_tensor.plain_steps import fused_adam, fused_sgd
 from amp_patch.optimizers.adagrad import adagrad
-from amp_patch.optimizers.common import computable, wide
+from amp_patch.optimizers.common import computable
 from amp_patch.optimizers.lamb import lamb, lamb_apply, lamb_update
 from amp_patch.optimizers.novograd import novograd
 
@@ -40,9 +40,7 @@ def multi_tensor_sgd(
     grads, params, buffers, *copies = lists_of(name, tensor_lists, *wanted[: max(3, min(len(tensor_lists), 4))])
     skipped = skip_flag(name, noop_flag, params)
     if scale != 1.0:
-        scaled = [torch.empty_like(g, dtype=wide(p.dtype)) for g, p in zip(grads, params, strict=True)]
-        multi_tensor.multi_tensor_scale(grads, scaled, scale)
-        grads = scaled
+        grads = multiplied(grads, scale, like=params)
     with computable([params, *([buffers] if momentum else [])], [grads]) as ((p, *b), (g,)):
         fused_sgd(
             *(p, g, b[0] if b else []),
@@ -109,9 +107,7 @@ def _adam_capturable(name: str, noop_flag: Tensor, lists: list[list[Tensor]], *r
     grads, params, *states = lists
     *settings, inv_scale = rest
     skipped = skip_flag(name, noop_flag, params)
-    unscaled = [torch.empty_like(g, dtype=wide(p.dtype)) for g, p in zip(grads, params, strict=True)]
-    multi_tensor.multi_tensor_scale(grads, unscaled, inv_scale)
-    _adam([unscaled, params, *states], skipped, *settings)
+    _adam([multiplied(grads, inv_scale, like=params), params, *states], skipped, *settings)
     return skipped
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
-from amp_patch.apex.amp_C.arguments import Lists, flag_of, lists_of, raising
-from amp_patch.optimizers.common import wide
+from amp_patch.apex.amp_C.arguments import Lists, flag_of, lists_of, multiplied, raising
 from amp_patch.optimizers.novograd import NORMS, blend_norms, norms_of
 
 _CHECK: dict[int, Literal["both", "x", "y"]] = {-1: "both", 0: "x", 1: "y"}
@@ -86,11 +85,10 @@ def multi_tensor_unscale_l2norm(
 ) -> tuple[Tensor, Tensor]:
     """The norms of `x * inv_scale` as `multi_tensor_l2norm` has them; x is only read. `inv_scale`: one element."""
     (x,) = lists_of("multi_tensor_unscale_l2norm", tensor_lists, "x")
-    unscaled = [torch.empty_like(t, dtype=wide(t.dtype)) for t in x]
     if x:
         factor = torch.as_tensor(inv_scale, dtype=torch.float32, device=x[0].device)
-        multi_tensor.multi_tensor_scale(x, unscaled, factor.reshape(()))
-    return _norms("multi_tensor_unscale_l2norm", noop_flag, unscaled, per_tensor)
+        x = multiplied(x, factor.reshape(()), like=x)
+    return _norms("multi_tensor_unscale_l2norm", noop_flag, x, per_tensor)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from amp_patch.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from amp_patch.masters import of_optimizer
 from amp_patch.masters.masters import publish, settle
 from amp_patch.policy import LOW_PRECISION
+from amp_patch.support.devices import by_device
 
 logger = logging.getLogger("amp_patch")
 
@@ -141,7 +142,7 @@ class FP16_Optimizer:
 
         With `update_master_grads=False`, for the first of several losses, call `update_master_grads` before `step`.
         """
-        # Backward adds to the gradients that are there: these must have its scale.
+        # Gradients of an earlier backward are multiplied to the scale of this one, which adds to them.
         moved = self.loss_scale / self._scale_of_grads
         if moved != 1.0:
             _multiply(self.all_fp16_params, moved)
@@ -161,17 +162,15 @@ class FP16_Optimizer:
         """
         inverse = 1.0 / self._scale_of_grads
         found: dict[torch.device, Tensor] = {}
-        lists: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+        pairs = []
         for param, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True):
             if param.grad is None:
                 master.grad = None
                 continue
             if master.grad is None:
                 master.grad = torch.empty_like(master)
-            sources, targets = lists.setdefault(param.device, ([], []))
-            sources.append(param.grad)
-            targets.append(master.grad)
-        for device, (sources, targets) in lists.items():
+            pairs.append((param.grad, master.grad))
+        for device, (sources, targets) in by_device(pairs).items():
             found[device] = torch.zeros((), dtype=torch.float32, device=device)
             multi_tensor.multi_tensor_scale(sources, targets, inverse, found[device])
         if not self._own_unscaled:
@@ -276,11 +275,8 @@ class FP16_Optimizer:
 @torch.no_grad()
 def _multiply(params: list[Tensor], factor: float, found: dict[torch.device, Tensor] | None = None) -> None:
     """Multiply the gradients of `params` in place; note per device in `found` whether one is not finite."""
-    grads: dict[torch.device, list[Tensor]] = {}
-    for param in params:
-        if param.grad is not None:
-            grads.setdefault(param.device, []).append(param.grad.detach())
-    for device, tensors in grads.items():
+    grads = ((param.grad.detach(),) for param in params if param.grad is not None)
+    for device, (tensors,) in by_device(grads).items():
         fresh = torch.zeros((), dtype=torch.float32, device=device)
         found_inf = None if found is None else found.setdefault(device, fresh)
         multi_tensor.multi_tensor_unscale(tensors, factor, found_inf)

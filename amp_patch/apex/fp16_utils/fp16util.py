@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from amp_patch import multi_tensor
+from amp_patch.support.devices import by_device
 
 __all__ = [
     "BN_convert_float",
@@ -30,6 +31,7 @@ class tofp16(nn.Module):
     """Gives its input in float16."""
 
     def forward(self, input: Tensor) -> Tensor:
+        """`input` in float16: a copy, or itself if it is float16."""
         return input.half()
 
 
@@ -78,6 +80,7 @@ class FP16Model(nn.Module):
         self.network = convert_network(network, torch.half)
 
     def forward(self, *inputs: Tensor) -> Any:
+        """What `network` returns for `inputs` in float16: its output is not cast back."""
         return self.network(*(tensor.half() for tensor in inputs))
 
 
@@ -157,10 +160,5 @@ def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def _copy(pairs: Iterable[tuple[Any, Tensor]]) -> None:
     """Copy each (source, target), rounded to the target's type: one pass a device."""
-    by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-    for source, target in pairs:
-        sources, targets = by_device.setdefault(target.device, ([], []))
-        sources.append(source)
-        targets.append(target)
-    for sources, targets in by_device.values():
+    for targets, sources in by_device((target, source) for source, target in pairs).values():
         multi_tensor.multi_tensor_scale(sources, targets, 1.0)

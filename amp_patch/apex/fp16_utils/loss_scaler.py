@@ -11,6 +11,7 @@ from torch import Tensor
 
 from amp_patch import multi_tensor
 from amp_patch.apex.fp16_utils.fp16util import to_python_float
+from amp_patch.support.devices import by_device
 
 __all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]
 
@@ -74,14 +75,11 @@ class DynamicLossScaler(LossScaler):
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Whether the gradient of one of `params` (tensors, or a generator) has an infinity or a NaN; one sync."""
-        grads: dict[torch.device, list[Tensor]] = {}
-        for param in params:
-            if param.grad is not None:
-                grad = param.grad.detach()
-                grads.setdefault(grad.device, []).append(grad.coalesce().values() if grad.is_sparse else grad)
-        found = [torch.zeros((), dtype=torch.float32, device=device) for device in grads]
-        for tensors, found_inf in zip(grads.values(), found, strict=True):
-            multi_tensor.multi_tensor_check_finite(tensors, found_inf)
+        grads = (param.grad.detach() for param in params if param.grad is not None)
+        found = []
+        for device, (tensors,) in by_device((g.coalesce().values() if g.is_sparse else g,) for g in grads).items():
+            found.append(torch.zeros((), dtype=torch.float32, device=device))
+            multi_tensor.multi_tensor_check_finite(tensors, found[-1])
         return any(found_inf.item() for found_inf in found)
 
     def update_scale(self, overflow: bool) -> None:

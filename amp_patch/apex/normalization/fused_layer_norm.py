@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numbers
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -143,23 +143,29 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t if t.dtype is torch.float64 else t.to(dtype) for t in tensors)
 
 
-# What Apex's autograd functions were called; code calls their `apply`, and looks for `memory_efficient` among the
-# parameters of their `forward`.
+# Classes by the names of Apex's autograd functions: code calls their `apply`, and looks for `memory_efficient` among
+# the parameters of their `forward`. torch differentiates what they call, so that they need no context and no backward.
 
 
-class FusedLayerNormFunction:
+class _Function:
+    forward: Callable[..., Tensor]
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Tensor:
+        """`forward` without its context."""
+        return cls.forward(None, *args, **kwargs)
+
+
+class FusedLayerNormFunction(_Function):
     """`fused_layer_norm`, by `apply(input, normalized_shape, eps, memory_efficient=False)`."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False) -> Tensor:
+        """A new tensor of the shape and dtype of `input`; `ctx` is ignored."""
         return _layer_norm(input, normalized_shape, None, None, eps, input.dtype)
 
-    @classmethod
-    def apply(cls, *args: Any, **kwargs: Any) -> Tensor:
-        return cls.forward(None, *args, **kwargs)
 
-
-class FusedLayerNormAffineFunction:
+class FusedLayerNormAffineFunction(_Function):
     """`fused_layer_norm_affine`, by `apply(input, weight, bias, normalized_shape, eps, memory_efficient=False)`."""
 
     @staticmethod
@@ -172,11 +178,8 @@ class FusedLayerNormAffineFunction:
         eps: float,
         memory_efficient: bool = False,
     ) -> Tensor:
+        """A new tensor of the shape and dtype of `input`; `ctx` is ignored."""
         return _layer_norm(input, normalized_shape, weight, bias, eps, input.dtype)
-
-    @classmethod
-    def apply(cls, *args: Any, **kwargs: Any) -> Tensor:
-        return cls.forward(None, *args, **kwargs)
 
 
 class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
@@ -192,33 +195,28 @@ class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
         eps: float,
         memory_efficient: bool = False,
     ) -> Tensor:
+        """A new tensor of the shape of `input`, in the dtype of `weight`; `ctx` is ignored."""
         return _layer_norm(input, normalized_shape, weight, bias, eps, weight.dtype)
 
 
-class FusedRMSNormFunction:
+class FusedRMSNormFunction(_Function):
     """`fused_rms_norm`, by `apply(input, normalized_shape, eps, memory_efficient=False)`."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False) -> Tensor:
+        """A new tensor of the shape and dtype of `input`; `ctx` is ignored."""
         return _rms_norm(input, normalized_shape, None, eps, input.dtype)
 
-    @classmethod
-    def apply(cls, *args: Any, **kwargs: Any) -> Tensor:
-        return cls.forward(None, *args, **kwargs)
 
-
-class FusedRMSNormAffineFunction:
+class FusedRMSNormAffineFunction(_Function):
     """`fused_rms_norm_affine`, by `apply(input, weight, normalized_shape, eps, memory_efficient=False)`."""
 
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
     ) -> Tensor:
+        """A new tensor of the shape and dtype of `input`; `ctx` is ignored."""
         return _rms_norm(input, normalized_shape, weight, eps, input.dtype)
-
-    @classmethod
-    def apply(cls, *args: Any, **kwargs: Any) -> Tensor:
-        return cls.forward(None, *args, **kwargs)
 
 
 class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
@@ -228,6 +226,7 @@ class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
     ) -> Tensor:
+        """A new tensor of the shape of `input`, in the dtype of `weight`; `ctx` is ignored."""
         return _rms_norm(input, normalized_shape, weight, eps, weight.dtype)
 
 
@@ -275,6 +274,7 @@ class FusedLayerNorm(_Norm):
     has_bias = True
 
     def forward(self, input: Tensor) -> Tensor:
+        """`input` of shape [..., *normalized_shape], normalized: a new tensor in the dtype of `input`."""
         if self.weight is None or self.bias is None:
             return fused_layer_norm(input, self.normalized_shape, self.eps)
         return fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
@@ -286,13 +286,14 @@ class FusedRMSNorm(_Norm):
     has_bias = False
 
     def forward(self, input: Tensor) -> Tensor:
+        """`input` of shape [..., *normalized_shape], normalized: a new tensor in the dtype of `input`."""
         if self.weight is None:
             return fused_rms_norm(input, self.normalized_shape, self.eps)
         return fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps)
 
 
 def _check_affine(name: str, kwargs: dict[str, Any]) -> None:
-    """What the mixed modules do with the argument that they lack: warn, or refuse it, as Apex does."""
+    """Warn of elementwise_affine=True, which the mixed modules lack; raise for False and other names, as Apex does."""
     unknown = sorted(set(kwargs) - {"elementwise_affine"})
     if unknown:
         raise TypeError(f"{name}: unexpected arguments {', '.join(unknown)}")
@@ -312,6 +313,7 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
     def forward(self, input: Tensor) -> Tensor:
+        """`input` of shape [..., *normalized_shape], normalized: a new tensor in the dtype of `weight`."""
         assert self.weight is not None and self.bias is not None
         return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
@@ -326,5 +328,6 @@ class MixedFusedRMSNorm(FusedRMSNorm):
         super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
     def forward(self, input: Tensor) -> Tensor:
+        """`input` of shape [..., *normalized_shape], normalized: a new tensor in the dtype of `weight`."""
         assert self.weight is not None
         return mixed_dtype_fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps)

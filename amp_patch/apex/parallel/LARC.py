@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from amp_patch import multi_tensor
+from amp_patch.optimizers.common import loss_of
+from amp_patch.support.devices import by_device
 
 __all__ = ["LARC"]
 
@@ -78,15 +80,19 @@ class LARC(torch.optim.Optimizer):
         self.optim.param_groups = value
 
     def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's. The arguments of LARC are not in it, as in Apex."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load into the wrapped optimizer what its `state_dict`, or LARC's, gave."""
         self.optim.load_state_dict(state_dict)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """The wrapped optimizer's, with its arguments."""
         self.optim.zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add the group to the wrapped optimizer; its gradients are adapted too."""
         self.optim.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -95,10 +101,7 @@ class LARC(torch.optim.Optimizer):
         Raises:
             RuntimeError: a sparse gradient; nothing was changed then.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         decays = [(group, group["weight_decay"]) for group in self.param_groups if "weight_decay" in group]
         adapted = False
 
@@ -134,13 +137,8 @@ class LARC(torch.optim.Optimizer):
             decay = group.get("weight_decay", 0)
             if "weight_decay" in group:
                 group["weight_decay"] = 0
-            by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-            for param in group["params"]:
-                if param.grad is not None:
-                    params, grads = by_device.setdefault(param.device, ([], []))
-                    params.append(param.detach())
-                    grads.append(param.grad.detach())
-            for params, grads in by_device.values():
+            pairs = ((param.detach(), param.grad.detach()) for param in group["params"] if param.grad is not None)
+            for params, grads in by_device(pairs).values():
                 factors = self._factors(params, grads, group["lr"], decay)
                 if decay:
                     torch._foreach_add_(grads, params, alpha=decay)
@@ -152,7 +150,7 @@ class LARC(torch.optim.Optimizer):
         factors = self.trust_coefficient * param_norms / (grad_norms + param_norms * decay + self.eps)
         if self.clip:
             factors = (factors / lr).clamp(max=1.0)
-        # The caller multiplies `gradient + decay * parameter` by these. Where the parameter is 0 that is the gradient,
-        # which stays; where the gradient is 0 it is the decay alone, which goes.
+        # The caller multiplies `gradient + decay * parameter` by `factors`. A parameter of 0 keeps its gradient (1),
+        # and one with a gradient of 0 is not decayed (0).
         factors = factors.masked_fill(param_norms == 0, 1.0).masked_fill(grad_norms == 0, 0.0)
         return list(factors.unbind())

@@ -155,6 +155,7 @@ class DistributedDataParallel(TorchDDP):
         self.needs_refresh = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """What the module returns. With grad mode on, outside of `no_sync`, the next backward reduces."""
         if not self.reduces:
             return self.module(*inputs, **kwargs)
         output = super().forward(*inputs, **kwargs)

@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None, world_size: int | None = None) -> i
     """Run the script that `arguments` (by default the command line's) begin with; the first failure's exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     world_size = world_size or max(1, torch.cuda.device_count())
-    guard, workers = Guard(), []  # they end with this process, whatever ends it
+    guard, workers = Guard(), []  # the guard ends the workers when this process ends, however that comes
     environment = {**os.environ, **guard.environment}
     with contextlib.ExitStack() as files:
         files.callback(guard.join)
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None, world_size: int | None = None) -> i
             guard.watch(workers[-1].pid)
         try:
             codes = [worker.wait() for worker in workers]
-        except KeyboardInterrupt:  # the terminal has told them too
+        except KeyboardInterrupt:  # the terminal has sent it to the workers too
             until = time.monotonic() + _PATIENCE
             for worker in workers:
                 with contextlib.suppress(subprocess.TimeoutExpired):

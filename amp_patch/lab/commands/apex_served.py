@@ -90,7 +90,7 @@ def _differences() -> tuple[dict[str, str], dict[int, str]]:
     for row in apex_surface.ROWS:
         for path in row.paths():
             by_name[path] = row.difference
-            if callable(found := resolve(path)):  # it may have other names; numbers and lists may not
+            if callable(found := resolve(path)):  # an equal number or list elsewhere may be another one
                 by_id[id(found)] = row.difference
     return by_name, by_id
 

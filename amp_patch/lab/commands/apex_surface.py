@@ -243,8 +243,8 @@ _AUTOCAST = (
 )
 _SCALER = "takes half gradients too; no gradient at all is no error; what another scaler or scale_loss brought is one"
 
-# torch's own mixed precision, for scripts that never had Apex: the same names with amp_patch in place of torch. What is
-# served by torch has none, and stays.
+# torch's own mixed precision, for scripts that never had Apex: the same names with amp_patch in place of torch. Names
+# of torch's without a counterpart here have no row.
 NATIVE = (
     Row("torch", "autocast", "amp_patch.autocast", _AUTOCAST),
     Row("torch", "GradScaler", "amp_patch.GradScaler", _SCALER),

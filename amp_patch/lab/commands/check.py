@@ -16,7 +16,7 @@ import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -102,7 +102,7 @@ def _ours(name: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which names a file uses
+# The names that a file uses
 
 
 def read(paths: list[Path], kind: type[Names] | None = None) -> tuple[dict[str, list[str]], list[str]]:
@@ -345,7 +345,7 @@ def _arguments(called: str, call: ast.Call) -> Iterator[tuple[str, int]]:
 
 def report(findings: list[Finding], errors: list[str], quiet: bool = False) -> Iterator[str]:
     """Lines of at most 80 columns where names and paths allow it: what is missing first."""
-    column = min(max((len(found.name) for found in findings), default=0), 42)
+    column = _column(findings)
     for status in MISSING, DIFFERS, SERVED:
         for found in findings:
             if found.status == status:
@@ -363,7 +363,7 @@ def report(findings: list[Finding], errors: list[str], quiet: bool = False) -> I
 
 def native_report(natives: list[Native]) -> Iterator[str]:
     """What becomes of a script that never had Apex: its names, and in the last lines all that there is to change."""
-    column = min(max((len(found.name) for found in natives), default=0), 42)
+    column = _column(natives)
     for found in natives:
         yield from _lines(found, column)
     if natives:
@@ -380,6 +380,11 @@ def native_report(natives: list[Native]) -> Iterator[str]:
             if found.becomes is not None and found.in_full:
                 words.append(f"{found.name} in full becomes {found.becomes}: {_places(found.in_full)}")
         yield from _wrapped("; ".join(words), "", "  ")
+
+
+def _column(findings: Sequence[Finding]) -> int:
+    """The width of the names' column: a few long names would push all places to the right."""
+    return min(max((len(found.name) for found in findings), default=0), 42)
 
 
 def _lines(found: Finding, column: int) -> Iterator[str]:

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import torch
 
+from amp_patch.casts.cpu_half import has_arithmetic
 from amp_patch.lab.commands import batch_search
 from amp_patch.lab.commands.interrupts import as_interrupts
 from amp_patch.lab.commands.turn_scheduler import ComparisonRefused, TurnScheduler
 from amp_patch.lab.comparison import page, table
 from amp_patch.lab.comparison.comparison import Comparison
-from amp_patch.lab.comparison.machine import SLOW, machine, products_in_words, time_of_products
+from amp_patch.lab.comparison.machine import machine, products_in_words
 from amp_patch.lab.comparison.other_work import OtherWork
-from amp_patch.lab.comparison.plan import LEVELS, Plan
+from amp_patch.lab.comparison.plan import BASELINE, LEVELS, Plan, quick_levels
 from amp_patch.lab.recording.run import Run
 from amp_patch.policy import OPT_LEVELS
 
@@ -41,6 +42,9 @@ the others), and 2 for arguments that cannot be.
 """
 
 
+_SEEDS = 3
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `compare`."""
     parser.usage = "python -m amp_patch compare [options] [-m] script [options] [-- the script's own arguments]"
@@ -49,12 +53,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--levels",
-        default=",".join(LEVELS),
-        help=f"of {', '.join(OPT_LEVELS)}; O0 is always there (default %(default)s)",
+        help=f"of {', '.join(OPT_LEVELS)}; O0 is always there (default {','.join(LEVELS)})",
+    )
+    add(
+        "--quick",
+        action="store_true",
+        help="a first answer from three runs: one seed of O0, O4 and O5, or with --dtype float16 of O0, O1 and O2",
     )
     add("--dtype", help="float16 or bfloat16 at O1, O2 and O3; O4 and O5 are bfloat16 (default: as the script has it)")
     add("--steps", type=int, help="end each run after so many optimizer steps, before an evaluation that follows them")
-    add("--seeds", type=int, default=3, help="repetitions; the verdict needs several (default %(default)s)")
+    add("--seeds", type=int, help=f"repetitions; the verdict needs several (default {_SEEDS})")
     add("--seed-flag", metavar="FLAG", help="the script's own option for a seed")
     add("--metric", default="loss", help="compare by this name of amp.log's (default: the training loss)")
     add("--maximize", action="store_true", help="more of the metric is better")
@@ -81,15 +89,7 @@ def split(given: list[str]) -> tuple[list[str], list[str]]:
 def compare(args: argparse.Namespace) -> None:
     """run a script at several opt levels, compare speed, memory and loss, and write a report"""
     try:
-        plan = Plan(
-            levels=tuple(level.strip() for level in args.levels.split(",")),
-            seeds=args.seeds,
-            steps=args.steps,
-            dtype=args.dtype,
-            metric=args.metric,
-            maximize=args.maximize,
-            inspect=args.inspect,
-        )
+        plan = _plan(args)
         if not args.module and not os.path.exists(args.script):
             raise ValueError(f"compare: there is no {args.script!r} here")
         folder = args.out / "runs"
@@ -104,7 +104,7 @@ def compare(args: argparse.Namespace) -> None:
         sys.exit(2)
     if isinstance(sys.stdout, io.TextIOWrapper):  # else a letter that it lacks would raise
         sys.stdout.reconfigure(errors="replace")
-    _warn_of_slow_products(plan)
+    _tell_of_emulated_products(plan)
     try:
         runs, interrupted, load = _measure(plan, args)
     except ComparisonRefused as error:
@@ -112,13 +112,36 @@ def compare(args: argparse.Namespace) -> None:
         sys.exit(2)
     script = ["-m", args.script] if args.module else [Path(args.script).name]
     title = shlex.join([*script, *args.arguments])
-    comparison = Comparison(title, runs, plan.metric, plan.maximize, plan.steps, machine(load))
+    levels = ",".join(level for level in plan.levels if level != BASELINE)
+    to_judge = f"--levels {levels} --seeds {_SEEDS}" if args.quick else ""
+    comparison = Comparison(title, runs, plan.metric, plan.maximize, plan.steps, machine(load), to_judge)
     failure, where = _write(comparison, args.out)  # before the table: its reader may close the pipe
     for line in table.lines(comparison, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ):
         print(line)
     print(f"report: {where}")
     if failure is not None or not comparison.comparable:
         sys.exit(interrupted or 1)
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    """
+    Raises:
+        ValueError: what cannot be compared, or flags that contradict --quick.
+    """
+    own = {"--levels": args.levels, "--seeds": args.seeds, "--batch-search": args.batch_search}
+    for flag, value in own.items():
+        if args.quick and value is not None:
+            raise ValueError(f"compare: --quick has levels and seeds of its own, and {flag} contradicts it; give one")
+    levels = tuple(level.strip() for level in args.levels.split(",")) if args.levels is not None else LEVELS
+    return Plan(
+        levels=quick_levels(args.dtype) if args.quick else levels,
+        seeds=1 if args.quick else _SEEDS if args.seeds is None else args.seeds,
+        steps=args.steps,
+        dtype=args.dtype,
+        metric=args.metric,
+        maximize=args.maximize,
+        inspect=args.inspect,
+    )
 
 
 def _measure(plan: Plan, args: argparse.Namespace) -> tuple[list[Run], int, OtherWork]:
@@ -137,8 +160,8 @@ def _write(comparison: Comparison, folder: Path) -> tuple[OSError | None, str]:
         return error, f"not written: {error}"
 
 
-def _warn_of_slow_products(plan: Plan) -> None:
-    """Print a line where products in BF16 are slower than in FP32, before hours of training show it."""
+def _tell_of_emulated_products(plan: Plan) -> None:
+    """Print a line where BF16 is emulated: its speed there is FP32's, and no property of the level."""
     with_bf16 = any(OPT_LEVELS[level].dtype is torch.bfloat16 for level in plan.levels) or plan.dtype == "bfloat16"
-    if with_bf16 and not torch.cuda.is_available() and (ratio := time_of_products(torch.bfloat16)) > SLOW:
-        print(f"BF16: {products_in_words(ratio)}", flush=True)
+    if with_bf16 and not torch.cuda.is_available() and not has_arithmetic(torch.bfloat16):
+        print(f"BF16: {products_in_words(torch.bfloat16)}", flush=True)

@@ -98,7 +98,7 @@ def at_asked_level() -> Iterator[None]:
 def begin(device: str | None) -> None:
     """Install amp_patch's apex in this process and in those that multiprocessing will start from it.
 
-    With `device="cpu"`, what the script does on CUDA happens on the CPU (no_cuda.py).
+    With `device="cpu"`, what the script does on CUDA happens on the CPU (the folder no_cuda).
     """
     amp_patch.apex.install()
     if device == "cpu":
@@ -149,7 +149,7 @@ def _report(
     error: BaseException,
     traceback: TracebackType | None,
 ) -> None:
-    """`hook`, for the part of the traceback that the script would have had without us."""
+    """Call `hook` with the part of the traceback that the script would have had without `run`."""
     found = traceback
     while found is not None and found.tb_frame.f_globals is not namespace:
         found = found.tb_next
@@ -172,11 +172,11 @@ class _Call:
 
 
 def _preparation_data(original: Callable[[str], dict[str, Any]], device: str | None, name: str) -> dict[str, Any]:
-    """What multiprocessing tells a new process before that imports the script, and with it: what `run` would do."""
+    """multiprocessing's data for a new process, with calls in it that do there what `run` does, before the import."""
     data = original(name)
     if name == "ignore":
         # A fork server gets only the script's path, and would import it without Apex. Its children get all of the data,
-        # and import the script then.
+        # and import the script themselves.
         return {key: value for key, value in data.items() if not key.startswith("init_main")}
     # The child unpickles this with its first sys.path, on which amp_patch need not be: `prepare` extends it now, and
     # sets it again from the rest of the data.

@@ -23,7 +23,7 @@ import torch
 from amp_patch.lab.commands.announced_writes import announce
 from amp_patch.support.patches import Patches
 
-TURN, LAST = b".", b"!"  # what the scheduler sends: train for a while, or to your end
+TURN, LAST = b".", b"!"  # bytes from the scheduler: train for a while, or to your end
 _SECONDS = 0.5  # of a turn, or one step where that takes longer
 
 # torch's function at import: `run --device cpu` replaces it by one that says True.

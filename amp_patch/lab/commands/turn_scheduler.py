@@ -63,6 +63,7 @@ class TurnScheduler:
         Raises:
             ComparisonRefused: the script cannot be compared.
         """
+        self._progress.begin(len(self._plan.levels), self._plan.seeds)
         try:
             for seed in range(self._plan.seeds):
                 self._train_seed(seed)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from amp_patch.lab.comparison import wording
+from amp_patch.lab import wording
 from amp_patch.lab.comparison.plan import BASELINE
-from amp_patch.lab.comparison.wording import figure, level_name, listed
 from amp_patch.lab.text_table import in_columns
+from amp_patch.lab.wording import figure, level_name, listed
 
 _FIRST = 8  # small enough for most, large enough for a batch norm
 _GROWTH = 8  # a line through two batches is not trusted further than this
@@ -75,7 +75,7 @@ class Search:
 
     @property
     def name(self) -> str:
-        """The level with its type, as in "O2 fp16"."""
+        """ "O2 FP16"; "O0"."""
         return level_name(self.level, self.dtype)
 
     @property
@@ -117,14 +117,14 @@ class Search:
         if self._data_ended or self._flat or top <= best.batch:
             return None
         line = self._line
-        if line is None:  # as yet, or something else than the batch takes most of the memory
+        if line is None:  # too few trials, or something else than the batch takes most of the memory
             return min((2 if len(self.tried) == 1 else _GROWTH) * best.batch, top)
         if over is None and self._straight:
             top = line.batch_at(self.limit)
         guess = line.batch_at(self.limit)
         if guess <= best.batch:
             return None  # by the line, the next one does not fit
-        # Where memory ends before the limit no line tells.
+        # A trial that ran out of memory has no size, so no line predicts that end: bisect.
         return min(guess, top if over is None or over.memory is not None else (best.batch + over.batch) // 2)
 
     def next_memory(self) -> int | None:
@@ -151,7 +151,7 @@ class Search:
 
     @property
     def _line(self) -> _Line | None:
-        """Through the best trial and the one next to it, above if there is one."""
+        """The line through the best trial and its neighbour, the larger if there is one; None unless memory grows."""
         known = sorted((t for t in self.tried if t.memory is not None), key=lambda t: t.batch)
         if self.best is None or len(known) < 2:
             return None
@@ -210,12 +210,12 @@ class _Line:
 def lines(searches: Sequence[Search], flag: str) -> list[str]:
     """The table for a terminal, and under it what was measured and what was not."""
     limit = searches[0].limit
-    unit = "GiB" if limit >= 2**30 else "MiB"
+    unit = _unit(limit)
     rows = [("level", "batch", f"memory, {unit}", "samples/s")]
     for search in searches:
         best = search.best
         rate = "" if best is None or best.samples_per_second is None else figure(best.samples_per_second)
-        memory = "" if best is None or best.memory is None else in_unit_of(limit, best.memory).split()[0]
+        memory = "" if best is None or best.memory is None else wording.in_unit(best.memory, unit)
         rows.append((search.name, "none" if best is None else str(best.batch), memory, rate))
     table = in_columns(rows, right=range(1, 4))
     said = [f"{search.name}: {problem}." for search in searches if (problem := search.problem) is not None]
@@ -224,7 +224,12 @@ def lines(searches: Sequence[Search], flag: str) -> list[str]:
 
 def in_unit_of(limit: int, memory: int) -> str:
     """ "7.93 GiB": all sizes of a search have the unit of its limit."""
-    return f"{memory / 2**30:.2f} GiB" if limit >= 2**30 else f"{memory / 2**20:.2f} MiB"
+    unit = _unit(limit)
+    return f"{wording.in_unit(memory, unit)} {unit}"
+
+
+def _unit(limit: int) -> str:
+    return "GiB" if limit >= 2**30 else "MiB"
 
 
 def _sure(searches: Sequence[Search]) -> list[str]:

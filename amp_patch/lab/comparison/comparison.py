@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 from amp_patch.lab.comparison import measures
 from amp_patch.lab.comparison.judge import SIGNIFICANCE, SKIPPED_SHARE, SKIPPED_STEPS, judge
 from amp_patch.lab.comparison.level_result import LevelResult, level_dict, measured, seeds_change_nothing, went_well
-from amp_patch.lab.comparison.measures import LOSS
+from amp_patch.lab.comparison.measures import ALIKE, LOSS
 from amp_patch.lab.comparison.plan import BASELINE
 from amp_patch.lab.comparison.recommendation import Recommendation, recommend, summary
 from amp_patch.lab.comparison.verdict import failures_in_words, verdict
-from amp_patch.lab.comparison.wording import listed
 from amp_patch.lab.recording.run import Run
+from amp_patch.lab.wording import listed, whole_percent
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,7 @@ class Comparison:
         maximize: whether more of the metric is better.
         asked_steps: how many steps each run should have trained, if that was said.
         machine: what it ran on, as `machine()` tells.
+        to_judge: of a first look with one seed the options of `compare` that judge it; else "".
 
     Raises:
         ValueError: two runs of one level that went well have the same seed.
@@ -42,6 +42,7 @@ class Comparison:
     maximize: bool = False
     asked_steps: int | None = None
     machine: dict[str, str] = field(default_factory=dict)
+    to_judge: str = ""
 
     def __post_init__(self) -> None:
         for level in self._groups:
@@ -94,14 +95,15 @@ class Comparison:
                 f"Within: the mean over the level's seeds that {base} has too lies between the lowest and the highest",
                 f"result of {base}'s seeds; a difference smaller than this spread is not seen.",
                 "Differs: it lies outside, and Student's paired t-test over the seeds (two-sided) rejects at",
-                f"{SIGNIFICANCE:.0%} that there is no difference; each level is tested by itself.",
+                f"{whole_percent(SIGNIFICANCE)} that there is no difference; each level is tested by itself.",
                 "Undecided: it lies outside, and the test does not reject that, or there is only one seed.",
                 "To lie outside on the better side is no reason against a level. One of which a run diverged (its",
                 "result is missing or not finite) is not to be used; one of which a run skipped more than half of its",
-                f"steps, or more than {SKIPPED_SHARE:.0%} and {SKIPPED_STEPS} of them, is not recommended.",
+                f"steps, or more than {whole_percent(SKIPPED_SHARE)} and {SKIPPED_STEPS} of them, is not recommended.",
                 "Times: the median step of each run, without the first tenth of the steps; the ratio is taken for each",
                 "seed, and a level is faster only if it is with all of them (with one seed: if the quartiles of its",
-                "step times are). O3, which keeps no FP32 weights, is recommended only where it is compared alone.",
+                f"step times are), slower only if it is, with one of them by more than {whole_percent(ALIKE - 1)}.",
+                "O3, which keeps no FP32 weights, is recommended only where it is compared alone.",
             ]
         )
 
@@ -119,13 +121,19 @@ class Comparison:
     def summary(self) -> str:
         """What to use, and why, in one or two sentences."""
         if self.baseline is not None and self.recommendation is not None:
-            return summary(self.recommendation, self.baseline)
+            words = summary(self.recommendation, self.baseline)
+            return f"{words} {self.quick_note}." if self.quick_note else words
         what = f" {self.baseline.name} with" if self.baseline is not None else ""
         failed = "".join(f" {level.name}: {failures_in_words(level)}." for level in self._groups if level.failed)
-        return f"Nothing to compare{what}: {self.why_nothing(lambda level: level.name)}{failed}"
+        return f"Nothing to compare{what}: {self.why_nothing()}{failed}"
 
-    def why_nothing(self, name: Callable[[LevelResult], str]) -> str:
-        """Why there is nothing to compare, in words; levels by this `name`."""
+    @property
+    def quick_note(self) -> str:
+        """Of a first look: how sure it is, and what to run next, without a full stop; else ""."""
+        return f"One seed cannot tell chance from a difference: run {self.to_judge} next" if self.to_judge else ""
+
+    def why_nothing(self) -> str:
+        """Why there is nothing to compare, in words."""
         if not self.runs:
             return "there is no run."
         well = [level for level in self._groups if level.runs]
@@ -138,7 +146,7 @@ class Comparison:
                 known += f", within the {self.asked_steps} steps asked for"
             return f"no run gave {self.metric}; {known}."
         if self._base is None:
-            return f"all runs of {listed([name(level) for level in well])} diverged."
+            return f"all runs of {listed([level.name for level in well])} diverged."
         return "it is the only level with results."
 
     @cached_property
@@ -172,7 +180,7 @@ class Comparison:
             return ""
         ranges = [level.speedup for level in self.levels if level.speedup is not None]
         width = max((r.high / r.low - 1 for r in ranges if r.low > 0), default=0.0)
-        sure = f"a level's speeds lie up to {width:.0%} apart" if width >= 0.005 else "the speeds may be off"
+        sure = f"a level's speeds lie up to {whole_percent(width)} apart" if width >= 0.005 else "the speeds may be off"
         return f"{self.machine['load']}: {sure}, the losses are not touched by it"
 
     def to_dict(self) -> dict[str, Any]:
@@ -183,6 +191,7 @@ class Comparison:
             "maximize": self.maximize,
             "asked_steps": self.asked_steps,
             "machine": self.machine,
+            "to_judge": self.to_judge,
             "comparable": self.comparable,
             "summary": self.summary,
             "test": self.test,
@@ -196,6 +205,7 @@ class Comparison:
     def from_dict(cls, values: dict[str, Any]) -> Comparison:
         """The comparison of which `to_dict` gave `values`; what is computed is computed again, from the runs."""
         given = {name: values[name] for name in ("title", "metric", "maximize", "asked_steps", "machine")}
+        given["to_judge"] = values.get("to_judge", "")  # reports of before have none
         return cls(runs=[Run.from_dict(run) for run in values["runs"]], **given)
 
     @cached_property

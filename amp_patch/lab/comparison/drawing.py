@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
-from amp_patch.lab.comparison.wording import raised
+from amp_patch.lab.wording import figure, raised
 
 # Name of a colour -> on white, on black. Blue stands for time, violet for memory, green for the recommended level.
 COLOURS = {
@@ -40,6 +40,7 @@ COLOURS = {
     "state": ("#d3c4ea", "#573b8a"),
     "activations": ("#b0528f", "#e08cc2"),
 }
+LARGEST = 1e30  # values beyond it overflow in the arithmetic of the axes
 _POINTS = 200  # of a curve: a picture of this width shows no more
 
 
@@ -204,7 +205,7 @@ def ticks(low: float, high: float, count: int = 4) -> dict[float, str]:
     """Round values within a range, some `count`, with labels that tell them apart."""
     span = high - low
     if not span or not math.isfinite(span):
-        return {low: f"{low:.4g}"}
+        return {low: figure(low)}
     power = 10.0 ** math.floor(math.log10(span / count))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if span / (power * factor) <= count)
     first = math.ceil(low / step - 1e-9)

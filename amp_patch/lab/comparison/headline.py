@@ -5,9 +5,8 @@ from __future__ import annotations
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.level_result import LevelResult, seeds_change_nothing
 from amp_patch.lab.comparison.recommendation import of_others
-from amp_patch.lab.comparison.verdict import ALIKE
-from amp_patch.lab.comparison.wording import relative_size, shortest_distinct, times, type_name, unsigned_percent
 from amp_patch.lab.recording.run import NATIVE
+from amp_patch.lab.wording import counted, ratio, relative_size, shortest_distinct, times, type_name, unsigned_percent
 
 
 def headline(comparison: Comparison) -> str:
@@ -23,7 +22,7 @@ def headline(comparison: Comparison) -> str:
 def label(level: LevelResult) -> str:
     """ "O5 (BF16)"."""
     what = "the script's own mixed precision" if level.level == NATIVE else level.level
-    return f"{what} ({type_name(level.dtype)})"
+    return f"{what} ({type_name(level.dtype or 'float32')})"
 
 
 def gains(comparison: Comparison) -> str:
@@ -37,7 +36,7 @@ def gains(comparison: Comparison) -> str:
         said.reverse()
     seeds = best.finding.distance.seeds if best.finding.distance is not None else 0
     what = "loss" if "loss" in comparison.metric else comparison.metric
-    said.append(f"{'better' if best.finding.better else 'same'} {what} over {_count(seeds, 'seed')}")
+    said.append(f"{'better' if best.finding.better else 'same'} {what} over {counted(seeds, 'seed')}")
     return _capital(", ".join(filter(None, said)))
 
 
@@ -45,10 +44,10 @@ def speed_in_words(level: LevelResult) -> str:
     """ "1.8x faster"; empty where the speed is not known."""
     if level.speedup is None:
         return ""
-    median, low, high = level.speedup
-    if low <= 1 <= high:
-        return "as fast" if low >= 1 / ALIKE and high <= ALIKE else "speed not clear"
-    return f"{times(median)[0]}x faster" if median > 1 else f"{times(1 / median)[0]}x slower"
+    median, pace = level.speedup.median, level.speedup.pace
+    if pace in ("faster", "slower"):
+        return f"{times(max(median, 1 / median))[0]}x {pace}"
+    return pace if pace == "as fast" else f"speed {pace}"
 
 
 def memory_in_words(level: LevelResult) -> str:
@@ -70,10 +69,10 @@ def why(comparison: Comparison) -> str:
     """The one reason."""
     found, base = comparison.recommendation, comparison.baseline
     if found is None or base is None:
-        return _capital(comparison.why_nothing(_heading))  # without the errors, which the table has
+        return _capital(comparison.why_nothing())  # without the errors, which the table has
     best = found.level
     if best is base:
-        return _capital(f"{of_others(found, base, _heading)}.")
+        return _capital(f"{of_others(found, base)}.")
     first = f"The {'fastest' if 'faster' in found.because else 'smallest'} level that is as good as {base.name}"
     first += f"; none as good is faster than {base.name}" if "smaller" in found.because else ""
     if best.finding.to_the_bit:
@@ -93,11 +92,14 @@ def how_sure(comparison: Comparison) -> str:
     if seeds_change_nothing(base):
         said.append("The script does not use its seeds: they count as one.")
     elif len(base.finite) < 2:
-        said.append("From one seed, so how the loss varies is not known: run three seeds or more.")
+        more = f"{comparison.quick_note}." if comparison.quick_note else "run three seeds or more."
+        said.append(
+            f"From one seed, so how the loss varies is not known{'. ' if comparison.quick_note else ': '}{more}"
+        )
     if best is not base and best.speedup is not None:
         low, high = best.speedup.low, best.speedup.high
         each = f"with each of {len(best.runs)} seeds" if len(best.runs) > 1 else "in one run"
-        span = f"{low:.2f}x to {high:.2f}x" if f"{low:.2f}" != f"{high:.2f}" else f"{low:.2f}x"
+        span = " to ".join(dict.fromkeys(f"{ratio(each)}x" for each in (low, high)))
         said.append(f"{'Faster' if low > 1 else 'Its speed'} {each}: {span}.")
     if len(base.finite) > 1 and not seeds_change_nothing(base) and not best.finding.to_the_bit:
         width = relative_size(max(base.finite.values()), min(base.finite.values()))
@@ -139,9 +141,9 @@ def outcome(level: LevelResult, comparison: Comparison) -> str:
     good = "better" if found.kind == "differs" else "as good"
     if level.speedup is None:
         return good
-    if level.speedup.high < 1:
+    if level.speedup.pace == "slower":
         return f"{good}, slower"
-    if level.speedup.low <= 1:
+    if level.speedup.pace != "faster":
         return f"{good}, {speed_in_words(level)}"
     return f"{good}, faster" if level.keeps_fp32_weights else f"{good}; no FP32 weights"
 
@@ -158,13 +160,5 @@ def state(level: LevelResult, comparison: Comparison) -> str:
     return "plain" if found.sound and found.skips is None else "unsure"
 
 
-def _heading(level: LevelResult) -> str:
-    return level.heading
-
-
 def _capital(words: str) -> str:
     return words[:1].upper() + words[1:]
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

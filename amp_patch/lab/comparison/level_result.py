@@ -10,9 +10,9 @@ from typing import Any
 
 from amp_patch.lab.comparison import measures
 from amp_patch.lab.comparison.finding import Finding, Verdict
-from amp_patch.lab.comparison.measures import Ratio
-from amp_patch.lab.comparison.wording import level_name, listed, type_name
+from amp_patch.lab.comparison.measures import Ratio, median
 from amp_patch.lab.recording.run import Run
+from amp_patch.lab.wording import level_name, listed, type_name
 from amp_patch.policy import OPT_LEVELS
 
 _LESS_MEMORY = 0.95  # a level is recommended for its memory only below this share of the baseline's
@@ -58,13 +58,8 @@ class LevelResult:
 
     @property
     def name(self) -> str:
-        """ "O2 fp16", as a terminal has it."""
+        """ "O2 FP16"; "O0"."""
         return level_name(self.level, self.dtype)
-
-    @property
-    def heading(self) -> str:
-        """ "O2 FP16", as a page has it."""
-        return f"{self.level} {self.type_name}".rstrip()
 
     @property
     def type_name(self) -> str:
@@ -98,6 +93,11 @@ class LevelResult:
         return {run.seed: figure for run, figure in zip(self.runs, self.final, strict=True) if math.isfinite(figure)}
 
     @property
+    def all_runs(self) -> list[Run]:
+        """Those that went well, then the failed ones."""
+        return [*self.runs, *self.failed]
+
+    @property
     def mean(self) -> float | None:
         """Of the finite figures."""
         return statistics.mean(self.finite.values()) if self.finite else None
@@ -106,15 +106,14 @@ class LevelResult:
 def measured(level: LevelResult, base: LevelResult | None) -> LevelResult:
     """The level with its times, sizes and skips, and the ratios to those of `base`."""
     runs = level.runs
-    medians = [statistics.median(seconds) for run in runs if (seconds := measures.step_times(run))]
-    rates = [rate for run in runs if (rate := measures.samples_per_second(run)) is not None]
+    step = median(median(measures.step_times(run)) for run in runs)
     found: dict[str, Any] = {
-        "step_ms": 1000 * statistics.median(medians) if medians else None,
-        "samples_per_second": statistics.median(rates) if rates else None,
+        "step_ms": None if step is None else 1000 * step,
+        "samples_per_second": median(map(measures.samples_per_second, runs)),
         "skips": [sum(run.skipped) for run in runs],
         "scales": [run.scale[-1] for run in runs if run.scale],
-        "activations": _median(run.activations for run in runs),
-        "memory_bytes": _median(map(measures.memory_bytes, runs)),
+        "activations": median(run.activations for run in runs),
+        "memory_bytes": median(map(measures.memory_bytes, runs)),
     }
     if base is not None:
         of_seed = {run.seed: run for run in base.runs}
@@ -181,13 +180,7 @@ def level_dict(level: LevelResult) -> dict[str, Any]:
     }
 
 
-def _median(sizes: Iterable[int | None]) -> float | None:
-    """The median of the known sizes; None without one."""
-    known = [size for size in sizes if size is not None]
-    return statistics.median(known) if known else None
-
-
 def _ratio(ours: Iterable[int | None], theirs: Iterable[int | None]) -> float | None:
     """Of the medians of the known sizes; None where a side has none, or the divisor is 0."""
-    one, other = _median(ours), _median(theirs)
+    one, other = median(ours), median(theirs)
     return one / other if one is not None and other else None

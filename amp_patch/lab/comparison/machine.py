@@ -8,11 +8,12 @@ import time
 
 import torch
 
-from amp_patch.casts.cpu_fp16 import has_fp16_arithmetic
+from amp_patch.casts.cpu_half import has_arithmetic
+from amp_patch.lab import wording
 from amp_patch.lab.comparison.other_work import OtherWork
 
 _SIZE, _TURNS = 256, 5  # size and count of the timed products: a second with the slowest kernels
-SLOW = 1.5  # times FP32's time, above which a product counts as slow
+SLOW = 1.3  # times the time of the other way, above which the clock disagrees with the decision
 
 
 def machine(load: OtherWork | None = None) -> dict[str, str]:
@@ -34,10 +35,8 @@ def machine(load: OtherWork | None = None) -> dict[str, str]:
 
 
 def low_precision() -> dict[str, str]:
-    """What FP16 and BF16 are on this machine. Times a product of matrices, up to a second where it is slow."""
-    has = has_fp16_arithmetic()
-    fp16 = f"auto is {'native' if has else 'emulate'}: this CPU has {'' if has else 'no '}FP16 arithmetic"
-    found = {"bfloat16": products_in_words(time_of_products(torch.bfloat16)), "cpu_fp16": fp16}
+    """What FP16 and BF16 are on this machine. Times products of matrices, up to a second where they are slow."""
+    found = {"bfloat16": products_in_words(torch.bfloat16), "float16": products_in_words(torch.float16)}
     capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     if capabilities:
         least = min(capabilities)
@@ -45,8 +44,11 @@ def low_precision() -> dict[str, str]:
     return found
 
 
-def time_of_products(dtype: torch.dtype) -> float:
-    """The time of a product of matrices of this type over FP32's, on one thread of this CPU: a median."""
+def time_of_products(dtype: torch.dtype, emulated: bool = False) -> float:
+    """The time of a product of matrices of this type over FP32's, on one thread of this CPU: a median.
+
+    By torch's own kernel, or `emulated` as casts/cpu_half.py does it.
+    """
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(_SIZE, _SIZE, generator=generator, dtype=torch.float32, device="cpu")
     low = wide.to(dtype)
@@ -56,7 +58,7 @@ def time_of_products(dtype: torch.dtype) -> float:
     try:
         for turn in range(_TURNS + 1):
             begun = time.perf_counter()
-            _ = low @ low
+            _ = (low.float() @ low.float()).to(dtype) if emulated else low @ low
             between = time.perf_counter()
             _ = wide @ wide
             if turn > 0:  # turn 0 has cold caches, and compiles kernels
@@ -66,11 +68,20 @@ def time_of_products(dtype: torch.dtype) -> float:
     return statistics.median(ratios)
 
 
-def products_in_words(ratio: float) -> str:
-    """What `time_of_products` means for who trains here."""
-    if ratio > SLOW:
-        return f"products take {ratio:.3g} times FP32's time on this CPU: it shows a level's accuracy, not its speed"
-    return f"products take {ratio:.2f} of FP32's time on this CPU"
+def products_in_words(dtype: torch.dtype) -> str:
+    """What `cpu_half="auto"` decides here for a type, and the clock's word on it. Times products of matrices."""
+    name = wording.type_name(str(dtype).removeprefix("torch."))
+    native, emulated = time_of_products(dtype), time_of_products(dtype, emulated=True)
+    torchs = f"torch's own products take {wording.ratio(native)} of FP32's time"
+    ours = f"emulated ones {wording.ratio(emulated)}"
+    if not has_arithmetic(dtype):
+        said = f"auto is emulate, this CPU has no {name} arithmetic: {torchs}, {ours}"
+        disagrees = emulated > SLOW * native
+    else:
+        said = f"auto is native, this CPU has {name} arithmetic: {torchs}, {ours}"
+        disagrees = native > SLOW * emulated
+    other = "native" if not has_arithmetic(dtype) else "emulate"
+    return f'{said}; by this clock cpu_half="{other}" is faster' if disagrees else said
 
 
 def _cpu_name() -> str:

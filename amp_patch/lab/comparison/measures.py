@@ -11,6 +11,7 @@ from amp_patch.lab.recording.run import PARTS, Look, Run
 
 T = TypeVar("T")
 LOSS = "loss"  # the metric that every recording has
+ALIKE = 1.05  # the ratio of times up to which a level that is not faster with all seeds is "as fast"
 
 
 class Ratio(NamedTuple):
@@ -19,6 +20,15 @@ class Ratio(NamedTuple):
     median: float
     low: float
     high: float
+
+    @property
+    def pace(self) -> str:
+        """ "faster" with all seeds; "as fast", within `ALIKE` of the baseline; "slower" with all seeds; "not clear"."""
+        if self.low > 1:
+            return "faster"
+        if self.low >= 1 / ALIKE and self.high <= ALIKE:
+            return "as fast"
+        return "slower" if self.high < 1 else "not clear"
 
 
 def common_steps(runs: Sequence[Run]) -> int:
@@ -43,6 +53,12 @@ def final(run: Run, metric: str, steps: int) -> float:
     return statistics.mean(values)  # rounded once: the mean of equal numbers is that number
 
 
+def median(values: Iterable[float | None]) -> float | None:
+    """The median of those that are known; None without one."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
 def warm(values: Sequence[T]) -> Sequence[T]:
     """Without the first tenth of the steps, and without the first, which warm up."""
     return values[max(1, len(values) // 10) :]
@@ -58,8 +74,7 @@ def part_ms(runs: Sequence[Run], step_ms: float | None) -> dict[str, float]:
     medians = dict.fromkeys(PARTS, 0.0)
     for run in runs:
         for part, seconds in run.parts.items():
-            measured = [each for each in warm(seconds) if math.isfinite(each)]
-            medians[part] += statistics.median(measured) if measured else 0.0
+            medians[part] += median(each for each in warm(seconds) if math.isfinite(each)) or 0.0
     total = sum(medians.values())
     return {part: (step_ms or 0.0) * median / total if total else 0.0 for part, median in medians.items()}
 
@@ -67,8 +82,7 @@ def part_ms(runs: Sequence[Run], step_ms: float | None) -> dict[str, float]:
 def samples_per_second(run: Run) -> float | None:
     """The median over the `warm` steps that were measured; None where the batch is not known."""
     pairs = zip(warm(run.samples), warm(run.seconds), strict=False)
-    rates = [samples / seconds for samples, seconds in pairs if samples > 0 and math.isfinite(seconds) and seconds > 0]
-    return statistics.median(rates) if rates else None
+    return median(samples / time for samples, time in pairs if samples > 0 and math.isfinite(time) and time > 0)
 
 
 def speedup(pairs: Sequence[tuple[Run, Run]]) -> Ratio | None:

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from amp_patch.lab.comparison.drawing import Picture, Plot, line, power_ticks, rect, text
-from amp_patch.lab.comparison.wording import percent, power, raised
 from amp_patch.lab.diagnose.histogram import FORMATS, Format
 from amp_patch.lab.recording.run import Look
+from amp_patch.lab.wording import percent, power, raised, type_name
 
 if TYPE_CHECKING:
     from amp_patch.lab.comparison.level_result import LevelResult
 
-_NAMES = {"bfloat16": ("BF16", torch.bfloat16)}
 _KINDS = {
     "weights": "weights",
     "activations": "activations",
@@ -29,18 +28,19 @@ def numbers(level: LevelResult) -> list[Picture]:
 
     They are held against the type of the level; of O0's, which has none, against FP16.
     """
-    looks = [look for run in (*level.runs, *level.failed) for look in run.looks]
-    format_, dtype = _NAMES.get(level.dtype or "", ("FP16", torch.float16))
+    looks = [look for run in level.all_runs for look in run.looks]
+    of_type = level.dtype or "float16"
+    format_, held = type_name(of_type), FORMATS[getattr(torch, of_type)]
     counts = _exponents(looks, "gradients")
-    pictures = [_gradients(level, looks, counts, format_, FORMATS[dtype])] if counts else []
+    pictures = [_gradients(level, looks, counts, format_, held)] if counts else []
     for kind, words in _KINDS.items():
         counts = _exponents(looks, kind)
         if counts:
-            low, high = FORMATS[dtype]
-            plot = _histogram(f"{level.heading}: {words}", counts, low, high, format_)
-            held = f"{format_} holds 2^{low} to 2^{high + 1}"
+            low, high = held
+            plot = _histogram(f"{level.name}: {words}", counts, low, high, format_)
+            limits = f"{format_} holds 2^{low} to 2^{high + 1}"
             pictures.append(
-                plot.picture(f"The sizes of {words} at {level.heading}: 2^{min(counts)} to 2^{max(counts)}; {held}.")
+                plot.picture(f"The sizes of {words} at {level.name}: 2^{min(counts)} to 2^{max(counts)}; {limits}.")
             )
     return pictures
 
@@ -61,9 +61,7 @@ def _gradients(level: LevelResult, looks: list[Look], counts: dict[int, int], fo
         over = sum(count for e, count in counts.items() if e > high) / total
         shares[words] = (low, high, lost, over)
     used = [*shares.values()][1 if len(scales) == 3 else 0]
-    plot = _histogram(
-        f"{level.heading}: gradients, by their size", counts, *used[:2], format_, below=28.0 * len(shares)
-    )
+    plot = _histogram(f"{level.name}: gradients, by their size", counts, *used[:2], format_, below=28.0 * len(shares))
     for place, (words, (low, high, lost, over)) in enumerate(shares.items()):
         y = plot.HEIGHT + 28 * place
         left, right = (plot.LEFT + min(plot.width, max(0.0, plot.x(edge))) for edge in (low, high + 1))
@@ -76,7 +74,7 @@ def _gradients(level: LevelResult, looks: list[Look], counts: dict[int, int], fo
         for words, (_, _, lost, over) in shares.items()
     )
     span = f"from 2^{min(counts)} to 2^{max(counts)}"
-    return plot.picture(f"The sizes of the gradients at {level.heading}, {span}. In {format_}, {words}.")
+    return plot.picture(f"The sizes of the gradients at {level.name}, {span}. In {format_}, {words}.")
 
 
 def _histogram(title: str, counts: dict[int, int], low: int, high: int, format_: str, below: float = 0.0) -> Plot:

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template, select_autoescape
 
-from amp_patch.lab.comparison import headline, wording
+from amp_patch.lab import wording
+from amp_patch.lab.comparison import headline
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.drawing import COLOURS
 from amp_patch.lab.comparison.level_result import LevelResult, failures
@@ -73,10 +74,10 @@ def _template() -> Template:
 
 
 def _about(comparison: Comparison) -> str:
-    """What was compared, and on what."""
+    """Levels, seeds, steps, processor and torch of a comparison, in one line."""
     machine = comparison.machine
     seeds = len({run.seed for run in comparison.runs})
-    said = [f"{len(comparison.levels)} levels", f"{seeds} seed{'s' if seeds != 1 else ''}"]
+    said = [f"{len(comparison.levels)} levels", wording.counted(seeds, "seed")]
     said += [f"{comparison.steps} steps"] if comparison.steps else []
     devices = {run.device for run in comparison.runs if run.device}
     processor = machine.get("gpu" if devices == {"cuda"} else "cpu", "")
@@ -101,7 +102,7 @@ def _levels(comparison: Comparison) -> Table | None:
         other = base is not None and level is not base
         lines.append(
             [
-                level.heading,
+                level.name,
                 _finding(level, comparison),
                 Cell(number(level.mean), _several(level.final) if len(level.final) > 1 else ""),
                 wording.signed_percent(level.mean, base.mean) if base is not None and other else "",

@@ -7,15 +7,14 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from amp_patch.lab.comparison.drawing import Picture, Plot, power_ticks, step_ticks, thin, ticks
-from amp_patch.lab.comparison.wording import figure
+from amp_patch.lab.comparison.drawing import LARGEST, Picture, Plot, power_ticks, step_ticks, thin, ticks
+from amp_patch.lab.wording import figure, power_in_ascii
 
 if TYPE_CHECKING:
     from amp_patch.lab.comparison.comparison import Comparison
     from amp_patch.lab.comparison.level_result import LevelResult
     from amp_patch.lab.recording.run import Run
 
-_LARGEST = 1e30  # values beyond it overflow in the arithmetic of the axes
 _Value = float | None
 
 
@@ -50,7 +49,7 @@ def losses(comparison: Comparison) -> list[Picture]:
     base = comparison.baseline
     pictures = []
     for level in comparison.levels:
-        runs = [run for run in (*level.runs, *level.failed) if run.loss]
+        runs = [run for run in level.all_runs if run.loss]
         of_base = {run.seed: run for run in base.runs if run.loss} if base is not None and level is not base else {}
         paired = [run for run in runs if run.seed in of_base]
         if paired and base is not None:
@@ -64,21 +63,21 @@ def scales(comparison: Comparison) -> list[Picture]:
     """The loss scale over time, a line a seed, and the skipped steps, of the levels that scale the loss."""
     pictures = []
     for level in comparison.levels:
-        runs = [run for run in (*level.runs, *level.failed) if run.scale]
+        runs = [run for run in level.all_runs if run.scale]
         if all(scale == 1.0 for run in runs for scale in run.scale):
             continue
         exponents = [math.log2(s) for run in runs for s in run.scale if s > 0 and math.isfinite(s)] or [0.0]
         low, high = math.floor(min(exponents)) - 1, math.ceil(max(exponents)) + 1
         last = max(len(run.scale) for run in runs)
         x_ticks, y_ticks = step_ticks(last), power_ticks(low, high, 6)
-        plot = Plot(f"{level.heading}: loss scale", (1, max(2, last)), (low, high), x_ticks, y_ticks)
+        plot = Plot(f"{level.name}: loss scale", (1, max(2, last)), (low, high), x_ticks, y_ticks)
         for run in runs:
             plot.curve(_stairs(run.scale), "ink", width=1.3)
         skipped = sorted({step + 1 for run in runs for step, skipped in enumerate(run.skipped) if skipped})
         plot.foot(skipped, "lost")
         count = sum(sum(run.skipped) for run in runs)
-        ends = ", ".join(f"{run.scale[-1]:g}" for run in runs)
-        alt = f"The loss scale at {level.heading} over the steps; at the end {ends}; {count} skipped steps in all."
+        ends = ", ".join(power_in_ascii(run.scale[-1]) for run in runs)
+        alt = f"The loss scale at {level.name} over the steps; at the end {ends}; {count} skipped steps in all."
         pictures.append(plot.picture(alt))
     return pictures
 
@@ -96,7 +95,7 @@ def _loss(level: LevelResult, runs: Sequence[Run]) -> Picture:
     else:
         y_ticks = ticks(*span)
     last_step = max(len(run.loss) for run in runs)
-    title = f"{level.heading}: training loss"
+    title = f"{level.name}: training loss"
     plot = Plot(title, (1, max(2, last_step)), span, step_ticks(last_step), y_ticks, log=logarithmic)
     plot.area(zip(curves.steps, curves.low, curves.high, strict=True), "band")
     plot.curve(zip(curves.steps, curves.mean, strict=True), "ink")
@@ -119,7 +118,7 @@ def _difference(level: LevelResult, base: LevelResult, paired: Sequence[Run], of
     far = [abs(v) for row in distances.values for v in row if v is not None]
     reach = 1.15 * max(max(edges, default=0.0), max(far, default=0.0)) or 1.0
     plot = Plot(
-        f"{level.heading}: training loss less {base.name}'s",
+        f"{level.name}: training loss less {base.name}'s",
         (1, max(2, longest)),
         (-reach, reach),
         step_ticks(longest),
@@ -143,7 +142,7 @@ def _mark_not_finite(plot: Plot, runs: Sequence[Run]) -> None:
 def _in_words(level: LevelResult, runs: Sequence[Run], what: str) -> str:
     ends = ", ".join(figure(run.loss[-1]) for run in runs)
     steps = max(len(run.loss) for run in runs)
-    words = f"{what}, at {level.heading} over {steps} steps; the last loss of each seed: {ends}."
+    words = f"{what}, at {level.name} over {steps} steps; the last loss of each seed: {ends}."
     count = sum(not math.isfinite(loss) for run in runs for loss in run.loss)
     return words + (f" Not finite at {count} steps." if count else "")
 
@@ -160,7 +159,7 @@ def _mean(values: Sequence[float], window: int) -> _Value:
     """The mean of the window; None where the run ended inside of it."""
     if len(values) < window or not all(map(math.isfinite, values)):
         return None
-    return statistics.fmean([max(-_LARGEST, min(value, _LARGEST)) for value in values])
+    return statistics.fmean([max(-LARGEST, min(value, LARGEST)) for value in values])
 
 
 def _less(value: _Value, other: _Value) -> _Value:

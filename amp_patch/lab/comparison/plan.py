@@ -6,8 +6,8 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from amp_patch.lab.comparison.wording import figure
 from amp_patch.lab.recording.run import NATIVE, Run
+from amp_patch.lab.wording import figure, short
 from amp_patch.policy import LOW_PRECISION, OPT_LEVELS
 
 # The level that the others are compared with.
@@ -17,6 +17,12 @@ BASELINE = next(level for level, policy in OPT_LEVELS.items() if policy.changes_
 LEVELS = tuple(level for level, policy in OPT_LEVELS.items() if policy.keeps_fp32_weights)
 
 _MOST_SEEDS = 1000
+
+
+def quick_levels(dtype: str | None) -> tuple[str, ...]:
+    """The likeliest two: those of FP16 if it is asked for, else BF16's, which wants no loss scale."""
+    wanted = f"torch.{dtype or 'bfloat16'}"
+    return tuple(level for level in LEVELS if str(OPT_LEVELS[level].dtype) == wanted)
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ def newest_figures(run: Run) -> tuple[str, str]:
     if not run.steps:
         return "", ""
     times = [seconds for seconds in run.seconds[-20:] if not math.isnan(seconds)]  # NaN: an inspected step
-    return figure(run.loss[-1]), f"{1000 * statistics.median(times):.3g}" if times else ""
+    return figure(run.loss[-1]), short(1000 * statistics.median(times)) if times else ""
 
 
 def name_as_asked(run: Run, asked: Run) -> None:

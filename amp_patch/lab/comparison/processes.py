@@ -6,6 +6,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from amp_patch.lab.recording.peak_memory import listed_bytes
+
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -50,20 +52,13 @@ def busy_seconds() -> float | None:
 
 def private_bytes(pid: int) -> int:
     """The memory of the `tree` that is in no file; what processes share is counted once. 0 where nothing tells."""
-    total = 0
-    for each in tree(pid):
-        with suppress(OSError):
-            lines = (_PROC / str(each) / "smaps_rollup").read_text().splitlines()
-            total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Anon:"))
-    return total
+    return sum(listed_bytes(_PROC / str(each) / "smaps_rollup", "Pss_Anon") or 0 for each in tree(pid))
 
 
 def free_bytes() -> int | None:
     """The memory that is left, of the system's or of what a container was given; None where nothing tells."""
-    found = []
-    with suppress(OSError):
-        lines = (_PROC / "meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    available = listed_bytes(_PROC / "meminfo", "MemAvailable")
+    found = [] if available is None else [available]
     with suppress(OSError, ValueError):  # ValueError: the limit is "max"
         limit, held = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())

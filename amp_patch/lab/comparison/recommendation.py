@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from amp_patch.lab.comparison.level_result import LevelResult, is_smaller
 from amp_patch.lab.comparison.measures import Ratio
-from amp_patch.lab.comparison.verdict import more_seeds
-from amp_patch.lab.comparison.wording import listed, times
+from amp_patch.lab.comparison.verdict import memory_beside, more_seeds
+from amp_patch.lab.wording import listed, times
 
 # Why the baseline is recommended: a phrase for each reason against the other levels.
 _OF_OTHERS = {
-    "slower": "{} would do as well in less memory, but slower",
+    "slower": "{} would do as well",
     "no gain": "{} would do as well, but not faster, nor in much less memory",
     "not timed": "{} would do as well, but how fast is not known",
     "undecided": "{} cannot be told from chance yet, {more}",
@@ -49,12 +49,12 @@ def recommend(levels: Sequence[LevelResult], base: LevelResult) -> Recommendatio
     # A level without FP32 weights (O3) is usable only where the user compares it alone with the baseline.
     asked = not any(level.keeps_fp32_weights and level.level != base.level for level in levels)
     usable = [level for level in well if asked or level.keeps_fp32_weights]
-    faster = [level for level in usable if level.speedup is not None and level.speedup.low > 1]
+    faster = [level for level in usable if level.speedup is not None and level.speedup.pace == "faster"]
     if faster:
         best = max(faster, key=lambda level: level.speedup or Ratio(0, 0, 0))
         return Recommendation(best, {"faster": [best]}, sure)
     smaller = [level for level in usable if is_smaller(level, base)]
-    as_fast = [level for level in smaller if level.speedup is None or level.speedup.high >= 1]
+    as_fast = [level for level in smaller if level.speedup is None or level.speedup.pace != "slower"]
     if as_fast:
         best = min(as_fast, key=lambda level: level.memory or 1.0)
         return Recommendation(best, {"smaller": [best]}, sure)
@@ -76,24 +76,32 @@ def recommend(levels: Sequence[LevelResult], base: LevelResult) -> Recommendatio
 def summary(found: Recommendation, base: LevelResult) -> str:
     """What to use, and why, in one or two sentences."""
     best = found.level
-    if "faster" in found.because:
+    as_fast = best.speedup is not None and best.speedup.pace == "as fast"
+    if "faster" in found.because or ("smaller" in found.because and as_fast):
         return f"Use {best.name}: {best.verdict.text}."
     if best is not base:
         return f"Use {best.name} for its memory; none is faster than {base.name}: {best.verdict.text}."
     for_now = " for now" if "undecided" in found.because else ""
-    return f"Stay with {base.name}{for_now}: {of_others(found, base, lambda level: level.name)}."
+    return f"Stay with {base.name}{for_now}: {of_others(found, base)}."
 
 
-def of_others(found: Recommendation, base: LevelResult, name: Callable[[LevelResult], str]) -> str:
-    """Why the baseline is the one to use, without a full stop; levels by this `name`."""
-
-    def promise(level: LevelResult) -> str:
-        """The name, and of a level that may yet be recommended how much faster it is."""
-        if level.finding.kind != "undecided" or level.speedup is None or level.speedup.low <= 1:
-            return name(level)
-        return f"{name(level)} ({times(level.speedup.median)[0]}x faster)"
+def of_others(found: Recommendation, base: LevelResult) -> str:
+    """Why the baseline is the one to use, without a full stop."""
 
     return "; ".join(
-        _OF_OTHERS[why].format(listed([promise(level) for level in levels]), more=more_seeds(base))
+        _OF_OTHERS[why].format(listed([_with_promise(level, base, why) for level in levels]), more=more_seeds(base))
         for why, levels in found.because.items()
     )
+
+
+def _with_promise(level: LevelResult, base: LevelResult, why: str) -> str:
+    """The name, and what the level would win: where its memory costs time, or where it may yet be recommended."""
+    pace = level.speedup.pace if level.speedup is not None else ""
+    median = level.speedup.median if level.speedup is not None else 1.0
+    said = []
+    if why == "slower":
+        said = [memory_beside(level), f"but {times(1 / median)[0]}x slower"]
+    elif level.finding.kind == "undecided" and pace in ("faster", "as fast"):
+        said = [f"{times(median)[0]}x faster"] if pace == "faster" else []
+        said += [memory_beside(level)] if is_smaller(level, base) else []
+    return f"{level.name} ({', '.join(said)})" if said else level.name

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from amp_patch.lab.comparison import headline, wording
+from amp_patch.lab import wording
+from amp_patch.lab.comparison import headline
 from amp_patch.lab.comparison.comparison import Comparison
-from amp_patch.lab.comparison.drawing import line, rect, share, text, ticks, var
+from amp_patch.lab.comparison.drawing import LARGEST, line, rect, share, text, ticks, var
 from amp_patch.lab.comparison.level_result import LevelResult
 
-_LARGEST = 1e30  # values beyond it overflow in the arithmetic of the axes
 _BAR = 0.74  # of a cell's width: the rest is for the number behind the longest bar
 _INKS = {"best": "good", "base": "base", "bad": "lost", "unsure": "unsure", "plain": "ink"}
 
@@ -54,7 +54,7 @@ def rows(comparison: Comparison) -> list[Row]:
         ends = ", ".join(wording.figure(value) for value in level.final)
         speed = f"speed {wording.ratio(level.speedup.median)}" if level.speedup else "speed not known"
         memory = f"memory {wording.ratio(level.memory)}" if level.memory else "memory not known"
-        alt = f"{level.heading}: {short}" + (f"; {speed}, {memory} of the baseline's; {ends}" if level.runs else "")
+        alt = f"{level.name}: {short}" + (f"; {speed}, {memory} of the baseline's; {ends}" if level.runs else "")
         made.append(Row(state, level, short, *cells, alt))
     return made
 
@@ -97,12 +97,11 @@ def _bar(part: float, state: str, colour: str) -> str:
 
 
 def _number(part: float, value: float, state: str) -> str:
-    words = f"{value:.2f}x" if value < 10 else f"{value:.1f}x"
     bold = ' font-weight="700"' if state == "best" else ""
     # The halo hides the baseline's line behind the number, which it would strike through.
     ground = var("tint" if state == "best" else "card")
     halo = f' paint-order="stroke" stroke="{ground}" stroke-width="4" stroke-linejoin="round"'
-    return text(share(_BAR * part), 4.5, words, more=f' dx="7"{bold}{halo}')
+    return text(share(_BAR * part), 4.5, f"{wording.ratio(value)}x", more=f' dx="7"{bold}{halo}')
 
 
 def _reference(most: float) -> str:
@@ -145,7 +144,7 @@ def _dots(comparison: Comparison, level: LevelResult, scale: _Scale | None) -> s
 
 def _results(comparison: Comparison) -> _Scale | None:
     """The axis of the dots. Results far off are numbers at its edge: else all others would be one dot."""
-    values = {id(level): [v for v in level.finite.values() if abs(v) < _LARGEST] for level in comparison.levels}
+    values = {id(level): [v for v in level.finite.values() if abs(v) < LARGEST] for level in comparison.levels}
     every = [value for each in values.values() for value in each]
     if not every:
         return None

@@ -6,12 +6,21 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from amp_patch.lab.comparison import measures, number_pictures, pictures, wording
+from amp_patch.lab import wording
+from amp_patch.lab.comparison import measures, number_pictures, pictures
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.drawing import Picture, stack
 from amp_patch.lab.comparison.level_result import LevelResult
 from amp_patch.lab.recording.run import PARTS, Look, Run
 
+# Field of `Run` -> its name in tables.
+_KINDS = {
+    "weights": "weights",
+    "masters": "masters",
+    "gradients": "gradients",
+    "state": "optimizer state",
+    "activations": "activations",
+}
 _LISTED = 12  # rows of a table of modules, or of parameters: the worst
 
 
@@ -110,18 +119,18 @@ def _times(comparison: Comparison) -> Table | None:
     longest = max((sum(split.values()) for split in splits), default=0.0)
     if not longest:
         return None
-    head: Entries = ["level", *(Cell(wording.PARTS_IN_WORDS[part], colour=part) for part in PARTS), "step, ms", ""]
+    head: Entries = ["level", *(Cell(wording.part_name(part), colour=part) for part in PARTS), "step, ms", ""]
     rows: list[Entries] = []
     for level, split in zip(levels, splits, strict=True):
         times = [*(split[part] for part in PARTS), level.step_ms or 0]
-        rows.append([level.heading, *map(wording.three, times), Cell(picture=stack(split, longest))])
+        rows.append([level.name, *map(wording.three, times), Cell(picture=stack(split, longest))])
     return table("Milliseconds of a step, by its parts", head, rows)
 
 
 def _memory(comparison: Comparison) -> Table | None:
     """What the training takes, by its kinds, and on CUDA its peak: means over the seeds."""
     levels = [level for level in comparison.levels if level.runs]
-    kinds = [{kind: _mean([getattr(run, kind) for run in level.runs]) for kind in wording.SIZES} for level in levels]
+    kinds = [{kind: _mean([getattr(run, kind) for run in level.runs]) for kind in _KINDS} for level in levels]
     peaks = [_mean([run.peak_memory for run in level.runs if run.device == "cuda"]) for level in levels]
     every = [[*each.values(), sum(each.values()), peak] for each, peak in zip(kinds, peaks, strict=True)]
     longest = max((sum(each.values()) for each in kinds), default=0.0)
@@ -132,14 +141,14 @@ def _memory(comparison: Comparison) -> Table | None:
     for level, each, row in zip(levels, kinds, every, strict=True):
         cells = [wording.in_unit(size, unit) for size in row]
         cells[-3:] = [cell if size else "" for cell, size in zip(cells[-3:], row[-3:], strict=True)]
-        rows.append([level.heading, *cells, Cell(picture=stack(each, longest))])
-    names = [Cell(words, colour=kind) for kind, words in wording.SIZES.items()]
+        rows.append([level.name, *cells, Cell(picture=stack(each, longest))])
+    names = [Cell(words, colour=kind) for kind, words in _KINDS.items()]
     return table(f"Memory by its kinds, in {unit}", ["level", *names, f"together, {unit}", f"peak, {unit}", ""], rows)
 
 
 def _advice(comparison: Comparison) -> dict[str, list[str]]:
     """Lines without a heading where all levels have the same, as they mostly do; else those of each level."""
-    of_level = {level.heading: level.advice for level in comparison.levels}
+    of_level = {level.name: level.advice for level in comparison.levels}
     first = next(iter(of_level.values()), [])
     return {"": first} if all(lines == first for lines in of_level.values()) else of_level
 
@@ -149,13 +158,13 @@ def _failures(comparison: Comparison) -> dict[str, list[str]]:
     runs_of: dict[str, list[str]] = {}
     for level in comparison.levels:
         for run in level.failed:
-            where = f"{level.heading}, seed {run.seed}" + (f", after {run.steps} steps" if run.steps else "")
+            where = f"{level.name}, seed {run.seed}" + (f", after {run.steps} steps" if run.steps else "")
             runs_of.setdefault(run.error or "recorded no step", []).append(where)
     return runs_of
 
 
 def _seen(level: LevelResult) -> Seen | None:
-    looked = [(run, look) for run in (*level.runs, *level.failed) for look in run.looks]
+    looked = [(run, look) for run in level.all_runs for look in run.looks]
     if not looked:
         return None
     looks = [look for _, look in looked]
@@ -166,10 +175,10 @@ def _seen(level: LevelResult) -> Seen | None:
         for run, look in looked
         if look.not_finite
     ]
-    names = list(dict.fromkeys(module for run in (*level.runs, *level.failed) for module in run.keep_fp32))
+    names = list(dict.fromkeys(module for run in level.all_runs for module in run.keep_fp32))
     lost = _lost(looks) if level.dtype != "bfloat16" else None
     seen = number_pictures.numbers(level)
-    return Seen(level.heading, when, seen, bad, repr(names) if names else "", _errors(looks), lost)
+    return Seen(level.name, when, seen, bad, repr(names) if names else "", _errors(looks), lost)
 
 
 def _errors(looks: Sequence[Look]) -> Table | None:
@@ -202,19 +211,14 @@ def _lost(looks: Sequence[Look]) -> Table | None:
 def _policies(comparison: Comparison) -> dict[str, str]:
     """label of a level -> its policy, in words."""
     policies = {
-        level.heading: [*dict.fromkeys(run.policy for run in (*level.runs, *level.failed) if run.policy)]
-        for level in comparison.levels
+        level.name: [*dict.fromkeys(run.policy for run in level.all_runs if run.policy)] for level in comparison.levels
     }
     return {level: "; ".join(words) for level, words in policies.items() if words}
 
 
 def _runs(comparison: Comparison) -> Table | None:
     metric = comparison.metric
-    pairs = [
-        (level, run)
-        for level in comparison.levels
-        for run in sorted((*level.runs, *level.failed), key=lambda run: run.seed)
-    ]
+    pairs = [(level, run) for level in comparison.levels for run in sorted(level.all_runs, key=lambda run: run.seed)]
     of_runs = [(run.weights, run.activations or 0, run.peak_memory or 0) for _, run in pairs]
     unit, _ = wording.sizes([size for each in of_runs for size in each])
     logged = [metric] if metric != measures.LOSS else []
@@ -224,7 +228,7 @@ def _runs(comparison: Comparison) -> Table | None:
     for (level, run), each in zip(pairs, of_runs, strict=True):
         sizes = [wording.in_unit(size, unit) if size else "" for size in each]
         notes = "; ".join([*(["failed"] if run.error else []), *run.notes])
-        rows.append([level.heading, *_run(run, metric), *sizes, notes])
+        rows.append([level.name, *_run(run, metric), *sizes, notes])
     return table("Every run", head, rows, texts=["notes"])
 
 

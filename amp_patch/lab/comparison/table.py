@@ -7,7 +7,8 @@ import statistics
 import textwrap
 from collections.abc import Sequence
 
-from amp_patch.lab.comparison import measures, wording
+from amp_patch.lab import wording
+from amp_patch.lab.comparison import measures
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.level_result import LevelResult
 from amp_patch.lab.recording.run import PARTS, Run
@@ -72,7 +73,7 @@ def _verdicts(comparison: Comparison, colours: bool) -> list[str]:
 
 
 def _times(comparison: Comparison) -> list[str]:
-    headings = [wording.PARTS_IN_WORDS[part].replace(", ", ",\n") for part in PARTS]
+    headings = [wording.part_name(part).replace(", ", ",\n") for part in PARTS]
     rows: list[Sequence[str]] = []
     for level in filter(_went_well, comparison.levels):
         split = measures.part_ms(level.runs, level.step_ms)
@@ -94,7 +95,7 @@ def _sizes(comparison: Comparison) -> list[str]:
 def _machine(machine: dict[str, str]) -> list[str]:
     """The processor, its threads, and how fast FP16 and BF16 are on it."""
     words = [machine["gpu"] if machine["gpu"] != "none" else machine["cpu"]] if machine else []
-    said = {"threads": "threads", "bfloat16": "BF16", "cpu_fp16": "cpu_fp16", "tensor_cores": "tensor cores"}
+    said = {"threads": "threads", "bfloat16": "BF16", "float16": "FP16", "tensor_cores": "tensor cores"}
     words += [f"{name}: {machine[key]}" for key, name in said.items() if key in machine]
     return _wrapped("; ".join(words) + ".") if words else []
 
@@ -105,8 +106,7 @@ def _looks(comparison: Comparison) -> list[str]:
     rows: list[Sequence[str]] = []
     said: dict[str, list[str]] = {}  # a line -> the levels of which it is true
     for level in comparison.levels:
-        runs = [*level.runs, *level.failed]
-        looks = [look for run in runs for look in run.looks]
+        looks = [look for run in level.all_runs for look in run.looks]
         errors = measures.errors(looks)
         flushed: dict[str, list[float]] = {}
         for look in looks:
@@ -116,11 +116,11 @@ def _looks(comparison: Comparison) -> list[str]:
         badness = {name: (errors.get(name, 0.0), *flushed.get(name, [0.0])) for name in {**errors, **flushed}}
         for name in sorted(badness, key=lambda name: badness[name], reverse=True)[:_MODULES]:
             if any(badness[name]):
-                worst = f"{errors[name]:.2g}" if name in errors else ""
-                lost = [f"{100 * share:.3g}" for share in flushed.get(name, [])] or [""] * 3
+                worst = wording.two(errors[name]) if name in errors else ""
+                lost = [wording.percent(share).removesuffix(" %") for share in flushed.get(name, [])] or [""] * 3
                 rows.append((level.name, name or "(itself)", worst, *lost))
-        found = [str(look.not_finite) for run in runs for look in run.overflows][:1]
-        keep = [*dict.fromkeys(name for run in runs for name in run.keep_fp32)]
+        found = [str(look.not_finite) for run in level.all_runs for look in run.overflows][:1]
+        keep = [*dict.fromkeys(name for run in level.all_runs for name in run.keep_fp32)]
         if keep and level.dtype is not None:
             found.append(f"keep_fp32={keep} would keep the worst modules in FP32")
         for line in found:
@@ -178,7 +178,7 @@ def _with_range(values: list[float]) -> str:
         return "diverged"
     half = (max(values) - min(values)) / 2
     mean = wording.digits(statistics.mean(values), 4)
-    return f"{mean} ±{half:.2g}" if len(values) > 1 else mean
+    return f"{mean} ±{wording.two(half)}" if len(values) > 1 else mean
 
 
 def _against(level: LevelResult, base: LevelResult | None) -> str:
@@ -189,5 +189,5 @@ def _against(level: LevelResult, base: LevelResult | None) -> str:
 
 
 def _mib(runs: list[Run], name: str) -> float | None:
-    sizes = [size for run in runs if (size := getattr(run, name)) is not None]
-    return statistics.median(sizes) / 2**20 if sizes else None
+    size = measures.median(getattr(run, name) for run in runs)
+    return None if size is None else size / 2**20

@@ -7,9 +7,7 @@ import statistics
 from amp_patch.lab.comparison.finding import Finding, Lost, Verdict
 from amp_patch.lab.comparison.judge import has_no_spread
 from amp_patch.lab.comparison.level_result import LevelResult, failures, seeds_change_nothing, seeds_in_words
-from amp_patch.lab.comparison.wording import relative_distance, shortest_distinct, times
-
-ALIKE = 1.05  # the ratio of times up to which the verdict says "as fast as"
+from amp_patch.lab.wording import ratio, relative_distance, shortest_distinct, times, two
 
 
 def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric: str) -> Verdict:
@@ -75,7 +73,7 @@ def _accuracy(found: Finding, base: LevelResult, figure: str) -> str:
         return f"{figure} {text} outside {spread}, with one seed; run more seeds"
     better = ", better: " if found.better else ", "
     outside = f"{figure} {text}{better}{distance} {base.name}'s {shortest_distinct(of_base)[0]}, outside {spread}"
-    test = f"paired t-test p {'< 0.001' if found.p < 0.001 else f'= {found.p:.2g}'}"
+    test = f"paired t-test p {'< 0.001' if found.p < 0.001 else f'= {two(found.p)}'}"
     if found.kind == "differs":
         return f"{outside}, {test}"
     return f"{outside}, which may be chance ({test})" + ("" if found.better else "; run more seeds")
@@ -95,7 +93,7 @@ def _skips(found: Finding) -> str:
     if found.skips is not None:
         words.append("{} of {} steps were skipped with seed {}".format(*found.skips))
     if found.fallen_scale is not None:
-        words.append(f"the loss scale fell to {found.fallen_scale:.2g}")
+        words.append(f"the loss scale fell to {two(found.fallen_scale)}")
     return ", ".join(words)
 
 
@@ -104,19 +102,23 @@ def _cost(level: LevelResult, base: LevelResult) -> str:
     if level.speedup is not None:
         median, low, high = level.speedup
         how = "one run, " if len(set(level.seeds) & set(base.seeds)) == 1 else ""
-        if low > 1:
+        if level.speedup.pace == "faster":
             middle, least, most = times(median, low, high)
             parts.append(f"{middle}x faster than {base.name} ({how}{least} to {most})")
-        elif high < 1:
+        elif level.speedup.pace == "slower":
             middle, least, most = times(1 / median, 1 / high, 1 / low)
             parts.append(f"{middle}x slower than {base.name} ({how}{least} to {most})")
         else:
-            alike = low >= 1 / ALIKE and high <= ALIKE
-            what = "as fast as" if alike else "not clearly faster or slower than"
-            parts.append(f"{what} {base.name} ({how}{low:.2f}x to {high:.2f}x)")
+            what = "as fast as" if level.speedup.pace == "as fast" else "not clearly faster or slower than"
+            parts.append(f"{what} {base.name} ({how}{ratio(low)}x to {ratio(high)}x)")
+    return ", ".join(filter(None, [*parts, memory_beside(level)]))
+
+
+def memory_beside(level: LevelResult) -> str:
+    """ "0.58 of its memory", where "its" is the baseline's; empty where it is not known."""
     memory = level.memory
-    if memory is not None:
-        what = "memory" if level.memory_ratio is not None else "bytes of weights, gradients and state"
-        same, part = abs(memory - 1) < 0.005, "of" if memory < 1 else "times"
-        parts.append(f"the same {what}" if same else f"{memory:.2f} {part} its {what}")
-    return ", ".join(parts)
+    if memory is None:
+        return ""
+    what = "memory" if level.memory_ratio is not None else "bytes of weights, gradients and state"
+    same, part = abs(memory - 1) < 0.005, "of" if memory < 1 else "times"
+    return f"the same {what}" if same else f"{ratio(memory)} {part} its {what}"

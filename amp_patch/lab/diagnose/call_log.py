@@ -18,7 +18,7 @@ class Frame:
     """A module whose forward runs.
 
     Attributes:
-        inputs: its tensors, each with its version then; filled by who needs them.
+        inputs: the tensors it was given, each with its version counter then; a subclass fills it.
         calls_others: whether another module was called inside.
     """
 
@@ -47,7 +47,7 @@ class CallLog(TorchFunctionMode):
         return func
 
     def passes_over(self, func: Any) -> bool:
-        """Whether this function is called without a word in the log, though it is logging."""
+        """Whether calls of this function are left out of the log."""
         return False
 
     def log(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ from amp_patch.lab.diagnose import native_autocast, products
 from amp_patch.lab.diagnose.call_log import CallLog
 from amp_patch.lab.diagnose.explanation import EMULATED, UNDECIDED, Explanation, OpCall, Types
 from amp_patch.lab.diagnose.trial_forward import state_restored
+from amp_patch.lab.wording import type_name
 from amp_patch.model import buffers
 from amp_patch.model.forward import KeptModule, policy_of
 from amp_patch.policy import LOW_PRECISION, Policy
@@ -157,6 +158,7 @@ class _TypeLog(CallLog):
         self.explanation = Explanation(policy, _kept(model, policy), autocast=native_autocast.state())
         self.calls, self.products = self.explanation.calls, self.explanation.products
         self.products_before: dict[int, int] = {}  # index of a call -> `len(self.products)` when it began
+        self.emulated_before: dict[int, int] = {}  # the same of `emulated_calls`
         self.inside = False  # inside of a function whose own calls are not logged
         self.expected: Any = None  # the function that a spy is about to call: the mode would log it once more
         self.originals: dict[int, Any] = {}  # id of a frame -> the function in whose place it stands
@@ -231,34 +233,23 @@ class _TypeLog(CallLog):
     def _follow(self, place: install.Place, rule: Rule, policy: Policy, function: Any, args: Any, kwargs: Any) -> Any:
         """Do what the wrapper does: call `function` by its rule. See rules.py."""
         index = self._begin(_address_at(place), (args, kwargs))
-        inner: Types = ()  # types of the function's own result, before the wrapper's casts
 
         @functools.wraps(function)
         def spy(*args: Any, **kwargs: Any) -> Any:
-            nonlocal inner
             self.calls[index] = replace(self.calls[index], ran=_ran(rule, (args, kwargs)))
             self.inside, self.expected = False, function
             try:
-                result = function(*args, **kwargs)
+                return function(*args, **kwargs)
             finally:
                 self.inside, self.expected = True, None
-            inner = _types(result)
-            return result
 
         with self._unseen():
             result = rule.apply(spy, args, kwargs, policy)
         keeps_type = policy.low_precision_norms and rule.name == "norm"
         why = "low_precision_norms" if keeps_type else _decided(place, rule)
-        decided = [why] if policy.patch_torch_functions else []
-        if policy.emulates and not keeps_type and _types(result) != inner:
-            decided.append(EMULATED)
-            # The spy saw FP32 tensors, but O1 has rounded their values to FP16: FP16 is the type to show.
-            got = self.calls[index].got
-            ran = tuple(_rounded(dtype) for dtype in got) if policy.patch_torch_functions else got
-            self.calls[index] = replace(self.calls[index], ran=ran)
         given = args[0] if place.name == "__setitem__" else result
         self._note_products(index, place.name, args, kwargs, result)
-        self._end(index, given, ", ".join(decided) or None, parts_count=rule.for_users)
+        self._end(index, given, why, parts_count=rule.for_users)
         return result
 
     @contextmanager
@@ -295,6 +286,7 @@ class _TypeLog(CallLog):
         types = _types(given)
         self.calls.append(OpCall(self.module_name() or "", op, types, types, (), self._kept_by() or UNDECIDED))
         self.products_before[len(self.calls) - 1] = len(self.products)
+        self.emulated_before[len(self.calls) - 1] = casts_state.in_use.emulated_calls()
         return len(self.calls) - 1
 
     def _note_products(self, index: int, op: str, args: Any, kwargs: Any, result: Any) -> None:
@@ -311,12 +303,16 @@ class _TypeLog(CallLog):
         A call that nothing decided is dropped if there were decided ones inside of it; else those inside of it are.
         With `parts_count` (of a function that a user registered) both stay. What has no floating tensors is dropped.
         """
-        call = self.calls[index]
-        call = self.calls[index] = replace(call, gave=_types(result), decided=decided or call.decided)
         by_none = (UNDECIDED, *self.explanation.kept.values())
         if not parts_count and decided is None and any(p.decided not in by_none for p in self.calls[index + 1 :]):
             del self.calls[index]
             return
+        gave = _types(result)
+        if casts_state.in_use.emulated_calls() > self.emulated_before[index]:
+            low = next((str(dtype) for dtype in gave if dtype in LOW_PRECISION), "").removeprefix("torch.")
+            decided = ", ".join(filter(None, (decided, f"{EMULATED} {type_name(low)}".rstrip())))
+        call = self.calls[index]
+        call = self.calls[index] = replace(call, gave=gave, decided=decided or call.decided)
         if not parts_count:
             del self.calls[index + 1 :]
         if not call.gave or not any(dtype.is_floating_point for dtype in (*call.got, *call.gave)):
@@ -340,10 +336,6 @@ def _ran(rule: Rule, given: Any) -> Types:
         low = torch.get_autocast_dtype("cuda")
         types = tuple(low if dtype.is_floating_point else dtype for dtype in types)
     return types
-
-
-def _rounded(dtype: torch.dtype) -> torch.dtype:
-    return torch.float16 if dtype in (torch.float32, torch.bfloat16) else dtype
 
 
 def _decided(place: install.Place, rule: Rule) -> str:

@@ -12,16 +12,11 @@ import torch
 from amp_patch.lab.diagnose import native_autocast, shapes
 from amp_patch.lab.diagnose.shapes import Product
 from amp_patch.lab.diagnose.tables import Part, Table, as_html, as_text
+from amp_patch.lab.wording import type_name
 from amp_patch.policy import Policy
 
 UNDECIDED = "none: torch's own promotion"
-EMULATED = "emulated FP16"
-_SHORT = {
-    torch.float16: "FP16",
-    torch.bfloat16: "BF16",
-    torch.float32: "FP32",
-    torch.float64: "FP64",
-}
+EMULATED = "emulated"
 
 Types = tuple[torch.dtype, ...]
 
@@ -111,7 +106,7 @@ def _policy_parts(policy: Policy | None, autocast: str) -> Iterator[Part]:
 
 def _short(value: Any) -> str:
     if isinstance(value, torch.dtype):
-        return _SHORT.get(value, str(value).removeprefix("torch."))
+        return type_name(str(value).removeprefix("torch."))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -135,7 +130,7 @@ def _call_parts(calls: list[OpCall]) -> Iterator[Part]:
     yield Table(rows, (header,))
     if any(EMULATED in call.decided for call in calls):
         yield ""
-        yield f"{EMULATED}: multiplied in FP32 on this CPU, and each result rounded to FP16 once"
+        yield f"{EMULATED}: multiplied in FP32 on this CPU, and each result rounded once"
 
 
 def _shorts(types: Types) -> str:

@@ -123,7 +123,7 @@ def _gradients(
 
 
 def _last(holds: Callable[[int], bool], first: int, last: int) -> int:
-    """The last number for which it holds, by bisection; it holds for `first`, and no more once it does not."""
+    """The last number for which `holds` is true, by bisection: true for `first`, and false from some number on."""
     while first < last:
         middle = (first + last + 1) // 2
         first, last = (middle, last) if holds(middle) else (first, middle - 1)

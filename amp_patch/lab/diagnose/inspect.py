@@ -22,8 +22,8 @@ from amp_patch.model.forward import KeptModule
 from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed
 from amp_patch.training import observers
-from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.stash import stash_of
+from amp_patch.training.wrappers import as_list, innermost
 
 _TENSOR: Any = Tensor
 _GRAD = _TENSOR.grad.__get__
@@ -61,8 +61,7 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
     distributed.refuse(model, "inspect")
     while [name for name, _ in model.named_children()] == ["module"] and not [*model.parameters(recurse=False)]:
         model = model.get_submodule("module")
-    one_or_many = optimizers if isinstance(optimizers, list | tuple) else [] if optimizers is None else [optimizers]
-    targets = [innermost(each) for each in one_or_many]
+    targets = [innermost(each) for each in as_list(optimizers)]
     seen = Inspection()
     with ExitStack() as stack:
         log = _NumberLog(model, targets, scaler, seen, stack)
@@ -81,7 +80,7 @@ def inspect(model: nn.Module, optimizers: Any = None, *, scaler: Any = None) -> 
 
 
 class _unlogged:
-    """In this block no log logs: it computes for a log, not for the model."""
+    """No log logs in this block: the block computes for a log, not for the model."""
 
     def __enter__(self) -> None:
         self.before, _NumberLog.busy = _NumberLog.busy, True
@@ -169,9 +168,9 @@ class _NumberLog(CallLog):
             self.seen.all_fp32 &= tensor.dtype not in LOW_PRECISION
             self.keys[tensor] = key, _version(tensor)
             self.values.append(_range(tensor))
-            # A tensor that no logged call made comes from outside: no call of the model made its infinity. Not so an
-            # FP16 tensor, in which a cast of O1's, which is not logged, may have overflowed: the search goes on to the
-            # call that uses it.
+            # A tensor that no logged call made comes from outside: no call of the model made its infinity. An FP16
+            # tensor is excepted: a cast of O1's, which is not logged, may have overflowed in it, so the search goes on
+            # to the call that uses it.
             if not new and (changed or tensor.dtype is not torch.float16) and not isinstance(tensor, nn.Parameter):
                 self.outside.add(key)
         if tensor.requires_grad and key not in self.hooked:
@@ -214,10 +213,8 @@ class _NumberLog(CallLog):
         """The factor from the gradients of the running backward to those of the unscaled loss."""
         scale = self.found.scale()
         if scale is None:
-            stashes = map(stash_of, self.targets)
-            # Only an optimizer whose loss is in `scale_loss` now has a scale.
-            scales = (stash.backward.scale for stash in stashes if stash is not None)
-            scale = next((scale for scale in scales if scale is not None), None)
+            bodies = (stash.backward.body for stash in map(stash_of, self.targets) if stash is not None)
+            scale = next((body.scale for body in bodies if body is not None), None)
         self.scale = self.scale if scale is None else scale.clone()
         return 1.0 if scale is None else scale.double().reciprocal()
 
@@ -376,7 +373,7 @@ def _range(tensor: Tensor) -> Tensor:
 
 
 def _version(tensor: Tensor) -> int:
-    """Its version counter, which inference tensors do not have."""
+    """The tensor's version counter; 0 for an inference tensor, which has none."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from amp_patch.lab.diagnose.histogram import Histogram
 from amp_patch.lab.diagnose.tables import Part, Table, as_html, as_text
+from amp_patch.lab.wording import percent, power_in_ascii, short, two
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class NotFinite:
 
     def __str__(self) -> str:
         where = "outside of the model" if self.module is None else f"in {self.module or 'the model itself'}"
-        lowest, highest = self.input_range
+        lowest, highest = map(short, self.input_range)
         return (
-            f"{self.direction} of {self.op} {where}, step {self.step}: from inputs of {lowest:.3g} to {highest:.3g} it "
+            f"{self.direction} of {self.op} {where}, step {self.step}: from inputs of {lowest} to {highest} it "
             "made a number that is not finite"
         )
 
@@ -114,10 +115,10 @@ class Inspection:
 
     def _parts(self, rows: int | None) -> Iterator[Part]:
         best = self.best_scale()
-        yield f"{self.step} steps; loss scale {self.scale:g}, the best one {best:g}"
+        yield f"{self.step} steps; loss scale {power_in_ascii(self.scale)}, the best one {power_in_ascii(best)}"
         yield f"not finite: {self.not_finite or 'nothing'}"
         errors = sorted(self.errors.items(), key=lambda item: -item[1])
-        cells = [(name, f"{error:.2g}") for name, error in errors]
+        cells = [(name, two(error)) for name, error in errors]
         yield Table(cells[:rows], (("module", "error"),), "relative error against FP32", numbers=True)
         yield self._losses(best, rows)
         lost = [name for name in self.gradients if self._lost(name)]
@@ -143,7 +144,7 @@ class Inspection:
         worst = sorted((name for name in shares if any(shares[name])), key=lambda n: [-s for s in shares[n][2::-1]])
         header = (("gradient of", "flushed:", "", "", "overflowed:"), ("", *["now", "at 1", "best"] * 2))
         title = "share of gradients that FP16 loses, at the loss scale now, at 1 and at the best"
-        return Table([(n, *(f"{s:.1%}" for s in shares[n])) for n in worst[:rows]], header, title, numbers=True)
+        return Table([(n, *(percent(s) for s in shares[n])) for n in worst[:rows]], header, title, numbers=True)
 
     def _lost(self, name: str) -> bool:
         """Whether a parameter's gradient is 0 throughout though that of its module's output is not."""

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from amp_patch.lab.wording import whole_percent
+
 MULTIPLE = 8  # for 16-bit types; for FP8, in which no level computes, 16
 _LARGE, _OF_LARGE = 1024, 64  # sizes from 1024 on (a vocabulary): padding to a multiple of 64 costs little
 
@@ -46,7 +48,7 @@ class _Odd:
     """A size that is no multiple of 8.
 
     Attributes:
-        places: what it is -> the modules of which.
+        places: what the size is ("in features") -> the modules that have it.
         multiply_adds: of the products that have it, each once.
         times: the multiples of the size that are sizes too, with nothing left over: heads, gates.
     """
@@ -91,7 +93,7 @@ def _line(size: int, found: _Odd, total: int) -> str:
     better = f", or {_next(size, _OF_LARGE)} (a multiple of {_OF_LARGE})" if size >= _LARGE else ""
     also = f" (and {', '.join(str(size * times) for times in sorted(found.times - {1}))})" if found.times - {1} else ""
     where = "; ".join(f"{what} of {', '.join(names)}" for what, names in found.places.items())
-    share = f"{found.multiply_adds / total:.0%} of the multiply-adds"
+    share = f"{whole_percent(found.multiply_adds / total)} of the multiply-adds"
     return f"{size}{also} is no multiple of {MULTIPLE}: {where}; {share}. Pad it to {wanted}{better}"
 
 
@@ -102,8 +104,8 @@ def _lines_of_rows(products: list[Product], total: int) -> list[str]:
             odd[product.rows] = odd.get(product.rows, 0) + product.multiply_adds
     least = max(_SHARE_OF_ROWS * total, _MULTIPLY_ADDS)
     return [
-        f"{rows} rows (batch times tokens) is no multiple of {MULTIPLE}: {found / total:.0%} of the multiply-adds. "
-        f"Take a batch or a length that makes it one: {_next(rows, MULTIPLE)}"
+        f"{rows} rows (batch times tokens) is no multiple of {MULTIPLE}: {whole_percent(found / total)} of the "
+        f"multiply-adds. Take a batch or a length that makes it one: {_next(rows, MULTIPLE)}"
         for rows, found in odd.items()
         if found > least
     ]

@@ -156,10 +156,10 @@ class WeighedStep:
 
     def _pack(self, tensor: Tensor) -> _Saved:
         self._see(tensor)
-        # Detached, or an output that its own node holds is never freed. Not so a leaf: a script may set its `data`.
+        # Detached: an output that its own node holds would never be freed. A leaf is kept: a script may set its `data`.
         return _Saved(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
 
-    vars()["_pack"]._amp_counts = True  # casts/cpu_fp16.py pushes its hooks above such ones, and above no others
+    vars()["_pack"]._amp_counts = True  # the mark lets casts/upcast.py push its hooks above these
     # Without these marks torch 2.15 takes `_pack` for the user's, and warns that selective checkpoints go past it.
     vars(vars()["_pack"]).update(_checkpoint_internal=True, _user_hooks=None)
 

@@ -80,5 +80,5 @@ def _mode_stack() -> list[Any]:
 
 
 def _is_default_device(mode: Any) -> bool:
-    """Whether it is the mode of torch.set_default_device, which stays below others."""
+    """Whether `mode` is that of torch.set_default_device, which torch keeps below others."""
     return type(mode).__module__ == "torch.utils._device"

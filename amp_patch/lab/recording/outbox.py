@@ -13,7 +13,7 @@ from torch import Tensor
 from amp_patch.casts import regions
 from amp_patch.lab.recording.run import Event
 from amp_patch.lab.recording.sinks import Sink
-from amp_patch.support.device_numbers import DeviceNumbers
+from amp_patch.support.device_sync import DeviceNumbers
 
 # The outbox is flushed after so many events, or so many seconds, whichever comes first.
 _FLUSH_EVENTS, _FLUSH_SECONDS = 50, 0.5

@@ -99,13 +99,17 @@ def _reset() -> None:
         _CLEAR.write_text("5")  # resets VmHWM, on Linux
 
 
-def _status(name: str) -> int | None:
-    """A line of Linux's /proc/self/status, in bytes."""
+def listed_bytes(path: Path, name: str) -> int | None:
+    """A size that Linux lists in a file, as "VmRSS:  123 kB", in bytes; None where it is not to be had."""
     try:
-        lines = _STATUS.read_text().splitlines()
+        lines = path.read_text().splitlines()
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
+
+
+def _status(name: str) -> int | None:
+    return listed_bytes(_STATUS, name)
 
 
 def _largest_ever() -> int | None:

@@ -36,11 +36,11 @@ from amp_patch.support import distributed
 from amp_patch.support.compiled import eager_only
 from amp_patch.training import observers
 from amp_patch.training import training as training_module
-from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.observers import Observer
 from amp_patch.training.scaled_backward import ScaledBackward
 from amp_patch.training.stash import Stash, stash_of
 from amp_patch.training.training import Training
+from amp_patch.training.wrappers import innermost
 
 _OTHERS = 100  # after so many steps of others in a row the first optimizer counts as finished
 
@@ -211,7 +211,7 @@ class Recorder(Observer):
         capturing = self._clock.cuda is not None and torch.cuda.is_current_stream_capturing()
         return self.process == os.getpid() and not capturing
 
-    # What happens in the training.
+    # Events of a training, as an `Observer` of it.
 
     def training_begun(self, training: Training | None) -> None:
         if not self.is_recording():
@@ -262,7 +262,7 @@ class Recorder(Observer):
             return  # an evaluation
         if self._clock.forward_begins(model):
             self._looks.forward_begins(args, kwargs)
-            # In place of an earlier forward's, which no loss has claimed.
+            # Assigned, not added: an earlier forward whose samples no loss has claimed was no part of the step.
             self._clock.step.unclaimed_samples = samples_of(args, kwargs)
         if eager and self._device in size_advice.DEVICES:
             self._size_advice.forward_begins(model)
@@ -276,7 +276,7 @@ class Recorder(Observer):
 
     def loss_scaled(self, body: ScaledBackward, loss: Tensor) -> None:
         if self.is_recording():
-            # A GradScaler was given this loss too: without the line it would count twice.
+            # A GradScaler was given this loss too: not forgotten there, the loss would count twice.
             if (samples := self._scaler_losses.forget(loss)) is not None:
                 self._clock.step.unclaimed_samples = samples
             self._losses[id(body)] = single_value(loss)
@@ -384,7 +384,7 @@ class Recorder(Observer):
         else:
             self._looks.weigh(self._sizes.at_rest, self.steps, self._clock.cuda)
 
-    # What goes to the sinks.
+    # Events for the sinks.
 
     @eager_only
     def log(self, scalars: dict[str, Any]) -> None:

@@ -7,6 +7,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from amp_patch.lab.wording import figure
+
 # The parts of a step, in order: until the model's first forward; from there to scale_loss; its body and the
 # unscaling; until optimizer.step (clipping, zero_grad); optimizer.step. Their times add up to the step's.
 PARTS = ("data", "forward", "backward", "between", "optimizer")
@@ -121,7 +123,7 @@ class Run:
     advice: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
-        last = f", last loss {self.loss[-1]:.4g}" if self.loss else ""
+        last = f", last loss {figure(self.loss[-1])}" if self.loss else ""
         return f"Run({self.level} seed {self.seed}: {self.steps} steps{last}{', ' + self.error if self.error else ''})"
 
     @property

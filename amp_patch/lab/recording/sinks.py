@@ -15,7 +15,8 @@ from amp_patch.support.distributed import is_first_rank
 class Sink(Protocol):
     """What takes the events of a recording. A `flush` and a `close` are called where it has them."""
 
-    def add(self, event: Event) -> None: ...
+    def add(self, event: Event) -> None:
+        """Take one event, in order, on the training's thread. After an OSError the sink gets no more of them."""
 
 
 class JsonLines:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch.masters.master import Master, own_grad
+from amp_patch.masters.grad_field import own_grad
+from amp_patch.masters.master import Master
 from amp_patch.masters.masters import kernel_tensors
 from amp_patch.support import distributed, tree
 from amp_patch.support.compiled import eager_only
@@ -47,7 +48,7 @@ class Sizes:
         """All but the gradients, which are there in the middle of a step alone."""
         optimizers = self._optimizers()
         if not optimizers:
-            return  # all freed, or restored: the sizes measured before stay
+            return  # the optimizers were freed, or restored: the sizes measured before stay
         pairs = self._pairs()
         states = [getattr(zero_redundancy.stateful(optimizer), "state", None) or {} for optimizer in optimizers]
         self.bytes["weights"] = _bytes(param for param, _ in pairs)

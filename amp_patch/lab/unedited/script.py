@@ -43,11 +43,11 @@ from amp_patch.support.compiled import not_traced, uncompiled
 from amp_patch.support.generated_class import base_class
 from amp_patch.support.patches import Patches
 from amp_patch.training import ddp, observers
-from amp_patch.training.innermost_optimizer import innermost
 from amp_patch.training.observers import Observer
 from amp_patch.training.scale_loss import scale_loss
 from amp_patch.training.stash import stash_of
 from amp_patch.training.step import ClosureAlreadyRun
+from amp_patch.training.wrappers import innermost
 
 
 class _Initialized(NamedTuple):

@@ -7,7 +7,7 @@ import re
 import statistics
 
 import pytest
-from scripts import start
+from scripts import start_script
 
 from amp_patch.lab.recording.run import Run, loads
 
@@ -228,9 +228,9 @@ def test_a_kind_of_script_is_compared_as_it_is(kind, tmp_path):
     script = plain = KINDS[kind]
     for pattern, put in IN_FP32.get(kind, []):
         plain = re.sub(re.escape(pattern) if kind == "native" else pattern, put, plain, flags=re.DOTALL)
-    alone = start(tmp_path, plain)
+    alone = start_script(tmp_path, plain)
     assert alone.returncode == 0, alone.stderr
-    done = start(tmp_path, script, "-m", "amp_patch", "compare", "--levels", ",".join(LEVELS), "--seeds", "1")
+    done = start_script(tmp_path, script, "-m", "amp_patch", "compare", "--levels", ",".join(LEVELS), "--seeds", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     runs = [Run.from_dict(run) for run in loads((tmp_path / "amp_compare/report.json").read_text())["runs"]]
     assert [run.level for run in runs] == LEVELS + ["native"] * (kind == "native")

@@ -38,42 +38,48 @@ def test_info_tells_when_the_kernels_are_plain_torch_and_why(capsys):
     assert rows(capsys.readouterr().out)["kernels"] == f"torch: {reason}"
 
 
+WORDS = {torch.float16: ("float16", "FP16"), torch.bfloat16: ("bfloat16", "BF16")}
+
+
 @pytest.mark.parametrize(
-    ("arithmetic", "expected"),
+    ("arithmetic", "native", "emulated", "expected"),
     [
-        (True, "auto is native: this CPU has FP16 arithmetic"),
-        (False, "auto is emulate: this CPU has no FP16 arithmetic"),
+        (True, 0.374, 1.1, "auto is native, this CPU has {} arithmetic: torch's own products take 0.37 of FP32's time"),
+        (
+            False,
+            12.04,
+            1.1,
+            "auto is emulate, this CPU has no {} arithmetic: torch's own products take 12.04 of FP32's",
+        ),
+        (True, 1.75, 1.1, 'by this clock cpu_half="emulate" is faster'),
+        (False, 0.5, 1.1, 'by this clock cpu_half="native" is faster'),
     ],
 )
-def test_info_tells_how_fp16_runs_on_this_cpu(arithmetic, expected, capsys, monkeypatch):
-    monkeypatch.setattr("amp_patch.lab.comparison.machine.has_fp16_arithmetic", lambda: arithmetic)
+@pytest.mark.parametrize("dtype", WORDS, ids=str)
+def test_info_tells_how_a_type_runs_on_this_cpu(dtype, arithmetic, native, emulated, expected, capsys, monkeypatch):
+    monkeypatch.setattr("amp_patch.lab.comparison.machine.has_arithmetic", lambda dtype: arithmetic)
+    monkeypatch.setattr(
+        "amp_patch.lab.comparison.machine.time_of_products",
+        lambda dtype, emulated_=emulated, emulated=False: emulated_ if emulated else native,
+    )
     main(["info"])
-    assert rows(capsys.readouterr().out)["cpu_fp16"] == expected
+    row, name = WORDS[dtype]
+    told = rows(capsys.readouterr().out)[row]
+    assert expected.format(name) in told and f"emulated ones {emulated:.1f}" in told
+    assert ("by this clock" in told) is ("by this clock" in expected)
 
 
 @pytest.mark.parametrize(
-    ("ratio", "expected"),
-    [
-        (0.374, "products take 0.37 of FP32's time on this CPU"),
-        (12.04, "products take 12 times FP32's time on this CPU: it shows a level's accuracy, not its speed"),
-    ],
-)
-def test_info_tells_how_bf16_runs_on_this_cpu(ratio, expected, capsys, monkeypatch):
-    monkeypatch.setattr("amp_patch.lab.comparison.machine.time_of_products", lambda dtype: ratio)
-    main(["info"])
-    assert rows(capsys.readouterr().out)["bfloat16"] == expected
-
-
-@pytest.mark.parametrize(
-    ("levels", "dtype", "warns"),
+    ("levels", "dtype", "tells"),
     [(("O0", "O5"), None, True), (("O0", "O1"), "bfloat16", True), (("O0", "O1"), None, False)],
 )
-def test_compare_warns_of_slow_bf16_before_it_runs(levels, dtype, warns, capsys, monkeypatch):
+def test_compare_tells_of_emulated_bf16_before_it_runs(levels, dtype, tells, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    for ratio in (10.0, 0.4):
-        monkeypatch.setattr("amp_patch.lab.commands.compare.time_of_products", lambda dtype, ratio=ratio: ratio)
-        compare._warn_of_slow_products(Plan(levels, dtype=dtype))
-        assert ("not its speed" in capsys.readouterr().out) is (warns and ratio > 1)
+    for arithmetic in (False, True):
+        for module in ("commands.compare", "comparison.machine"):
+            monkeypatch.setattr(f"amp_patch.lab.{module}.has_arithmetic", lambda dtype, has=arithmetic: has)
+        compare._tell_of_emulated_products(Plan(levels, dtype=dtype))
+        assert ("no BF16 arithmetic" in capsys.readouterr().out) is (tells and not arithmetic)
 
 
 def test_products_are_timed_beside_fp32s():
@@ -108,5 +114,5 @@ def test_python_dash_m_runs_it():
         "casts",
         "devices",
         "bfloat16",
-        "cpu_fp16",
+        "float16",
     }

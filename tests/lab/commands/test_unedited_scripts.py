@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scripts import start
+from scripts import start_script
 
 from amp_patch.lab.commands.run import at_asked_level
 from amp_patch.lab.recording.run import Run, loads
@@ -35,11 +35,11 @@ LBFGS = DIGITS.replace("Adam(net.parameters(), lr=1e-2)", "LBFGS(net.parameters(
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> str:
     """What the script prints by itself."""
-    return start(tmp_path_factory.mktemp("plain"), DIGITS).stdout
+    return start_script(tmp_path_factory.mktemp("plain"), DIGITS).stdout
 
 
 def test_compare_takes_a_script_as_it_is(plain, tmp_path):
-    done = start(tmp_path, DIGITS, "-m", "amp_patch", "compare", "--levels", "O0,O2", "--seeds", "1")
+    done = start_script(tmp_path, DIGITS, "-m", "amp_patch", "compare", "--levels", "O0,O2", "--seeds", "1")
     assert (done.returncode, done.stderr) == (0, "")
     runs = [Run.from_dict(run) for run in loads((tmp_path / "amp_compare/report.json").read_text())["runs"]]
     assert [(run.level, run.error, run.steps) for run in runs] == [("O0", None, 6), ("O2", None, 6)]
@@ -49,7 +49,7 @@ def test_compare_takes_a_script_as_it_is(plain, tmp_path):
 
 
 def test_what_cannot_be_compared_is_said_once_and_at_once(tmp_path):
-    done = start(tmp_path, LBFGS, "-m", "amp_patch", "compare")
+    done = start_script(tmp_path, LBFGS, "-m", "amp_patch", "compare")
     assert done.returncode == 2 and "report:" not in done.stdout
     both = done.stdout + done.stderr
     assert both.count("LBFGS evaluates") == both.count("amp.initialize(model, optimizer)") == 1
@@ -59,7 +59,7 @@ def test_what_cannot_be_compared_is_said_once_and_at_once(tmp_path):
 
 
 def test_run_at_o0_is_the_script_to_the_bit(plain, tmp_path):
-    done = start(tmp_path, DIGITS, "-m", "amp_patch", "run", AMP_PATCH_OPT_LEVEL="O0")
+    done = start_script(tmp_path, DIGITS, "-m", "amp_patch", "run", AMP_PATCH_OPT_LEVEL="O0")
     assert (done.returncode, done.stdout, done.stderr) == (0, plain, "")
 
 

@@ -45,7 +45,7 @@ def test_the_largest_batch(memory, largest, trials):
     result = found(memory)
     assert result.best.batch == largest and len(result.tried) <= trials
     assert memory(largest) <= GIB < memory(largest + 1)
-    assert result.best.memory == memory(largest) and result.problem is None and result.name == "O5 bf16"
+    assert result.best.memory == memory(largest) and result.problem is None and result.name == "O5 BF16"
     assert result.over is not None or result.next_memory() > GIB, "neither tried nor reckoned"
 
 
@@ -59,7 +59,7 @@ def test_running_out_of_memory_is_an_end_too():
     result = found(lambda n: n * 2**20, out_above=700)  # fragments, of which no count knows
     assert result.best.batch == 700 and result.over.batch == 701 and result.over.memory is None
     assert found(lambda n: n * 2**20, out_above=0).problem == "a batch of 1 runs out"
-    assert found(lambda n: n * 2 * GIB).problem == "a batch of 1 takes 2.00 GiB"
+    assert found(lambda n: n * 2 * GIB).problem == "a batch of 1 takes 2 GiB"
 
 
 def test_what_is_no_answer_says_so():
@@ -77,16 +77,16 @@ def test_the_table():
     level = Search("O5", "bfloat16", GIB, [Trial(100, 2**29, 100, 9e9), Trial(101, 2 * GIB, 101)])
     none = Search("O2", "float16", GIB, [Trial(1, 3 * GIB, 1)])
     assert lines([base, none, level], "--batch-size") == [
-        "The largest --batch-size in 1.00 GiB",
+        "The largest --batch-size in 1 GiB",
         "level    batch  memory, GiB  samples/s",
-        "O0          64         1.00      123.5",
-        "O2 fp16   none",
-        "O5 bf16    100         0.50      9e+09",
-        "O2 fp16: a batch of 1 takes 3.00 GiB.",
+        "O0          64            1      123.5",
+        "O2 FP16   none",
+        "O5 BF16    100          0.5      9e+09",
+        "O2 FP16: a batch of 1 takes 3 GiB.",
         "Each batch above was run for a few steps; samples/s are of these.",
-        "One more does not fit: tried at O5 bf16.",
+        "One more does not fit: tried at O5 BF16.",
         "One more does not fit by the line through two trials: O0.",
-        "O5 bf16 takes 1.56 times O0's batch.",
+        "O5 BF16 takes 1.56 times O0's batch.",
     ]
 
 

@@ -85,7 +85,8 @@ def test_a_script_at_two_levels(seeds, tmp_path, monkeypatch, capsys):
 
     printed = capsys.readouterr().out
     words = {f"{run.level} seed {run.seed}" for run in runs}
-    assert {line.split(":")[0] for line in printed.splitlines()[: len(words)]} == words
+    assert printed.startswith(f"{2 * seeds} runs: 2 levels, {seeds} seed")
+    assert words <= {line.split(":")[0] for line in printed.splitlines()[: len(words) + 2]}
     assert f"report: {Path('amp_compare/report.html')}" in printed
     assert "train.py 6" in (out / "report.html").read_text()
 
@@ -306,6 +307,9 @@ def test_an_interrupt_keeps_what_has_finished(tmp_path, waits_at, code):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        (["--quick", "--levels", "O2"], "--quick has levels and seeds of its own, and --levels contradicts it"),
+        (["--quick", "--seeds", "3"], "and --seeds contradicts it"),
+        (["--quick", "--batch-search", "1GiB"], "and --batch-search contradicts it"),
         (["--levels", "O0,02"], "level '02' is none of O0, O1, O2, O3, O4, O5 (the letter O, not zero)"),
         (["--levels", "O0,O1,O0"], "O0 is in levels twice"),
         (["--levels", "O0"], "levels is O0; wanted one beside O0"),
@@ -347,6 +351,27 @@ def measured(*_) -> tuple[list[Run], bool, OtherWork]:
     load = OtherWork()
     load.add(10.0, 10.0 * load.cores, 5.0)
     return [finished(level, seed) for seed in range(3) for level in ("O0", "O2")], False, load
+
+
+@pytest.mark.parametrize(
+    ("dtype", "levels"), [(None, ("O4", "O5")), ("bfloat16", ("O4", "O5")), ("float16", ("O1", "O2"))]
+)
+def test_a_quick_look_has_one_seed_and_says_what_to_run_next(dtype, levels, tmp_path, monkeypatch, capsys):
+    plans = []
+
+    def measured_quickly(plan, args) -> tuple[list[Run], int, OtherWork]:
+        plans.append(plan)
+        return [finished(level, 0) for level in ("O0", "O4")], 0, OtherWork()
+
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.setattr(compare, "_measure", measured_quickly)
+    options = [] if dtype is None else ["--dtype", dtype]
+    main(["compare", "--quick", *options, "--out", str(tmp_path), str(tmp_path / "train.py")])
+    (plan,) = plans
+    assert (plan.levels, plan.seeds) == (("O0", *levels), 1)
+    printed = " ".join(capsys.readouterr().out.split())
+    said = f"One seed cannot tell chance from a difference: run --levels {','.join(levels)} --seeds 3 next."
+    assert said in printed and said in (tmp_path / "report.html").read_text()
 
 
 def test_a_terminal_without_the_letters_has_the_table_and_the_report(tmp_path, monkeypatch):

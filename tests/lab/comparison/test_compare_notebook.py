@@ -110,8 +110,11 @@ def test_progress(terminal, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr(sys, "stdout", out := Terminal() if terminal else io.StringIO())
     runs = Plan(("O0", "O2"), seeds=2, steps=40).runs()
-    progress = Progress(runs, 40)
+    now = [0.0]
+    progress = Progress(runs, 40, lambda: now[0])
+    progress.begin(2, 2)
     progress.show(runs[0])
+    now[0] = 60.0
     runs[0].loss, runs[0].seconds = [0.5] * 30, [0.002] * 30
     progress.show(runs[0])
     progress.end(runs[0])
@@ -121,9 +124,15 @@ def test_progress(terminal, monkeypatch):
     runs[2].error, runs[2].refused = "three lines to add", True
     progress.end(runs[2])
     shown = [line for line in out.getvalue().replace("\x1b[K", "").replace("\r", "\n").split("\n") if line]
-    ended = ["O0 seed 0: 30 of 40 steps, loss 0.5, 2 ms a step", "O2 seed 0: failed: ValueError: no"]
+    begun = "4 runs: 2 levels, 2 seeds each, at most 40 steps"
+    told = "4 runs, about 4 minutes, if the other levels take as long as O0"
+    ended = [
+        "O0 seed 0: 30 of 40 steps, loss 0.5, 2 ms a step; about 3 minutes left",
+        "O2 seed 0: failed: ValueError: no; about 60 seconds left",
+    ]
     first = ["0 of 4 runs, O0 seed 0, step 0 of 40", "0 of 4 runs, O0 seed 0, step 30 of 40, loss 0.5, 2 ms a ste"]
-    assert shown == ([*first, ended[0], "1 of 4 runs, O2 seed 0, step 0 of 40", ended[1]] if terminal else ended)
+    live = "1 of 4 runs, O2 seed 0, step 0 of 40"
+    assert shown == ([begun, *first, told, ended[0], live, ended[1]] if terminal else [begun, told, *ended])
 
 
 def built() -> tuple:

@@ -40,7 +40,7 @@ def test_the_report_says_how_far_the_speeds_lie_apart():
     runs[1].seconds = [0.005] * 40
     note = Comparison("t.py", runs, machine={"load": "other work took 1 of 2 cores while it ran"}).notes[0]
     assert note.startswith(
-        "other work took 1 of 2 cores while it ran: a level's speeds lie up to 100% apart, the losses"
+        "other work took 1 of 2 cores while it ran: a level's speeds lie up to 100 % apart, the losses"
     )
     assert not any("other work" in note for note in Comparison("t.py", runs).notes)
 

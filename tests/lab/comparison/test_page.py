@@ -15,7 +15,8 @@ import pytest
 from made_up import made_up_look, made_up_run
 from paths import BENCHMARKS, ROOT
 
-from amp_patch.lab.comparison import drawing, measures, number_pictures, page, pictures, wording
+from amp_patch.lab import wording
+from amp_patch.lab.comparison import drawing, measures, number_pictures, page, pictures
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.recording.run import PARTS, Run, dumps, loads
 

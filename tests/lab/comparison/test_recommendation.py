@@ -11,6 +11,7 @@ import torch
 from compared_runs import compare, judge, logs, seeds
 from made_up import made_up_look, made_up_run
 
+from amp_patch.lab.comparison import headline
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.finding import Distance, Finding, Lost, Skips
 from amp_patch.lab.comparison.level_result import LevelResult
@@ -25,31 +26,33 @@ def finding(base: list[Run], level: list[Run], **options) -> Finding:
 
 def test_o3_is_recommended_only_where_it_is_compared_alone():
     base, o3 = seeds("O0", 1.0, 1.25, 1.5), seeds("O3", 1.25, 1.0, 1.5, ms=1)
-    assert compare(base, seeds("O2", 1.25, 1.0, 1.5, ms=5), o3).summary.startswith("Use O2 fp16: 2.0x faster")
+    assert compare(base, seeds("O2", 1.25, 1.0, 1.5, ms=5), o3).summary.startswith("Use O2 FP16: 2.0x faster")
     assert compare(base, seeds("O2", 1.25, 1.0, 1.5, ms=20), o3).summary.endswith(
-        "; O3 fp16 keeps no FP32 weights, and is for whoever compares it alone."
+        "; O3 FP16 keeps no FP32 weights, and is for whoever compares it alone."
     )
-    assert compare(base, o3).summary.startswith("Use O3 fp16: 10.0x faster")
+    assert compare(base, o3).summary.startswith("Use O3 FP16: 10.0x faster")
 
 
 def test_the_recommendation():
     base = seeds("O0", 1.0, 1.25, 1.5)
     same, worse = (1.25, 1.0, 1.5), (2.0, 2.25, 2.5625)
     made = compare(base, seeds("O1", *same, ms=5), seeds("O2", *same, ms=4), seeds("O3", *worse, ms=1))
-    assert made.summary == f"Use O2 fp16: {made.levels[2].verdict.text}."
+    assert made.summary == f"Use O2 FP16: {made.levels[2].verdict.text}."
     # A level of which a run failed is not recommended, unless it was interrupted.
     failed = Run("O2", 3, dtype="float16", error="CUDA out of memory")
-    assert replace(made, runs=[*made.runs, failed]).summary.startswith("Use O1 fp16: 2.0x faster")
+    assert replace(made, runs=[*made.runs, failed]).summary.startswith("Use O1 FP16: 2.0x faster")
     failed.error, failed.error_kind = "interrupted after 3 steps", INTERRUPTED
-    assert replace(made, runs=[*made.runs, failed]).summary.startswith("Use O2 fp16: 2.5x faster")
+    assert replace(made, runs=[*made.runs, failed]).summary.startswith("Use O2 FP16: 2.5x faster")
     # Not faster: memory decides, if all runs took less.
     small = seeds("O4", *same, peak_memory=2**19)
-    assert compare(base, small).summary.startswith("Use O4 fp16 for its memory; none is faster than O0: as fast")
+    assert compare(base, small).summary.startswith("Use O4 FP16: as fast as O0 (1.00x to 1.00x), 0.50 of its memory")
     slow = seeds("O4", *same, peak_memory=2**19, ms=20)
-    assert compare(base, slow).summary == "Stay with O0: O4 fp16 would do as well in less memory, but slower."
+    assert compare(base, slow).summary == (
+        "Stay with O0: O4 FP16 (0.50 of its memory, but 2.0x slower) would do as well."
+    )
     small[1].peak_memory = 2**20
     assert compare(base, small).summary == (
-        "Stay with O0: O4 fp16 would do as well, but not faster, nor in much less memory."
+        "Stay with O0: O4 FP16 would do as well, but not faster, nor in much less memory."
     )
     # Nothing to be used: every level is named, with the reason.
     made = compare(
@@ -60,8 +63,73 @@ def test_the_recommendation():
         [Run("O5", seed, error="boom") for seed in range(3)],
     )
     assert made.summary == (
-        "Stay with O0 for now: O1 fp16 cannot be told from chance yet, run more seeds; "
-        "do not use O2 fp16 and O3 fp16; O5 failed."
+        "Stay with O0 for now: O1 FP16 cannot be told from chance yet, run more seeds; "
+        "do not use O2 FP16 and O3 FP16; O5 failed."
+    )
+
+
+@pytest.mark.parametrize(
+    ("ms", "memory", "summary", "card"),
+    [
+        (
+            (8.0, 7.9, 8.1),
+            0.6,
+            "Use O5 BF16: 1.25x faster than O0 (1.23 to 1.27), 0.60 of its memory; final loss ",
+            ("Use O5 (BF16)", "1.25x faster, 40 % less memory, same loss over 3 seeds", "use this"),
+        ),
+        (
+            (9.9, 10.1, 10.0),
+            0.6,
+            "Use O5 BF16: as fast as O0 (0.99x to 1.01x), 0.60 of its memory; final loss ",
+            ("Use O5 (BF16)", "40 % less memory, as fast, same loss over 3 seeds", "use this"),
+        ),
+        (  # a little slower with each seed, which is no reason against what it saves
+            (10.2, 10.1, 10.3),
+            0.6,
+            "Use O5 BF16: as fast as O0 (0.97x to 0.99x), 0.60 of its memory; final loss ",
+            ("Use O5 (BF16)", "40 % less memory, as fast, same loss over 3 seeds", "use this"),
+        ),
+        (
+            (8.0, 10.0, 12.5),
+            0.6,
+            "Use O5 BF16 for its memory; none is faster than O0: not clearly faster or slower than O0 (0.80x to 1.25x)",
+            ("Use O5 (BF16)", "40 % less memory, speed not clear, same loss over 3 seeds", "use this"),
+        ),
+        (
+            (12.5, 12.4, 12.6),
+            0.6,
+            "Stay with O0: O5 BF16 (0.60 of its memory, but 1.25x slower) would do as well.",
+            ("Stay with O0 (FP32)", "", "as good, slower"),
+        ),
+        (
+            (10.0, 9.9, 10.1),
+            1.0,
+            "Stay with O0: O5 BF16 would do as well, but not faster, nor in much less memory.",
+            ("Stay with O0 (FP32)", "", "as good, as fast"),
+        ),
+        (
+            (10.2, 10.1, 10.3),
+            0.97,
+            "Stay with O0: O5 BF16 would do as well, but not faster, nor in much less memory.",
+            ("Stay with O0 (FP32)", "", "as good, as fast"),
+        ),
+    ],
+)
+def test_what_is_won_in_speed_and_in_memory(ms, memory, summary, card):
+    level = seeds("O5", 1.25, 1.0, 1.5, dtype="bfloat16", peak_memory=int(memory * 2**20))
+    for run, each in zip(level, ms, strict=True):
+        run.seconds = [each / 1000] * 40
+    made = compare(seeds("O0", 1.0, 1.25, 1.5), level)
+    assert made.summary.startswith(summary)
+    assert (headline.headline(made), headline.gains(made), headline.outcome(made.levels[1], made)) == card
+
+
+def test_what_one_seed_promises():
+    base, same = seeds("O0", 1.0), {"dtype": "bfloat16", "peak_memory": 2**19}
+    levels = seeds("O4", 1.1, **same), seeds("O5", 1.1, **same, ms=8), seeds("O2", 1.1, **same, ms=20)
+    assert compare(base, *levels).summary == (
+        "Stay with O0 for now: O4 BF16 (0.50 of its memory), O5 BF16 (1.25x faster, 0.50 of its memory) and O2 BF16 "
+        "cannot be told from chance yet, run three seeds or more."
     )
 
 
@@ -108,7 +176,7 @@ def test_the_recommendation_is_data():
     assert compare(base).recommendation is None
     partly = compare(base, [*fast, Run("O4", 3, dtype="float16", error="boom")])
     assert [*partly.recommendation.because] == ["failed with some"] and partly.recommendation.sure
-    assert partly.summary == "Stay with O0: O4 fp16 failed with some seeds."
+    assert partly.summary == "Stay with O0: O4 FP16 failed with some seeds."
 
 
 def test_failed_runs_are_named_with_their_error():
@@ -133,16 +201,16 @@ def test_the_levels_come_as_asked_for_and_o0_is_the_baseline():
         seeds("O0", *same),
         seeds("O1", *same, dtype="bfloat16"),
     )
-    assert [level.name for level in made.levels] == ["O5 bf16", "O1 fp16", "O0", "O1 bf16"]
+    assert [level.name for level in made.levels] == ["O5 BF16", "O1 FP16", "O0", "O1 BF16"]
     assert made.baseline is made.levels[2] and made.baseline.verdict.kind == "baseline"
     without = replace(made, runs=[run for run in made.runs if run.level != "O0"])
     assert without.baseline is without.levels[0]
-    assert without.levels[1].verdict.text.startswith("as fast as O5 bf16")
+    assert without.levels[1].verdict.text.startswith("as fast as O5 BF16")
     # O0 ran out of memory: the next one is the measure, and the reader is told.
     broke = [Run("O0", seed, error="out of memory") for seed in range(2)]
     made = compare(broke, seeds("O2", *same), seeds("O3", *same))
     assert made.baseline.level == "O2" and made.comparable and made.levels[0].verdict.kind == "failed"
-    assert made.notes == ["O0 gave no results; the others are compared with O2 fp16"]
+    assert made.notes == ["O0 gave no results; the others are compared with O2 FP16"]
 
 
 def test_fewer_steps_than_others_and_than_asked_for():
@@ -204,7 +272,7 @@ def test_a_metric_of_the_scripts_own():
         ),
         (
             [seeds("O0", 1.0, loss=[math.nan]), seeds("O2", 1.0, loss=[1.0, math.inf])],
-            "Nothing to compare: all runs of O0 and O2 fp16 diverged.",
+            "Nothing to compare: all runs of O0 and O2 FP16 diverged.",
             ["alone", "alone"],
         ),
     ],
@@ -241,7 +309,7 @@ def test_a_report_in_json_gives_the_comparison_back():
     )
     assert told["baseline"] == "O0" and told["comparable"] is True and told["test"] == made.test
     o2 = told["levels"][1]
-    assert o2["name"] == "O2 fp16" and o2["seeds"] == [0, 1] and o2["failed_seeds"] == []
+    assert o2["name"] == "O2 FP16" and o2["seeds"] == [0, 1] and o2["failed_seeds"] == []
     assert o2["final"][0] == 1.0 and math.isnan(o2["final"][1])
     assert o2["speedup"] == {"median": 2.0, "low": 2.0, "high": 2.0}
     assert o2["verdict"]["kind"] == "differs" and o2["skips"] == [1, 1] and o2["scales"] == [65536.0] * 2
@@ -254,7 +322,7 @@ def test_a_report_in_json_gives_the_comparison_back():
 
 def test_the_machine():
     told = machine()
-    assert set(told) - {"tensor_cores"} == {"torch", "python", "cpu", "threads", "gpu", "bfloat16", "cpu_fp16"}
+    assert set(told) - {"tensor_cores"} == {"torch", "python", "cpu", "threads", "gpu", "bfloat16", "float16"}
     assert ("tensor_cores" in told) is torch.cuda.is_available()
     assert all(isinstance(value, str) and value for value in told.values())
     assert re.match(r"\d+\.\d+", told["torch"]) and int(told["threads"]) == 1
@@ -266,7 +334,7 @@ def test_the_test_in_words():
         "The result of a run is the mean training loss over the last tenth of the 40 steps that all runs trained; "
         "lower is better. Runs are paired by seed with O0's. Within: "
     )
-    assert "rejects at 5% that there is no difference" in made.test and "  " not in made.test
+    assert "rejects at 5 % that there is no difference" in made.test and "  " not in made.test
     assert compare().test.startswith("The result of a run is the mean training loss over the last tenth of the 0 steps")
 
 
@@ -285,8 +353,8 @@ def test_a_level_that_skips_most_of_its_steps_is_not_recommended():
         made = compare(o0, level)
         assert made.levels[1].verdict.kind == "within"
         assert (f"{skipped} of {steps} steps were skipped with seed 0" in made.levels[1].verdict.text) == much
-        assert made.summary.startswith("Stay with O0: O2 fp16 skipped too many steps." if much else "Use O2 fp16: 2.0x")
-    assert "more than half of its steps" in made.test and "more than 10% and 24 of them" in made.test
+        assert made.summary.startswith("Stay with O0: O2 FP16 skipped too many steps." if much else "Use O2 FP16: 2.0x")
+    assert "more than half of its steps" in made.test and "more than 10 % and 24 of them" in made.test
     low = skipping(seeds("O2", 1.125, 1.25, 1.25, ms=5), 19, 2.0**-20)
     assert judge(base, low).text.endswith("; the loss scale fell to 9.5e-07")
     assert "fell" not in judge(base, skipping(seeds("O2", 1.125, 1.25, 1.25, ms=5), 16, 1.0)).text
@@ -295,10 +363,10 @@ def test_a_level_that_skips_most_of_its_steps_is_not_recommended():
 def test_what_is_advised_is_not_what_was_done():
     base = seeds("O0", 1.0, 1.25, 1.5)
     assert (
-        "O1 fp16 cannot be told from chance yet, run more seeds" in compare(base, seeds("O1", 1.0, 1.25, 3.0)).summary
+        "O1 FP16 cannot be told from chance yet, run more seeds" in compare(base, seeds("O1", 1.0, 1.25, 3.0)).summary
     )
     same = seeds("O0", 1.0, 1.0, 1.0)
     made = compare(same, seeds("O2", 1.5, 1.5, 1.5, ms=5))
     assert made.summary.endswith("cannot be told from chance yet, let the script use the seeds.")
     unknown = compare(base, seeds("O2", 1.125, 1.25, 1.25, seconds=[math.nan] * 40))
-    assert unknown.summary == "Stay with O0: O2 fp16 would do as well, but how fast is not known."
+    assert unknown.summary == "Stay with O0: O2 FP16 would do as well, but how fast is not known."

@@ -6,6 +6,7 @@ import math
 import re
 
 import pytest
+from compared_runs import seeds
 from made_up import made_up_look, made_up_run
 
 from amp_patch.lab.comparison.comparison import Comparison
@@ -25,10 +26,6 @@ def row(shown: list[str], title: str, level: str) -> list[str]:
     return next(line for line in shown[rule:] if line.split()[:1] == [level]).split()
 
 
-def seeds(level: str, *finals: float, **fields) -> list[Run]:
-    return [made_up_run(level, seed, final=final, **fields) for seed, final in enumerate(finals)]
-
-
 @pytest.fixture
 def comparison() -> Comparison:
     base = seeds("O0", 1.0, 1.25, 1.5, ms=20)
@@ -44,8 +41,8 @@ def test_the_levels(comparison):
     # level, type, seeds, figure, half of the range, against O0, ms, speed, memory, scale, skipped
     assert row(shown, "train.py", "O0") == ["O0", "3", "1.250", "±0.25", "20", "1.00x", "1.00", "1", "0"]
     o2, o3 = row(shown, "train.py", "O2"), row(shown, "train.py", "O3")
-    assert o2 == ["O2", "fp16", "3", "1.250", "±0.25", "equal", "10", "2.00x", "0.50", "2^16", "1"]
-    assert o3 == ["O3", "fp16", "3", "2.271", "±0.28", "+82%", "5", "4.00x", "1.00", "1", "0"]
+    assert o2 == ["O2", "FP16", "3", "1.250", "±0.25", "equal", "10", "2.00x", "0.50", "2^16", "1"]
+    assert o3 == ["O3", "FP16", "3", "2.271", "±0.28", "+82%", "5", "4.00x", "1.00", "1", "0"]
     assert row(shown, "train.py", "O5") == ["O5", "0/1"]
 
 
@@ -67,7 +64,7 @@ def test_the_verdicts_and_the_recommendation(comparison):
     assert "O5 failed with seed 0: RuntimeError: [/red] no [bold] memory" in said, "brackets are no markup"
     note = "Note: all runs: trained 40 of the 50 steps asked for."
     assert note in said
-    assert said.endswith(comparison.summary) and comparison.summary.startswith("Use O2 fp16: 2.0x faster")
+    assert said.endswith(comparison.summary) and comparison.summary.startswith("Use O2 FP16: 2.0x faster")
 
 
 def test_advice_on_sizes_is_given_once(comparison):
@@ -81,8 +78,8 @@ def test_advice_on_sizes_is_given_once(comparison):
 
 def test_times_and_sizes(comparison):
     shown = lines(comparison)
-    assert row(shown, "Time of a step, ms", "O2") == ["O2", "fp16", "0.5", "2.5", "5", "0.5", "1.5", "800"]
-    assert row(shown, "Memory, MiB", "O2") == ["O2", "fp16", "0.5", "1", "0.00381", "0.00763", "0.5"]
+    assert row(shown, "Time of a step, ms", "O2") == ["O2", "FP16", "0.5", "2.5", "5", "0.5", "1.5", "800"]
+    assert row(shown, "Memory, MiB", "O2") == ["O2", "FP16", "0.5", "1", "0.00381", "0.00763", "0.5"]
     for run in comparison.runs:
         run.peak_memory, run.samples = None, [0] * run.steps
     shown = lines(Comparison("train.py", comparison.runs))
@@ -110,16 +107,16 @@ def test_the_worst_modules():
     start = next(i for i, line in enumerate(shown) if line.startswith("Gradients that FP16"))
     rule = next(i for i in range(start, len(shown)) if set(shown[i]) == {"-"})
     rows = [line.split() for line in shown[rule + 1 : rule + 5]]
-    assert rows[0] == ["O2", "fp16", "third", "inf"]
-    assert rows[1] == ["O2", "fp16", "last", "0.2", "20", "60", "10"], (
+    assert rows[0] == ["O2", "FP16", "third", "inf"]
+    assert rows[1] == ["O2", "FP16", "last", "0.2", "20", "60", "10"], (
         "the worst of all looks and parameters, in percent"
     )
-    assert rows[2] == ["O2", "fp16", "[red]", "0.002"]
+    assert rows[2] == ["O2", "FP16", "[red]", "0.002"]
     assert "fine" not in words(shown), "nothing is wrong with it"
     assert "first" not in rows[3], "three are enough"
     said = words(shown)
-    assert "O2 fp16: forward of pow in third, step 2." in said
-    assert "O2 fp16: keep_fp32=['last', 'third'] would keep the worst modules in FP32." in said
+    assert "O2 FP16: forward of pow in third, step 2." in said
+    assert "O2 FP16: keep_fp32=['last', 'third'] would keep the worst modules in FP32." in said
 
 
 def long_comparison() -> Comparison:
@@ -170,7 +167,7 @@ def test_colours_are_for_terminals(comparison):
     plain = lines(comparison)
     assert "\x1b" not in "\n".join(plain)
     coloured = "\n".join(lines(comparison, colours=True))
-    assert "\x1b[31mO3 fp16\x1b[0m " in coloured and "\x1b[32mO2 fp16\x1b[0m " in coloured
+    assert "\x1b[31mO3 FP16\x1b[0m " in coloured and "\x1b[32mO2 FP16\x1b[0m " in coloured
     assert [re.sub(r"\x1b\[\d+m", "", line) for line in coloured.split("\n")] == plain
 
 

@@ -89,7 +89,7 @@ def test_differs_for_the_better_is_no_reason_against_a_level():
     seen = made.levels[1].verdict
     assert seen.kind == "differs" and seen.better and seen.usable
     assert "better: 38 % below O0's 1.250" in seen.text and "do not use" not in seen.text
-    assert made.summary.startswith("Use O2 fp16: 2.0x faster than O0")
+    assert made.summary.startswith("Use O2 FP16: 2.0x faster than O0")
     # More is worse unless asked to maximize.
     turned = replace(made, maximize=True)
     assert turned.levels[1].verdict.text.startswith("do not use: final loss 0.7708, 38 % below")
@@ -126,7 +126,7 @@ def test_a_diverged_seed_is_not_to_be_used():
     assert seen.text.startswith("do not use: diverged with seeds 1 and 2 at step 30; 2.0x faster")
     assert made.steps == 40, "what diverged says nothing of how long the others ran"
     assert made.levels[1].finite == {0: 1.0} and [*map(math.isnan, made.levels[1].final)] == [False, True, True]
-    assert made.summary == "Stay with O0: do not use O2 fp16."
+    assert made.summary == "Stay with O0: do not use O2 FP16."
 
 
 def test_a_run_that_diverged_after_the_common_steps_has_diverged():
@@ -170,7 +170,7 @@ def test_one_seed_has_no_spread():
         reason="one seed: final loss 3.1 % above O0's; run three seeds or more to judge it",
     )
     assert made.summary == (
-        "Stay with O0 for now: O2 fp16 (2.0x faster) cannot be told from chance yet, run three seeds or more."
+        "Stay with O0 for now: O2 FP16 (2.0x faster) cannot be told from chance yet, run three seeds or more."
     )
 
 
@@ -212,7 +212,7 @@ def test_pairs_are_of_the_same_seed():
     assert made.levels[1].speedup == Ratio(10.0, 4.0, 16.0)
     unpaired = compare(base[:2], level[2:]).levels[1]
     assert unpaired.verdict.kind == "undecided" and unpaired.speedup is None
-    with pytest.raises(ValueError, match=r"Comparison: runs has two of O2 fp16 with seed 1; .*give each run"):
+    with pytest.raises(ValueError, match=r"Comparison: runs has two of O2 FP16 with seed 1; .*give each run"):
         compare(base, [level[1], level[1]])
 
 
@@ -284,9 +284,9 @@ def test_on_a_cpu_memory_is_what_is_held_and_the_activations():
     assert (level.activations, level.memory_bytes, level.bytes_ratio) == (4_001, 20_001, 1.0)
     assert level.memory == level.memory_ratio == 20_001 / 40_001
     assert "0.50 of its memory" in level.verdict.text
-    assert found.summary.startswith("Use O2 fp16 for its memory; none is faster than O0: as fast as O0")
+    assert found.summary.startswith("Use O2 FP16: as fast as O0 (1.00x to 1.00x), 0.50 of its memory")
     runs[-1].activations = 23_000  # one run took as much
-    assert compare(runs).summary.startswith("Stay with O0: O2 fp16 would do as well, but not faster")
+    assert compare(runs).summary.startswith("Stay with O0: O2 FP16 would do as well, but not faster")
     for run in runs:
         run.activations = None
     level = compare(runs).levels[1]

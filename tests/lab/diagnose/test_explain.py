@@ -40,7 +40,7 @@ def registry():
     install._registered.update(before)
 
 
-class Net(nn.Module):
+class MixedNet(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(1, 2, 1)
@@ -57,7 +57,7 @@ class Net(nn.Module):
 
 def net(**options):
     torch.manual_seed(0)
-    model = Net()
+    model = MixedNet()
     initialize(model, keep_fp32="kept", **options)
     return model
 
@@ -109,7 +109,7 @@ def o2(emulated=NONE, norm="keep_batchnorm_fp32"):
         ("kept", "linear", "FFF", "FFF", "F", "keep_fp32"),
         ("kept", "cast", "F", "F", "L", "keep_fp32"),
         ("", "mul", "LL", "LL", "L", NONE),
-        ("", "matmul" if emulated == NONE else "__matmul__", "LL", "LL", "L", emulated),
+        ("", "matmul", "LL", "LL", "L", emulated),
         ("", "__getitem__", "L", "L", "L", NONE),
         ("", "add", "LL", "LL", "L", NONE),
         ("", "softmax", "L", "L", "L", NONE),
@@ -120,15 +120,17 @@ def o2(emulated=NONE, norm="keep_batchnorm_fp32"):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"opt_level": "O1", "cpu_fp16": "native"}, o1()),
-        ({"opt_level": "O1", "cpu_fp16": "emulate"}, o1(", emulated FP16")),
-        ({"opt_level": "O1", "dtype": BF16}, o1()),
-        ({"opt_level": "O4"}, o1()),
-        ({"opt_level": "O2", "cpu_fp16": "native"}, o2()),
-        ({"opt_level": "O2", "cpu_fp16": "emulate"}, o2("emulated FP16")),
-        ({"opt_level": "O5"}, o2()),
-        ({"opt_level": "O3", "cpu_fp16": "native"}, o2(norm=NONE)),
-        ({"opt_level": "O3", "cpu_fp16": "emulate"}, o2("emulated FP16", NONE)),
+        ({"opt_level": "O1", "cpu_half": "native"}, o1()),
+        ({"opt_level": "O1", "cpu_half": "emulate"}, o1(", emulated FP16")),
+        ({"opt_level": "O1", "dtype": BF16, "cpu_half": "native"}, o1()),
+        ({"opt_level": "O4", "cpu_half": "native"}, o1()),
+        ({"opt_level": "O4", "cpu_half": "emulate"}, o1(", emulated BF16")),
+        ({"opt_level": "O2", "cpu_half": "native"}, o2()),
+        ({"opt_level": "O2", "cpu_half": "emulate"}, o2("emulated FP16")),
+        ({"opt_level": "O5", "cpu_half": "native"}, o2()),
+        ({"opt_level": "O5", "cpu_half": "emulate"}, o2("emulated BF16")),
+        ({"opt_level": "O3", "cpu_half": "native"}, o2(norm=NONE)),
+        ({"opt_level": "O3", "cpu_half": "emulate"}, o2("emulated FP16", NONE)),
     ],
 )
 def test_the_rows_that_are_written_by_hand(wrappers, options, expected):
@@ -145,7 +147,7 @@ def test_o0_decides_nothing():
     found = explain(net(opt_level="O0"), images())
     assert {call.decided for call in found.calls} == {NONE}
     assert {dtype for call in found.calls for dtype in (*call.got, *call.ran, *call.gave)} == {FP32}
-    never = explain(Net(), images())
+    never = explain(MixedNet(), images())
     assert never.policy is None and [call.op for call in never.calls] == [call.op for call in found.calls]
 
 
@@ -172,7 +174,7 @@ class Asks(nn.Module):
 
 def test_each_list_is_named(wrappers):
     model = Asks()
-    initialize(model, opt_level="O4", allow_banned=True)
+    initialize(model, opt_level="O4", allow_banned=True, cpu_half="native")
     calls = explain(model, torch.ones(2, 2), torch.ones(2, 2)).calls
     decided = {call.op.rpartition(".")[2]: call.decided for call in calls}
     assert decided == {
@@ -204,7 +206,7 @@ class Block(nn.Module):
 
 def test_of_a_composite_function_the_parts_that_were_decided_are_shown(wrappers):
     model = Block()
-    initialize(model, opt_level="O4")
+    initialize(model, opt_level="O4", cpu_half="native")
     calls = explain(model, torch.ones(2, 3, 4)).calls
     found = [(call.module, call.op.rpartition(".")[2], call.decided) for call in calls]
     decided = [row for row in found if row[2] != NONE]
@@ -373,7 +375,7 @@ def test_the_table():
         return OpCall(module, op, (dtype, HALF, torch.int64), (dtype,), (dtype,), decided)
 
     name = "layers.0." * 20 + "attention.projection"
-    model = net(opt_level="O2", cpu_fp16="native")
+    model = net(opt_level="O2", cpu_half="native")
     found = Explanation(explain(model, images()).policy, {name: "keep_fp32"}, [call("a"), call("b"), call("a")])
     lines = str(found).splitlines()
     assert "  cast_model_type        FP16" in lines and "  loss_scale             dynamic" in lines
@@ -386,7 +388,7 @@ def test_the_table():
     assert lines[lines.index(name) + 1].startswith(" ")  # too long for a column: whole, on a line for itself
     assert f"  {name}" in lines
     assert "..." not in str(found)
-    assert "never went through" in str(explain(Net(), images()))
+    assert "never went through" in str(explain(MixedNet(), images()))
     assert "no function" in str(explain(nn.Identity(), torch.ones(1)))
 
 
@@ -426,7 +428,7 @@ def test_other_threads_go_on_as_ever(wrappers):
 
 
 def test_wrapped_models_have_their_models_policy(wrappers):
-    model = initialize(nn.Linear(2, 2), opt_level="O4")
+    model = initialize(nn.Linear(2, 2), opt_level="O4", cpu_half="native")
     found = explain(nn.Sequential(model), torch.ones(1, 2))
     assert found.policy is model._amp.policy
     assert [(call.module, call.decided) for call in found.calls] == [("0", "lower")]
@@ -435,7 +437,7 @@ def test_wrapped_models_have_their_models_policy(wrappers):
 @pytest.mark.slow
 def test_what_is_compiled(capsys):
     """Its forward is explained eagerly with inputs, and passed over without: one graph either way."""
-    model = initialize(nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1)), opt_level="O4", verbosity=2)
+    model = initialize(nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1)), opt_level="O4", cpu_half="native", verbosity=2)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     given = torch.ones(1, 2)
     plain = compiled(given)

@@ -9,9 +9,10 @@ import pytest
 import torch
 import training
 from conftest import DEVICES
-from inspected import Net, identity
+from inspected import NormedNet, identity
 from torch import nn
 from torch.nn import functional as F
+from training import backward
 
 from amp_patch import amp
 from amp_patch.lab.diagnose.inspect import inspect
@@ -19,7 +20,7 @@ from amp_patch.lab.diagnose.inspect import inspect
 
 def look(level, device, factors, value=1.0, weight=1.0, **options):
     """One inspected step of a Net on a constant input; the loss is `weight` times the sum of its output."""
-    model = identity(Net(), **factors).to(device)
+    model = identity(NormedNet(), **factors).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, **{"loss_scale": 1.0, **options})
     with inspect(model, optimizer) as seen:
@@ -152,7 +153,7 @@ def test_a_compiled_model_is_seen_as_if_it_were_not(before, level):
         graphs.append(graph)
         return graph
 
-    model = identity(Net(), block_0=2.0)
+    model = identity(NormedNet(), block_0=2.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0)
     compiled, x = torch.compile(model, backend=backend), torch.ones(1, 4)
@@ -255,8 +256,7 @@ def test_a_module_that_cannot_compute_in_fp32_is_left_out():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level="O2", loss_scale=4.0)
     with amp.inspect(model, optimizer) as seen:
-        with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled:
-            scaled.backward()
+        backward(model(torch.ones(2, 4)).float().sum(), optimizer)
         optimizer.step()
     assert seen.errors.keys() == {"1"}
 
@@ -290,8 +290,7 @@ def test_a_masks_infinities_are_nobodys_fault(form, level):
     amp.initialize(model, optimizer, opt_level=level, loss_scale=4.0)
     mask = torch.full((4, 4), -math.inf).triu(1)
     with amp.inspect(model, optimizer) as seen:
-        with amp.scale_loss(model(torch.ones(4, 4), mask=mask).float().square().sum(), optimizer) as scaled:
-            scaled.backward()
+        backward(model(torch.ones(4, 4), mask=mask).float().square().sum(), optimizer)
         optimizer.step()
     assert seen.not_finite is None
     assert seen.step == 1
@@ -302,8 +301,7 @@ def test_of_two_optimizers_the_one_that_is_scaled_counts():
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     amp.initialize(models, optimizers, opt_level="O2", loss_scale=1024.0)
     with amp.inspect(models[1], optimizers) as seen:
-        with amp.scale_loss(models[1](torch.ones(1, 2)).float().sum(), optimizers[1]) as scaled:
-            scaled.backward()
+        backward(models[1](torch.ones(1, 2)).float().sum(), optimizers[1])
         optimizers[1].step()
     assert seen.gradients["weight"].counts == {0: 2}
 

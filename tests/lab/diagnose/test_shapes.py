@@ -103,7 +103,7 @@ def layer(into, out, rows=4096, name="head", low=True):
 def test_a_vocabulary_is_padded():
     (line,) = advice([layer(768, 50257, name="lm_head"), layer(768, 3072)])
     assert line == (
-        "50257 is no multiple of 8: out features of lm_head; 94% of the multiply-adds. "
+        "50257 is no multiple of 8: out features of lm_head; 94 % of the multiply-adds. "
         "Pad it to 50264, or 50304 (a multiple of 64)"
     )
 
@@ -113,7 +113,7 @@ def test_equal_layers_have_one_line_and_multiples_follow_their_root():
     stack += [Product(f"blocks.{i}.attend", "scaled", (("head size", 63),), 10**9) for i in range(3)]
     (line,) = advice(stack)
     assert line.startswith("63 (and 756, 2268) is no multiple of 8: in features of blocks.*.qkv; out features of ")
-    assert line.endswith("head size of blocks.*.attend; 100% of the multiply-adds. Pad it to 64")
+    assert line.endswith("head size of blocks.*.attend; 100 % of the multiply-adds. Pad it to 64")
 
 
 NOT_NAMED = {
@@ -139,7 +139,7 @@ def test_the_channels_of_an_image_are_not_named():
 
 def test_rows_are_named_where_they_are_everywhere():
     (line,) = advice([layer(1024, 1024, rows=1797), layer(1024, 4096, rows=1797)])
-    assert line.startswith("1797 rows (batch times tokens) is no multiple of 8: 100% of") and line.endswith(": 1800")
+    assert line.startswith("1797 rows (batch times tokens) is no multiple of 8: 100 % of") and line.endswith(": 1800")
     assert advice([layer(1024, 1024, rows=1797), layer(1024, 4096, rows=1800)]) == []
 
 
@@ -150,7 +150,7 @@ def test_explain_ends_with_it(device, monkeypatch):
     initialize(model, opt_level="O5", verbosity=0)
     found = explain(model, torch.ones(16, 64, device=device))
     *_, header, line = str(found).splitlines()
-    assert line.startswith("99 is no multiple of 8: out features of *; in features of *; 100%") and "104" in line
+    assert line.startswith("99 is no multiple of 8: out features of *; in features of *; 100 %") and "104" in line
     assert ("gains little" in header) is (device == "cpu")
     assert found.advice == [line]
     assert str(explain(model.to("cpu"), torch.ones(16, 64))).count("sizes:") == 1

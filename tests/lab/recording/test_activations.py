@@ -58,7 +58,7 @@ def squares(model, inputs):
     return model(inputs).float().square().mean()
 
 
-def train(model, level="O0", loss_fn=squares, steps=4, record=True, device="cpu", **options):
+def train_recorded(model, level="O0", loss_fn=squares, steps=4, record=True, device="cpu", **options):
     """The run, and the weights after it."""
     torch.manual_seed(0)
     model = model.to(device)
@@ -89,12 +89,12 @@ HAND = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("level", "options"), [*((level, {}) for level in HAND), ("O2", {"cpu_fp16": "emulate"})], ids=str
+    ("level", "options"), [*((level, {}) for level in HAND), ("O2", {"cpu_half": "emulate"})], ids=str
 )
 def test_the_bytes_are_those_counted_by_hand(level, options, device):
     options = {"loss_scale": 8.0, **options} if level == "O2" else {}
-    run, weights = train(made(), level, device=device, **options)
-    without, same = train(made(), level, device=device, record=False, **options)
+    run, weights = train_recorded(made(), level, device=device, **options)
+    without, same = train_recorded(made(), level, device=device, record=False, **options)
     assert run.activations == HAND[level] and without.activations is None
     assert [seconds != seconds for seconds in run.seconds] == [False, False, True, False], "only the third was watched"
     assert run.loss == without.loss and all(map(torch.equal, weights, same))
@@ -106,8 +106,8 @@ def test_what_a_checkpoint_computes_again_counts(reentrant):
     def from_a_clone(model, inputs):  # a reentrant checkpoint wants an input that requires a gradient
         return squares(model, inputs.clone().requires_grad_())
 
-    whole, weights = train(made(), loss_fn=from_a_clone)
-    run, same = train(made(checkpointed=reentrant), loss_fn=from_a_clone)
+    whole, weights = train_recorded(made(), loss_fn=from_a_clone)
+    run, same = train_recorded(made(checkpointed=reentrant), loss_fn=from_a_clone)
     assert whole.activations == HAND["O0"]
     # After the forward the inputs of two blocks and the squares', whose backward frees it; then the third block
     # computes its two again.
@@ -124,9 +124,9 @@ def test_what_a_selective_checkpoint_keeps_counts(also_hooks, recwarn):
         with save_on_cpu() if also_hooks else nullcontext():
             return squares(model, inputs)
 
-    run, weights = train(made(checkpointed=False, context_fn=kept), loss_fn=loss_fn)
+    run, weights = train_recorded(made(checkpointed=False, context_fn=kept), loss_fn=loss_fn)
     warned = {str(each.message) for each in recwarn}
-    without, same = train(made(checkpointed=False, context_fn=kept), loss_fn=loss_fn, record=False)
+    without, same = train_recorded(made(checkpointed=False, context_fn=kept), loss_fn=loss_fn, record=False)
     assert warned == {str(each.message) for each in recwarn} and (also_hooks or not warned)
     # After the forward: the outputs of six linear layers, the inputs of two blocks, and the squares'.
     assert also_hooks or run.activations == 4 * (6 + 2 + 1) * NUMBERS
@@ -136,7 +136,7 @@ def test_what_a_selective_checkpoint_keeps_counts(also_hooks, recwarn):
 def test_a_compiled_model_tells_what_its_graph_saves(fresh_compiler):
     model = made()
     backend = CompileCounterWithBackend("aot_eager")
-    run, _ = train(torch.compile(model, backend=backend))
+    run, _ = train_recorded(torch.compile(model, backend=backend))
     assert run.activations == HAND["O0"]
     assert backend.frame_count == 1, "it was not compiled again for the count"
 
@@ -147,8 +147,8 @@ def test_a_second_derivative_is_the_same():
         (grad,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
         return grad.square().mean()
 
-    run, weights = train(made(), loss_fn=penalty)
-    without, same = train(made(), loss_fn=penalty, record=False)
+    run, weights = train_recorded(made(), loss_fn=penalty)
+    without, same = train_recorded(made(), loss_fn=penalty, record=False)
     assert run.activations > HAND["O0"]
     assert run.loss == without.loss and all(map(torch.equal, weights, same))
 
@@ -160,8 +160,8 @@ def test_what_a_script_s_own_hooks_keep_is_counted():
         with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(t.shape), t.clone())[1], lambda t: t):
             return squares(model, inputs)
 
-    run, weights = train(made(), loss_fn=offloaded)
-    _, same = train(made(), record=False)
+    run, weights = train_recorded(made(), loss_fn=offloaded)
+    _, same = train_recorded(made(), record=False)
     assert all(map(torch.equal, weights, same))
     assert len(seen) % 4 == 0, "its hooks are called in each step alike"
     # What each layer saves is a copy of its own here, the weights (of all layers but the first) too.
@@ -171,7 +171,7 @@ def test_what_a_script_s_own_hooks_keep_is_counted():
 def test_hooks_around_the_loop_are_left_alone():
     calls = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (calls.append(1), t.detach())[1], lambda t: t):
-        run, _ = train(made())
+        run, _ = train_recorded(made())
     assert run.activations is None and len(calls) % 4 == 0
 
 
@@ -200,8 +200,8 @@ def test_torch_func_runs_in_the_step_that_would_be_counted():
         norm = torch.func.grad(lambda x: x.square().sum())(inputs).norm()
         return squares(model, inputs) * norm.detach()
 
-    run, weights = train(made(), loss_fn=with_func)
-    without, same = train(made(), loss_fn=with_func, record=False)
+    run, weights = train_recorded(made(), loss_fn=with_func)
+    without, same = train_recorded(made(), loss_fn=with_func, record=False)
     assert run.activations is None and run.loss == without.loss and all(map(torch.equal, weights, same))
 
 
@@ -216,13 +216,13 @@ def test_an_overwritten_activation_is_an_error_in_the_counted_step_too():
         return loss
 
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* is at version 1; expected version 0"):
-        train(made(), loss_fn=overwriting)
+        train_recorded(made(), loss_fn=overwriting)
 
 
 @pytest.mark.parametrize(("steps", "counted"), [(1, False), (2, True), (3, True)])
 def test_a_recording_of_few_steps_counts_the_last(steps, counted):
     with pytest.raises(Enough), Recorder([run := Run("")], stop_after=steps):
-        train(made(), record=False)
+        train_recorded(made(), record=False)
     assert run.activations == (HAND["O0"] if counted else None)
     assert run.steps == steps
 

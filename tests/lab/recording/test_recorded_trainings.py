@@ -94,8 +94,7 @@ def test_apex_scripts_are_recorded(amp):
     with Recorder([run := Run("")]) as recorder:
         model = linear([[1.0, 2.0]])
         model, optimizer = amp.initialize(model, SGD(model.parameters()), opt_level="O2", verbosity=0)
-        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model(torch.ones(1, 2)).sum(), optimizer)
         optimizer.step()
         amp.initialize(linear([[1.0]]), enabled=False)
     assert run.loss == [3.0] and run.scale == [65536.0] and run.samples == [1] and recorder.trainings == 2

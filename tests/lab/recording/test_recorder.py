@@ -73,7 +73,8 @@ def test_recording_a_step_does_not_wait_for_the_device(level, device):
 
 
 def test_a_skip_on_the_device_is_recorded(monkeypatch):
-    monkeypatch.setattr("amp_patch.training.overflow.waits", lambda device: True)  # as if the CPU were one to wait for
+    # As if the CPU were a device to wait for.
+    monkeypatch.setattr("amp_patch.support.device_sync.waits", lambda device: True)
     arrived = False
     monkeypatch.setattr("amp_patch.training.stash.DeviceSkip.here", lambda self: arrived)
     with amp.record() as run:
@@ -206,8 +207,7 @@ def test_phases_that_come_again_add_up(slow):
             outputs = model(torch.ones(1, 2))
             scaled_backward(clock, outputs.sum(), optimizer)
         clock.wait(64.0)  # computes another loss of the same outputs
-        with amp.scale_loss(model.weight.sum(), optimizer, loss_id=1) as scaled_loss:
-            scaled_loss.backward()
+        backward(model.weight.sum(), optimizer, loss_id=1)
         clock.wait(32.0)
         optimizer.step()
     assert {part: seconds for part, (seconds,) in run.parts.items()} == {

@@ -246,8 +246,7 @@ def test_an_optimizer_that_steps_no_more_gives_its_place_to_one_that_does():
     model, (first, second) = amp.initialize(model, [first, second], opt_level="O0")
     with amp.record() as run:
         for optimizer in (first, *[second] * 110):
-            with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as loss:
-                loss.backward()
+            backward(model(torch.ones(1, 2)).sum(), optimizer)
             optimizer.step()
     assert run.steps == 1 + 10, "from the hundred-and-first step on, each of the second's is one"
     assert repr(run) == f"Run(O0 seed 0: 11 steps, last loss {run.loss[-1]:.4g})"

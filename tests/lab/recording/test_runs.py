@@ -68,16 +68,16 @@ RUN = Run(
 )
 
 
-def same(a: object, b: object) -> bool:
+def same_values(a: object, b: object) -> bool:
     """Equal to the type and the bit, NaN to NaN."""
     if isinstance(a, float) and math.isnan(a):
         return isinstance(b, float) and math.isnan(b)
     if dataclasses.is_dataclass(a):
-        return type(a) is type(b) and same(vars(a), vars(b))
+        return type(a) is type(b) and same_values(vars(a), vars(b))
     if isinstance(a, dict):
-        return isinstance(b, dict) and [*a] == [*b] and all(same(a[key], b[key]) for key in a)
+        return isinstance(b, dict) and [*a] == [*b] and all(same_values(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+        return type(a) is type(b) and len(a) == len(b) and all(map(same_values, a, b))
     return type(a) is type(b) and a == b
 
 
@@ -136,18 +136,18 @@ def test_an_event_of_no_known_kind_is_refused():
 def test_every_field_of_a_run_survives_json():
     default = Run("O0")
     for field in dataclasses.fields(Run):
-        assert not same(getattr(RUN, field.name), getattr(default, field.name)), f"{field.name} shows nothing"
+        assert not same_values(getattr(RUN, field.name), getattr(default, field.name)), f"{field.name} shows nothing"
     for field in dataclasses.fields(Look):
-        assert not same(getattr(LOOK, field.name), getattr(Look(0, 1.0, 1.0), field.name)), (
+        assert not same_values(getattr(LOOK, field.name), getattr(Look(0, 1.0, 1.0), field.name)), (
             f"{field.name} shows nothing"
         )
     text = dumps(RUN.to_dict())
     json.loads(text, parse_constant=pytest.fail)  # strict: no bare NaN
     back = Run.from_dict(loads(text))
-    assert same(back, RUN)
+    assert same_values(back, RUN)
     back.looks[0].errors["a"] = 0.0
     back.loss.append(1.0)
-    assert same(Run.from_dict(loads(text)), RUN), "two runs share what they hold"
+    assert same_values(Run.from_dict(loads(text)), RUN), "two runs share what they hold"
 
 
 def test_from_dict_reads_what_an_older_report_left_out():
@@ -156,15 +156,15 @@ def test_from_dict_reads_what_an_older_report_left_out():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.0, 5e-324, 0.1, [], {}, None, True, "text", 2**70])
 def test_values_survive_json(value):
-    assert same(loads(dumps({"a": [value, [value]]})), {"a": [value, [value]]})
+    assert same_values(loads(dumps({"a": [value, [value]]})), {"a": [value, [value]]})
 
 
 def test_the_lines_of_a_recording_that_was_cut_off():
     events = [{"event": "begin", "policy": "O1"}, step(math.nan), step(2.0)]
     lines = [dumps(event) + "\n" for event in events]
-    assert same(read_lines(lines), events)
+    assert same_values(read_lines(lines), events)
     for cut in (1, 30, len(lines[2]) - 2):
-        assert same(read_lines([*lines[:2], lines[2][:cut]]), events[:2])
+        assert same_values(read_lines([*lines[:2], lines[2][:cut]]), events[:2])
     assert read_lines([]) == []
 
 

@@ -7,35 +7,17 @@ import math
 import pytest
 import torch
 from conftest import DEVICES
+from torch_scalers import Cuda, Theirs
 from training import linear, same, weights
 
 from amp_patch import amp
 from amp_patch.lab.recording.recorder import Enough, Recorder
 from amp_patch.lab.recording.run import PARTS, Run
-from amp_patch.training import scaler_calls
-
-
-class Theirs(torch.amp.GradScaler):
-    """As FSDP's: methods of its own, some around torch's."""
-
-    def scale(self, outputs):
-        return super().scale(outputs)
-
-    def step(self, optimizer, *args, **kwargs):
-        return super().step(optimizer, *args, **kwargs)
-
-
-class Cuda(torch.cuda.amp.GradScaler):
-    """torch's older name, which by itself is for CUDA alone."""
-
-    def __init__(self, device, **options):
-        torch.amp.GradScaler.__init__(self, device, **options)
-
 
 SCALERS = [torch.amp.GradScaler, Theirs, Cuda, amp.GradScaler]
 
 
-def train(make, device, level=None, optimizer=torch.optim.SGD, unscales=False, micro_batches=1):
+def train_scaled(make, device, level=None, optimizer=torch.optim.SGD, unscales=False, micro_batches=1):
     """Five steps, of which the third overflows; the scale is 1024 and then 512. The weights afterwards."""
     model = linear([[1.0, 2.0]], device)
     optimizer = optimizer(model.parameters(), lr=2.0**-20)
@@ -70,10 +52,10 @@ CASES = [
 @pytest.mark.parametrize("make", SCALERS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_loss_is_before_the_scaler_and_scale_and_skips_are_the_scalers(make, case, device):
-    plain = train(make, device, **case)
+    plain = train_scaled(make, device, **case)
     amp.restore()
     with amp.record() as run:
-        assert same(train(make, device, **case), plain)
+        assert same(train_scaled(make, device, **case), plain)
     amp.restore()
     mean = 13.5 if case.get("micro_batches") == 2 else 9.0
     assert run.loss == pytest.approx([mean, mean, math.inf, mean, mean], rel=1e-3)
@@ -120,15 +102,14 @@ def test_beside_scale_loss_a_loss_counts_once():
 def test_it_ends_after_the_steps_that_were_asked_for():
     run = Run("")
     with pytest.raises(Enough), Recorder([run], stop_after=2):
-        train(torch.amp.GradScaler, "cpu")
+        train_scaled(torch.amp.GradScaler, "cpu")
     assert run.steps == 2
 
 
 def test_a_disabled_scaler_is_none_and_nothing_is_left():
     def methods():
-        return [
-            vars(owner).get(name) for owner in (*SCALERS, torch.cuda.amp.GradScaler) for name in scaler_calls._NAMES
-        ]
+        owners = (*SCALERS, torch.cuda.amp.GradScaler)
+        return [vars(owner).get(name) for owner in owners for name in ("scale", "unscale_", "step")]
 
     before = methods()
     with amp.record() as run:

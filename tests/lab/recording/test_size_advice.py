@@ -24,7 +24,7 @@ def everywhere(monkeypatch):
     monkeypatch.setattr(shapes, "_MULTIPLY_ADDS", 0)
 
 
-class Net(nn.Sequential):
+class FailingNet(nn.Sequential):
     fails = False
 
     def forward(self, images):
@@ -35,7 +35,7 @@ class Net(nn.Sequential):
 
 def started(level, device="cpu"):
     torch.manual_seed(0)
-    net = Net(nn.Linear(64, 99), nn.BatchNorm1d(99), nn.ReLU(), nn.Linear(99, 40), nn.Linear(40, 5)).to(device)
+    net = FailingNet(nn.Linear(64, 99), nn.BatchNorm1d(99), nn.ReLU(), nn.Linear(99, 40), nn.Linear(40, 5)).to(device)
     return amp.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), opt_level=level, verbosity=0)
 
 

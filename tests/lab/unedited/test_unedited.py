@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from training import LEVELS
-from unedited import edited, run
+from unedited import edited, run_source
 
 from amp_patch import amp
 from amp_patch.lab.commands.compare_worker import recorded
@@ -155,11 +155,11 @@ def quiet(monkeypatch):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_trains_as_with_three_lines(name, level):
-    plain = run(SCRIPTS[name])["losses"]
+    plain = run_source(SCRIPTS[name])["losses"]
     with UneditedScript(level) as trained:
-        losses = run(SCRIPTS[name])["losses"]
+        losses = run_source(SCRIPTS[name])["losses"]
     amp.restore()
-    expected = run(edited(SCRIPTS[name]), amp=amp, LEVEL=level)["losses"]
+    expected = run_source(edited(SCRIPTS[name]), amp=amp, LEVEL=level)["losses"]
     assert losses == expected and trained.missing() is None
     assert (losses == plain) is (level == "O0")
     if level != "O3":  # without FP32 weights these go elsewhere
@@ -176,9 +176,9 @@ optimizer.step()
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_is_no_parameter_gets_unscaled_gradients(level):
-    expected = run(NET + ATTACK)["x"].grad
+    expected = run_source(NET + ATTACK)["x"].grad
     with UneditedScript(level):
-        grad = run(NET + ATTACK)["x"].grad
+        grad = run_source(NET + ATTACK)["x"].grad
     torch.testing.assert_close(grad, expected, rtol=0 if level == "O0" else 0.02, atol=0 if level == "O0" else 1e-4)
 
 
@@ -197,7 +197,7 @@ moved = [any(map(torch.ne, map(torch.sum, a), map(torch.sum, b))) for a, b in zi
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_skips_the_step(level):
     with UneditedScript(level):
-        assert run(NET + OVERFLOWS)["moved"] == [True, False, True]
+        assert run_source(NET + OVERFLOWS)["moved"] == [True, False, True]
 
 
 CHECKPOINTS = """
@@ -232,9 +232,9 @@ net = torch.compile(net, backend="eager")
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_graphs_that_hide_their_parameters(name, level, fresh_compiler):
     script = NET + {"checkpoints": CHECKPOINTS, "compiles": COMPILES}[name]
-    plain = run(script)["losses"]
+    plain = run_source(script)["losses"]
     with UneditedScript(level) as trained:
-        losses = run(script)["losses"]
+        losses = run_source(script)["losses"]
     assert trained.backwards >= 3 and (losses == plain) is (level == "O0")
     torch.testing.assert_close(losses, plain, rtol=0.05, atol=0.02)
 
@@ -301,13 +301,13 @@ def test_what_cannot_be_taken_is_refused_in_one_message(name, level):
     trained = UneditedScript(level)
     if there is None:
         with trained:
-            run(script)
+            run_source(script)
         error = trained.missing()
     else:
         # What the script itself catches is not this.
         guarded = "try:\n" + textwrap.indent(script, "    ") + "\nexcept Exception:\n    pass"
         with pytest.raises(ScriptRefused) as caught, trained:
-            run(guarded)
+            run_source(guarded)
         error = caught.value
     said = str(error)
     assert words in said and "amp.initialize(model, optimizer)" in said and "amp.scale_loss(loss, optimizer)" in said
@@ -341,21 +341,21 @@ def in_fp32(script: str) -> str:
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_a_level_takes_the_place_of_torchs_own_precision(level):
     with UneditedScript(level) as trained:
-        losses = run(NET + NATIVE)["losses"]
+        losses = run_source(NET + NATIVE)["losses"]
     amp.restore()
     assert trained.native.seen
     with UneditedScript(level) as trained:
-        assert losses == run(NET + in_fp32(NATIVE))["losses"] and not trained.native.seen
+        assert losses == run_source(NET + in_fp32(NATIVE))["losses"] and not trained.native.seen
     amp.restore()
-    assert (losses == run(NET + in_fp32(NATIVE))["losses"]) is (level == "O0")
+    assert (losses == run_source(NET + in_fp32(NATIVE))["losses"]) is (level == "O0")
 
 
 def test_torchs_own_precision_is_recorded_as_it_is(tmp_path, monkeypatch):
-    plain = run(NET + NATIVE)["losses"]
+    plain = run_source(NET + NATIVE)["losses"]
     monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "O0")
     monkeypatch.setenv("AMP_PATCH_SEED", "0")
     with recorded(str(tmp_path / "run.jsonl"), steps=None, inspect=False, shift=True, native=True):
-        assert run(NET + NATIVE)["losses"] == plain
+        assert run_source(NET + NATIVE)["losses"] == plain
     found = run_of(tmp_path / "run.jsonl")
     assert found.loss == plain and found.native and found.error is None
     assert found.skipped == [False, False, True, False, False] and found.scale == [2.0**16] * 3 + [2.0**15] * 2
@@ -381,9 +381,9 @@ for step in range(3):
 def test_gradients_that_a_script_clips_by_itself_are_those_of_the_step(level, raises, limit):
     script = NET.replace("optim.Adam(net.parameters(), lr=1e-2, eps=1e-4)", "optim.SGD(net.parameters(), lr=0.5)")
     script += READS.format(raises=raises, limit=limit)
-    before = run(script.replace("range(3)", "range(0)"))["net"]
+    before = run_source(script.replace("range(3)", "range(0)"))["net"]
     with UneditedScript(level):
-        found = run(script)["net"]
+        found = run_source(script)["net"]
     most = 3 * 0.5 * limit  # in three steps of half of that
     moved = [(p.float() - q).abs().max().item() for p, q in zip(found.parameters(), before.parameters(), strict=True)]
     rounded = [(q.to(p.dtype) - q).abs().max() for p, q in zip(found.parameters(), before.parameters(), strict=True)]
@@ -393,10 +393,10 @@ def test_gradients_that_a_script_clips_by_itself_are_those_of_the_step(level, ra
 
 def test_a_script_of_ours_is_left_alone():
     script = edited(NET + CLIPS).replace("import torch\n", "import torch\nfrom amp_patch import amp\n", 1)
-    expected = run(script, LEVEL="O1")["losses"]
+    expected = run_source(script, LEVEL="O1")["losses"]
     amp.restore()
     with UneditedScript("O2") as trained:
-        assert run(script, LEVEL="O1")["losses"] == expected
+        assert run_source(script, LEVEL="O1")["losses"] == expected
     assert trained.missing() is None and trained.backwards == 0
 
 
@@ -420,7 +420,7 @@ def test_its_losses_are_recorded(name, tmp_path, monkeypatch):
     for ours in (False, True):
         path = tmp_path / f"{ours}.jsonl"
         with recorded(str(path), steps=None, inspect=False, shift=True):
-            run(edited(SCRIPTS[name]) if ours else SCRIPTS[name], amp=amp, LEVEL="O2")
+            run_source(edited(SCRIPTS[name]) if ours else SCRIPTS[name], amp=amp, LEVEL="O2")
         amp.restore()
         runs.append(run_of(path))
     assert runs[0].loss == runs[1].loss and runs[0].steps > 2 and runs[0].error is None

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from scripts import start
+from scripts import start_script
 from training import LEVELS, same
-from unedited import edited, run
+from unedited import edited, run_source
 
 from amp_patch import amp
 from amp_patch.lab.unedited.refusal import ScriptRefused
@@ -119,7 +119,7 @@ def trained(script: str, level: str | None, ours: bool, options: Any, prepare: A
     names["FACTOR"] = 1.0 if level == "O3" or (prepare and level not in ("O1", "O2")) else 1e6
     run_at_level = contextlib.nullcontext() if ours or level is None else UneditedScript(level)
     with run_at_level:
-        found = run(edited(script) if ours else script, amp=amp, LEVEL=level, **names)
+        found = run_source(edited(script) if ours else script, amp=amp, LEVEL=level, **names)
     if isinstance(run_at_level, UneditedScript):
         assert run_at_level.missing() is None and run_at_level.backwards == len(found["losses"])
     state = found["ddp"].state_dict()
@@ -173,7 +173,7 @@ def sharded(level: str, ours: bool, policy: str | None) -> Any:
     script = NET_SHARDED + SHARDED + TRAIN
     try:
         with contextlib.nullcontext() if ours else UneditedScript(level) as run_at_level:
-            found = run(edited(script) if ours else script, **names)
+            found = run_source(edited(script) if ours else script, **names)
     except ScriptRefused as refused:
         return str(refused)
     assert ours or (run_at_level.missing() is None and run_at_level.backwards == 5)
@@ -230,7 +230,7 @@ def test_under_torchrun(tmp_path, level, environment):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
     def losses(*command: str, **more: str) -> list[list[float]]:
-        done = start(tmp_path, SCRIPT, *launcher, *command, **environment, **more)
+        done = start_script(tmp_path, SCRIPT, *launcher, *command, **environment, **more)
         assert done.returncode == 0, done.stderr
         return [ast.literal_eval((tmp_path / f"losses{rank}").read_text()) for rank in range(2)]
 

@@ -49,7 +49,7 @@ def _register_edits(module: ModuleType, dtype: torch.dtype) -> None:
                 _REGISTER[kind](module.MODULE, name)
     taken_off = set().union(*(made[kind] - edited[kind] for kind in kinds))
     put_on = set().union(*(edited[kind] - made[kind] for kind in kinds))
-    # What only one of the two low-precision lists has lost is off both.
+    # A function removed from one of the two low-precision lists, and added to no list, has no rule any more.
     for name in sorted(taken_off - put_on):
         if hasattr(module.MODULE, name):
             functions.register_without_rule(module.MODULE, name)

@@ -10,7 +10,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "FP16_FUNCS": ("lower", "einsum", "fused", "rnn"),
     "BFLOAT16_FUNCS": ("lower", "einsum", "fused", "rnn"),
     "FP32_FUNCS": ("fp32", "norm"),
-    "CASTS": ("widest", "emulated", "einsum_widest", "mixed_fp32"),
+    "CASTS": ("widest", "einsum_widest", "mixed_fp32"),
     "BANNED_FUNCS": ("banned",),
 }
 

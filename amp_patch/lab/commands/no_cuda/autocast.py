@@ -1,6 +1,6 @@
 """torch's autocast of CUDA, and amp_patch's, are those of the CPU, in FP16 as there.
 
-Torch's FP16 kernels are ten to a hundred times slower than FP32's on a CPU without FP16 arithmetic (cpu_fp16.py), and
+Torch's FP16 kernels are ten to a hundred times slower than FP32's on a CPU without FP16 arithmetic (cpu_half.py), and
 its autocast leads to them. On such a CPU a torch.autocast in FP16 is entered as one of amp_patch, which emulates FP16.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 from amp_patch.casts import autocast as casts_autocast
 from amp_patch.casts import state as casts_state
-from amp_patch.casts.cpu_fp16 import resolve_cpu_fp16
+from amp_patch.casts.cpu_half import resolve_cpu_half
 from amp_patch.lab.commands.no_cuda.devices import is_cuda
 from amp_patch.policy import Policy
 from amp_patch.support.compiled import constant_in_traces
@@ -78,12 +78,12 @@ _torchs = _TorchAutocasts()
 
 
 def _instead(autocast: Any) -> casts_autocast.autocast | None:
-    """What to enter in place of a torch.autocast; None where FP16 is not emulated, or is not the type."""
+    """The region to enter in place of a torch.autocast; None where FP16 is not emulated, or is not the type."""
     fp16 = Policy("O1", dtype=torch.float16, patch_torch_functions=True)
     if (
         _torchs.compiled
         or (autocast.device, autocast.fast_dtype) != ("cpu", torch.float16)
-        or not resolve_cpu_fp16(fp16, on_cpu=True).emulates
+        or resolve_cpu_half(fp16, on_cpu=True).emulated is None
     ):
         return None
     return casts_autocast.autocast("cpu", torch.float16, autocast._enabled, autocast._cache_enabled)

@@ -165,7 +165,7 @@ def _block(*args: Any, **kwargs: Any) -> Iterator[None]:
     yield
 
 
-# What a function of torch.cuda, or of one of its modules, returns: a value, or a function that makes it.
+# Result -> the functions of torch.cuda, and of its modules, that have it. A callable result makes the value.
 _ANSWERS: tuple[tuple[Any, str], ...] = (
     (True, "is_available is_initialized is_bf16_supported"),
     (False, "is_current_stream_capturing is_tf32_supported can_device_access_peer"),

@@ -5,27 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from amp_patch.lab.recording.run import PARTS
-
-SIZES = {
-    "weights": "weights",
-    "masters": "masters",
-    "gradients": "gradients",
-    "state": "optimizer state",
-    "activations": "activations",
-}
-_TYPES = {"float16": "FP16", "bfloat16": "BF16", None: "FP32"}
-PARTS_IN_WORDS = {**{part: part for part in PARTS}, "between": "clipping, other"}
+_TYPES = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32", "float64": "FP64"}
 
 
 def level_name(level: str, dtype: str | None) -> str:
-    """ "O2 fp16", of "O2" and "float16"; "O0", which has no type."""
-    return f"{level} {type_name(dtype).lower()}" if dtype else level
+    """ "O2 FP16", of "O2" and "float16"; "O0", which has no type."""
+    return f"{level} {type_name(dtype)}" if dtype else level
 
 
-def type_name(dtype: str | None) -> str:
-    """ "FP16"."""
-    return _TYPES.get(dtype) or str(dtype)
+def type_name(dtype: str) -> str:
+    """ "FP16", of "float16"; other types by torch's name."""
+    return _TYPES.get(dtype, dtype)
+
+
+def part_name(part: str) -> str:
+    """What a table calls one of `recording.run.PARTS`."""
+    return "clipping, other" if part == "between" else part
 
 
 def times(*ratios: float) -> list[str]:
@@ -44,7 +39,7 @@ def relative_distance(figure: float, base: float) -> str:
 def relative_size(figure: float, base: float) -> str:
     """ "0.3 %": how far the figure is from the base."""
     if base == 0:
-        return f"{abs(figure - base):.2g}"
+        return two(abs(figure - base))
     percent = 100 * abs(figure / base - 1)
     return f"{percent:{'.0f' if 10 <= percent < 1e5 else '.2g'}} %"
 
@@ -78,6 +73,11 @@ def shortest_distinct(*values: float) -> list[str]:
     return max(texts, key=lambda each: len(set(each)))  # the first of the best
 
 
+def two(value: float) -> str:
+    """Up to two significant digits: an error, a probability, half of a range."""
+    return f"{value:.2g}"
+
+
 def figure(value: float) -> str:
     """Up to four significant digits: a loss, a metric, a rate."""
     return f"{value:.4g}"
@@ -91,6 +91,22 @@ def digits(value: float, count: int) -> str:
 def listed(names: Sequence[str]) -> str:
     """ "a, b and c"."""
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
+def counted(number: int, what: str) -> str:
+    """ "3 seeds", "1 seed"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def about(seconds: float) -> str:
+    """ "about 6 minutes": a time that is known roughly."""
+    if seconds < 10:
+        return "under 10 seconds"
+    if seconds < 95:
+        return f"about {10 * round(seconds / 10)} seconds"
+    if seconds < 5400:
+        return f"about {round(seconds / 60)} minutes"
+    return f"about {seconds / 3600:.{1 if seconds < 36000 else 0}f} hours"
 
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB")
@@ -127,8 +143,15 @@ def ratio(value: float | None) -> str:
 
 
 def percent(share: float) -> str:
-    """A share from 0 to 1, in a table."""
-    return "0 %" if share == 0 else "<0.1 %" if share < 0.001 else f"{100 * share:.2g} %" if share < 1 else "100 %"
+    """A share from 0 to 1, in a table; "0 %" and "100 %" are exact."""
+    if share in (0, 1):
+        return whole_percent(share)
+    return "<0.1 %" if share < 0.001 else ">99 %" if share > 0.99 else f"{two(100 * share)} %"
+
+
+def whole_percent(share: float) -> str:
+    """A share in a sentence, without digits behind the point; more than 1, too."""
+    return f"{100 * share:.0f} %"
 
 
 def power(scale: float) -> str:

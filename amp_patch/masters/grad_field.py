@@ -1,4 +1,8 @@
-"""The gradient fields of many tensors at once, in C++ where the extension is: csrc/masters/gradients.cpp."""
+"""The gradient field that autograd fills: of one tensor, and of many at once, in C++ where the extension is.
+
+The attribute `grad` of a parameter with a master is that master's (grad_route.py). The C++ is in
+csrc/masters/gradients.cpp.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,18 @@ from torch import Tensor
 
 from amp_patch.multi_tensor import backends
 
-# Autograd's own field: the attribute `grad` of a parameter with a master is that master's (masters/grad_route.py).
 GRAD: Any = Tensor.grad
+
+
+def own_grad(tensor: Tensor) -> Tensor | None:
+    """The gradient in the field that autograd fills."""
+    grad: Tensor | None = GRAD.__get__(tensor)
+    return grad
+
+
+def set_own_grad(tensor: Tensor, grad: Tensor | None) -> None:
+    """Write into the field that autograd fills."""
+    GRAD.__set__(tensor, grad)
 
 
 def with_gradient(tensors: list[Any]) -> Sequence[int]:

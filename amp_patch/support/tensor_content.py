@@ -1,18 +1,30 @@
-"""Autograd's accumulation nodes: what adds up the gradient of a leaf, and where Horovod and its like hang their hooks.
+"""A tensor that stays the same object and gets another content: what hangs on it goes along.
 
+Hooks on the accumulation node. That adds up the gradient of a leaf, and there Horovod and its like hang their hooks.
 torch drops the node of a parameter whose type changes, and with it every hook that is on it: they would never be called
-again, without a word. Here the hooks go over to the new node. Hooks on the parameter itself (`register_hook`,
+again, without a word. In `set_data` the hooks go over to the new node. Hooks on the parameter itself (`register_hook`,
 `register_post_accumulate_grad_hook`) stay by themselves. Hooks that C++ has put on the node cannot be seen from here:
 their owner, DistributedDataParallel, gets new ones in training/ddp.py.
+
+Weak references. `torch.utils.swap_tensors` refuses a tensor that has some: holders of such references release them
+meanwhile (`release_in_swaps`). torch calls it in `module.to(...)` and `load_state_dict`, for each parameter, where a
+script has set `torch.__future__.set_swap_module_params_on_conversion(True)`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+
+from amp_patch.support.compiled import wraps
+from amp_patch.support.patches import Installation, Patches
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Hooks on the accumulation node
 
 _KINDS = ("register_prehook", "register_hook")
 
@@ -71,3 +83,40 @@ def _hooks(param: Tensor) -> list[tuple[str, Any]]:
         if values:
             found.append((register, hooks))
     return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Weak references
+
+Again = Callable[[], Any]
+# Releases its weak references to a tensor; returns a function that makes them again, or None.
+Holder = Callable[[Tensor], Again | None]
+
+_holders: list[Holder] = []
+_installation = Installation()
+
+
+def release_in_swaps(holder: Holder) -> Holder:
+    """Decorates a function that is called before each swap, for both tensors, once `hook_swaps` was."""
+    _holders.append(holder)
+    return holder
+
+
+def hook_swaps() -> None:
+    """Patch `torch.utils.swap_tensors` to call the holders; idempotent."""
+    _installation.install(_replace)
+
+
+def _replace(patches: Patches) -> None:
+    swap = torch.utils.swap_tensors
+
+    @wraps(swap)
+    def swap_tensors(t1: Any, t2: Any) -> None:
+        released = [again for tensor in (t1, t2) for holder in _holders if (again := holder(tensor)) is not None]
+        try:
+            swap(t1, t2)
+        finally:
+            for again in released:
+                again()
+
+    patches.set(torch.utils, "swap_tensors", swap_tensors)

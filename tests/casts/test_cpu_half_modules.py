@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import training
-from cpu_fp16_cases import double_differentiable
+from cpu_half_cases import double_differentiable
 from half_kernels import half_kernels
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from training import SGD
 
 from amp_patch import amp
@@ -58,7 +58,8 @@ class Checkpointed(nn.Sequential):
     reentrant: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+        with set_checkpoint_early_stop(False):  # it ends an op by an exception, before any kernel
+            return checkpoint(super().forward, x, use_reentrant=self.reentrant)
 
 
 def checkpointed(reentrant: bool) -> nn.Module:
@@ -109,14 +110,43 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer, shape: tuple[
         model(inputs)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
 @pytest.mark.parametrize("name", MODULES)
 def test_no_native_half_gemm_is_left(name, level):
     make, shape = MODULES[name]
     model = make()
     optimizer = SGD(model.parameters())
-    amp.initialize(model, optimizer, opt_level=level, cpu_fp16="emulate", loss_scale=8.0)
-    assert half_kernels(lambda: everything(model, optimizer, shape)) == []
+    amp.initialize(model, optimizer, opt_level=level, cpu_half="emulate", loss_scale=8.0)
+    assert half_kernels(lambda: everything(model, optimizer, shape), model._amp.policy.dtype) == []
+
+
+@pytest.mark.parametrize("cast_inputs", [None, torch.float16])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_functions_of_the_user_s_are_emulated_in_backward_too(level, cast_inputs):
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @amp.custom_fwd(cast_inputs=cast_inputs)
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return x @ weight
+
+        @staticmethod
+        @amp.custom_bwd
+        def backward(ctx, gradient):
+            x, weight = ctx.saved_tensors
+            return gradient.half() @ weight.half().t(), x.half().t() @ gradient.half()
+
+    class Net(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return Product.apply(x, self.weight)
+
+    for way, emulates in (("emulate", True), ("native", False)):
+        model = Net(4, 4)
+        optimizer = SGD(model.parameters())
+        amp.initialize(model, optimizer, opt_level=level, cpu_half=way, loss_scale=8.0)
+        ran = half_kernels(lambda: training.backward(model(torch.ones(3, 4)).float().sum(), optimizer))  # noqa: B023
+        assert (ran == []) is emulates
+        amp.restore()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -125,14 +155,14 @@ def test_the_count_sees_native_half_gemms(name, level):
     make, shape = MODULES[name]
     model = make()
     optimizer = SGD(model.parameters())
-    amp.initialize(model, optimizer, opt_level=level, cpu_fp16="native", loss_scale=8.0)
+    amp.initialize(model, optimizer, opt_level=level, cpu_half="native", loss_scale=8.0)
     assert half_kernels(lambda: everything(model, optimizer, shape)) != []
 
 
 def test_the_count_sees_backward_and_double_backward():
     model = nn.Linear(4, 4, bias=False)
     optimizer = SGD(model.parameters())
-    amp.initialize(model, optimizer, opt_level="O2", cpu_fp16="native", loss_scale=8.0)
+    amp.initialize(model, optimizer, opt_level="O2", cpu_half="native", loss_scale=8.0)
     inputs = torch.randn(3, 4, requires_grad=True)
     assert len(half_kernels(lambda: model(inputs))) == 1
     out = model(inputs).sum()

@@ -1,95 +1,20 @@
-"""FP16 on a CPU that has no FP16 arithmetic: values in FP16, sums of products in FP32, as on a tensor core.
-
-torch's own half kernels on such a CPU convert number by number, ten to a hundred times slower than FP32. So functions
-made of sums of products (GEMMs, convolutions, attention, recurrent networks) take their FP16 operands upcast, run as
-torch's FP32 kernels, and round the result to FP16 once; beyond FP16's range it is infinite. The casts are ordinary
-nodes of the graph, so each GEMM of a backward and of a double backward does the same by itself. The op lists say which
-functions these are; their rules (rules.py) call what stands here.
-"""
+"""FP32 operands of one call whose own tensors stay low: autograd saves the low ones in place of their FP32 copies."""
 
 from __future__ import annotations
 
 import functools
-import importlib
-import platform
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from amp_patch.casts.state import is_plain_eager
-from amp_patch.policy import LOW_PRECISION, Policy
+from amp_patch.policy import LOW_PRECISION
 from amp_patch.support.blocks import saving_through
-from amp_patch.support.compiled import constant_in_traces
-
-_FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp"}  # Linux's names for FP16 arithmetic, which amx_bf16 and f16c lack
 
 
-@functools.cache
-def has_fp16_arithmetic() -> bool:
-    """Whether this CPU computes in FP16 (AVX512-FP16, AMX-FP16, ARM's FP16 vectors), not only converts (F16C)."""
-    try:
-        return importlib.import_module("amp_patch._C").cpu_has_fp16()
-    except (ImportError, AttributeError):  # the extension is absent, or built from older sources
-        pass
-    try:
-        return not _FLAGS.isdisjoint(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        return platform.machine() == "arm64"  # macOS's name of aarch64: every Apple processor has FP16 arithmetic
-
-
-@constant_in_traces
-def _machine_has_fp16() -> bool:
-    return has_fp16_arithmetic()
-
-
-_is_autocast_enabled = torch.is_autocast_enabled  # bound now: lab/commands/no_cuda replaces torch's attribute
-
-
-@constant_in_traces
-def _in_torchs_autocast() -> bool:
-    return _is_autocast_enabled("cpu")
-
-
-def resolve_cpu_fp16(policy: Policy, on_cpu: bool) -> Policy:
-    """`policy` with its `cpu_fp16` decided for this machine: "emulate" or "native".
-
-    It is "native", and nothing is patched for it, where the policy makes no FP16 tensors or `on_cpu` is False.
-    """
-    return replace(policy, cpu_fp16=decide_cpu_fp16(policy.cpu_fp16, on_cpu and policy.uses_fp16))
-
-
-def decide_cpu_fp16(wanted: str, makes_some: bool) -> str:
-    """What "auto", "emulate" or "native" becomes on this machine, for casts that make FP16 tensors on a CPU or do not.
-
-    Apart from `resolve_cpu_fp16`, because torch 2.6 cannot compile a call of `dataclasses.replace`.
-    """
-    if wanted == "auto":
-        wanted = "native" if _machine_has_fp16() else "emulate"
-    return wanted if makes_some else "native"
-
-
-def takes(operands: Iterable[Tensor]) -> bool:
-    """Whether a call on these tensors is computed here: each floating one of them is dense FP16 on a CPU.
-
-    Mixed types go to torch, which refuses them by name. Inside `torch.autocast` torch chooses the types.
-    """
-    found = False
-    for operand in operands:
-        dtype = operand.dtype
-        if dtype is torch.float16:
-            if operand.device.type != "cpu" or operand.layout is not torch.strided or operand.is_nested:
-                return False
-            found = True
-        elif dtype.is_floating_point or dtype.is_complex:
-            return False
-    return found and not _in_torchs_autocast()
-
-
-def rounded(result: Any, dtype: torch.dtype = torch.float16) -> Any:
+def rounded(result: Any, dtype: torch.dtype) -> Any:
     """`result` with its FP32 tensors, also those in a tuple or list, rounded to `dtype`."""
     if isinstance(result, Tensor):
         return result.to(dtype) if result.dtype is torch.float32 else result
@@ -113,8 +38,8 @@ class Upcast:
     larger than FP32's own.
     """
 
-    def __init__(self, saves_low: bool) -> None:
-        self._exchanges = saves_low and _may_exchange_saved()
+    def __init__(self) -> None:
+        self._exchanges = _may_exchange_saved()
         self._operands: dict[int, Tensor] = {}  # address of an upcast storage -> the low operand
 
     def __call__(self, operand: Tensor, dtype: torch.dtype) -> Tensor:
@@ -147,7 +72,7 @@ def _unpack(kept: _Kept) -> Tensor:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} "
-            "instead (an operand of a function computed in FP32, see cpu_fp16)"
+            "instead (an operand of a norm computed in FP32, see low_precision_norms)"
         )
     return tensor if view is None else tensor.float().as_strided(*view)
 

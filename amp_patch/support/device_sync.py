@@ -1,4 +1,4 @@
-"""Numbers on a device, read on the host without making it wait: they travel while the training goes on."""
+"""What the host may ask a device: nothing while a CUDA graph is captured, and when it must wait for the answer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream. What is done now is done again at each replay."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def waits(device: torch.device) -> bool:
+    """Whether reading a value of `device` makes the host wait for all that was asked of it before."""
+    return device.type != "cpu"
 
 
 class DeviceNumbers:

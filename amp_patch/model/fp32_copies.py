@@ -1,4 +1,4 @@
-"""FP32 copies of models are shielded from the casts of the process.
+"""FP32 copies of models, for EMA, export or evaluation; they are shielded from the casts of the process.
 
 Outside of models the casts of the newest O1 training act in whatever is called, and would act in such a copy. While
 there are such casts, the copy's modules have a generated class whose methods enter a region without casts. At other
@@ -22,6 +22,8 @@ from torch.nn.utils import parametrize
 
 from amp_patch.casts import regions
 from amp_patch.casts import state as casts_state
+from amp_patch.masters.masters import links_of, master_of, settle
+from amp_patch.model import forward as model_forward
 from amp_patch.support import generated_class
 from amp_patch.support.generated_class import Generated
 from amp_patch.support.patches import Installation
@@ -29,6 +31,34 @@ from amp_patch.support.patches import Installation
 _NEWOBJ: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 _copies: WeakSet[nn.Module] = WeakSet()
 _installation = Installation()
+
+
+def fp32_copy(model: nn.Module) -> nn.Module:
+    """An FP32 deep copy of `model`, without any trace of amp_patch, for EMA, export or evaluation.
+
+    Weights are the masters' values where there are masters, else the low-precision ones, upcast. Buffers are those from
+    before the cast, where nothing has written them since.
+
+    The casts of an O1 or O4 training act in all that is called outside of models, but not in the copy: it and its parts
+    run, trace and export in FP32 (save torch's own layers inside it, where they are called by themselves). As long as
+    such a training lives, the copy and its parts have generated classes for that, and so have copies by `deepcopy`.
+    Pickles are always of the plain classes. What the caller enters around the copy, `amp.autocast` or the forward of a
+    model, acts in it as in any module.
+    """
+    settle(links_of(set(model.parameters())))
+    plain = copy.deepcopy(model)
+    _unshield(plain)
+    model_forward.to_plain_fp32(plain)
+    with torch.no_grad():
+        # `model` may be a submodule of a training's model, which alone gives FP32 values to its copies.
+        for copied, param in zip(plain.parameters(), model.parameters(), strict=True):
+            master = master_of(param)
+            if master is not None:
+                copied.copy_(master)
+    _copies.add(plain)
+    if casts_state.default() is not None:
+        shield()
+    return plain
 
 
 class FP32Copy(Generated):
@@ -67,28 +97,25 @@ class FP32Copy(Generated):
         return twin if prepare is None else prepare()
 
 
-def note(plain: nn.Module, shielded: bool) -> None:
-    """Remember `plain` as an FP32 copy, and shield it if there are casts to hold off now (`shielded`)."""
-    _copies.add(plain)
-    if shielded:
-        shield()
-
-
 def shield() -> None:
     """Hold the casts of the process off all FP32 copies, until `restore`."""
-    _installation.install(lambda patches: patches.on_remove(_unshield))
+    _installation.install(lambda patches: patches.on_remove(_unshield_all))
     for plain in list(_copies):
         for module in plain.modules():
             if module is plain or not _is_known_by_its_class(module):
                 _give(module)
 
 
-def _unshield() -> None:
-    """Give all FP32 copies their plain classes back."""
+def _unshield_all() -> None:
     for plain in list(_copies):
-        for module in plain.modules():
-            if isinstance(module, FP32Copy) and "_amp_base" in vars(type(module)):
-                generated_class.take(module)
+        _unshield(plain)
+
+
+def _unshield(plain: nn.Module) -> None:
+    """Give the modules of an FP32 copy their plain classes back."""
+    for module in plain.modules():
+        if isinstance(module, FP32Copy) and "_amp_base" in vars(type(module)):
+            generated_class.take(module)
 
 
 def _is_known_by_its_class(module: nn.Module) -> bool:

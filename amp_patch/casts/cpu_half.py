@@ -1,0 +1,280 @@
+"""FP16 and BF16 on a CPU without arithmetic for them: values in the low type, sums of products in FP32, as on a GPU.
+
+torch's own kernels for such a type are four to a hundred times slower there than FP32's. So the ops that are sums of
+products (GEMMs, convolutions, attention) get kernels of ours, which upcast their operands, call torch's FP32 kernel and
+round its result once; beyond FP16's range it is infinite. They are registered at the dispatch key `BackendSelect`. It
+is below autograd, which therefore saves the low operands and differentiates by torch's own formulas, whose products are
+such ops again; and below function transforms and torch.compile, whose graphs call them too.
+
+A kernel emulates in regions of a policy that does (`region.emulated`): in models' forwards and the body of
+`scale_loss`, on autograd's own threads too. Outside of all regions it emulates backward passes, since nobody tells
+whose they are, as long as a training of the process emulates. Everywhere else it calls what it stands before.
+The extension has the kernels in C++ (csrc/casts/emulation.cpp); the ones here do the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import platform
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from amp_patch import multi_tensor
+from amp_patch.casts import state as casts_state
+from amp_patch.casts.thread_state import this_thread
+from amp_patch.policy import LOW_PRECISION, Policy
+from amp_patch.support.compiled import constant_in_traces
+from amp_patch.support.patches import Installation, Patches
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What this CPU computes in
+
+# Linux's names for arithmetic of a type, which conversions (f16c) are not.
+_FLAGS = {
+    torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"},
+    torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"},
+}
+# The values of ONEDNN_MAX_CPU_ISA with which torch's products do not use that arithmetic though the CPU has it.
+_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
+_CAPS = {torch.bfloat16: _WITHOUT_BF16, torch.float16: {*_WITHOUT_BF16, "AVX512_CORE_BF16"}}
+
+
+@functools.cache
+def has_arithmetic(dtype: torch.dtype) -> bool:
+    """Whether torch computes products of this type in that type's own instructions on this CPU.
+
+    For FP16 AVX512-FP16, AMX-FP16 or ARM's FP16 vectors; for BF16 AVX512-BF16, AMX-BF16 or ARM's BF16 extension. False
+    where the environment variable ONEDNN_MAX_CPU_ISA keeps torch from them. Decided by names alone, never by a clock:
+    the numbers of a training are the machine's, not the moment's.
+    """
+    named = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    if named.upper() in _CAPS[dtype]:
+        return False
+    try:
+        return importlib.import_module("amp_patch._C").cpu_has(dtype)
+    except (ImportError, AttributeError):  # the extension is absent, or built from older sources
+        pass
+    try:
+        return not _FLAGS[dtype].isdisjoint(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        # macOS's name of aarch64: every Apple processor has FP16 arithmetic, and torch uses no BF16 arithmetic there.
+        return dtype is torch.float16 and platform.machine() == "arm64"
+
+
+@constant_in_traces
+def _machine_has(dtype: torch.dtype) -> bool:
+    return has_arithmetic(dtype)
+
+
+def resolve_cpu_half(policy: Policy, on_cpu: bool) -> Policy:
+    """`policy` with its `cpu_half` decided for this machine.
+
+    It is "native", and nothing is emulated, where the policy makes no low-precision tensors or `on_cpu` is False.
+    """
+    return replace(policy, cpu_half=decide_cpu_half(policy.cpu_half, policy.dtype, on_cpu and policy.makes_low_tensors))
+
+
+def decide_cpu_half(wanted: str, dtype: torch.dtype, makes_some: bool) -> str:
+    """What "auto" becomes on this machine for casts that make tensors of `dtype` on a CPU, or do not.
+
+    "emulate" or "native" stay; "auto" is "emulate" where the CPU has no arithmetic for the type, else "convolutions"
+    for FP16, and "native" for BF16. Apart from `resolve_cpu_half`, because torch 2.6 cannot compile a call of
+    `dataclasses.replace`.
+    """
+    if not makes_some:
+        return "native"
+    if wanted != "auto":
+        return wanted
+    if not _machine_has(dtype):
+        return "emulate"
+    # oneDNN's backward of an FP16 convolution takes 30 times FP32's time on AVX512-FP16.
+    return "convolutions" if dtype is torch.float16 else "native"
+
+
+def renamed(cpu_half: str, cpu_fp16: str | None) -> str:
+    """What a caller asks for with either name of the argument; the older one warns."""
+    if cpu_fp16 is None:
+        return cpu_half
+    warnings.warn("initialize: cpu_fp16 is called cpu_half now, and speaks of BF16 too", FutureWarning, stacklevel=3)
+    return cpu_fp16
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The ops
+
+
+class Product(NamedTuple):
+    """An op of aten's that is emulated.
+
+    Attributes:
+        name: the op's, with its overload.
+        fp32_results: the indices of results that are FP32 for low operands too.
+        mixes: FP32 arguments may stand beside the low ones (masks of attention, statistics of it and of norms).
+        writes_out: the op has an overload "out", which C++ takes to have the result in warm memory.
+    """
+
+    name: str
+    fp32_results: tuple[int, ...] = ()
+    mixes: bool = False
+    writes_out: bool = False
+
+
+_CONVOLUTIONS = (Product("convolution"), Product("_convolution"), Product("convolution_backward"))
+_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+_PRODUCTS = (
+    *(Product(name, writes_out=True) for name in ("mm", "addmm", "bmm", "baddbmm")),
+    *(Product(f"{name}.out") for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "addbmm", "dot", "vdot")),
+    *(Product(name) for name in ("mv", "addmv", "addbmm", "addr", "dot", "vdot", "_addmm_activation")),
+    *(Product(f"{name}_") for name in ("addmm", "baddbmm", "addmv", "addbmm", "addr")),
+    *(Product(name) for name in ("_trilinear", "conv_tbc", "slow_conv_transpose3d")),
+    *(Product(name) for name in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")),
+    Product(_ATTENTION, fp32_results=(1,), mixes=True),
+    Product(f"{_ATTENTION}_backward", mixes=True),
+    *_CONVOLUTIONS,
+)
+# Not products: FP16's kernels take 3 to 25 times as long as FP32 and back, or are missing. Measured on torch 2.13.
+_SLOW_IN_FP16 = (
+    *(Product(name) for name in ("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "linalg_vector_norm")),
+    *(Product(name) for name in ("norm.ScalarOpt_dim", "norm.ScalarOpt_dtype", "norm.Scalar")),
+    Product("native_group_norm", fp32_results=(1, 2)),
+    Product("native_group_norm_backward", mixes=True),
+    *(Product(name) for name in ("_cdist_forward", "_cdist_backward")),
+    *(Product(name) for name in ("im2col", "col2im", "avg_pool3d", "avg_pool3d_backward")),
+)
+
+
+def products(dtype: torch.dtype, cpu_half: str) -> tuple[Product, ...]:
+    """The ops that are emulated for a type, by a decided `cpu_half`."""
+    if cpu_half == "convolutions":
+        return _CONVOLUTIONS
+    return (*_PRODUCTS, *_SLOW_IN_FP16) if dtype is torch.float16 else _PRODUCTS
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Registration
+
+_installation = Installation()
+_emulated: dict[tuple[str, str], set[torch.dtype]] = {}  # (backend, op) -> types: what is registered now
+_library: torch.library.Library | None = None  # of the kernels in Python
+
+
+def emulate(policy: Policy) -> None:
+    """Register the kernels that a policy needs, until `amp.restore()`. Idempotent; does nothing without emulation."""
+    if policy.emulated is None:
+        return
+    in_cpp = not isinstance(casts_state.in_use, casts_state.PythonState)
+    missing = [
+        product
+        for product in products(policy.dtype, policy.cpu_half)
+        if policy.dtype not in _emulated.get((_backend(in_cpp), product.name), ())
+    ]
+    if missing:
+        _installation.add(functools.partial(_register, products=missing, dtype=policy.dtype, in_cpp=in_cpp))
+
+
+def _backend(in_cpp: bool) -> str:
+    return "cpp" if in_cpp else "python"
+
+
+def _register(patches: Patches, products: list[Product], dtype: torch.dtype, in_cpp: bool) -> None:
+    global _library
+    if not _emulated:
+        patches.on_remove(_stop)
+    for product in products:
+        types = _emulated.setdefault((_backend(in_cpp), product.name), set())
+        if in_cpp:
+            name, _, overload = product.name.partition(".")
+            rest = (list(product.fp32_results), product.mixes, product.writes_out, dtype)
+            casts_state.in_use.emulate(name, overload, *rest)
+        elif not types and (op := _op_of(product.name)) is not None:
+            if _library is None:
+                _library = torch.library.Library("aten", "IMPL")
+            _library.impl(product.name, _Kernel(op, product, types), "BackendSelect", with_keyset=True)
+        types.add(dtype)
+
+
+def _stop() -> None:
+    """Take all kernels away."""
+    global _library
+    _emulated.clear()
+    if (extension := multi_tensor.extension()) is not None:
+        extension.casts.stop_emulating()
+    if _library is not None:
+        _library._destroy()
+        _library = None
+
+
+def _op_of(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    found = getattr(torch.ops.aten, packet, None)
+    return getattr(found, overload or "default", None)
+
+
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+class _Kernel:
+    """A kernel in Python: what `Product` of csrc/casts/emulation.cpp is."""
+
+    def __init__(self, op: Any, product: Product, types: set[torch.dtype]) -> None:
+        self.op, self.product, self.types = op, product, types
+        self.arguments = op._schema.arguments
+
+    def __call__(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        op = functools.partial(self.op.redispatch, keys & _BELOW)
+        given = {**dict(zip((argument.name for argument in self.arguments), args, strict=False)), **kwargs}
+        low = self._type_of(given)
+        if low is None:
+            return op(*args, **kwargs)
+        this_thread.emulated_calls += 1
+        wide = {name: value.float() for name, value in given.items() if _is(value, low)}
+        args = tuple(wide.get(argument.name, value) for argument, value in zip(self.arguments, args, strict=False))
+        with torch._C._AutoDispatchBelowAutograd(), record_function("amp_patch::emulated"):
+            result = op(*args, **{**kwargs, **{name: wide[name] for name in kwargs if name in wide}})
+            written = [argument.name for argument in self.arguments if argument.is_write and argument.name in wide]
+            for name in written:
+                if given[name].shape != wide[name].shape:
+                    given[name].resize_(wide[name].shape)
+                given[name].copy_(wide[name])
+        if written:
+            return given[written[0]]
+        if isinstance(result, Tensor):
+            return result.to(low)
+        kept = self.product.fp32_results
+        return tuple(
+            value.to(low) if _is(value, torch.float32) and index not in kept else value
+            for index, value in enumerate(result)
+        )
+
+    def _type_of(self, given: dict[str, Any]) -> torch.dtype | None:
+        """The type to emulate for these arguments: that of all floating ones, where it is emulated here and now."""
+        low: torch.dtype | None = None
+        for name, value in given.items():
+            if name == "dtype" and value is not None:  # the user chose the type
+                return None
+            if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+                continue
+            if value.dtype in LOW_PRECISION and low in (None, value.dtype):
+                if value.device.type != "cpu" or value.layout is not torch.strided:
+                    return None
+                low = value.dtype
+            elif not (self.product.mixes and low is not None and value.dtype is torch.float32):
+                return None  # torch refuses it by name, or has its own way
+        if low not in self.types:
+            return None
+        emulated = casts_state.in_use.emulated()
+        if not this_thread.inside and emulated is None:
+            return low if torch._C._current_graph_task_id() != -1 else None
+        return low if emulated is low else None
+
+
+def _is(value: Any, dtype: torch.dtype) -> bool:
+    return isinstance(value, Tensor) and value.dtype is dtype

@@ -1,0 +1,136 @@
+"""How long a comparison takes, from what its runs have taken so far."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from amp_patch.lab.recording.run import Run
+
+_STEPS = 3  # behind the first that were seen: fewer say little of a step
+_ALONE = 2.0  # seconds of steps, where other levels have not begun
+
+
+@dataclass
+class _Timed:
+    """The times of a run: the seconds of its process, and when it was seen to have taken how many steps.
+
+    Attributes:
+        level: as asked for.
+        spent: the seconds of its turns so far.
+        first_at, first_steps: `spent`, and the steps taken, when the first of them were seen: its start-up.
+        last_at, last_steps: the same of the newest steps.
+    """
+
+    run: Run
+    level: str
+    spent: float = 0.0
+    first_at: float = 0.0
+    first_steps: int = 0
+    last_at: float = 0.0
+    last_steps: int = 0
+    ended: bool = False
+
+    def add(self, seconds: float) -> None:
+        self.spent += seconds
+        if self.run.steps > self.last_steps:
+            self.last_at, self.last_steps = self.spent, self.run.steps
+            if not self.first_steps:
+                self.first_at, self.first_steps = self.last_at, self.last_steps
+
+    @property
+    def seconds_a_step(self) -> float | None:
+        steps = self.last_steps - self.first_steps
+        return (self.last_at - self.first_at) / steps if steps >= _STEPS else None
+
+    def whole(self, steps: int, end: float) -> float | None:
+        """The seconds of a run of so many steps that takes `end` seconds behind them; None where nothing tells."""
+        if self.ended:
+            return self.spent
+        a_step = self.seconds_a_step
+        return None if a_step is None else self.last_at + max(0, steps - self.last_steps) * a_step + end
+
+
+class RunTimes:
+    """Times the runs of a comparison, one of which trains at a time.
+
+    Args:
+        runs: all of the comparison; the list may grow.
+        steps: after which each run is ended; None lets it end by itself.
+        clock: in seconds.
+    """
+
+    def __init__(self, runs: list[Run], steps: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._runs = runs
+        self._asked = steps
+        self._clock = clock
+        self._begun = self._since = clock()
+        self._timed: list[_Timed] = []
+
+    @property
+    def steps(self) -> int | None:
+        """Of a run: those of the longest that has ended well, else those asked for; None where nothing tells."""
+        taken = [timed.run.steps for timed in self._timed if timed.ended and timed.run.error is None]
+        return max(taken, default=self._asked)
+
+    @property
+    def only_level(self) -> str | None:
+        """The level of all runs that were begun, where others are to come."""
+        begun = {timed.level for timed in self._timed}
+        others = {run.level for run in self._runs if self._of(run) is None} - begun
+        return next(iter(begun)) if others and len(begun) == 1 else None
+
+    def look(self, run: Run) -> None:
+        """Count the time since the last look for this run."""
+        now = self._clock()
+        timed = self._of(run)
+        if timed is None:
+            timed = _Timed(run, run.level)
+            self._timed.append(timed)
+        timed.add(now - self._since)
+        self._since = now
+
+    def end(self, run: Run) -> None:
+        """The same, of a run that has ended."""
+        self.look(run)
+        for timed in self._timed:
+            if timed.run is run:
+                timed.ended = True
+
+    def left(self) -> float | None:
+        """The seconds until all runs have ended.
+
+        None where the number of steps is not known, or a run that was begun has not taken enough of them.
+        """
+        steps = self.steps
+        if steps is None or not self._timed:
+            return None
+        there = [timed for timed in self._timed if any(timed.run is run for run in self._runs)]
+        ends = [each.spent - each.last_at for each in there if each.ended and each.run.error is None]
+        end = statistics.mean(ends) if ends else 0.0
+        left = 0.0
+        of_level: dict[str, list[float]] = {}
+        well: list[float] = []
+        for timed in there:
+            whole = timed.whole(steps, end)
+            if whole is None:
+                return None
+            left += max(0.0, whole - timed.spent)
+            of_level.setdefault(timed.level, []).append(whole)
+            if timed.run.error is None:
+                well.append(whole)
+        if len(there) == 1 and not there[0].ended and there[0].last_at - there[0].first_at < _ALONE:
+            return None
+        waiting = [run for run in self._runs if self._of(run) is None]
+        known = [of_level.get(run.level, well) for run in waiting]
+        return left + sum(map(statistics.mean, known)) if all(known) else None
+
+    def total(self) -> float | None:
+        """The seconds of all runs, from the first's begin."""
+        left = self.left()
+        return None if left is None else self._since - self._begun + left
+
+    def _of(self, run: Run) -> _Timed | None:
+        return next((timed for timed in self._timed if timed.run is run), None)

@@ -1,0 +1,240 @@
+// Sums of products of FP16 or BF16 numbers on a CPU that has no arithmetic for that type: the kernels that
+// amp_patch/casts/emulation.py describes, in C++.
+//
+// A kernel for `BackendSelect` is called below autograd, so autograd saves the low operands and differentiates the op
+// by torch's own formula; and above the kernels of all devices, where no op of the list has a kernel of torch's.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "state.h"
+
+namespace amp_patch {
+namespace [[gnu::visibility("hidden")]] casts {
+namespace {
+
+using at::Tensor;
+
+constexpr c10::DispatchKeySet BELOW(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// FP32 memory for one call, taken from the thread's last calls: it is warm in the cache. Writing an operand into fresh
+// memory, and reading it from there, would cost as much as a small GEMM.
+
+constexpr int64_t KEPT = 8LL << 20;  // elements that a thread keeps in all, 32 MiB: more is in no cache anyway
+
+class Pool {
+ public:
+  // One-dimensional, of at least so many elements: the smallest of the kept buffers that has them.
+  Tensor take(int64_t elements) {
+    auto best = kept_.end();
+    for (auto it = kept_.begin(); it != kept_.end(); ++it) {
+      if (it->numel() >= elements && (best == kept_.end() || it->numel() <= best->numel())) best = it;
+    }
+    if (best == kept_.end()) {
+      const c10::InferenceMode ordinary(false);  // a later call may be outside of the inference mode of this one
+      return at::empty({elements}, at::kFloat);
+    }
+    Tensor taken = std::move(*best);
+    kept_.erase(best);
+    return taken;
+  }
+
+  void give(Tensor buffer) {
+    if (buffer.storage().use_count() != 1) return;  // a result lies in there, or an error left it on the stack
+    kept_.push_back(std::move(buffer));
+    int64_t all = 0;
+    for (const Tensor& one : kept_) all += one.numel();
+    while (all > KEPT) {  // the oldest goes first
+      all -= kept_.front().numel();
+      kept_.erase(kept_.begin());
+    }
+  }
+
+  void clear() { kept_.clear(); }
+
+ private:
+  std::vector<Tensor> kept_;
+};
+
+thread_local Pool pool;
+thread_local uint64_t emulated_calls = 0;
+
+// A buffer of the pool, and an FP32 tensor in its memory.
+struct Wide {
+  Wide(at::IntArrayRef sizes, at::IntArrayRef strides, int64_t elements)
+      : buffer(pool.take(elements)), tensor(buffer.as_strided(sizes, strides)) {}
+  Wide(Wide&&) = default;
+  Wide(const Wide&) = delete;
+  ~Wide() {
+    tensor.reset();
+    if (buffer.defined()) pool.give(std::move(buffer));
+  }
+
+  // With the shape of `low`, and with its strides where they leave no gaps: GEMMs and convolutions choose by them.
+  static Wide like(const Tensor& low) {
+    if (low.is_non_overlapping_and_dense()) return {low.sizes(), low.strides(), low.numel()};
+    return {low.sizes(), c10::contiguous_strides(low.sizes()), low.numel()};
+  }
+
+  Tensor buffer, tensor;
+};
+
+// How many elements the product of two matrices has, or of two batches of them.
+int64_t elements_of_product(const Tensor& a, const Tensor& b) {
+  if (a.dim() < 2 || b.dim() < 2) return 0;
+  return a.numel() / std::max<int64_t>(a.size(-1), 1) * b.size(-1);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The kernel
+
+class Product final : public c10::OperatorKernel {
+ public:
+  Product(const c10::OperatorHandle& op, std::vector<int64_t> fp32_results, bool mixes, bool writes_out)
+      : fp32_results_(std::move(fp32_results)), mixes_(mixes) {
+    const auto& arguments = op.schema().arguments();
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      if (arguments[i].name() == "dtype") dtype_ = i;
+    }
+    if (writes_out) out_ = c10::Dispatcher::singleton().findSchemaOrThrow(op.schema().name().c_str(), "out");
+  }
+
+  // Bit i: calls on LOW[i] are emulated. Shared with `Registered`, which adds types while calls are made.
+  std::shared_ptr<std::atomic<unsigned>> types = std::make_shared<std::atomic<unsigned>>(0);
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const auto& arguments = op.schema().arguments();
+    const size_t first = stack->size() - arguments.size();
+    const auto low = type_of(stack->data() + first, arguments.size());
+    if (!low.has_value()) return op.redispatchBoxed(keys & BELOW, stack);
+    RECORD_FUNCTION("amp_patch::emulated", {});  // in users' profiles, inside of the op's own event
+    ++emulated_calls;
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    std::vector<Wide> wide;
+    wide.reserve(arguments.size() + 1);
+    std::vector<std::pair<Tensor, size_t>> written;  // an argument, and which of `wide` stands in its place
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      auto& value = (*stack)[first + i];
+      if (!value.isTensor() || !value.toTensor().defined() || value.toTensor().scalar_type() != *low) continue;
+      const Tensor given = value.toTensor();
+      wide.push_back(Wide::like(given));
+      if (!arguments[i].is_out()) wide.back().tensor.copy_(given);
+      const auto* alias = arguments[i].alias_info();
+      if (alias != nullptr && alias->isWrite()) written.emplace_back(given, wide.size() - 1);
+      value = wide.back().tensor;
+    }
+    if (out_.has_value()) {
+      const size_t count = wide.size();
+      wide.push_back(Wide({0}, {1}, elements_of_product(wide[count - 2].tensor, wide[count - 1].tensor)));
+      stack->emplace_back(wide.back().tensor);  // the op gives it its shape, in the same memory
+      out_->redispatchBoxed(keys & BELOW, stack);
+    } else {
+      op.redispatchBoxed(keys & BELOW, stack);
+    }
+    const size_t results = stack->size() - op.schema().returns().size();
+    for (size_t i = results; i < stack->size(); ++i) round((*stack)[i], i - results, *low, wide, written);
+  }
+
+ private:
+  static constexpr std::array<ScalarType, 2> LOW{ScalarType::Half, ScalarType::BFloat16};
+
+  // The type to emulate for these arguments: that of all floating ones, where it is emulated here and now.
+  std::optional<ScalarType> type_of(const c10::IValue* values, size_t count) const {
+    const unsigned emulated = types->load(std::memory_order_relaxed);
+    if (emulated == 0) return {};
+    std::optional<ScalarType> low;
+    for (size_t i = 0; i < count; ++i) {
+      if (i == dtype_ && !values[i].isNone()) return {};  // the user chose the type
+      if (!values[i].isTensor()) continue;
+      const Tensor& given = values[i].toTensor();
+      if (!given.defined() || !(given.is_floating_point() || given.is_complex())) continue;
+      const auto type = given.scalar_type();
+      if (is_low(type) && (!low.has_value() || *low == type)) {
+        if (!given.is_cpu() || given.layout() != at::kStrided) return {};
+        low = type;
+      } else if (!(mixes_ && low.has_value() && type == ScalarType::Float)) {
+        return {};  // torch refuses it by name, or has its own way
+      }
+    }
+    if (!low.has_value() || (emulated & bit(*low)) == 0) return {};
+    return emulates_here(*low) ? low : std::nullopt;
+  }
+
+  void round(c10::IValue& value, size_t index, ScalarType low, const std::vector<Wide>& wide,
+             const std::vector<std::pair<Tensor, size_t>>& written) const {
+    if (!value.isTensor()) return;
+    const Tensor result = value.toTensor();
+    if (!result.defined() || result.scalar_type() != ScalarType::Float) return;
+    if (std::find(fp32_results_.begin(), fp32_results_.end(), int64_t(index)) != fp32_results_.end()) return;
+    for (const auto& [given, at] : written) {
+      if (!result.is_same(wide[at].tensor)) continue;
+      if (given.sizes() != result.sizes()) given.resize_(result.sizes());
+      given.copy_(result);
+      value = given;
+      return;
+    }
+    value = result.to(low);
+  }
+
+ public:
+  static unsigned bit(ScalarType type) { return type == LOW[0] ? 1u : 2u; }
+
+ private:
+  std::vector<int64_t> fp32_results_;
+  bool mixes_;
+  size_t dtype_ = size_t(-1);
+  std::optional<c10::OperatorHandle> out_;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Registration
+
+struct Registered {
+  torch::Library library{torch::Library::IMPL, "aten", c10::DispatchKey::BackendSelect, __FILE__, __LINE__};
+  std::unordered_map<std::string, std::shared_ptr<std::atomic<unsigned>>> types;  // by the op's name
+};
+
+std::unique_ptr<Registered>& registered() {
+  static auto* kernels = new std::unique_ptr<Registered>();  // never destroyed: the dispatcher may be gone by then
+  return *kernels;
+}
+
+void emulate(const std::string& name, const std::string& overload, std::vector<int64_t> fp32_results, bool mixes,
+             bool writes_out, ScalarType low) {
+  auto& kernels = registered();
+  if (kernels == nullptr) kernels = std::make_unique<Registered>();
+  const std::string address = overload.empty() ? name : name + "." + overload;
+  auto& types = kernels->types[address];
+  if (types == nullptr) {
+    const auto op = c10::Dispatcher::singleton().findSchema({"aten::" + name, overload});
+    if (!op.has_value()) return;  // an op of other releases
+    auto kernel = std::make_unique<Product>(*op, std::move(fp32_results), mixes, writes_out);
+    types = kernel->types;
+    kernels->library.impl(address.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
+  }
+  types->fetch_or(Product::bit(low));
+}
+
+}  // namespace
+
+void bind_emulation(py::module_& m) {
+  m.def("emulate", &emulate);  // the fields of `Product` in cpu_half.py, and a type
+  m.def("emulated_calls", [] { return emulated_calls; });
+  m.def("stop_emulating", [] {
+    registered().reset();
+    pool.clear();
+  });
+}
+
+}  // namespace casts
+}  // namespace amp_patch

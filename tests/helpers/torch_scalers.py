@@ -1,0 +1,22 @@
+"""Classes of GradScaler that scripts have, beside torch's own."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Theirs(torch.amp.GradScaler):
+    """As FSDP's: methods of its own, some around torch's."""
+
+    def scale(self, outputs):
+        return super().scale(outputs)
+
+    def step(self, optimizer, *args, **kwargs):
+        return super().step(optimizer, *args, **kwargs)
+
+
+class Cuda(torch.cuda.amp.GradScaler):
+    """torch's older name, which by itself is for CUDA alone."""
+
+    def __init__(self, device, **options):
+        torch.amp.GradScaler.__init__(self, device, **options)

@@ -1,0 +1,127 @@
+"""How long a comparison will take, told from its first steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from amp_patch.lab.commands.compare_progress import Progress
+from amp_patch.lab.commands.compare_time import RunTimes
+from amp_patch.lab.comparison.plan import Plan
+from amp_patch.lab.recording.run import Run
+
+STEPS = 100
+A_STEP = {"O0": 0.5, "O4": 0.4, "O5": 2.0}
+
+
+class Training:
+    """Runs of STEPS steps and a start-up, on a clock that is made up; `looks` is called as the scheduler does."""
+
+    def __init__(self, asked: int | None, start_up: float, end: float = 0.0) -> None:
+        self.now = 0.0
+        self.runs = Plan(tuple(A_STEP), seeds=3, steps=asked).runs()
+        self.times = RunTimes(self.runs, asked, lambda: self.now)
+        self.start_up, self.end = start_up, end
+        self.told: list[tuple[float, float | None]] = []
+
+    def train(self, run: Run, until: float = 1e9) -> bool:
+        """A turn: whether the run has ended."""
+        begun = self.now
+        if not run.steps:
+            self.now += self.start_up
+            self.look(run)
+        while self.now - begun < until or not run.steps:
+            if run.steps == STEPS:
+                self.now += self.end
+                self.times.end(run)
+                return True
+            self.now += A_STEP[run.level]
+            run.loss.append(1.0)
+            self.look(run)
+        return False
+
+    def look(self, run: Run) -> None:
+        self.times.look(run)
+        self.told.append((self.now, self.times.total()))
+
+    def in_turns(self) -> None:
+        for seed in range(3):
+            waiting = [run for run in self.runs if run.seed == seed]
+            while waiting:
+                waiting = [run for run in waiting if not self.train(run, until=0.5)]
+
+    def one_by_one(self) -> None:
+        for run in self.runs:
+            self.train(run)
+
+
+def first(told: list[tuple[float, float | None]]) -> tuple[float, float]:
+    return next((now, total) for now, total in told if total is not None)
+
+
+def every(told: list[tuple[float, float | None]]) -> Iterator[float]:
+    return (total for _, total in told if total is not None)
+
+
+@pytest.mark.parametrize("start_up", [0.5, 60.0])
+def test_in_turns_the_first_steps_of_all_levels_tell_the_whole(start_up):
+    made = Training(STEPS, start_up)
+    made.in_turns()
+    now, total = first(made.told)
+    assert total == pytest.approx(made.now, rel=0.02) and now < 3 * start_up + 5 * sum(A_STEP.values())
+    assert all(each == pytest.approx(made.now, rel=0.02) for each in every(made.told))
+    assert made.times.left() == 0
+
+
+def test_where_runs_follow_each_other_the_first_stands_for_the_others():
+    made = Training(STEPS, 60.0)
+    made.train(made.runs[0], until=63.0)
+    assert made.times.total() == pytest.approx(9 * 110) and made.times.only_level == "O0"
+    made.one_by_one()
+    assert made.times.left() == 0 and made.times.only_level is None
+
+
+def test_without_a_number_of_steps_nothing_is_told_before_a_run_has_ended():
+    made = Training(None, 10.0, end=30.0)
+    made.in_turns()
+    now, total = first(made.told)
+    assert now > 3 * 10 and total == pytest.approx(made.now, rel=0.05), "what follows the steps is counted too"
+    assert any(run.steps == STEPS for run in made.runs)
+
+
+def test_a_run_that_failed_stands_for_its_own_level_alone():
+    now = [0.0]
+    runs = Plan(("O0", "O2", "O4"), seeds=2, steps=10).runs()
+    times = RunTimes(runs, 10, lambda: now[0])
+    runs[0].error = "boom"
+    now[0] = 5.0
+    times.end(runs[0])
+    assert times.left() is None, "it says nothing of the others"
+    runs[1].loss = [1.0] * 10
+    now[0] = 25.0
+    times.end(runs[1])
+    assert times.left() == 20 + 5 + 20 + 20
+
+
+def test_a_script_that_ends_before_the_steps_asked_for_is_believed():
+    made = Training(10 * STEPS, 1.0)
+    made.in_turns()
+    assert made.told[-1][1] == pytest.approx(made.now) and made.times.steps == STEPS
+
+
+@pytest.mark.parametrize(
+    ("steps", "seeds", "line"),
+    [
+        (200, 3, "6 runs: 2 levels, 3 seeds each, at most 200 steps"),
+        (200, 1, "2 runs: 2 levels, 1 seed, at most 200 steps"),
+        (
+            None,
+            3,
+            "6 runs: 2 levels, 3 seeds each; how long they take without --steps is known when the first has ended",
+        ),
+    ],
+)
+def test_what_it_costs_is_said_before_it_begins(steps, seeds, line, capsys):
+    Progress(Plan(("O0", "O2"), seeds=seeds).runs(), steps).begin(2, seeds)
+    assert capsys.readouterr().out == line + "\n"

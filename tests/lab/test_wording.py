@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import pytest
+
+from amp_patch.lab import wording
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [(0, "0 %"), (1e-9, "<0.1 %"), (0.0234, "2.3 %"), (0.99, "99 %"), (0.996, ">99 %"), (1, "100 %")],
+)
+def test_only_all_and_none_are_written_as_such(share, words):
+    assert wording.percent(share) == words
+
+
+def test_a_time_is_rounded_to_what_is_known():
+    times = [0, 9, 14, 94, 95, 360, 5399, 5400, 35000, 90000]
+    assert [wording.about(seconds) for seconds in times] == [
+        *("under 10 seconds", "under 10 seconds", "about 10 seconds", "about 90 seconds", "about 2 minutes"),
+        *("about 6 minutes", "about 90 minutes", "about 1.5 hours", "about 9.7 hours", "about 25 hours"),
+    ]
+
+
+def test_a_level_is_named_with_its_type():
+    assert wording.level_name("O2", "float16") == "O2 FP16" and wording.level_name("O0", None) == "O0"
+    assert wording.type_name("int8") == "int8"
