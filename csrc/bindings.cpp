@@ -107,7 +107,8 @@ std::vector<std::pair<std::vector<int64_t>, std::vector<std::pair<int64_t, int64
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace amp_patch;
-  py::register_exception<Refused>(m, "Refused", PyExc_ValueError);
+  // Local: among two builds in a process, the last one's translator would raise its own class for both.
+  py::register_local_exception<Refused>(m, "Refused", PyExc_ValueError);
   m.attr("devices") = py::make_tuple(DEVICES);
 
   m.def(OP(scale));           // src, dst, factor, found_inf

@@ -43,10 +43,10 @@ class autocast(region):
     The arguments are `torch.autocast`'s. `device_type` chooses no device: the casts act on tensors everywhere; it names
     the device whose default `dtype` is taken where that is None (`torch.get_autocast_dtype`: FP16 for "cuda", BF16 for
     "cpu"). None is "cuda" where there is one, else "cpu"; "cuda" by name where there is none warns and casts nothing,
-    as in torch. Products on a CPU are computed as `initialize(cpu_half="auto")`
-    says, unless `device_type` is another device. `enabled=False` is a region without casts; `cache_enabled=False` casts
-    a weight at every use (None: as torch does around it). The first entry installs the casts. Regions nest, and one
-    object may be entered again, also by other threads.
+    as in torch. Products on a CPU are computed as `initialize(cpu_half="auto")` says, unless `device_type` is another
+    device. `enabled=False` is a region without casts; `cache_enabled=False` casts a weight at every use (None: as torch
+    does around it). The first entry installs the casts. Regions nest, and one object may be entered again, also by
+    other threads.
 
     Of this and `torch.autocast`, the inner one decides. Inside this region, enabled or not, torch's is off
     (`torch.is_autocast_enabled()`, which speaks of torch's alone, is False), and back on afterwards; inside a

@@ -162,7 +162,8 @@ def products(dtype: torch.dtype, cpu_half: str) -> tuple[Product, ...]:
 # Registration
 
 _installation = Installation()
-_emulated: dict[tuple[str, str], set[torch.dtype]] = {}  # (backend, op) -> types: what is registered now
+_served: set[tuple[bool, torch.dtype, str]] = set()  # (in C++, type, decided cpu_half): what kernels are registered for
+_types: dict[str, set[torch.dtype]] = {}  # op -> those that its kernel in Python emulates
 _library: torch.library.Library | None = None  # of the kernels in Python
 
 
@@ -170,41 +171,36 @@ def emulate(policy: Policy) -> None:
     """Register the kernels that a policy needs, until `amp.restore()`. Idempotent; does nothing without emulation."""
     if policy.emulated is None:
         return
-    in_cpp = not isinstance(casts_state.in_use, casts_state.PythonState)
-    missing = [
-        product
-        for product in products(policy.dtype, policy.cpu_half)
-        if policy.dtype not in _emulated.get((_backend(in_cpp), product.name), ())
-    ]
-    if missing:
-        _installation.add(functools.partial(_register, products=missing, dtype=policy.dtype, in_cpp=in_cpp))
+    wanted = (not isinstance(casts_state.in_use, casts_state.PythonState), policy.dtype, policy.cpu_half)
+    if wanted not in _served:
+        _installation.add(functools.partial(_register, wanted=wanted))
 
 
-def _backend(in_cpp: bool) -> str:
-    return "cpp" if in_cpp else "python"
-
-
-def _register(patches: Patches, products: list[Product], dtype: torch.dtype, in_cpp: bool) -> None:
+def _register(patches: Patches, wanted: tuple[bool, torch.dtype, str]) -> None:
     global _library
-    if not _emulated:
+    in_cpp, dtype, cpu_half = wanted
+    if not _served:
         patches.on_remove(_stop)
-    for product in products:
-        types = _emulated.setdefault((_backend(in_cpp), product.name), set())
+    for product in products(dtype, cpu_half):
         if in_cpp:
             name, _, overload = product.name.partition(".")
             rest = (list(product.fp32_results), product.mixes, product.writes_out, dtype)
             casts_state.in_use.emulate(name, overload, *rest)
-        elif not types and (op := _op_of(product.name)) is not None:
+            continue
+        types = _types.setdefault(product.name, set())
+        if not types and (op := _op_of(product.name)) is not None:
             if _library is None:
                 _library = torch.library.Library("aten", "IMPL")
             _library.impl(product.name, _Kernel(op, product, types), "BackendSelect", with_keyset=True)
         types.add(dtype)
+    _served.add(wanted)
 
 
 def _stop() -> None:
     """Take all kernels away."""
     global _library
-    _emulated.clear()
+    _served.clear()
+    _types.clear()
     if (extension := multi_tensor.extension()) is not None:
         extension.casts.stop_emulating()
     if _library is not None:

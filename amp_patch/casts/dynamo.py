@@ -86,10 +86,7 @@ def acting() -> Policy | None:
 
 @functools.lru_cache(maxsize=256)
 def _casts_of(policy: Policy) -> Policy:
-    return traced_regions.casts_policy(
-        *(policy.dtype, policy.patch_torch_functions, policy.allow_banned, policy.op_lists),
-        policy.low_precision_norms,
-    )
+    return traced_regions.casts_policy(policy.dtype, policy.allow_banned, policy.op_lists, policy.low_precision_norms)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

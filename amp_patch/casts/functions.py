@@ -236,7 +236,6 @@ def _call_under(casts: _Casts, outside: _Casts, function: Callable[..., Any], *a
             changed = outside._replace(native={**outside.native, kind: dtype})
             with torch.autocast(kind, dtype, enabled=kind in casts.native):
                 return _call_under(casts, changed, function, *args, **kwargs)
-    with regions.region(
-        casts.policy, emulated=casts.emulated
-    ):  # entered inside torch's regions: the inner region decides
+    # Inside of torch's regions: of two nested regions the inner one decides.
+    with regions.region(casts.policy, emulated=casts.emulated):
         return function(*args, **kwargs)

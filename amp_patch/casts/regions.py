@@ -56,8 +56,8 @@ class region(blocks.Block):
         self.emulated = emulated
         if policy is not None and policy.cpu_half in EMULATING:  # fields: Dynamo cannot read all properties of policies
             self.emulated = policy.dtype
-        patches = policy is not None and policy.patch_torch_functions
-        self.disables_torch_autocast = patches if disables_torch_autocast is None else disables_torch_autocast
+        casts = self.acting is not None
+        self.disables_torch_autocast = casts if disables_torch_autocast is None else disables_torch_autocast
         self.caches = True
         self.call: FrameType | None = None
 

@@ -36,10 +36,7 @@ def enter_trace_of(acting: Policy | None, disables_torch_autocast: bool, emulate
         enter_traced(None, disables_torch_autocast, emulated)
     else:
         enter_traced(
-            (
-                *(acting.dtype, acting.patch_torch_functions, acting.allow_banned, acting.op_lists),
-                acting.low_precision_norms,
-            ),
+            (acting.dtype, acting.allow_banned, acting.op_lists, acting.low_precision_norms),
             disables_torch_autocast,
             emulated,
         )
@@ -90,16 +87,15 @@ class CastsPolicy(Policy):
 @functools.cache
 def casts_policy(
     dtype: torch.dtype,
-    patch_torch_functions: bool,
     allow_banned: bool,
     op_lists: str,
     low_precision_norms: bool,
 ) -> Policy:
     """The one policy that stands for all that cast alike."""
     return CastsPolicy(
-        "O1" if patch_torch_functions else "O2",
+        "O1",
         dtype=dtype,
-        patch_torch_functions=patch_torch_functions,
+        patch_torch_functions=True,
         allow_banned=allow_banned,
         op_lists=op_lists,
         low_precision_norms=low_precision_norms,

@@ -1,5 +1,5 @@
 // Sums of products of FP16 or BF16 numbers on a CPU that has no arithmetic for that type: the kernels that
-// amp_patch/casts/emulation.py describes, in C++.
+// amp_patch/casts/cpu_half.py describes, in C++.
 //
 // A kernel for `BackendSelect` is called below autograd, so autograd saves the low operands and differentiates the op
 // by torch's own formula; and above the kernels of all devices, where no op of the list has a kernel of torch's.

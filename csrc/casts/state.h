@@ -55,8 +55,7 @@ inline py::object owned(PyObject* result) {
 
 // The fields of a policy (amp_patch/policy.py) that a call reads, as plain values.
 struct Acting {
-  bool on = false;         // there is a policy
-  bool patches = false;    // it casts by the op lists
+  bool on = false;         // there is a policy, which casts by the op lists
   bool apex = false;       // its op lists are Apex's
   bool low_norms = false;  // norms give their input's type: the Python wrappers do that
   ScalarType low = ScalarType::Half;
@@ -66,7 +65,6 @@ inline Acting acting_of(const py::object& policy) {
   Acting acting;
   if (!policy.is_none()) {
     acting.on = true;
-    acting.patches = py::cast<bool>(policy.attr("patch_torch_functions"));
     acting.apex = py::cast<std::string>(py::getattr(policy, "op_lists", py::str("torch"))) == "apex";
     acting.low_norms = py::cast<bool>(py::getattr(policy, "low_precision_norms", py::bool_(false)));
     acting.low = py::cast<ScalarType>(policy.attr("dtype"));

@@ -140,7 +140,7 @@ PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flagged, Py
   const Arguments given{values, flagged, names};
   const Acting now = acting();
   if (!now.on) return call_original(called, given);
-  if (called.known != nullptr && now.patches && are_operands(given, called.known->takes_bias)) {
+  if (called.known != nullptr && are_operands(given, called.known->takes_bias)) {
     return multiply(called.known->product, given, {now.low, true});
   }
   Cast cast{};

@@ -166,7 +166,7 @@ auto bound(Return (*op)(P...)) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace amp_patch;
-  py::register_exception<Refused>(m, "Refused", PyExc_ValueError);
+  py::register_local_exception<Refused>(m, "Refused", PyExc_ValueError);
   m.attr("devices") = py::make_tuple("cpu");
   m.def("scale", bound(&Ops<CudaLoop>::scale));
   m.def("unscale", bound(&Ops<CudaLoop>::unscale));

@@ -59,6 +59,13 @@ def way(request, gpu):
     return request.param
 
 
+def test_a_build_raises_its_own_refusals_beside_another(gpu):
+    extension = pytest.importorskip("amp_patch._C", reason="the extension is not built")
+    for build in (gpu, extension):
+        with pytest.raises(build.Refused, match="dtype"):
+            build.l2norm([torch.ones(2, dtype=torch.bool)], 1.0, None)
+
+
 @pytest.mark.parametrize("count", [2, 700])  # fewer and more rows than arguments hold
 def test_the_kernels(way, count):
     src = [*draw([1 + i % 50 for i in range(count)], 1), *(t.t() for t in draw([(9, 7), (0, 3)], 2))]
