@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from training import ADAM, LEVELS, backward, same
 
 from amp_patch import amp
+from amp_patch.casts import dynamo
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -63,6 +64,7 @@ def weights(level: str, compiled: bool) -> list[Tensor]:
 @pytest.fixture
 def traced(monkeypatch) -> list[CodeType]:
     """The code of all frames that Dynamo has traced by themselves."""
+    dynamo.hook()  # once for the process: under the patch below, its own of `run` would go with that
     found: list[CodeType] = []
     translator = torch._dynamo.symbolic_convert.InstructionTranslator
     run = translator.run
