@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from amp_patch.lab.commands.compare_child import Child, was_out_of_memory
-from amp_patch.lab.commands.interrupts import status_of
+from amp_patch.lab.commands.interrupts import Ended, Interrupts
 from amp_patch.lab.comparison import batch_search, measures
 from amp_patch.lab.comparison.batch_search import Search, Trial
 from amp_patch.lab.comparison.machine import machine
@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-flag", metavar="FLAG", help="the script's own option for its batch, as --batch-size")
 
 
-def run(args: argparse.Namespace, plan: Plan) -> int:
-    """Search, print the table, and write batch_search.json; the exit status."""
+def run(args: argparse.Namespace, plan: Plan, interrupts: Interrupts) -> int:
+    """Search, print the table, and write batch_search.json; the exit status. What is noted by `interrupts` ends it."""
     try:
         limit = _limit(args)
     except ValueError as error:
@@ -43,14 +43,14 @@ def run(args: argparse.Namespace, plan: Plan) -> int:
     status = 0
     try:
         for level in plan.levels:
-            trials = _Trials(args, plan, level, limit)
+            trials = _Trials(args, plan, level, limit, interrupts)
             found = batch_search.search(level, limit, trials.run, searches[0] if searches else None)
             if trials.refusal is not None or (not searches and found.best is None and trials.failed):
                 print(trials.refusal or f"compare: {found.name} {found.problem}", file=sys.stderr)
                 return 2
             searches.append(found)
-    except KeyboardInterrupt as interrupt:
-        status = status_of(interrupt)
+    except Ended as interrupt:
+        status = interrupt.status
     if searches:
         _report(searches, args)
     return status or (0 if all(each.best is not None for each in searches) else 1)
@@ -101,8 +101,9 @@ class _Trials:
         refusal: what to tell whose script cannot be taken unedited; None where it can.
     """
 
-    def __init__(self, args: argparse.Namespace, plan: Plan, level: str, limit: int) -> None:
+    def __init__(self, args: argparse.Namespace, plan: Plan, level: str, limit: int, interrupts: Interrupts) -> None:
         self._args, self._plan, self._level, self._limit = args, plan, level, limit
+        self._interrupts = interrupts
         self.failed = False
         self.refusal: str | None = None
 
@@ -110,7 +111,7 @@ class _Trials:
         """Train for a few steps with this batch: what it took, and the level's type."""
         run = self._train(batch)
         memory = measures.memory_bytes(run) if run.error is None else None
-        error = run.error
+        error = None if run.error is None else run.error_in_full
         if error is None and memory is None:
             error = (
                 "its activations could not be counted: it has saved-tensor hooks around its loop, calls torch.func in "
@@ -133,8 +134,8 @@ class _Trials:
         plan = replace(self._plan, steps=_STEPS)
         child = Child(plan, self._args, run, False, OtherWork(), (f"batch-{self._level}-{batch}", own))
         try:
-            child.train(lambda _: None)
-        except BaseException:  # Ctrl-C
+            child.train(lambda _: self._interrupts.check())
+        except BaseException:  # among them Ctrl-C
             child.kill()
             raise
         return run

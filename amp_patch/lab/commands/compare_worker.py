@@ -48,7 +48,7 @@ def recorded(
         raise
     finally:
         if recorder is not None and recorder.process == os.getpid():  # a fork's record is its parent's
-            refused = error if isinstance(error, ScriptRefused) else None
+            refused = error if isinstance(error, ScriptRefused) and not recorder.has_enough else None
             failed = failure(recorder, run, error)
             if failed is not None and error is None:
                 refused = script.missing()
@@ -57,9 +57,9 @@ def recorded(
             note = None if client is None else client.note()
             last: list[Event] = [] if note is None else [{"event": "note", "text": note}]
             if failed is not None or note is not None or script.native.seen:
-                words, kind = failed or (None, "")
-                refusal = {"refused": refused is not None, "native": script.native.seen}
-                last.append({"event": "end", "error": words, "error_kind": kind, **refusal})
+                words, kind, where = failed or (None, "", "")
+                told = {"refused": refused is not None, "native": script.native.seen}
+                last.append({"event": "end", "error": words, "error_kind": kind, "error_where": where, **told})
             recorder.close(*last)
 
 

@@ -26,12 +26,18 @@ def machine(load: OtherWork | None = None) -> dict[str, str]:
     return {
         "torch": str(torch.__version__),
         "python": platform.python_version(),
-        "cpu": f"{_cpu_name()} ({torch.backends.cpu.get_cpu_capability()})",
+        "cpu": processor(),
         "threads": str(torch.get_num_threads()),
         "gpu": ", ".join(devices) or "none",
         **low_precision(),
+        **({"lacks": " ".join(lacking())} if lacking() else {}),
         **({"load": busy} if busy is not None else {}),
     }
+
+
+def lacking() -> list[str]:
+    """The types below FP32 that this CPU has no arithmetic for."""
+    return [name for name in ("bfloat16", "float16") if not has_arithmetic(getattr(torch, name))]
 
 
 def low_precision() -> dict[str, str]:
@@ -82,6 +88,11 @@ def products_in_words(dtype: torch.dtype) -> str:
         disagrees = native > SLOW * emulated
     other = "native" if not has_arithmetic(dtype) else "emulate"
     return f'{said}; by this clock cpu_half="{other}" is faster' if disagrees else said
+
+
+def processor() -> str:
+    """The processor's name, and the vector instructions that torch uses of it."""
+    return f"{_cpu_name()} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def _cpu_name() -> str:

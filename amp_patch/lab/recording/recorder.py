@@ -170,6 +170,7 @@ class Recorder(Observer):
         self._sizes = Sizes(self._adopted)
         self._size_advice = SizeAdvice(lambda lines: self._outbox.put({"event": "advice", "lines": lines}))
         self._measure_after = 1
+        self._ended = False
         self._looks = SingleSteps(self._inspect, self._weigh_after, self._outbox.put)
         self._peak = PeakMemory()
         self._clock = StepClock()
@@ -189,11 +190,17 @@ class Recorder(Observer):
         self._size_advice.leave()
         if os.getpid() != self.process:  # a fork leaves the block as well, with its parent's events
             return
+        if not self._ended:
+            self._end()
+        self._flush(wait=True)
+
+    def _end(self) -> None:
+        """Put the "end"."""
+        self._ended = True
         self._looks.abandon()
         self._sizes.measure()
         peak = self._peak.read(self._device or "cpu")
         self._outbox.put({"event": "end", **self._sizes.bytes, "peak_memory": peak})
-        self._flush(wait=True)
 
     def close(self, *events: Event) -> None:
         """Give the sinks these last events, behind the "end", and close them. Does nothing in a fork."""
@@ -343,7 +350,7 @@ class Recorder(Observer):
 
     def _end_step(self, optimizer: Any, stash: Stash | None, skipped: Tensor | None = None) -> None:
         self._clock.step_ends()
-        if self._has_enough():  # again: the script has caught `Enough`
+        if self.has_enough:  # again: the script has caught `Enough`
             self._clock.take_step()
             raise Enough
         if self._lead is None or self._lead() is None or self._clock.step.others >= _OTHERS:
@@ -353,10 +360,14 @@ class Recorder(Observer):
             return
         self._finish_step(optimizer, stash, skipped)
         self._clock.restart()
-        if self._has_enough():
+        if self.has_enough:
+            self._end()  # now: the script may catch `Enough`, go on for ever, and be ended from outside
+            self._flush(wait=True)
             raise Enough
 
-    def _has_enough(self) -> bool:
+    @property
+    def has_enough(self) -> bool:
+        """Whether the steps that were asked for have been recorded."""
         return self._stop_after is not None and self.steps >= self._stop_after
 
     def _finish_step(self, optimizer: Any, stash: Stash | None, skipped: Tensor | float | None) -> None:
@@ -377,7 +388,7 @@ class Recorder(Observer):
             self._flush()
             if self._between_steps is not None:
                 self._between_steps()
-        if stash is not None and not self._has_enough() and self._looks.wants_inspection(self.steps):
+        if stash is not None and not self.has_enough and self._looks.wants_inspection(self.steps):
             models = alive(stash.neighbours.models) or [m for training in self._adopted for m in alive(training.models)]
             if models:
                 self._looks.inspect(models[0], optimizer, self.steps, self._peak)

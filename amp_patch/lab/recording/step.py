@@ -87,6 +87,7 @@ class Step:
             parts[part] += _seconds(start, end)
         return {
             "event": "step",
+            "objectives": len({key[1:] for key in losses}) or 1,
             "loss": sum(sum(each) / len(each) for each in losses.values()) if losses else _NAN,
             "seconds": sum(parts.values()),
             "parts": parts,

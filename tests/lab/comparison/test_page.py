@@ -120,7 +120,7 @@ def test_the_card_says_which_how_much_why_and_how_sure():
         *(made_up_run("O4", seed, dtype="bfloat16", final=1.25, ms=5, peak_memory=7 * 2**17) for seed in range(3)),
         *(made_up_run("O3", seed, final=5 + seed / 4, ms=2) for seed in range(3)),
     ]
-    text = page.html(Comparison("train.py", runs))
+    text = page.html(Comparison("train.py", runs, command="--device cpu 'my train.py' --lr 1"))
     tree = Tree(text)
     for words in (
         "\nUse O4 (BF16)\n",
@@ -128,7 +128,9 @@ def test_the_card_says_which_how_much_why_and_how_sure():
         "The fastest level that is as good as O0: its final loss, 1.250, is within the range of O0's seeds (1.000 to ",
         "Faster with each of 3 seeds: 2.00x. O0's own seeds lie 50 % apart in loss: less than that is not seen.",
         "With the same seed it ends at most 25 % from O0.",
-        'amp.initialize(..., opt_level="O4")',
+        'model, optimizer = amp.initialize(model, optimizer, opt_level="O4")',
+        "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()",
+        "AMP_PATCH_OPT_LEVEL=O4 python -m amp_patch run --device cpu 'my train.py' --lr 1",
     ):
         assert tree.text.count(words) == 1, words
     assert re.findall(r'<div class="row (\w+)"><div><b>(\w+)</b>', text) == [

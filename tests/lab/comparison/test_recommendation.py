@@ -259,10 +259,10 @@ def test_a_metric_of_the_scripts_own():
     "groups, words, kinds",
     [
         ([], "Nothing to compare: there is no run.", []),
-        ([seeds("O0", 1.0, 1.5)], "Nothing to compare O0 with: it is the only level with results.", ["alone"]),
+        ([seeds("O0", 1.0, 1.5)], "Only O0 has results: there is nothing to compare it with.", ["alone"]),
         (
             [seeds("O0", 1.0), [Run("O2", 0, error="boom")]],
-            "Nothing to compare O0 with: it is the only level with results. O2: failed with seed 0: boom.",
+            "Only O0 has results: there is nothing to compare it with. O2: failed with seed 0: boom.",
             ["alone", "failed"],
         ),
         (
@@ -322,7 +322,7 @@ def test_a_report_in_json_gives_the_comparison_back():
 
 def test_the_machine():
     told = machine()
-    assert set(told) - {"tensor_cores"} == {"torch", "python", "cpu", "threads", "gpu", "bfloat16", "float16"}
+    assert set(told) - {"tensor_cores", "lacks"} == {"torch", "python", "cpu", "threads", "gpu", "bfloat16", "float16"}
     assert ("tensor_cores" in told) is torch.cuda.is_available()
     assert all(isinstance(value, str) and value for value in told.values())
     assert re.match(r"\d+\.\d+", told["torch"]) and int(told["threads"]) == 1
