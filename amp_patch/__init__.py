@@ -7,13 +7,12 @@ What a training need not have (recording, comparison, diagnosis, the graph) is i
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 from torch.amp import is_autocast_available
 from torch.nn import Module
 
-from amp_patch import cpu, cuda, multi_tensor
+from amp_patch import amp, cpu, cuda, multi_tensor
 from amp_patch.casts.autocast import autocast, disable_casts
 from amp_patch.casts.functions import (
     custom_bwd,
@@ -45,18 +44,17 @@ if TYPE_CHECKING:
     from amp_patch.lab.diagnose.explain import explain
     from amp_patch.lab.diagnose.find_loss_scale import find_loss_scale
     from amp_patch.lab.diagnose.inspect import inspect
+    from amp_patch.lab.diagnose.output_distance import compare_outputs
     from amp_patch.lab.recording.recorder import log, record
 
 __version__ = "0.4.0"
-
-amp = sys.modules[__name__]
-sys.modules[f"{__name__}.amp"] = amp  # for `from amp_patch.amp import GradScaler`
 
 __all__ = [
     "GradScaler",
     "amp",
     "autocast",
     "compare",
+    "compare_outputs",
     "cpu",
     "cuda",
     "custom_bwd",
@@ -90,6 +88,7 @@ __all__ = [
 # Name -> the module that defines it, which is imported at the name's first use. `graph` is such a module itself.
 _LAZY = {
     "compare": "amp_patch.lab.comparison.notebook",
+    "compare_outputs": "amp_patch.lab.diagnose.output_distance",
     "explain": "amp_patch.lab.diagnose.explain",
     "find_loss_scale": "amp_patch.lab.diagnose.find_loss_scale",
     "graph": "amp_patch.graph",
