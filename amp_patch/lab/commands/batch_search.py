@@ -23,11 +23,18 @@ _FREE = "import torch; print(torch.cuda.mem_get_info()[0] if torch.cuda.is_avail
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare `--batch-search` and `--batch-flag`."""
+    """Declare `--batch-search`, `--batch-flag` and `--batch-dim`."""
     parser.add_argument(
         "--batch-search",
         metavar="SIZE",
         help="in place of a comparison, find the largest batch in so much memory (8GiB; free: what the GPU has free)",
+    )
+    parser.add_argument(
+        "--batch-dim",
+        type=int,
+        metavar="N",
+        help="which dimension of the model's first tensor has the samples, from 0, as 1 of (time, batch); unless given "
+        "0, or in a search the one that moves with --batch-flag",
     )
     parser.add_argument("--batch-flag", metavar="FLAG", help="the script's own option for its batch, as --batch-size")
 
@@ -122,7 +129,8 @@ class _Trials:
             self.failed = True
             self.refusal = error if run.refused else None
         samples = max(run.samples, default=0)
-        trial = Trial(batch, memory, samples, measures.samples_per_second(run), error, ran_out)
+        given = tuple(run.given) if self._args.batch_dim is None else ()
+        trial = Trial(batch, memory, samples, measures.samples_per_second(run), error, ran_out, given)
         if memory is not None or ran_out:
             took = "out of memory" if memory is None else batch_search.in_unit_of(self._limit, memory)
             print(f"{self._level} {self._args.batch_flag.rstrip('=')} {batch}: {took}", flush=True)

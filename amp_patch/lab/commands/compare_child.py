@@ -241,6 +241,8 @@ def _command(plan: Plan, args: argparse.Namespace, record: Path, run: Run, chann
         options += ["--inspect"]
     if args.seed_flag is None:
         options += ["--shift"]
+    if args.batch_dim is not None:
+        options += [f"--batch-dim={args.batch_dim}"]
     if args.device is not None:
         options += ["--device", args.device]
     if args.module:

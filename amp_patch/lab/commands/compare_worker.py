@@ -20,7 +20,14 @@ from amp_patch.lab.unedited.script import UneditedScript
 
 @contextmanager
 def recorded(
-    path: str, *, steps: int | None, inspect: bool, shift: bool, native: bool = False, turns: int | None = None
+    path: str,
+    *,
+    steps: int | None,
+    inspect: bool,
+    shift: bool,
+    native: bool = False,
+    turns: int | None = None,
+    batch_dim: int = 0,
 ) -> Iterator[None]:
     """Write the events of the training in the body to `path`, and last why it failed, if it did.
 
@@ -39,6 +46,7 @@ def recorded(
                 [JsonLines(path), run],
                 stop_after=steps,
                 inspect=inspect,
+                batch_dim=batch_dim,
                 between_steps=None if client is None else client.between_steps,
             )
             with recorder, script, client or nullcontext():
@@ -72,9 +80,10 @@ def main() -> None:
     parser.add_argument("--shift", action="store_true")
     parser.add_argument("--native", action="store_true")
     parser.add_argument("--turns", type=int)
+    parser.add_argument("--batch-dim", type=int, default=0)
     runner.add_arguments(parser)
     args = parser.parse_args()
-    options = {name: getattr(args, name) for name in ("steps", "inspect", "shift", "native", "turns")}
+    options = {name: getattr(args, name) for name in ("steps", "inspect", "shift", "native", "turns", "batch_dim")}
     runner.run(args, recorded(args.record, **options))
 
 

@@ -29,7 +29,7 @@ from amp_patch.lab.recording.single_steps import SingleSteps
 from amp_patch.lab.recording.sinks import Sink, sinks_for
 from amp_patch.lab.recording.size_advice import SizeAdvice
 from amp_patch.lab.recording.sizes import Sizes, alive
-from amp_patch.lab.recording.step import Body, samples_of, single_value
+from amp_patch.lab.recording.step import Body, single_value, sizes_of
 from amp_patch.lab.recording.step_clock import StepClock
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.support import distributed
@@ -129,6 +129,7 @@ class Recorder(Observer):
         stop_after: leave the training after so many steps, by raising `Enough` out of `optimizer.step()`.
         inspect: emit a "look" of the step after 1, 10, 100, ... steps. The times of such a step are NaN.
         activations: emit a "memory" of the third step, or of the last if that comes before; its times are NaN too.
+        batch_dim: which dimension of the model's first tensor has the samples.
         between_steps: called between two steps, each time that the sinks were flushed; its time is in no step.
 
     Attributes:
@@ -146,6 +147,7 @@ class Recorder(Observer):
         stop_after: int | None = None,
         inspect: bool = False,
         activations: bool = True,
+        batch_dim: int = 0,
         between_steps: Callable[[], None] | None = None,
     ) -> None:
         if stop_after is not None and (isinstance(stop_after, bool) or stop_after < 1):
@@ -157,6 +159,7 @@ class Recorder(Observer):
         self._between_steps = between_steps
         self._stop_after = stop_after
         self._inspect = inspect
+        self._batch_dim = batch_dim
         self._weigh_after = min(3, stop_after or 3) - 1 if activations else 0
 
     def __enter__(self) -> Recorder:
@@ -171,6 +174,7 @@ class Recorder(Observer):
         self._size_advice = SizeAdvice(lambda lines: self._outbox.put({"event": "advice", "lines": lines}))
         self._measure_after = 1
         self._ended = False
+        self._sizes_given: list[int] = []
         self._looks = SingleSteps(self._inspect, self._weigh_after, self._outbox.put)
         self._peak = PeakMemory()
         self._clock = StepClock()
@@ -200,7 +204,8 @@ class Recorder(Observer):
         self._looks.abandon()
         self._sizes.measure()
         peak = self._peak.read(self._device or "cpu")
-        self._outbox.put({"event": "end", **self._sizes.bytes, "peak_memory": peak})
+        sizes = {**self._sizes.bytes, "given": self._sizes_given}
+        self._outbox.put({"event": "end", **sizes, "peak_memory": peak})
 
     def close(self, *events: Event) -> None:
         """Give the sinks these last events, behind the "end", and close them. Does nothing in a fork."""
@@ -270,7 +275,10 @@ class Recorder(Observer):
         if self._clock.forward_begins(model):
             self._looks.forward_begins(args, kwargs)
             # Assigned, not added: an earlier forward whose samples no loss has claimed was no part of the step.
-            self._clock.step.unclaimed_samples = samples_of(args, kwargs)
+            sizes = sizes_of(args, kwargs)
+            self._sizes_given = self._sizes_given or sizes
+            known = -len(sizes) <= self._batch_dim < len(sizes)
+            self._clock.step.unclaimed_samples = sizes[self._batch_dim] if known else 0
         if eager and self._device in size_advice.DEVICES:
             self._size_advice.forward_begins(model)
 

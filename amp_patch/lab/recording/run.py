@@ -83,7 +83,9 @@ class Run:
         parts: name in PARTS -> the part of that time.
         scale: the loss scale (of loss_id 0, where there are several) that the step's gradients were scaled by.
         skipped: whether an overflow made the optimizer skip the step.
-        samples: the first dimension of the model's first tensor, summed over the micro-batches; 0 where unknown.
+        samples: the first dimension of the model's first tensor (or the one that the recording was told), summed over
+            the micro-batches; 0 where unknown.
+        given: the sizes of that tensor, in the first step.
         weights, masters, gradients, state: what the model's parameters, the masters that are tensors of their own, the
             gradients at the end of a step's backward (of either), and the optimizer's state take.
         activations: what autograd had saved for the backward pass of one step (the third, or the last of fewer), where
@@ -118,6 +120,7 @@ class Run:
     scale: list[float] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
+    given: list[int] = field(default_factory=list)
     weights: int = 0
     masters: int = 0
     gradients: int = 0
