@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import time
@@ -13,6 +14,7 @@ from amp_patch.lab import wording
 from amp_patch.lab.comparison.other_work import OtherWork
 
 _SIZE, _TURNS = 256, 5  # size and count of the timed products: a second with the slowest kernels
+_LIMITING = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
 SLOW = 1.3  # times the time of the other way, above which the clock disagrees with the decision
 
 
@@ -31,6 +33,7 @@ def machine(load: OtherWork | None = None) -> dict[str, str]:
         "gpu": ", ".join(devices) or "none",
         **low_precision(),
         **({"lacks": " ".join(lacking())} if lacking() else {}),
+        **({"limited": limited} if (limited := " ".join(_limits())) else {}),
         **({"load": busy} if busy is not None else {}),
     }
 
@@ -88,6 +91,11 @@ def products_in_words(dtype: torch.dtype) -> str:
         disagrees = native > SLOW * emulated
     other = "native" if not has_arithmetic(dtype) else "emulate"
     return f'{said}; by this clock cpu_half="{other}" is faster' if disagrees else said
+
+
+def _limits() -> list[str]:
+    """The variables of the environment that keep torch from instructions which the CPU has, as they are set."""
+    return [f"{name}={os.environ[name]}" for name in _LIMITING if os.environ.get(name)]
 
 
 def processor() -> str:

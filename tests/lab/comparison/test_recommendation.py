@@ -320,11 +320,25 @@ def test_a_report_in_json_gives_the_comparison_back():
     assert [len(run["loss"]) for run in told["runs"]] == [40, 40, 40, 40, 0]
 
 
-def test_the_machine():
+def test_the_machine(monkeypatch):
     told = machine()
-    assert set(told) - {"tensor_cores", "lacks"} == {"torch", "python", "cpu", "threads", "gpu", "bfloat16", "float16"}
+    assert set(told) - {"tensor_cores", "lacks", "limited"} == {
+        "torch",
+        "python",
+        "cpu",
+        "threads",
+        "gpu",
+        "bfloat16",
+        "float16",
+    }
     assert ("tensor_cores" in told) is torch.cuda.is_available()
     assert all(isinstance(value, str) and value for value in told.values())
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    monkeypatch.setattr("amp_patch.lab.comparison.machine.has_arithmetic", lambda dtype: dtype is torch.float16)
+    told = machine()
+    assert "ONEDNN_MAX_CPU_ISA=AVX2" in told["limited"] and told["lacks"] == "bfloat16"
+    monkeypatch.setattr("amp_patch.lab.comparison.machine.has_arithmetic", lambda dtype: True)
+    assert "lacks" not in machine()
     assert re.match(r"\d+\.\d+", told["torch"]) and int(told["threads"]) == 1
 
 
