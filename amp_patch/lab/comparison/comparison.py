@@ -114,8 +114,8 @@ class Comparison:
                 f"steps, or more than {whole_percent(SKIPPED_SHARE)} and {SKIPPED_STEPS} of them, is not recommended.",
                 "Times: the median step of each run, without the first tenth of the steps; the speed is the ratio of",
                 "the runs' medians, its range that of the ratios of each seed. A level is faster or slower only if it",
-                "is with all seeds (with one: if the quartiles of its step times are), and with one of them by more",
-                f"than {whole_percent(ALIKE - 1)}; within that it is as fast.",
+                "is with all seeds (with one: if the quartiles of its step times are), slower only by more than",
+                f"{whole_percent(ALIKE - 1)} in the median; within that memory counts more than time.",
                 "O3, which keeps no FP32 weights, is recommended only where it is compared alone.",
             ]
         )

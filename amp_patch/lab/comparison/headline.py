@@ -78,7 +78,8 @@ def why(comparison: Comparison) -> str:
     if best is base:
         return _capital(f"{of_others(found, base)}.")
     first = f"The {'fastest' if 'faster' in found.because else 'smallest'} level that is as good as {base.name}"
-    first += f"; none as good is faster than {base.name}" if "smaller" in found.because else ""
+    some = any(level.finding.sound and level.speedup and level.speedup.pace == "faster" for level in comparison.levels)
+    first += f"; none as good is {'much ' * some}faster than {base.name}" if "smaller" in found.because else ""
     room = larger_batch(best, base) if "smaller" in found.because else ""
     return f"{first}: {_result(comparison, best, base)}" + (f" {room}." if room else "")
 

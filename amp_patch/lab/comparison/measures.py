@@ -23,12 +23,20 @@ class Ratio(NamedTuple):
 
     @property
     def pace(self) -> str:
-        """ "as fast", within `ALIKE` of the baseline; "faster" or "slower" with all seeds; else "not clear"."""
-        if self.low >= 1 / ALIKE and self.high <= ALIKE:
-            return "as fast"
+        """ "faster" with all seeds; "slower" with all, by more than `ALIKE` in the median; "as fast", if by less, or
+        with none by more; else "not clear".
+        """
         if self.low > 1:
             return "faster"
-        return "slower" if self.high < 1 else "not clear"
+        if self.high < 1 and self.median < 1 / ALIKE:
+            return "slower"
+        alike = self.low >= 1 / ALIKE and self.high <= ALIKE
+        return "as fast" if alike or self.high < 1 else "not clear"
+
+    @property
+    def gains_much(self) -> bool:
+        """Whether it is faster with all seeds, and by more than `ALIKE` in the median."""
+        return self.pace == "faster" and self.median > ALIKE
 
 
 def common_steps(runs: Sequence[Run]) -> int:

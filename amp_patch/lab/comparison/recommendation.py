@@ -45,7 +45,9 @@ class Recommendation:
 
 
 def recommend(levels: Sequence[LevelResult], base: LevelResult) -> Recommendation:
-    """The fastest sound level; else the smallest that is as fast; else the baseline, and why not the others."""
+    """The fastest sound level; where none is by much, the smallest that is as fast; else the baseline, and why not the
+    others.
+    """
     others = [level for level in levels if level is not base and level.runs]
     sure = not any(level.finding.kind in _OPEN for level in levels)
     sound = [level for level in others if level.finding.sound]
@@ -54,14 +56,16 @@ def recommend(levels: Sequence[LevelResult], base: LevelResult) -> Recommendatio
     asked = not any(level.keeps_fp32_weights and level.level != base.level for level in levels)
     usable = [level for level in well if asked or level.keeps_fp32_weights]
     faster = [level for level in usable if level.speedup is not None and level.speedup.pace == "faster"]
-    if faster:
-        best = max(faster, key=lambda level: level.speedup or Ratio(0, 0, 0))
-        return Recommendation(best, {"faster": [best]}, sure)
+    fastest = max(faster, key=lambda level: level.speedup or Ratio(0, 0, 0), default=base)
+    if fastest.speedup is not None and fastest.speedup.gains_much:
+        return Recommendation(fastest, {"faster": [fastest]}, sure)
     smaller = [level for level in usable if is_smaller(level, base)]
     as_fast = [level for level in smaller if level.speedup is None or level.speedup.pace != "slower"]
     if as_fast:
         best = min(as_fast, key=lambda level: level.memory or 1.0)
         return Recommendation(best, {"smaller": [best]}, sure)
+    if faster:
+        return Recommendation(fastest, {"faster": [fastest]}, sure)
     timed = [level for level in usable if level.speedup is not None]
     because = {
         "slower": smaller,
@@ -81,7 +85,7 @@ def recommend(levels: Sequence[LevelResult], base: LevelResult) -> Recommendatio
 def summary(found: Recommendation, base: LevelResult) -> str:
     """What to use, and why, in one or two sentences."""
     best = found.level
-    as_fast = best.speedup is not None and best.speedup.pace == "as fast"
+    as_fast = best.speedup is not None and best.speedup.pace in ("as fast", "faster")
     room = larger_batch(best, base) if "smaller" in found.because else ""
     also = f" {room}." if room else ""
     if "faster" in found.because or ("smaller" in found.because and as_fast):

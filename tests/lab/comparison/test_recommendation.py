@@ -89,6 +89,24 @@ def test_the_recommendation():
             "Use O5 BF16: as fast as O0 (0.97x to 0.99x), 0.60 of its memory; final loss ",
             ("Use O5 (BF16)", "40 % less memory, as fast, same loss over 3 seeds", "use this"),
         ),
+        (  # and with one of them by more, when something else ran
+            (10.2, 10.1, 11.0),
+            0.6,
+            "Use O5 BF16: as fast as O0 (0.91x to 0.99x), 0.60 of its memory; final loss ",
+            ("Use O5 (BF16)", "40 % less memory, as fast, same loss over 3 seeds", "use this"),
+        ),
+        (  # as little faster is no reason before memory
+            (9.8, 9.9, 9.0),
+            0.6,
+            "Use O5 BF16: 1.02x faster than O0 (1.01 to 1.11), 0.60 of its memory; final loss ",
+            ("Use O5 (BF16)", "40 % less memory, 1.02x faster, same loss over 3 seeds", "use this"),
+        ),
+        (
+            (9.8, 9.9, 9.0),
+            1.0,
+            "Use O5 BF16: 1.02x faster than O0 (1.01 to 1.11), the same memory; final loss ",
+            ("Use O5 (BF16)", "1.02x faster, same memory, same loss over 3 seeds", "use this"),
+        ),
         (
             (8.0, 10.0, 12.5),
             0.6,
