@@ -7,6 +7,7 @@ What a training need not have (recording, comparison, diagnosis, the graph) is i
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 try:
