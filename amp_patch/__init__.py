@@ -7,7 +7,21 @@ What a training need not have (recording, comparison, diagnosis, the graph) is i
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+try:
+    import torch as _  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    needed = (
+        f"amp_patch: there is no torch in this Python ({sys.executable}). Install it first, by `pip install torch` or "
+        "the command that https://pytorch.org/get-started/locally has for your CUDA; it must be 2.6 or newer"
+    )
+    if sys.argv[:1] == ["-m"]:  # `python -m amp_patch`: Python imports the package before __main__.py
+        sys.exit(needed)
+    raise ModuleNotFoundError(needed, name="torch") from None
 
 from torch.amp import is_autocast_available
 from torch.nn import Module

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from amp_patch.lab.commands import batch_search, compare_folder
+from amp_patch.lab.commands import batch_search, compare_folder, compare_launcher
 from amp_patch.lab.commands.compare_arguments import defaults, plan_of
 from amp_patch.lab.commands.interrupts import Interrupts
 from amp_patch.lab.commands.report import comparison_of, print_any_letter, show
@@ -24,6 +24,7 @@ def compare(args: argparse.Namespace) -> None:
     """run a script at several opt levels, compare speed, memory and loss, and write a report"""
     print_any_letter()
     try:
+        compare_launcher.refuse_ranks()
         if args.resume is not None:
             args = compare_folder.resumed(args, defaults())
         plan = _checked(args)
@@ -38,6 +39,12 @@ def compare(args: argparse.Namespace) -> None:
         if args.batch_search is not None:
             sys.exit(batch_search.run(args, plan, interrupts))
         _tell_what_the_processor_lacks(plan)
+        if compare_launcher.shares_port() and not args.one_by_one:
+            print(
+                "MASTER_PORT is set, on which one run at a time can listen: each ends before the next begins",
+                flush=True,
+            )
+            args.one_by_one = True
         try:
             runs, asked, cut, load = _measure(plan, args, interrupts, found)
         except ComparisonRefused as error:

@@ -14,6 +14,7 @@ from amp_patch.lab.commands import compare_folder
 from amp_patch.lab.commands.compare_arguments import SEEDS, defaults, plan_of
 from amp_patch.lab.comparison import page, table
 from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.comparison.headline import how_to_use
 from amp_patch.lab.comparison.machine import machine
 from amp_patch.lab.comparison.plan import BASELINE, Plan
 from amp_patch.lab.recording.run import Run
@@ -71,6 +72,9 @@ def show(comparison: Comparison, folder: Path) -> int:
     """Write the report and print the table; 1 if that failed, or nothing can be compared."""
     failure, where = _write(comparison, folder)  # before the table: its reader may close the pipe
     lines = table.lines(comparison, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+    _, command = how_to_use(comparison)
+    if command:
+        lines.append(f"To use it without an edit: {command}")
     if comparison.cut:
         again = f"python -m amp_patch compare --resume {shlex.quote(str(folder))}"
         lines.append(f"To make the runs that are missing: {again}")

@@ -343,11 +343,11 @@ def test_a_script_that_is_not_there_is_told(tmp_path, monkeypatch, capsys):
     assert exit_.value.code == 2 and "no 'missing.py' here" in capsys.readouterr().err
 
 
-def finished(level, seed):
+def finished(level, seed, seconds=0.5):
     times = {part: [0.1] * 10 for part in PARTS}
     losses = [1.0 + 0.1 * seed] * 10
     steps = {"scale": [1.0] * 10, "skipped": [False] * 10, "samples": [8] * 10}
-    return Run(level, seed, device="cpu", loss=losses, seconds=[0.5] * 10, parts=times, **steps)
+    return Run(level, seed, device="cpu", loss=losses, seconds=[seconds] * 10, parts=times, **steps)
 
 
 def measured(*_) -> tuple[list[Run], int, int, OtherWork]:
@@ -414,8 +414,21 @@ def test_a_terminal_without_the_letters_has_the_table_and_the_report(tmp_path, m
     terminal.seek(0)
     printed = " ".join(terminal.read().split())
     assert "report.html" in printed and (tmp_path / "report.html").exists()
+    used = f"To use it without an edit: AMP_PATCH_OPT_LEVEL=O2 python -m amp_patch run {tmp_path / 'train.py'}"
+    assert used not in printed, "O0 is recommended"
     cores = OtherWork().cores
     assert f"Note: other work took {cores - 0.5:.1f} of" in printed and "the losses are not touched by it" in printed
+
+
+def test_the_command_that_trains_at_the_recommended_level_is_printed(tmp_path, monkeypatch, capsys):
+    (tmp_path / "train.py").write_text("")
+    runs = [finished(level, seed, 0.5 if level == "O0" else 0.25) for seed in range(3) for level in ("O0", "O2")]
+    monkeypatch.setattr(compare, "_measure", lambda *_: (runs, 6, 0, OtherWork()))
+    given = ["--levels", "O0,O2", "--device", "cpu", "--out", str(tmp_path), str(tmp_path / "train.py")]
+    main(["compare", *given, "--", "--name", "a b"])
+    ran = f"run --device cpu {tmp_path / 'train.py'} --name 'a b'"
+    used = f"To use it without an edit: AMP_PATCH_OPT_LEVEL=O2 python -m amp_patch {ran}\n"
+    assert used in capsys.readouterr().out
 
 
 def test_a_report_that_cannot_be_written_leaves_the_table(tmp_path, monkeypatch, capsys):
