@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from amp_patch.lab.diagnose.explain import explain
     from amp_patch.lab.diagnose.find_loss_scale import find_loss_scale
     from amp_patch.lab.diagnose.inspect import inspect
+    from amp_patch.lab.diagnose.output_distance import compare_outputs
     from amp_patch.lab.recording.recorder import log, record
 
 __version__ = "0.4.0"
@@ -67,6 +68,7 @@ __all__ = [
     "amp",
     "autocast",
     "compare",
+    "compare_outputs",
     "cpu",
     "cuda",
     "custom_bwd",
@@ -100,6 +102,7 @@ __all__ = [
 # Name -> the module that defines it, which is imported at the name's first use. `graph` is such a module itself.
 _LAZY = {
     "compare": "amp_patch.lab.comparison.notebook",
+    "compare_outputs": "amp_patch.lab.diagnose.output_distance",
     "explain": "amp_patch.lab.diagnose.explain",
     "find_loss_scale": "amp_patch.lab.diagnose.find_loss_scale",
     "graph": "amp_patch.graph",
