@@ -111,7 +111,7 @@ def sizes_of(args: Any, kwargs: Any) -> list[int]:
         tensor = args[0] if args and isinstance(args[0], Tensor) else next(iter(tree.tensors((args, kwargs))), None)
         if tensor is None:
             return []
-        return [tensor.size(0)] if tensor.is_nested else list(tensor.shape)  # only the first size of a nested one is one
+        return [tensor.size(0)] if tensor.is_nested else list(tensor.shape)  # a nested one has no other size
     except RuntimeError:  # a container that holds itself, or a tensor without sizes
         return []
 
