@@ -291,10 +291,11 @@ def load_state_dict(state_dict: dict[str, Any], optimizers: Any = None) -> None:
     if len(scalers) != len(state_dict):
         logger.warning("load_state_dict: %d loss scalers in the state, %d here", len(state_dict), len(scalers))
     chosen = [(s, state_dict[f"loss_scaler{i}"]) for i, s in enumerate(scalers) if f"loss_scaler{i}" in state_dict]
-    for _, entry in chosen:
+    for scaler, entry in chosen:
         if not {"loss_scale", "unskipped"} <= set(entry):
             raise RuntimeError(f"load_state_dict: a loss scaler has {sorted(entry)}; wanted loss_scale and unskipped")
         scale_number("load_state_dict: loss_scale", entry["loss_scale"])
+        scaler.check_beside(entry)
     for scaler, entry in chosen:
         scaler.load_state_dict(entry)
 

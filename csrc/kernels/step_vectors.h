@@ -16,6 +16,12 @@ inline Integers unless_zero(Integers high, Integers half) {
 }
 // One half of `v`, each element of 16 bits as one of 32 with its sign; and the low 16 bits of two registers, in order.
 inline Integers signed_from(Integers v, int which) { return _mm512_cvtepi16_epi32(half_of(v, which)); }
+inline Integers unsigned_from(Integers v, int which) { return _mm512_cvtepu16_epi32(half_of(v, which)); }
+// `v`, or 0 where the bits of `number`, its sign aside, are at least `bound`.
+inline Integers if_below(Integers number, int bound, Integers v) {
+  const Integers size = _mm512_and_si512(number, _mm512_set1_epi32(0x7FFFFFFF));
+  return _mm512_maskz_mov_epi32(_mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(bound)), v);
+}
 inline Integers low_halves(Integers a, Integers b) { return join(_mm512_cvtepi32_epi16(a), _mm512_cvtepi32_epi16(b)); }
 #else
 inline Lanes root(Lanes a) { return {_mm256_sqrt_ps(a.v)}; }
@@ -26,6 +32,11 @@ inline Integers unless_zero(Integers high, Integers half) {
   return _mm256_andnot_si256(_mm256_cmpeq_epi32(_mm256_slli_epi32(high, 1), _mm256_setzero_si256()), half);
 }
 inline Integers signed_from(Integers v, int which) { return _mm256_cvtepi16_epi32(half_of(v, which)); }
+inline Integers unsigned_from(Integers v, int which) { return _mm256_cvtepu16_epi32(half_of(v, which)); }
+inline Integers if_below(Integers number, int bound, Integers v) {
+  const Integers size = _mm256_and_si256(number, _mm256_set1_epi32(0x7FFFFFFF));
+  return _mm256_and_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(bound), size), v);
+}
 inline Integers low_halves(Integers a, Integers b) {
   const Integers low = _mm256_set1_epi32(0xFFFF);
   const Integers mixed = _mm256_packus_epi32(_mm256_and_si256(a, low), _mm256_and_si256(b, low));
@@ -40,6 +51,11 @@ inline Lanes times(Lanes a, Lanes b) { return a * b; }
 inline Lanes over(Lanes a, Lanes b) { return {a.v / b.v}; }
 inline Mask less(Lanes a, Lanes b) { return compare<_CMP_LT_OQ>(a.v, b.v); }
 inline Mask is_nan(Lanes a) { return !(a == a); }
+// The bits of numbers, each NaN as the one whose low half is 0.
+inline Integers numbers(Lanes p) {
+  const Lanes nan{same_bits<Register>(add(Integers(), 0x7FC00000))};
+  return same_bits<Integers>(where(is_nan(p), nan, p).v);
+}
 
 #endif
 
@@ -112,12 +128,49 @@ struct Loops {
       const Lanes master{same_bits<Register>(sum(high, unless_zero(high, half)))};
       return where(is_nan(master), Lanes{same_bits<Register>(high)}, master);
     }
-    static Integers numbers(Lanes p) {
-      const Lanes nan{same_bits<Register>(add(Integers(), 0x7FC00000))};
-      return same_bits<Integers>(where(is_nan(p), nan, p).v);
+#endif
+  };
+
+  // No master: the weight is read as FP32, and rounded stochastically by 16 random bits for each element.
+  struct Rounded {
+    c10::BFloat16* weights;
+    const uint16_t* random;
+
+    float read(int64_t i) const { return static_cast<float>(weights[i]); }
+    void write(int64_t i, float p) const { weights[i] = round_stochastically(p, random[i]); }
+#if AMP_PATCH_WIDTH > 1
+    Pair read_pair(int64_t i) const { return fetch(weights + i); }
+    void write_pair(int64_t i, Pair p) const {
+      const Integers bits = at<Integers>(random + i);
+      put<false>(static_cast<void*>(weights + i),
+                 high_halves(rounded_up(p.low, unsigned_from(bits, 0)), rounded_up(p.high, unsigned_from(bits, 1))));
+    }
+
+   private:
+    static Integers rounded_up(Lanes p, Integers bits) {
+      const Integers number = numbers(p);
+      return sum(number, if_below(number, kLargestBFloat16, bits));
     }
 #endif
   };
+
+  static constexpr int kGroups = 16;  // that fill_random makes at once, in vector registers
+
+  // The random bits of `count` groups of kDrawn elements from `first` on. `out` has room for a multiple of kGroups.
+  __attribute__((flatten)) static void fill_random(uint64_t seed, uint64_t draw, int64_t first, int64_t count,
+                                                   uint16_t* out) {
+    for (int64_t group = 0; group < count; group += kGroups) {
+      uint32_t words[4][kGroups];
+      random_words<kGroups>(seed, draw, first + group, words);
+      for (int g = 0; g < kGroups; ++g) {
+        for (int w = 0; w < 4; ++w) {
+          uint16_t* const pair = out + (group + g) * kDrawn + 2 * w;
+          pair[0] = static_cast<uint16_t>(words[w][g]);
+          pair[1] = static_cast<uint16_t>(words[w][g] >> 16);
+        }
+      }
+    }
+  }
 
   struct Set {
     // One step of `f` on n elements; where n is no multiple of 8, they are the last of their tensor.

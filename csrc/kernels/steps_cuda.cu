@@ -44,9 +44,9 @@ __global__ void __launch_bounds__(kThreads, 4)
 template <class Work, int kBytes>
 __global__ void __launch_bounds__(kThreads, 4)
     run_conversion(const __grid_constant__ Arguments<StepBlocks, kBytes> arguments, const StepBlocks* buffer, int count,
-                   int chunk) {
+                   int chunk, Work work) {
   const StepBlocks* rows = buffer != nullptr ? buffer : arguments.rows;
-  run_step_chunk(Work(), rows[row_of(rows, count, blockIdx.x)], chunk, blockIdx.x, static_cast<int>(threadIdx.x));
+  run_step_chunk(work, rows[row_of(rows, count, blockIdx.x)], chunk, blockIdx.x, static_cast<int>(threadIdx.x));
 }
 
 // A copy on the device of steps that lie on the CPU: kernels cannot read those.
@@ -102,7 +102,7 @@ struct CudaSteps {
                               constexpr int kBytes = std::decay_t<decltype(arguments)>::bytes;
                               count(arguments, buffer, extent);
                               run_steps<F, Rule, kBytes><<<static_cast<unsigned>(extent.blocks), kThreads, 0, stream>>>(
-                                  arguments, buffer, extent.rows, extent.chunk, StepWork<F>{f, {}}, rule, job.unscale,
+                                  arguments, buffer, extent.rows, extent.chunk, StepWork<F>{f, {}, job.seed}, rule, job.unscale,
                                   job.found_inf, own);
                               C10_CUDA_KERNEL_LAUNCH_CHECK();
                             });
@@ -113,12 +113,13 @@ struct CudaSteps {
     return true;
   }
 
-  static void split(const StepJob& job) { convert<SplitWork>(job); }
-  static void join(const StepJob& job) { convert<JoinWork>(job); }
+  static void split(const StepJob& job) { convert(job, StoreWork{0}); }
+  static void join(const StepJob& job) { convert(job, JoinWork()); }
+  static void stochastic_round(const StepJob& job) { convert(job, StoreWork{job.seed}); }
 
  private:
   template <class Work>
-  static void convert(const StepJob& job) {
+  static void convert(const StepJob& job, const Work& work) {
     const c10::cuda::CUDAGuard guard(job.device);
     const c10::NoGradGuard no_grad;
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(job.device.index());
@@ -127,7 +128,7 @@ struct CudaSteps {
                               constexpr int kBytes = std::decay_t<decltype(arguments)>::bytes;
                               run_conversion<Work, kBytes>
                                   <<<static_cast<unsigned>(extent.blocks), kThreads, 0, stream>>>(
-                                      arguments, buffer, extent.rows, extent.chunk);
+                                      arguments, buffer, extent.rows, extent.chunk, work);
                               C10_CUDA_KERNEL_LAUNCH_CHECK();
                             });
   }

@@ -16,8 +16,10 @@ from split_masters import (
     MAKERS,
     OPTIM,
     high_half,
+    is_split,
     iterate_split,
     loss_of,
+    low_half,
     net,
     opened,
     start_split,
@@ -28,7 +30,6 @@ from torch import Tensor, nn
 from training import ADAM, ADAMW, SGD, backward, images, masters_of, same, through_pickle
 
 from amp_patch import amp, multi_tensor
-from amp_patch.masters.split_master import is_split, low_half
 from amp_patch.support import tree
 
 every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
