@@ -33,8 +33,7 @@ def overridden(opt_level: str, options: Options) -> tuple[str, Options]:
     """The level and the options that the environment makes of a script's; without it the very same.
 
     ``AMP_PATCH_OPT_LEVEL`` replaces the level, ``AMP_PATCH_DTYPE`` ("float16", "bfloat16") the dtype at O1, O2 and O3;
-    ``AMP_PATCH_MASTER_WEIGHTS`` ("split", "stochastic") says how the masters of bfloat16 weights are kept, at O5 and O2,
-    and does nothing elsewhere.
+    ``AMP_PATCH_MASTER_WEIGHTS`` ("split", "stochastic") says how masters of bfloat16 weights are kept, at O5 and O2.
     All are read at each call, and an empty one is as none. At O0 by override nothing is left of the script's options.
     At a level that the script did not ask for an option is dropped if `resolve` refuses it there, or if it would undo
     the level (patch_torch_functions=False at O1, cast_model_type=torch.float32 at O2, torch.float16 at O5). What was

@@ -80,8 +80,8 @@ def initialize(
 
     The environment has the last word, so that a script can be tried at another level without an edit:
     ``AMP_PATCH_OPT_LEVEL`` ("O0" to "O5") takes the place of `opt_level`, ``AMP_PATCH_DTYPE`` ("float16", "bfloat16")
-    that of `dtype` at O1, O2 and O3, and ``AMP_PATCH_MASTER_WEIGHTS`` ("split") that of `master_weights` where the
-    weights are bfloat16. By it O0 is the plain FP32 script, whatever else is passed here; at another level
+    that of `dtype` at O1, O2 and O3, and ``AMP_PATCH_MASTER_WEIGHTS`` ("split", "stochastic") that of `master_weights`
+    where the weights are bfloat16. By it O0 is the plain FP32 script, whatever else is passed here; at another level
     the options that contradict it are dropped, and the log says which. All are read at each call; `enabled=False`
     stays off.
 
@@ -101,6 +101,8 @@ def initialize(
             level sets; None keeps it. Strings ("True", "dynamic", "128.0") are understood. master_weights="split" keeps
             of each FP32 master the 16 bits that its bfloat16 weight is not: 2 bytes a parameter in place of 4 (O5, and
             O2 in bfloat16; not for sharded parameters). Weights are then rounded to nearest with ties away from zero.
+            "stochastic" keeps nothing: each step reads the bfloat16 weight as FP32, and rounds what it becomes up or
+            down by chance, in proportion (for the same levels). `state_dict` has the seed of that chance.
         cast_model_outputs: dtype of the models' floating outputs. None: FP32 for a cast model, else untouched.
         num_losses: how many losses have a scale of their own; `scale_loss(loss_id=...)` chooses.
         verbosity: 0 silences the messages about overflow (logger "amp_patch"; only rank 0 speaks). 2: the next forward
@@ -251,7 +253,8 @@ def loss_scale(optimizers: Any, loss_id: int = 0) -> Tensor:
 def state_dict(optimizers: Any = None, *, destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """The loss scales of the training that these optimizers belong to, in Apex's form. Syncs with the device.
 
-    `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`; written into `destination` if given.
+    `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`; written into `destination` if given. With
+    `master_weights="stochastic"` the first has "stochastic_rounding" too: the seed and the steps that it rounds by.
 
     Args:
         optimizers: the optimizer, or a list of those, of one `initialize` call. None: of the newest call, as in Apex.

@@ -289,7 +289,7 @@ def _with_masters(policy: Policy, masters: bool | str) -> Policy:
     if masters in CLOSED and policy.cast_model_type is torch.float16:
         why = {
             SPLIT: "a bfloat16 weight is the high half of its FP32 master, a float16 one is no part of it",
-            STOCHASTIC: "a bfloat16 weight has FP32's range, a float16 one would overflow and underflow as it is trained",
+            STOCHASTIC: "a bfloat16 weight has FP32's range, a float16 one would overflow and underflow in training",
         }[str(masters)]
         raise ValueError(
             f"initialize: master_weights={masters!r} contradicts float16 weights, the type of opt_level "

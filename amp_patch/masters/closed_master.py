@@ -41,9 +41,10 @@ _ATTRIBUTES = ("form", "low_half", "draw", "edits", "weight", "joined", "capture
 
 # C++ code bypasses `__torch_function__`: make it raise instead of reading freed memory. Without the extension torch can
 # make only those functions raise that want a pointer to write to.
+_SUCH = "a master without memory of its own (master_weights='split' or 'stochastic')"
 _NO_MEMORY = (
-    "a master without memory of its own (master_weights='split' or 'stochastic') was handed to compiled code that does "
-    "not ask for its value: torch.func, TorchScript, to_dlpack or an extension; give it master.detach()"
+    f"{_SUCH} was handed to compiled code that does not ask for its value: torch.func, TorchScript, to_dlpack or an "
+    "extension; give it master.detach()"
 )
 _C: Any = multi_tensor.extension()
 _deny_memory: Any = getattr(_C, "deny_memory", lambda tensor, _: torch._C._set_throw_on_mutable_data_ptr(tensor))
@@ -58,6 +59,9 @@ class Form:
 
     is_exact = True  # whether what is written into a master is read from it again to the bit
     seed = 0  # of the draws by which kernels round weights
+
+    def check_step(self) -> None:
+        """Raise where no step can be made now."""
 
     def begin(self, param: Tensor, master: ClosedMaster, value: Tensor | None) -> None:
         """Keep `value`, FP32 and laid out as the weight `param`, as that of `master`; None: the weight has it."""
@@ -213,9 +217,11 @@ def materialize(masters: Iterable[Tensor]) -> None:
     From now on the memory counts, whatever their versions say: torch's fused kernels leave these as they are.
 
     Raises:
-        RuntimeError: the parameter of one is gone, and the value with it.
+        RuntimeError: the parameter of one is gone, and the value with it; what `check_step` of a form has.
     """
     closed = [master for master in masters if isinstance(master, ClosedMaster)]
+    for form in {master.form for master in closed if master.form is not None}:
+        form.check_step()
     with _opening:
         _bring_up_to_date(closed)
         for master in closed:
@@ -290,9 +296,8 @@ def _join(masters: list[ClosedMaster]) -> None:
             param = master.weight()
             if param is None:
                 raise RuntimeError(
-                    "a master without memory of its own (master_weights='split' or 'stochastic') was read whose "
-                    "parameter is gone, and the value with it; keep the model as long as its masters, or take copies "
-                    "of them before: [p.detach().clone() for p in amp.master_params(optimizer)]"
+                    f"{_SUCH} was read whose parameter is gone, and the value with it; keep the model as long as its "
+                    "masters, or copies of them: [p.detach().clone() for p in amp.master_params(optimizer)]"
                 )
             _give_memory(master, param)
             value = _DATA.__get__(master)  # a tensor with a version counter of its own: this is no edit
@@ -333,9 +338,8 @@ def store(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     written = [(param, master) for param, master in opened if not _kept_counts(master)]
     if device_sync.is_capturing() and not all(master.captured for _, master in written):
         raise RuntimeError(
-            "a master without memory of its own (master_weights='split' or 'stochastic') was written before the "
-            "capture of a CUDA graph began, and each replay would bring that value back; call the model, or its "
-            "state_dict(), between the write and the capture"
+            f"{_SUCH} was written before the capture of a CUDA graph began, and each replay would bring that value "
+            "back; call the model, or its state_dict(), between the write and the capture"
         )
     with _raw():
         _write_all(written)  # a call of its own: its lists hold the memory too
@@ -382,8 +386,7 @@ def drop_joined(masters: Iterable[Tensor]) -> None:
 @without_grad
 def release(masters: Iterable[Tensor]) -> list[ClosedMaster]:
     """`drop_joined`, save that masters whose memory somebody else holds are returned, to be joined anew by `follow`."""
-    opened = [m for m in masters if id(m) in _open and isinstance(m, ClosedMaster)] if _open else []
-    held = [master for master in opened if not _close(master)]
+    held = [m for m in masters if id(m) in _open and isinstance(m, ClosedMaster) and not _close(m)] if _open else []
     for master in held:
         _open.pop(id(master), None)
     return held

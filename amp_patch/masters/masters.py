@@ -22,7 +22,6 @@ from amp_patch.masters.grad_field import GRAD, with_gradient
 from amp_patch.masters.grad_route import GradRoute, route_through
 from amp_patch.masters.master import Master, take_masters
 from amp_patch.masters.recycled_memory import Recycled
-from amp_patch.masters.stochastic_master import refuse_capture
 from amp_patch.support.blocks import without_grad
 from amp_patch.support.patches import Installation
 from amp_patch.support.tensor_content import Again, hook_swaps, release_in_swaps
@@ -251,7 +250,9 @@ def kernel_tensors(masters: list[Any]) -> tuple[list[Tensor], int, list[int]]:
     """
     if not closed_master.used:
         return masters, 0, []
-    tensors, seed, draws = [], 0, []
+    tensors: list[Tensor] = []
+    draws: list[Any] = []
+    seed = 0
     for master in masters:
         tensor = master
         if type(master) is ClosedMaster and (form := master.form) is not None:
@@ -259,10 +260,10 @@ def kernel_tensors(masters: list[Any]) -> tuple[list[Tensor], int, list[int]]:
                 tensor = half
             elif (weight := master.weight()) is not None:
                 tensor, seed = weight, form.seed
+                if not draws:
+                    form.check_step()
                 draws.append(master.draw)
         tensors.append(tensor)
-    if draws:
-        refuse_capture()
     return tensors, seed, draws if len(draws) == len(masters) else []
 
 

@@ -1,4 +1,4 @@
-"""Masters that are nothing beside their BF16 weights: what is written into one is rounded stochastically into the weight.
+"""Masters that are nothing beside their BF16 weights: what is written into one is rounded into the weight by chance.
 
 So an update smaller than half the distance to the next BF16 number is made in a part of the steps, as often as it is
 large, where rounding to nearest would lose it in all of them.
@@ -25,9 +25,9 @@ _STEPS = (1 << _EDITS) - 1
 class Rounding(Form):
     """The chance by which one training's weights are rounded: a seed, and how often each was.
 
-    The bits of a step depend on the seed, on the number of the master, in the order in which optimizers got them, and on
-    how many steps that master has had. So they are the same on each process of a DDP training, in portions and in one
-    pass, and after a checkpoint with `state_dict`.
+    The bits of a step depend on the seed, on the number of the master (in the order in which optimizers got them), and
+    on how many steps that master has had. So they are the same on each process of a DDP training, in portions and in
+    one pass, and after a checkpoint with `state_dict`.
 
     Attributes:
         seed: of 63 bits; 0 unless somebody has loaded another, for processes that seed torch differently must agree.
@@ -50,6 +50,14 @@ class Rounding(Form):
     def _steps(self) -> dict[int, int]:
         return {number: _known(master) & _STEPS for number, master in self._alive().items()}
 
+    def check_step(self) -> None:
+        """Raise in the capture of a CUDA graph: each replay would round by the draws of now, and lose the same part."""
+        if device_sync.is_capturing():
+            raise RuntimeError(
+                "a step with master_weights='stochastic' cannot be captured in a CUDA graph: each replay would round "
+                "with the random bits of the capture; leave the step out of the graph, or use master_weights='split'"
+            )
+
     def begin(self, param: Tensor, master: ClosedMaster, value: Tensor | None) -> None:
         if value is not None:  # to the nearest: that this is no update, which might get lost
             multi_tensor.multi_tensor_scale([value], [param], 1.0)
@@ -63,7 +71,7 @@ class Rounding(Form):
         multi_tensor.multi_tensor_scale([weight for weight, _, _ in masters], [value for _, _, value in masters], 1.0)
 
     def write(self, masters: list[tuple[Tensor, ClosedMaster, Tensor]]) -> None:
-        refuse_capture()
+        self.check_step()
         draws = [self._draw(master) for _, master, _ in masters]
         multi_tensor.multi_tensor_stochastic_round(
             [value for _, _, value in masters], [weight for weight, _, _ in masters], self.seed, draws
@@ -99,15 +107,6 @@ def note_stepped(masters: list[Any]) -> None:
     """Let the next steps of `masters`, which a kernel has stepped, have other draws."""
     for master in masters:
         master.draw, master.edits = master.draw + 1, 0
-
-
-def refuse_capture() -> None:
-    """Raise in the capture of a CUDA graph: each replay would round by the draws of now, and lose the same updates."""
-    if device_sync.is_capturing():
-        raise RuntimeError(
-            "a step with master_weights='stochastic' cannot be captured in a CUDA graph: each replay would round with "
-            "the random bits of the capture; leave the step out of the graph, or use master_weights='split'"
-        )
 
 
 def _known(master: ClosedMaster) -> int:

@@ -322,7 +322,7 @@ def _is_int64(value: object) -> bool:
 
 
 def _check_halves(halves: TensorList, tensors: Tensors, weights: Tensors) -> None:
-    """Raise where an int16 tensor, the half of a split master, has no bfloat16 weight beside it, or a weight has one."""
+    """Raise where an int16 tensor, the half of a split master, has no bfloat16 weight beside it; or a weight has."""
     for i, t in enumerate(tensors):
         if t.dtype == torch.bfloat16 and weights:
             raise TypeError(

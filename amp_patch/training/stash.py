@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.masters import clipping
-from amp_patch.masters.grad_field import own_grad, with_gradient
 from amp_patch.masters.closed_master import Form
+from amp_patch.masters.grad_field import own_grad, with_gradient
 from amp_patch.masters.gradients import Aside
 from amp_patch.masters.of_optimizer import Masters
 from amp_patch.masters.split_master import HALVES

@@ -11,34 +11,30 @@ namespace amp_patch {
 
 constexpr int kDrawn = 8;  // elements that one counter serves, 16 bits for each
 
-// L counters at once, each of four words: c[word][lane] become random words.
-template <int L>
-AMP_PATCH_ELEMENT void philox(uint32_t (&c)[4][L], uint32_t key0, uint32_t key1) {
-  for (int round = 0; round < 10; ++round) {
-    for (int l = 0; l < L; ++l) {
-      const uint64_t first = uint64_t{0xD2511F53u} * c[0][l], second = uint64_t{0xCD9E8D57u} * c[2][l];
-      const uint32_t c1 = c[1][l], c3 = c[3][l];
-      c[0][l] = static_cast<uint32_t>(second >> 32) ^ c1 ^ key0;
-      c[1][l] = static_cast<uint32_t>(second);
-      c[2][l] = static_cast<uint32_t>(first >> 32) ^ c3 ^ key1;
-      c[3][l] = static_cast<uint32_t>(first);
-    }
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
-  }
-}
+constexpr int kPhiloxRounds = 10;
+constexpr uint32_t kPhiloxFactors[2] = {0xD2511F53u, 0xCD9E8D57u}, kPhiloxKeys[2] = {0x9E3779B9u, 0xBB67AE85u};
 
-// The bits of L groups of kDrawn elements, from group `first` of a tensor on: element 2 * w of a group has the low half
-// of words[w], element 2 * w + 1 the high half.
-template <int L>
-AMP_PATCH_ELEMENT void random_words(uint64_t seed, uint64_t draw, uint64_t first, uint32_t (&words)[4][L]) {
-  for (int l = 0; l < L; ++l) {
-    words[0][l] = static_cast<uint32_t>(first + l);
-    words[1][l] = static_cast<uint32_t>((first + l) >> 32);
-    words[2][l] = static_cast<uint32_t>(draw);
-    words[3][l] = static_cast<uint32_t>(draw >> 32);
+// The bits of group `group` of a tensor's elements: element 2 * w of it has the low half of words[w], element 2 * w + 1
+// the high half. On the CPU step_vectors.h has the same for vector registers.
+AMP_PATCH_ELEMENT void random_words(uint64_t seed, uint64_t draw, uint64_t group, uint32_t (&words)[4]) {
+  constexpr uint32_t kFactor0 = kPhiloxFactors[0], kFactor1 = kPhiloxFactors[1];
+  constexpr uint32_t kKey0 = kPhiloxKeys[0], kKey1 = kPhiloxKeys[1];
+  uint32_t c0 = static_cast<uint32_t>(group), c1 = static_cast<uint32_t>(group >> 32);
+  uint32_t c2 = static_cast<uint32_t>(draw), c3 = static_cast<uint32_t>(draw >> 32);
+  uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    const uint64_t first = uint64_t{kFactor0} * c0, second = uint64_t{kFactor1} * c2;
+    c0 = static_cast<uint32_t>(second >> 32) ^ c1 ^ key0;
+    c1 = static_cast<uint32_t>(second);
+    c2 = static_cast<uint32_t>(first >> 32) ^ c3 ^ key1;
+    c3 = static_cast<uint32_t>(first);
+    key0 += kKey0;
+    key1 += kKey1;
   }
-  philox<L>(words, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+  words[0] = c0;
+  words[1] = c1;
+  words[2] = c2;
+  words[3] = c3;
 }
 
 }  // namespace amp_patch

@@ -117,14 +117,14 @@ C10_HOST_DEVICE inline Pack<uint16_t, V> random_pack(const StepBlocks& row, uint
   static_assert(kDrawn % V == 0, "packs begin at multiples of V: chunks do");
   const int64_t element = row.before + at * V;
   const int within = static_cast<int>(element % kDrawn);
-  uint32_t words[4][1];
-  random_words<1>(seed, row.draw, static_cast<uint64_t>(element / kDrawn), words);
+  uint32_t words[4];
+  random_words(seed, row.draw, static_cast<uint64_t>(element / kDrawn), words);
   Pack<uint16_t, V> bits;
   AMP_PATCH_UNROLL
   for (int v = 0; v < V; ++v) {
-    uint32_t word = words[0][0];  // an index known at run time would have the words in memory
+    uint32_t word = words[0];  // an index known at run time would have the words in memory
     AMP_PATCH_UNROLL
-    for (int w = 1; w < 4; ++w) word = (within + v) / 2 == w ? words[w][0] : word;
+    for (int w = 1; w < 4; ++w) word = (within + v) / 2 == w ? words[w] : word;
     bits.element[v] = static_cast<uint16_t>(word >> 16 * ((within + v) % 2));
   }
   return bits;

@@ -24,8 +24,8 @@ struct StepJob {
   std::vector<Number> kept;  // owns the tensors that `unscale` points into
 };
 
-// The random bits of parameters without masters: a draw for each, which no two steps of one tensor share. Empty: there is
-// no such parameter.
+// The random bits of parameters without masters: a draw for each, which no two steps of one tensor share. Empty: there
+// is no such parameter.
 using DrawList = std::vector<int64_t>;
 
 template <class Loop>
@@ -184,13 +184,9 @@ StepJob check_steps(const std::vector<StepList>& lists, const Tensors& steps, co
                     std::initializer_list<const Number*> numbers, const MaybeTensor& found_inf, bool maximize = false,
                     int64_t seed = 0, const DrawList& draws = {}) {
   const Tensors& params = *lists[1].tensors;
-  StepJob job{c10::Device(Loop::device),
-              {},
-              false,
-              {{{1, nullptr, nullptr}, {1, nullptr, nullptr}}, maximize},
-              nullptr,
-              static_cast<uint64_t>(seed),
-              {}};
+  StepJob job{
+      c10::Device(Loop::device),   {}, false, {{{1, nullptr, nullptr}, {1, nullptr, nullptr}}, maximize}, nullptr,
+      static_cast<uint64_t>(seed), {}};
   if (!params.empty() && params[0].defined()) job.device = params[0].device();
   if (params.empty() && found_inf.has_value() && found_inf->defined()) job.device = found_inf->device();
   require(job.device.type() == Loop::device, "device");

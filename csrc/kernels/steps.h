@@ -76,9 +76,9 @@ AMP_PATCH_ELEMENT float join(c10::BFloat16 weight, int16_t half) {
   return high << 1 == 0 || is_nan(master) ? from_bits(high) : master;
 }
 
-// Stochastic rounding: an FP32 number as the BF16 number below or above it, by 16 random bits, in proportion to how near
-// each is. So the mean is the number itself. One that BF16 has stays, and no finite number becomes an infinity: beyond
-// the largest BF16 number there is none to round to.
+// Stochastic rounding: an FP32 number as the BF16 number below or above it, by 16 random bits, in proportion to how
+// near each is. So the mean is the number itself. One that BF16 has stays, and no finite number becomes an infinity:
+// beyond the largest BF16 number there is none to round to.
 constexpr uint32_t kLargestBFloat16 = 0x7F7F0000u;
 
 AMP_PATCH_ELEMENT c10::BFloat16 round_stochastically(float x, uint16_t random) {

@@ -96,8 +96,8 @@ void with_masters(const StepRow& row, int64_t begin, const uint16_t* random, con
   }
 }
 
-// visit(begin, end, random) for parts of a chunk: the whole of it, or where its elements are rounded stochastically such
-// parts whose random bits stay in the innermost cache.
+// visit(begin, end, random) for parts of a chunk: the whole of it, or where its elements are rounded stochastically
+// such parts whose random bits stay in the innermost cache.
 template <class Loops, class Visit>
 void with_random(const StepRow& row, uint64_t seed, int64_t begin, int64_t end, const Visit& visit) {
   if (row.dtype[kParam] != at::kBFloat16) return visit(begin, end, static_cast<const uint16_t*>(nullptr));

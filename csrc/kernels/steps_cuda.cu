@@ -102,8 +102,8 @@ struct CudaSteps {
                               constexpr int kBytes = std::decay_t<decltype(arguments)>::bytes;
                               count(arguments, buffer, extent);
                               run_steps<F, Rule, kBytes><<<static_cast<unsigned>(extent.blocks), kThreads, 0, stream>>>(
-                                  arguments, buffer, extent.rows, extent.chunk, StepWork<F>{f, {}, job.seed}, rule, job.unscale,
-                                  job.found_inf, own);
+                                  arguments, buffer, extent.rows, extent.chunk, StepWork<F>{f, {}, job.seed}, rule,
+                                  job.unscale, job.found_inf, own);
                               C10_CUDA_KERNEL_LAUNCH_CHECK();
                             });
     // Count last, when nothing can fail any more: steps are counted if and only if they are made.

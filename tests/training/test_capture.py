@@ -324,7 +324,7 @@ def test_masters_that_wait_to_be_split_are_not_captured(maker, capturing):
     with torch.no_grad():
         next(amp.master_params(optimizer)).mul_(2)
     capturing["on"] = True
-    with pytest.raises(RuntimeError, match=r"a split master .* was written before the capture of a CUDA graph began"):
+    with pytest.raises(RuntimeError, match="was written before the capture of a CUDA graph began"):
         model(training.images(1)[0])
     capturing["on"] = False
     model(training.images(1)[0])
