@@ -79,7 +79,9 @@ C10_HOST_DEVICE inline MasterBits<V> read_masters(const StepRow& row, int64_t at
 }
 
 // The masters themselves: joined, or with what a user wrote into their weights.
-template <int V>
+// kRounds: there may be weights without masters. Without, the code that rounds them stochastically is no burden to
+// others: it takes registers.
+template <int V, bool kRounds>
 C10_HOST_DEVICE inline Pack<float, V> join_masters(const StepRow& row, const MasterBits<V>& bits) {
   if (row.dtype[kParam] == c10::ScalarType::Short) {
     const auto halves = bits.param.template as<int16_t>();
@@ -89,7 +91,7 @@ C10_HOST_DEVICE inline Pack<float, V> join_masters(const StepRow& row, const Mas
     for (int v = 0; v < V; ++v) p.element[v] = join(weights.element[v], halves.element[v]);
     return p;
   }
-  if (row.dtype[kParam] == c10::ScalarType::BFloat16) {
+  if (kRounds && row.dtype[kParam] == c10::ScalarType::BFloat16) {
     const auto weights = bits.param.template as<c10::BFloat16>();
     Pack<float, V> p;
     AMP_PATCH_UNROLL
@@ -130,9 +132,9 @@ C10_HOST_DEVICE inline Pack<uint16_t, V> random_pack(const StepBlocks& row, uint
   return bits;
 }
 
-template <int V>
+template <int V, bool kRounds>
 C10_HOST_DEVICE inline void write_masters(const StepBlocks& row, uint64_t seed, int64_t at, const Pack<float, V>& p) {
-  if (row.dtype[kParam] == c10::ScalarType::BFloat16) {
+  if (kRounds && row.dtype[kParam] == c10::ScalarType::BFloat16) {
     const Pack<uint16_t, V> random = random_pack<V>(row, seed, at);
     Pack<c10::BFloat16, V> weights;
     AMP_PATCH_UNROLL
@@ -161,7 +163,7 @@ C10_HOST_DEVICE inline void write_masters(const StepBlocks& row, uint64_t seed, 
 }
 
 // Work of a thread on packs of V elements. The three kinds of work have run<V>(row, at).
-template <class F>
+template <class F, bool kRounds>
 struct StepWork {
   F f;
   typename F::Rates rates;
@@ -183,7 +185,7 @@ struct StepWork {
       AMP_PATCH_UNROLL
       for (int v = 0; v < V; ++v) g.element[v] = static_cast<float>(pack.element[v]);
     });
-    Pack<float, V> p = join_masters<V>(row, masters);
+    Pack<float, V> p = join_masters<V, kRounds>(row, masters);
     AMP_PATCH_UNROLL
     for (int v = 0; v < V; ++v) {
       float own[S + 1];
@@ -193,25 +195,26 @@ struct StepWork {
       AMP_PATCH_UNROLL
       for (int s = 0; s < S; ++s) states[s].element[v] = own[s];
     }
-    write_masters<V>(row, seed, at, p);
+    write_masters<V, kRounds>(row, seed, at, p);
     AMP_PATCH_UNROLL
     for (int s = 0; s < S; ++s) write_pack(row, kState + s, at, states[s]);
   }
 };
 
 // Whole masters, at kGrad, into split ones or rounded weights; and split ones back.
+template <bool kRounds>
 struct StoreWork {
   uint64_t seed;
 
   template <int V>
   C10_HOST_DEVICE void run(const StepBlocks& row, int64_t at) const {
-    write_masters<V>(row, seed, at, read_bits<V>(row, kGrad, at).template as<float>());
+    write_masters<V, kRounds>(row, seed, at, read_bits<V>(row, kGrad, at).template as<float>());
   }
 };
 struct JoinWork {
   template <int V>
   C10_HOST_DEVICE void run(const StepBlocks& row, int64_t at) const {
-    write_pack(row, kGrad, at, join_masters<V>(row, read_masters<V>(row, at)));
+    write_pack(row, kGrad, at, join_masters<V, false>(row, read_masters<V>(row, at)));
   }
 };
 

@@ -208,8 +208,8 @@ void run_places(const std::vector<StepBlocks>& rows, const Options& options, See
 constexpr uint64_t kSeed = 7, kFirstDraw = uint64_t{3} << 40;
 
 template <class F>
-StepWork<F> with_numbers(const double* numbers, bool flag) {
-  StepWork<F> work{};
+StepWork<F, true> with_numbers(const double* numbers, bool flag) {
+  StepWork<F, true> work{};
   work.seed = kSeed;
   F& f = work.f;
   f.unscale = UnscaleRule{{{static_cast<float>(numbers[0]), nullptr, nullptr}, {1, nullptr, nullptr}}, flag}.unscale();
@@ -277,8 +277,8 @@ extern "C" int emulate_step(const char* op, int64_t count, const Places* places,
       work.rates = SgdRule{lr}.rates();
       return plainly(work), 0;
     }
-    if (!std::strcmp(op, "split")) return plainly(StoreWork{0}), 0;
-    if (!std::strcmp(op, "stochastic_round")) return plainly(StoreWork{kSeed}), 0;
+    if (!std::strcmp(op, "split")) return plainly(StoreWork<false>{0}), 0;
+    if (!std::strcmp(op, "stochastic_round")) return plainly(StoreWork<true>{kSeed}), 0;
     if (!std::strcmp(op, "join")) return plainly(JoinWork()), 0;
     return 1;
   });
