@@ -236,7 +236,7 @@ def test_lines_of_json_are_the_run_and_are_there_while_it_goes_on(tmp_path):
         amp.log(accuracy=math.nan)
         one_step(model, optimizer)
         killed = read_lines(path.read_text().splitlines())
-    assert sum(event["event"] in ("step", "updates") for event in killed) >= 49
+    assert sum(event["event"] == "step" for event in killed) >= 40, "a batch is 50 events"
     again = Run("")
     for event in read_lines(path.read_text().splitlines()):
         again.add(event)
