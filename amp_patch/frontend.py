@@ -18,7 +18,7 @@ from amp_patch.model import fsdp, incoming
 from amp_patch.model import tensors as model_tensors
 from amp_patch.model.fsdp import no_masters
 from amp_patch.model.keep_fp32 import KeepFP32, kept_modules
-from amp_patch.policy import CpuHalf, Flag, LowName, Options, Policy, Split, resolve, scale_number
+from amp_patch.policy import Closed, CpuHalf, Flag, LowName, Options, Policy, resolve, scale_number
 from amp_patch.support import compiled
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Attempts, installations
@@ -88,7 +88,7 @@ def initialize(
     cast_model_type: torch.dtype | None = None,
     patch_torch_functions: Flag | None = None,
     keep_batchnorm_fp32: Flag | None = None,
-    master_weights: Flag | Split | None = None,
+    master_weights: Flag | Closed | None = None,
     loss_scale: float | str | None = None,
     cast_model_outputs: torch.dtype | None = None,
     num_losses: int = 1,
