@@ -192,8 +192,8 @@ def test_whoever_looks_finds_the_weight_in_fp32_and_writes_are_rounded_by_chance
             for master in amp.master_params(optimizer):
                 master.mul_(1.01)
         loss_of(model, 9)  # a forward
+        assert same(held, [w.float() for w in wanted]), "what shares the memory sees the rounding, with no read between"
         assert same(model.parameters(), wanted) and same(amp.master_params(optimizer), [w.float() for w in wanted])
-        assert same(held, amp.master_params(optimizer)), "what shares the memory sees the rounding"
     del held
     with torch.no_grad():
         model[0].weight.fill_(0.5)
