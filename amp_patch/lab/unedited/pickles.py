@@ -52,6 +52,9 @@ class Pickles:
         self._models = models
         self._optimizer_loaded = optimizer_loaded
         self._loading = _Loading()
+        self._lock = threading.Lock()  # held while `_noted` counts
+        self._loads = 0
+        self._noting_patches = Patches()
 
     def install(self, patches: Patches) -> None:
         """Replace functions of torch and pickle, until `patches` are removed."""
@@ -63,15 +66,14 @@ class Pickles:
             patches.set(pickle, name, self._pickling(name))
         for name in "load", "loads":
             patches.set(pickle, name, self._taking(getattr(pickle, name)))
-        for kind in (nn.Module, torch.optim.Optimizer):
-            patches.set(kind, "__setstate__", self._noting(vars(kind)["__setstate__"]))
 
     def _saving(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def save(obj: Any, f: Any, pickle_module: Any = pickle, *args: Any, **kwargs: Any) -> None:
             models = self._models()
             # torch.save is called for each storage of what pickle dumps.
-            if pickle_module is not pickle or not models or isinstance(obj, _STORAGES):
+            ours = pickle_module is pickle and models and not isinstance(obj, _STORAGES) and _holds_ours(obj, models)
+            if not ours:
                 return original(obj, f, pickle_module, *args, **kwargs)
             kind = _pickler_of(models)
             module = SimpleNamespace(__name__="pickle", Pickler=kind, dump=functools.partial(_dump, kind))
@@ -102,7 +104,8 @@ class Pickles:
         def load(*args: Any, **kwargs: Any) -> Any:
             outer, self._loading.found = self._loading.found, []
             try:
-                loaded = original(*args, **kwargs)
+                with self._noted():
+                    loaded = original(*args, **kwargs)
                 found = self._loading.found
             finally:
                 self._loading.found = outer
@@ -110,6 +113,24 @@ class Pickles:
             return loaded
 
         return load
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Take note of modules and optimizers that are unpickled; loads of several threads may overlap.
+
+        Not for longer: trainings at O0 replace `Optimizer.__setstate__` too, until `restore`.
+        """
+        with self._lock:
+            self._loads += 1
+            for kind in (nn.Module, torch.optim.Optimizer) if self._loads == 1 else ():
+                self._noting_patches.set(kind, "__setstate__", self._noting(vars(kind)["__setstate__"]))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._loads -= 1
+                if not self._loads:
+                    self._noting_patches.remove()
 
     def _noting(self, original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         @functools.wraps(original)
@@ -272,6 +293,9 @@ class _Looking(pickle.Pickler):
         super().__init__(_Nowhere(), pickle.HIGHEST_PROTOCOL)
         self._plain = PlainForms(models)
 
+    def persistent_id(self, obj: Any) -> str | None:
+        return "storage" if isinstance(obj, _STORAGES) else None  # in place of its bytes
+
     def reducer_override(self, obj: Any) -> Any:
         if self._plain.of(obj) is not obj:
             raise _Found
@@ -284,7 +308,7 @@ class _Nowhere:
 
 
 def _holds_ours(obj: Any, models: list[nn.Module]) -> bool:
-    """Whether there is something of ours in `obj`. It is pickled in vain for that, by the pickler in C."""
+    """Whether there is something of ours in `obj`: the pickler in C looks, which is faster than Python's."""
     try:
         _Looking(models).dump(obj)
     except _Found:
