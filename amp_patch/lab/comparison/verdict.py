@@ -9,7 +9,6 @@ from amp_patch.lab.comparison.judge import COLLAPSED_RANGES, has_no_spread
 from amp_patch.lab.comparison.level_result import LevelResult, failures, seeds_change_nothing, seeds_in_words
 from amp_patch.lab.wording import (
     fine_percent,
-    listed,
     metric_in_words,
     ratio,
     relative_distance,
@@ -42,6 +41,8 @@ def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric
         text = _joined("do not use: " + accuracy, skips, _cost(level, base), failed)
     else:
         text = _joined(_cost(level, base), accuracy, skips, failed)
+    if found.collapsed:  # `Comparison.test` has the rule, which stands on the page
+        accuracy = _joined(lost, _collapsed_seeds(found.collapsed, what))
     if found.kind == "within":
         accuracy = f"every loss as {base.name}'s, to the bit" if found.to_the_bit else ""
     return Verdict(found.kind, text, found.better, _joined(accuracy, skips, failed))
@@ -102,8 +103,7 @@ def _accuracy(found: Finding, base: LevelResult, figure: str) -> str:
 
 
 def _collapsed(collapsed: Collapse, base: LevelResult, what: str) -> str:
-    ended = listed(shortest_distinct(*collapsed.figures))
-    said = f"collapsed with {seeds_in_words(collapsed.seeds)}: {what} {ended}"
+    said = _collapsed_seeds(collapsed, what)
     if not collapsed.of_seeds:
         return f"{said}, further above every loss of {base.name}'s than those lie apart"
     low, high = shortest_distinct(min(base.finite.values()), max(base.finite.values()))
@@ -111,6 +111,12 @@ def _collapsed(collapsed: Collapse, base: LevelResult, what: str) -> str:
         f"{said}, where {base.name}'s {len(base.finite)} seeds end at {low} to {high}: further off than "
         f"{COLLAPSED_RANGES} times their range, and than half of what {base.name}'s training gained"
     )
+
+
+def _collapsed_seeds(collapsed: Collapse, what: str) -> str:
+    least, most = shortest_distinct(min(collapsed.figures), max(collapsed.figures))
+    ended = least if least == most else f"{least} to {most}"
+    return f"collapsed with {seeds_in_words(collapsed.seeds)}: {what} {ended}"
 
 
 def _lost(lost: Lost, metric: str, base: LevelResult | None) -> str:

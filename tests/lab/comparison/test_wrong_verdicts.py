@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 
 import pytest
@@ -10,25 +11,29 @@ from compared_runs import compare, logs, seeds
 from made_up import made_up_run
 
 from amp_patch import amp
+from amp_patch.lab.commands import compare_arguments
+from amp_patch.lab.commands.report import comparison_of
 from amp_patch.lab.comparison import headline, measures, page, table
 from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.comparison.plan import Plan
 from amp_patch.lab.recording.run import Run
 
 BASE = (0.70, 0.62, 0.81)
 
 
 def test_a_level_whose_seeds_collapse_is_not_to_be_used():
-    made = compare(seeds("O0", *BASE), seeds("O2", 50.0, 0.78, 50.0, ms=5))
+    made = compare(seeds("O0", *BASE), seeds("O2", 50.0, 0.78, 51.0, ms=5))
     found, said = made.levels[1].finding, made.levels[1].verdict
     assert found.p == pytest.approx(0.18, abs=0.005), "the worse the instability, the larger the p"
     assert (found.kind, found.collapsed.seeds, found.usable) == ("differs", [0, 2], False)
     assert said.text.startswith(
-        "do not use: collapsed with seeds 0 and 2: final loss 50.00 and 50.00, where O0's 3 seeds end at 0.6200 to "
+        "do not use: collapsed with seeds 0 and 2: final loss 50.00 to 51.00, where O0's 3 seeds end at 0.6200 to "
         "0.8100: further off than 10 times their range, and than half of what O0's training gained; 2.0x faster"
     )
     assert "chance" not in said.text and made.summary == "Stay with O0: do not use O2 FP16."
     assert headline.in_short(made.levels[1], made) == "do not use: collapsed"
     assert "by more than 10 times their range and by more than half of what O0's training gained" in made.test
+    assert said.reason == "collapsed with seeds 0 and 2: final loss 50.00 to 51.00"
     assert said.reason in page.html(made).replace("&#39;", "'")
     assert "collapsed with seeds 0 and 2" in " ".join(" ".join(table.lines(made)).split())
 
@@ -216,3 +221,17 @@ def test_which_type_a_recorded_loss_was_rounded_to(loss, types):
         optimizer.step()
     assert run.loss_types == types
     amp.restore()
+
+
+def test_the_gain_that_is_asked_for_comes_from_the_command_line():
+    parser = argparse.ArgumentParser()
+    compare_arguments.add_arguments(parser)
+    for given, share in (([], 0.05), (["--min-gain", "0.5"], 0.005)):
+        args = parser.parse_args([*given, "train.py"])
+        args.arguments = []
+        plan = compare_arguments.plan_of(args)
+        assert comparison_of(args, plan, [], 0, {}).min_gain == pytest.approx(share)
+    for wrong in (-1.0, 100.0, float("nan"), True):
+        with pytest.raises(ValueError, match=r"compare: min_gain is .*; wanted per cent"):
+            Plan(min_gain=wrong)
+    assert amp.compare(train, ["O4"], seeds=1, steps=1, min_gain=7, verbosity=0).min_gain == pytest.approx(0.07)
