@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from amp_patch.casts import regions
+from amp_patch.casts import install, regions
 from amp_patch.casts import state as casts_state
 from amp_patch.masters.masters import LinkList, connect, has_gradient, link_of, links_of, master_of, settle
 from amp_patch.model import buffers, copies, fsdp, incoming
@@ -193,6 +193,13 @@ def enter_training(
             # FSDP frees the gathered weights after a forward to save memory: cached casts would keep that memory.
             state.handles = [m.register_forward_hook(_drop_casts) for m in fsdp.fsdp_modules([model])]
         give(model, AmpModel, state, tuple(name for name in methods if hasattr(model, name)))
+
+
+def cast_held_functions(models: list[nn.Module]) -> None:
+    """Cast torch's functions that models hold in attributes (`self.act = F.softplus`), until `restore`."""
+    for model in models:
+        if isinstance(model, AmpModel):
+            vars(model)["_amp"].handles.append(install.replace_in_attributes(model.modules()))
 
 
 def restore(model: nn.Module, *, give_back: bool = True) -> None:

@@ -6,9 +6,9 @@ is a module that is called with gradients enabled while no other module's call i
 which an optimizer holds; of DistributedDataParallel and its kin it is the module inside. Optimizers are seen as they
 are made. Models with optimizers of their own (a GAN's two) are trainings of their own. Where one optimizer holds
 several models (an encoder's and a decoder's), these come one after another in the first forward; each time they are
-initialized again, together, which keeps the masters' values. O1's casts are installed with the first optimizer, where
-`initialize` would do it, and do nothing yet: in `F.mse_loss(model(x), y)` Python looks the loss function up before it
-calls the model.
+initialized again, together, which keeps the masters' values. O1's casts are installed before the script's first line,
+and do nothing yet: a script binds functions by `from torch import einsum`, in class bodies and in defaults, and in
+`F.mse_loss(model(x), y)` Python looks the loss function up before it calls the model.
 
 `torch.autograd.backward`, to which `Tensor.backward` leads, runs in a `scale_loss` of all optimizers that hold what the
 loss reaches: as in torch, a GAN's loss leaves gradients of both networks. What is no parameter (the image of an
@@ -101,6 +101,9 @@ class UneditedScript(Observer):
 
     def __enter__(self) -> UneditedScript:
         optimizer, patches = torch.optim.Optimizer, self._patches
+        if self._policy.patch_torch_functions and not install.installed():
+            patches.on_remove(lambda: None if self._initialized or self._left_alone else install.uninstall())
+            install.install(self._policy.op_lists)
         patches.set(optimizer, "__init__", self._wrap_init(optimizer.__init__))
         patches.set(optimizer, "add_param_group", self._wrap_add_param_group(optimizer.add_param_group))
         patches.set(nn.Module, "__call__", self._wrap_call(nn.Module.__call__))
@@ -147,9 +150,6 @@ class UneditedScript(Observer):
             self._optimizers_made = [ref for ref in self._optimizers_made if ref() is not None]
             self._optimizers_made.append(weakref.ref(optimizer))
             self._groups_version += 1
-            if self._policy.patch_torch_functions and not (install.installed() or self._is_of_ours()):
-                install.install(self._policy.op_lists)
-                self._patches.on_remove(lambda: None if self._initialized else install.uninstall())
 
         return __init__
 
