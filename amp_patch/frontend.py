@@ -191,6 +191,7 @@ def initialize_as(
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
     kept = check_arguments(model_list, targets, policy, keep_fp32, methods, dialect, process_group)
+    methods = _with_asked_methods(methods, model_list)
     policy = resolve_cpu_half(policy, on_cpu=model_tensors.use_cpu(model_list))
 
     leave_earlier(model_list, targets, kept, policy)
@@ -212,6 +213,16 @@ def initialize_as(
             for model in model_list:
                 subscriber(model)
     return _apex_form(models, optimizers, optimizer_list)
+
+
+def _with_asked_methods(methods: tuple[str, ...], models: list[nn.Module]) -> tuple[str, ...]:
+    """`methods`, and those that the environment names and one of `models` has."""
+    asked = [name for name in asked_methods() if name not in methods]
+    found = [name for name in asked if any(callable(getattr(model, name, None)) for model in models)]
+    if (missing := [name for name in asked if name not in found]) and is_first_rank():
+        kinds = ", ".join(base_class(model).__name__ for model in models)
+        logger.info("amp_patch: %s names %s, which %s does not have", METHODS, ", ".join(missing), kinds)
+    return (*methods, *found)
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:

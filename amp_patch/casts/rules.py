@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from amp_patch.casts.state import cast_weight, outside
 from amp_patch.casts.thread_state import is_enabled, set_enabled
@@ -233,15 +234,24 @@ INSTEAD_OF_BANNED = (
 )
 
 
+# Told the name of each banned function that is run in FP32 because the policy allows it.
+banned_subscribers: list[Callable[[str], Any]] = []
+
+
 def _banned(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
-    if not policy.allow_banned:
-        for tensor in _tensors((args, kwargs)):
-            if _is_low(tensor):
+    if policy.allow_banned and (is_dynamo_compiling() or not banned_subscribers):
+        return _fp32(function, args, kwargs, policy)
+    for tensor in _tensors((args, kwargs)):
+        if _is_low(tensor):
+            if not policy.allow_banned:
                 # Apex raises NotImplementedError, torch RuntimeError, its base class: handlers of either catch this.
                 raise NotImplementedError(
                     f"{function.__name__}: got a {tensor.dtype} tensor; the logarithms of low-precision probabilities "
                     f"overflow. {INSTEAD_OF_BANNED}"
                 )
+            for subscriber in tuple(banned_subscribers):
+                subscriber(function.__name__)
+            break
     return _fp32(function, args, kwargs, policy)
 
 

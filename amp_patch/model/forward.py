@@ -313,6 +313,13 @@ def give(module: nn.Module, mixin: type[Generated], state: ModelState, key: tupl
     vars(module)["_amp"] = state
 
 
+def cast_method(model: nn.Module, name: str) -> None:
+    """Have the method `name` of a model of a training run under the policy from now on, as `forward` does."""
+    if isinstance(model, AmpModel):
+        key = generated_class.key_of(model)
+        give(model, AmpModel, vars(model)["_amp"], key if name in key else (*key, name))
+
+
 def take(module: nn.Module) -> None:
     """Take the state of `give` away, and the class, unless `fully_shard` has subclassed that."""
     # Without `_amp` the module behaves as its base class, also where the generated class stays.

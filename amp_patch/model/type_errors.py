@@ -39,7 +39,7 @@ def refuse_another_type(model: Any, fn: Callable[[Tensor], Tensor], policy: Poli
 
 def explain_another_type(model: nn.Module, policy: Policy, error: RuntimeError, kept_class: type) -> None:
     """Raise `error` with the tensors that lost the type of the cast after `initialize`, if it is about types."""
-    if policy.cast_model_type is None or not _DTYPE_ERROR.search(str(error)) or fsdp.is_fsdp(model):
+    if policy.cast_model_type is None or not is_about_types(error) or fsdp.is_fsdp(model):
         return
     norms = bool(policy.keep_batchnorm_fp32)
     kept = (m for m in model.modules() if isinstance(m, kept_class) or (norms and is_batch_norm(m)))
@@ -63,6 +63,16 @@ def explain_another_type(model: nn.Module, policy: Policy, error: RuntimeError, 
         ) from error
 
 
+# Asked whether a method of a cast model's, which was called by itself and failed on types, shall be cast from now on and
+# called again. They are given the model and the method's name.
+method_subscribers: list[Callable[[nn.Module, str], bool]] = []
+
+
+def is_about_types(error: RuntimeError) -> bool:
+    """Whether the words of torch's error say that tensors of two types met."""
+    return _DTYPE_ERROR.search(str(error)) is not None
+
+
 def advising(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with advice added to a dtype error, when it is called from outside of the model's forward."""
 
@@ -74,8 +84,10 @@ def advising(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             policy = followed_policy(self)
             if policy is None or policy.cast_model_type is None or running.policy is not None:
                 raise
-            if not _DTYPE_ERROR.search(str(error)):
+            if not is_about_types(error):
                 raise
+            if any(subscriber(self, name) for subscriber in tuple(method_subscribers)):
+                return getattr(self, name)(*args, **kwargs)
             raise RuntimeError(
                 f"{error}\n{type(self).__name__}.{name}() was called by itself, so its inputs were not cast to "
                 f"{policy.cast_model_type} as those of forward() are; name it: initialize(..., methods=({name!r},))"

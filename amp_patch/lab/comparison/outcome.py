@@ -53,7 +53,7 @@ def interrupted(run: Run) -> Failure:
 
 
 def _one_line(text: str) -> str:
-    return textwrap.shorten(text, 300, placeholder=" ...")
+    return textwrap.shorten(text, 500, placeholder=" ...")  # our refusals end with the way out
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
