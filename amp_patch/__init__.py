@@ -7,13 +7,12 @@ What a training need not have (recording, comparison, diagnosis, the graph) is i
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 from torch.amp import is_autocast_available
 from torch.nn import Module
 
-from amp_patch import cpu, cuda, multi_tensor
+from amp_patch import amp, cpu, cuda, multi_tensor
 from amp_patch.casts.autocast import autocast, disable_casts
 from amp_patch.casts.functions import (
     custom_bwd,
@@ -48,9 +47,6 @@ if TYPE_CHECKING:
     from amp_patch.lab.recording.recorder import log, record
 
 __version__ = "0.4.0"
-
-amp = sys.modules[__name__]
-sys.modules[f"{__name__}.amp"] = amp  # for `from amp_patch.amp import GradScaler`
 
 __all__ = [
     "GradScaler",

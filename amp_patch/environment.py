@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -30,9 +30,16 @@ def asked_level() -> str | None:
     return _read(LEVEL, {level: level for level in OPT_LEVELS})
 
 
-def asked_methods() -> tuple[str, ...]:
-    """The names in ``AMP_PATCH_METHODS``, "encode,decode" say: methods to cast beside those that a script names."""
-    return tuple(name for each in os.environ.get(METHODS, "").split(",") if (name := each.strip()))
+def with_asked_methods(methods: Iterable[str], models: Iterable[Any]) -> tuple[str, ...]:
+    """A script's `methods`, and those that ``AMP_PATCH_METHODS`` names ("encode,decode") and one of `models` has."""
+    methods, models = tuple(methods), list(models)
+    names = (each.strip() for each in os.environ.get(METHODS, "").split(","))
+    asked = [name for name in names if name and name not in methods]
+    found = [name for name in asked if any(callable(getattr(model, name, None)) for model in models)]
+    if (missing := [name for name in asked if name not in found]) and is_first_rank():
+        kinds = ", ".join(type(model).__name__ for model in models)
+        logger.info("amp_patch: %s names %s, which %s does not have", METHODS, ", ".join(missing), kinds)
+    return (*methods, *found)
 
 
 def overridden(opt_level: str, options: Options) -> tuple[str, Options]:

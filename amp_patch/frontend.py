@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from amp_patch.casts import state as casts_state
 from amp_patch.casts.cpu_half import renamed, resolve_cpu_half
-from amp_patch.environment import overridden
+from amp_patch.environment import overridden, with_asked_methods
 from amp_patch.model import fsdp, incoming
 from amp_patch.model import tensors as model_tensors
 from amp_patch.model.fsdp import no_masters
-from amp_patch.model.keep_fp32 import kept_modules
-from amp_patch.policy import Options, Policy, resolve, scale_number
+from amp_patch.model.keep_fp32 import KeepFP32, kept_modules
+from amp_patch.policy import CpuHalf, Flag, LowName, Options, Policy, Split, resolve, scale_number
 from amp_patch.support import compiled
 from amp_patch.support.distributed import is_first_rank
 from amp_patch.support.patches import Attempts, installations
+from amp_patch.training.arguments import Keywords, Level, M, Optimizers, S, Several, Steps
 from amp_patch.training.scale_loss import scaler_of, targets_of
 from amp_patch.training.stash import stash_of
 from amp_patch.training.training import (
@@ -37,21 +38,57 @@ from amp_patch.training.training import (
 )
 from amp_patch.training.wrappers import as_list, enter_wrappers, innermost
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from typing_extensions import Unpack
+
 logger = logging.getLogger("amp_patch")
 
 # Called with each model of an `initialize` whose verbosity is 2 or more.
 verbose_subscribers: list[Callable[[nn.Module], None]] = []
 
 
+@overload
+def initialize(
+    models: M, optimizers: None = None, enabled: bool = True, opt_level: Level = "O1", **options: Unpack[Keywords]
+) -> M: ...
+@overload
+def initialize(
+    models: Several[M],
+    optimizers: None = None,
+    enabled: bool = True,
+    opt_level: Level = "O1",
+    **options: Unpack[Keywords],
+) -> list[M]: ...
+@overload
+def initialize(
+    models: M, optimizers: S, enabled: bool = True, opt_level: Level = "O1", **options: Unpack[Keywords]
+) -> tuple[M, S]: ...
+@overload
+def initialize(
+    models: M, optimizers: Several[S], enabled: bool = True, opt_level: Level = "O1", **options: Unpack[Keywords]
+) -> tuple[M, list[S]]: ...
+@overload
+def initialize(
+    models: Several[M], optimizers: S, enabled: bool = True, opt_level: Level = "O1", **options: Unpack[Keywords]
+) -> tuple[list[M], S]: ...
+@overload
+def initialize(
+    models: Several[M],
+    optimizers: Several[S],
+    enabled: bool = True,
+    opt_level: Level = "O1",
+    **options: Unpack[Keywords],
+) -> tuple[list[M], list[S]]: ...
 def initialize(
     models: Any,
     optimizers: Any = None,
     enabled: bool = True,
-    opt_level: str = "O1",
+    opt_level: Level = "O1",
     cast_model_type: torch.dtype | None = None,
-    patch_torch_functions: bool | str | None = None,
-    keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | str | None = None,
+    patch_torch_functions: Flag | None = None,
+    keep_batchnorm_fp32: Flag | None = None,
+    master_weights: Flag | Split | None = None,
     loss_scale: float | str | None = None,
     cast_model_outputs: torch.dtype | None = None,
     num_losses: int = 1,
@@ -59,15 +96,15 @@ def initialize(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
     *,
-    dtype: torch.dtype | str | None = None,
-    keep_fp32: Any = (),
+    dtype: torch.dtype | LowName | str | None = None,
+    keep_fp32: KeepFP32 | Iterable[KeepFP32] = (),
     allow_banned: bool = False,
-    cpu_half: str = "auto",
-    cpu_fp16: str | None = None,
+    cpu_half: CpuHalf = "auto",
+    cpu_fp16: CpuHalf | None = None,
     process_group: Any = None,
     methods: tuple[str, ...] = (),
-    skip_nonfinite: bool | str = False,
-    low_precision_norms: bool | str = False,
+    skip_nonfinite: Flag = False,
+    low_precision_norms: Flag = False,
 ) -> Any:
     """Prepare models and optimizers for mixed-precision training at an opt level, in place.
 
@@ -191,7 +228,7 @@ def initialize_as(
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"initialize: num_losses is {num_losses!r}; wanted a positive integer")
     kept = check_arguments(model_list, targets, policy, keep_fp32, methods, dialect, process_group)
-    methods = _with_asked_methods(methods, model_list)
+    methods = with_asked_methods(methods, model_list)
     policy = resolve_cpu_half(policy, on_cpu=model_tensors.use_cpu(model_list))
 
     leave_earlier(model_list, targets, kept, policy)
@@ -215,23 +252,13 @@ def initialize_as(
     return _apex_form(models, optimizers, optimizer_list)
 
 
-def _with_asked_methods(methods: tuple[str, ...], models: list[nn.Module]) -> tuple[str, ...]:
-    """`methods`, and those that the environment names and one of `models` has."""
-    asked = [name for name in asked_methods() if name not in methods]
-    found = [name for name in asked if any(callable(getattr(model, name, None)) for model in models)]
-    if (missing := [name for name in asked if name not in found]) and is_first_rank():
-        kinds = ", ".join(base_class(model).__name__ for model in models)
-        logger.info("amp_patch: %s names %s, which %s does not have", METHODS, ", ".join(missing), kinds)
-    return (*methods, *found)
-
-
-def master_params(optimizer: Any) -> Iterator[Tensor]:
+def master_params(optimizer: Steps) -> Iterator[Tensor]:
     """The tensors that the optimizer updates: masters where it has them, else the model's own parameters."""
     for group in innermost(optimizer).param_groups:
         yield from group["params"]
 
 
-def loss_scale(optimizers: Any, loss_id: int = 0) -> Tensor:
+def loss_scale(optimizers: Optimizers, loss_id: int = 0) -> Tensor:
     """What `scale_loss(loss, optimizers, loss_id)` multiplies by now, for gradients of `torch.autograd.grad`::
 
         scale = amp.loss_scale(optimizer)
@@ -259,7 +286,9 @@ def loss_scale(optimizers: Any, loss_id: int = 0) -> Tensor:
     return scaler_of(stash, loss_id, "loss_scale").scale_tensor.clone()
 
 
-def state_dict(optimizers: Any = None, *, destination: dict[str, Any] | None = None) -> dict[str, Any]:
+def state_dict(
+    optimizers: Optimizers | dict[str, Any] | None = None, *, destination: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """The loss scales of the training that these optimizers belong to, in Apex's form. Syncs with the device.
 
     `{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}`; written into `destination` if given.
@@ -279,7 +308,7 @@ def state_dict(optimizers: Any = None, *, destination: dict[str, Any] | None = N
     return state
 
 
-def load_state_dict(state_dict: dict[str, Any], optimizers: Any = None) -> None:
+def load_state_dict(state_dict: dict[str, Any], optimizers: Optimizers | None = None) -> None:
     """Load what `state_dict` gave, into the loss scalers of the training that these optimizers belong to.
 
     Another number of scalers is accepted, as in Apex: those that both have are loaded.
@@ -357,14 +386,14 @@ def _apex_form(models: Any, optimizers: Any, optimizer_list: list[Any]) -> Any:
 
 
 def fsdp_policy(
-    opt_level: str = "O1",
+    opt_level: Level = "O1",
     *,
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
-    models: Any = None,
-    keep_fp32: Any = (),
-    keep_batchnorm_fp32: bool | str | None = None,
-) -> Any:
+    models: nn.Module | Sequence[nn.Module] | None = None,
+    keep_fp32: KeepFP32 | Iterable[KeepFP32] = (),
+    keep_batchnorm_fp32: Flag | None = None,
+) -> MixedPrecisionPolicy:
     """torch's `MixedPrecisionPolicy` of an opt level, for `fully_shard(module, mp_policy=...)`::
 
         fully_shard(model, mp_policy=amp.fsdp_policy(level))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from amp_patch.training.stash import distinct_pairs, stash_of
 from amp_patch.training.step import consume
 from amp_patch.training.unscale import drop, first_of
 from amp_patch.training.wrappers import innermost
+
+Outputs = TypeVar("Outputs", Tensor, list[Tensor], tuple[Tensor, ...])
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -97,6 +99,10 @@ class GradScaler(torch.amp.GradScaler):
             _scalers.add(self)
             self._init_scale = min(max(self._init_scale, lowest or 0.0), highest or float("inf"))
 
+    @overload
+    def scale(self, outputs: Outputs) -> Outputs: ...
+    @overload
+    def scale(self, outputs: Iterable[Any]) -> Iterable[Any]: ...
     def scale(self, outputs: Any) -> Any:
         """`outputs` times the scale: a tensor, or an iterable of them, nested or not; lists and tuples keep their kind.
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
-CPU_HALF = ("auto", "emulate", "native")  # of `initialize`
+# What `initialize` takes by its name. Booleans come as words from command lines.
+OptLevel = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
+LowName = Literal["float16", "bfloat16"]
+CpuHalf = Literal["auto", "emulate", "native"]
+Split = Literal["split"]
+Flag = bool | Literal["True", "False"]
+CPU_HALF = get_args(CpuHalf)
 EMULATING = ("emulate", "convolutions")  # of a policy that emulates on a CPU
 SPLIT = "split"  # of master_weights
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -15,12 +15,15 @@ from amp_patch.casts.install import register
 from amp_patch.casts.wrappers import CastFunction, wrap
 from amp_patch.policy import Policy
 from amp_patch.support import tree
+from amp_patch.support.compiled import Function
+
+Decorated = TypeVar("Decorated")  # a function; or a `staticmethod`, which is no Callable to every type checker
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Decorators.
 
 
-def half_function(function: Any) -> Any:
+def half_function(function: Decorated) -> Decorated:
     """A decorator: the function's floating arguments are cast to the low-precision type of the acting policy.
 
     Takes what is called: plain functions, builtins and functions of compiled modules, bound methods, `staticmethod` and
@@ -36,17 +39,17 @@ def half_function(function: Any) -> Any:
     return _decorate(function, "user_lower", half_function)
 
 
-def float_function(function: Any) -> Any:
+def float_function(function: Decorated) -> Decorated:
     """As `half_function`, but FP16 and BF16 arguments are cast to FP32."""
     return _decorate(function, "user_fp32", float_function)
 
 
-def bfloat16_function(function: Any) -> Any:
+def bfloat16_function(function: Decorated) -> Decorated:
     """As `half_function`, but arguments are cast to bfloat16, whatever the type of the policy. Source: ROCm's Apex."""
     return _decorate(function, "user_bfloat16", bfloat16_function)
 
 
-def promote_function(function: Any) -> Any:
+def promote_function(function: Decorated) -> Decorated:
     """As `half_function`, but floating arguments are cast to the widest floating type among them."""
     return _decorate(function, "user_widest", promote_function)
 
@@ -103,10 +106,6 @@ def register_without_rule(module: Any, name: str) -> None:
 # custom_fwd and custom_bwd: the casts in user-defined autograd functions, the same in backward as in forward.
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# custom_fwd and custom_bwd: the casts in user-defined autograd functions, the same in backward as in forward.
-
-
 class _Casts(NamedTuple):
     """What acts on a thread: our policy, torch.autocast's dtype of each device type that is enabled, the emulation."""
 
@@ -126,12 +125,20 @@ def _act(casts: _Casts) -> bool:
     return bool(casts.native) or casts.policy is not None
 
 
+@overload
+def custom_fwd(
+    forward: Function, *, device_type: str | None = None, cast_inputs: torch.dtype | None = None
+) -> Function: ...
+@overload
+def custom_fwd(
+    forward: None = None, *, device_type: str | None = None, cast_inputs: torch.dtype | None = None
+) -> Callable[[Function], Function]: ...
 def custom_fwd(
     forward: Callable[..., Any] | None = None,
     *,
     device_type: str | None = None,
     cast_inputs: torch.dtype | None = None,
-) -> Callable[..., Any]:
+) -> Any:
     """Decorate the `forward` of a `torch.autograd.Function`; `custom_bwd` then gives its backward the same casts::
 
         class MyMatmul(torch.autograd.Function):
@@ -182,7 +189,11 @@ def custom_fwd(
     return decorated
 
 
-def custom_bwd(backward: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Callable[..., Any]:
+@overload
+def custom_bwd(backward: Function, *, device_type: str | None = None) -> Function: ...
+@overload
+def custom_bwd(backward: None = None, *, device_type: str | None = None) -> Callable[[Function], Function]: ...
+def custom_bwd(backward: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Any:
     """Decorate the `backward` of a `torch.autograd.Function` whose forward has `custom_fwd`.
 
     It runs with the casts, in the dtype, that acted on its forward (none, if `cast_inputs` was given), whatever acts

@@ -17,7 +17,7 @@ from amp_patch.casts.thread_state import Entry, is_running, this_thread
 from amp_patch.casts.traced_regions import enter_trace_of, leave_traced
 from amp_patch.policy import EMULATING, Policy
 from amp_patch.support import blocks
-from amp_patch.support.compiled import wraps
+from amp_patch.support.compiled import Function, wraps
 
 
 class region(blocks.Block):
@@ -90,7 +90,7 @@ class region(blocks.Block):
     def on_exit_elsewhere(self) -> None:
         """`__exit__` was called on a thread that is not in the region: undo that part of `on_entry` that all share."""
 
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, function: Function) -> Function:
         """`function` with its body in the region; of a generator function, every step of the body."""
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(

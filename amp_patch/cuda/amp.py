@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import torch
 
 from amp_patch import grad_scaler
 from amp_patch.casts import autocast as casts_autocast
 from amp_patch.casts import functions
+from amp_patch.support.compiled import Function
 
 __all__ = ["GradScaler", "autocast", "custom_bwd", "custom_fwd"]
 
@@ -46,11 +47,15 @@ class GradScaler(grad_scaler.OlderGradScaler):
     device_type = "cuda"
 
 
+@overload
+def custom_fwd(forward: Function, *, cast_inputs: torch.dtype | None = None) -> Function: ...
+@overload
+def custom_fwd(forward: None = None, *, cast_inputs: torch.dtype | None = None) -> Callable[[Function], Function]: ...
 def custom_fwd(forward: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | None = None) -> Any:
     """`amp_patch.custom_fwd`; of torch.autocast CUDA's counts. Source: torch.cuda.amp.custom_fwd."""
     return functions.custom_fwd(forward, device_type="cuda", cast_inputs=cast_inputs)
 
 
-def custom_bwd(backward: Callable[..., Any]) -> Any:
+def custom_bwd(backward: Function) -> Function:
     """`amp_patch.custom_bwd`. Source: torch.cuda.amp.custom_bwd."""
     return functions.custom_bwd(backward, device_type="cuda")

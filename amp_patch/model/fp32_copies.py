@@ -12,7 +12,7 @@ import copyreg
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -28,12 +28,14 @@ from amp_patch.support import generated_class
 from amp_patch.support.generated_class import Generated
 from amp_patch.support.patches import Installation
 
+Module = TypeVar("Module", bound=nn.Module)
+
 _NEWOBJ: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 _copies: WeakSet[nn.Module] = WeakSet()
 _installation = Installation()
 
 
-def fp32_copy(model: nn.Module) -> nn.Module:
+def fp32_copy(model: Module) -> Module:
     """An FP32 deep copy of `model`, without any trace of amp_patch, for EMA, export or evaluation.
 
     Weights are the masters' values where there are masters, else the low-precision ones, upcast. Buffers are those from

@@ -19,7 +19,7 @@ KeepFP32 = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 def kept_modules(
     models: list[nn.Module],
     policy: Policy,
-    rules: Iterable[KeepFP32],
+    rules: KeepFP32 | Iterable[KeepFP32],
     caller: str = "initialize",
     *,
     low_tables: bool = False,

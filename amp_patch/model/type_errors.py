@@ -63,8 +63,8 @@ def explain_another_type(model: nn.Module, policy: Policy, error: RuntimeError, 
         ) from error
 
 
-# Asked whether a method of a cast model's, which was called by itself and failed on types, shall be cast from now on and
-# called again. They are given the model and the method's name.
+# Asked, with the model and a method's name, whether the method shall be called again, which was called by itself and
+# failed on types: whoever says so has had it cast.
 method_subscribers: list[Callable[[nn.Module, str], bool]] = []
 
 

@@ -24,7 +24,7 @@ def is_compiling() -> bool:
     return guards is not None and guards.TracingContext.try_get() is not None
 
 
-def wraps(function: Callable[..., Any]) -> Callable[[Function], Function]:
+def wraps(function: Function) -> Callable[[Callable[..., Any]], Function]:
     """`functools.wraps`, but for the note with which a function that Dynamo has disabled says what is beneath it.
 
     In torch 2.6 and 2.8 whoever disables or compiles a wrapper that has a copy of that note gets what is beneath, and
@@ -32,7 +32,7 @@ def wraps(function: Callable[..., Any]) -> Callable[[Function], Function]:
     `torch.compile` of a process.
     """
 
-    def mark(wrapper: Function) -> Function:
+    def mark(wrapper: Any) -> Any:
         functools.update_wrapper(wrapper, function)
         vars(wrapper).pop("_torchdynamo_orig_callable", None)
         return wrapper
@@ -40,7 +40,7 @@ def wraps(function: Callable[..., Any]) -> Callable[[Function], Function]:
     return mark
 
 
-def eager_only(function: Callable[..., Any]) -> Callable[..., Any]:
+def eager_only(function: Function) -> Function:
     """`function`, before and after which torch.compile ends its graphs, as of `torch.compiler.disable`."""
     disabled: list[Callable[..., Any]] = []
 

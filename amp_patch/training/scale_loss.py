@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from amp_patch.model.fsdp import refuse_sharded_since
 from amp_patch.support import compiled
+from amp_patch.training.arguments import Optimizers
 from amp_patch.training.loss_scaler import LossScaler
 from amp_patch.training.scaled_backward import ScaledBackward
 from amp_patch.training.shared_backward import SharedBackward
@@ -19,7 +20,7 @@ from amp_patch.training.wrappers import as_list, enter_wrappers, innermost
 @compiled.eager_only
 def scale_loss(
     loss: Tensor,
-    optimizers: Any,
+    optimizers: Optimizers,
     loss_id: int = 0,
     model: nn.Module | None = None,
     delay_unscale: bool = False,

@@ -230,7 +230,7 @@ def step_of(base: Any) -> Callable[..., Any]:
             publish_written(links)  # by users' post-hooks
         return result
 
-    step.hooked = True  # type: ignore[attr-defined]  # else torch would call the hooks around this method too
+    step.hooked = True  # else torch would call the hooks around this method too
     return eager_only(step)
 
 

@@ -272,10 +272,11 @@ def test_a_source_distribution_holds_the_cuda_sources_wherever_it_is_made(source
     assert "_build.py" not in held
 
 
-def test_source_distributions_and_wheels_hold_the_templates_of_the_page(sources):
+def test_source_distributions_and_wheels_hold_the_templates_of_the_page_and_say_that_there_are_types(sources):
     shutil.copy(ROOT / "MANIFEST.in", sources)
     templates = Path("amp_patch", "lab", "comparison", "templates")
     shutil.copytree(ROOT / templates, sources / templates)
+    shutil.copy(ROOT / "amp_patch" / "py.typed", sources / "amp_patch")
     for package in ("lab", "lab/comparison"):
         (sources / "amp_patch" / package / "__init__.py").touch()
     wanted = {path.name for path in (ROOT / templates).iterdir()}
@@ -285,8 +286,9 @@ def test_source_distributions_and_wheels_hold_the_templates_of_the_page(sources)
         assert result.returncode == 0, result.stderr
     with tarfile.open(next((sources / "dist").glob("*.tar"))) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    assert {str(templates / name) for name in wanted} <= held
+    assert {str(templates / name) for name in wanted} | {"amp_patch/py.typed"} <= held
     assert {path.name for path in (sources / "built" / templates).iterdir()} == wanted
+    assert (sources / "built" / "amp_patch" / "py.typed").exists()
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch
 from amp_patch.casts.cpu_half import has_arithmetic
 from amp_patch.lab.commands import batch_search
 from amp_patch.lab.commands.interrupts import as_interrupts
+from amp_patch.lab.commands.run import add_cast_arguments, set_casts
 from amp_patch.lab.commands.turn_scheduler import ComparisonRefused, TurnScheduler
 from amp_patch.lab.comparison import page, table
 from amp_patch.lab.comparison.comparison import Comparison
@@ -71,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     batch_search.add_arguments(parser)
     add("--device", choices=["cpu"], help="cpu: where the script says CUDA, take the CPU")
     add("--out", type=Path, default=Path("amp_compare"), help="folder of the report (default %(default)s)")
+    add_cast_arguments(parser)
     add("-m", dest="module", action="store_true", help="script is a module, as in python -m")
     add("script", help="a script, or a folder or zip file with a __main__.py, or with -m a module")
 
@@ -88,6 +90,7 @@ def split(given: list[str]) -> tuple[list[str], list[str]]:
 
 def compare(args: argparse.Namespace) -> None:
     """run a script at several opt levels, compare speed, memory and loss, and write a report"""
+    set_casts(args)
     try:
         plan = _plan(args)
         if not args.module and not os.path.exists(args.script):

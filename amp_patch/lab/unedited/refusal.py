@@ -30,21 +30,21 @@ class ScriptRefused(SystemExit):
     """
 
     def __init__(self, why: str, hint: str = "", *, line: bool = True) -> None:
-        self.why = f"{why}{_where() if line else ''}"
+        self.why = f"{why}{where() if line else ''}"
         lines = _lightnings_lines() or _LINES + (f"\n{hint}" if hint else "")
         super().__init__(f"amp_patch: this script cannot be taken unedited: {self.why}. Add to it:{lines}")
 
 
 def _lightnings_lines() -> str:
     """The lines for a script whose training Lightning runs now; empty where it does not."""
-    packages = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in _frames()}
+    packages = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames()}
     package = next((name for name in ("lightning", "pytorch_lightning") if name in packages), None)
     return "" if package is None else _LIGHTNING_LINES.format(package=package)
 
 
-def _where() -> str:
+def where() -> str:
     """ " (train.py, line 31)": the innermost line that is neither an installed package's nor ours; empty if none."""
-    for frame in _frames():
+    for frame in frames():
         path = frame.f_code.co_filename
         installed = "site-packages" in path or path.startswith("<frozen")
         if not installed and str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS:
@@ -52,7 +52,7 @@ def _where() -> str:
     return ""
 
 
-def _frames() -> Iterator[FrameType]:
+def frames() -> Iterator[FrameType]:
     """The frames of this thread, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -33,6 +33,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from amp_patch.casts import install
 from amp_patch.environment import overridden
 from amp_patch.frontend import initialize, load_state_dict, loss_scale, state_dict
+from amp_patch.lab.unedited.banned_calls import BannedCalls
+from amp_patch.lab.unedited.called_alone import CalledAlone
 from amp_patch.lab.unedited.native import NativePrecision, before_scaling
 from amp_patch.lab.unedited.reach import Reach, reach_of
 from amp_patch.lab.unedited.refusal import ScriptRefused
@@ -70,6 +72,7 @@ class UneditedScript(Observer):
     Attributes:
         backwards: how many losses a `scale_loss` of ours has scaled.
         native: the script's own autocasts and GradScalers, in whose place a level stands.
+        banned: the functions that were run in FP32 where an edited script would have had to allow it.
 
     Raises:
         ValueError: a level that cannot be.
@@ -82,7 +85,9 @@ class UneditedScript(Observer):
                 f"UneditedScript: level {level!r} is none of {', '.join(OPT_LEVELS)} (the letter O, not zero)"
             )
         self.level = level
-        self.native = NativePrecision(native, lambda: not (self._left_alone or self._is_of_ours()))
+        self.native = NativePrecision(native, self._applies)
+        self.banned = BannedCalls(self._applies)
+        self._alone = CalledAlone(self._models)
         self._scale: Tensor | None = None  # the script's own GradScaler's, of the loss of this backward
         self._policy = resolve(*overridden(level, Options()))
         self.backwards = 0
@@ -108,7 +113,8 @@ class UneditedScript(Observer):
         patches.set(optimizer, "add_param_group", self._wrap_add_param_group(optimizer.add_param_group))
         patches.set(nn.Module, "__call__", self._wrap_call(nn.Module.__call__))
         patches.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
-        self.native.install(patches)
+        for part in (self.native, self.banned, self._alone):
+            part.install(patches)
         if not ddp.installed():  # now: a `no_sync()` may be entered before the first forward, which initializes
             ddp.install()
             patches.on_remove(lambda: None if self._initialized else ddp.uninstall())
@@ -188,6 +194,9 @@ class UneditedScript(Observer):
             self._script_imports_us = imports_us(sys.modules.get("__main__"))
         return self._script_imports_us
 
+    def _applies(self) -> bool:
+        return not (self._left_alone or self._is_of_ours())
+
     # Models.
 
     def _wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,6 +209,13 @@ class UneditedScript(Observer):
             thread.inside = True
             try:
                 self._forward_begins(module)
+                try:
+                    return original(module, *args, **kwargs)
+                except RuntimeError as error:
+                    around = None if self._left_alone else self._alone.model_around(module, error)
+                    if around is None:
+                        raise
+                self._initialize(module, self._optimizers_of(around))
                 return original(module, *args, **kwargs)
             finally:
                 thread.inside = False
@@ -249,7 +265,8 @@ class UneditedScript(Observer):
         self._initializing = True
         try:
             scales = state_dict(earlier) if len(joined) == 1 else None
-            initialize(models, optimizers, opt_level=self.level)
+            methods = self._alone.methods_of(models)
+            initialize(models, optimizers, opt_level=self.level, allow_banned=True, methods=methods)
             if scales is not None:
                 load_state_dict(scales, optimizers)
         except (ValueError, TypeError, RuntimeError) as error:
@@ -261,6 +278,11 @@ class UneditedScript(Observer):
         self._groups_version += 1
         for each in models:
             self._checked[each] = self._groups_version
+
+    def _optimizers_of(self, model: nn.Module) -> list[Any]:
+        """Those that were given to `initialize` with `model`."""
+        given = (taken for taken in self._initialized if any(model is each for each in _alive(taken.models)))
+        return [optimizer for taken in given for optimizer in _alive(taken.optimizers)]
 
     def _models(self) -> list[nn.Module]:
         return [model for taken in self._initialized for model in _alive(taken.models)]

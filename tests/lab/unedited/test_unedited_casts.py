@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from training import LEVELS
-from unedited import run_source
+from unedited import edited, run_source
 
+from amp_patch import amp
 from amp_patch.casts import install
 from amp_patch.lab.unedited.script import UneditedScript
 
@@ -71,3 +72,117 @@ def test_casts_are_there_for_the_imports_and_gone_after_a_script_that_trained_no
     for level in ("O0", "O2"):
         with UneditedScript(level):
             assert functional.linear is before
+
+
+BANNED = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+torch.manual_seed(0)
+losses = []
+net = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid())
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    out = net(torch.rand(16, 4))
+    loss = F.binary_cross_entropy(out, torch.ones(16, 8)) + nn.BCELoss()(out, torch.zeros(16, 8))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.detach())
+"""
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_binary_cross_entropy_runs_in_fp32_and_is_told_of_once(level: str, capsys: pytest.CaptureFixture[str]) -> None:
+    in_fp32 = BANNED.replace("out = net(torch.rand(16, 4))", "out = net(torch.rand(16, 4)).float()")
+    script = UneditedScript(level)
+    with script:
+        found = run_source(BANNED)["losses"]
+    told = capsys.readouterr().err.splitlines()
+    assert torch.equal(torch.stack(found), torch.stack(run(in_fp32, level)["losses"]))
+    if level in ("O1", "O4"):
+        (note,) = script.banned.notes
+        assert note.startswith("binary_cross_entropy runs in FP32 (train.py, line 12)") and told == [
+            f"amp_patch: {note}"
+        ]
+    else:
+        assert script.banned.notes == told == []
+
+
+def test_the_environment_may_have_it_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMP_PATCH_ALLOW_BANNED", "0")
+    with pytest.raises(NotImplementedError, match="binary_cross_entropy: got"):
+        run(BANNED, "O1")
+
+
+METHODS = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class VAE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enc, self.dec, self.seen = nn.Linear(8, 4), nn.Linear(4, 8), 0
+
+    def encode(self, x):
+        return self.enc(x)
+
+    def decode(self, z):
+        return torch.sigmoid(self.dec(F.relu(z)))
+
+    def loss(self, out, x):
+        types.append((out.dtype, self.enc.weight.dtype))
+        return F.mse_loss(out, x) + 0 * self.dec(self.enc(self(x))).sum().detach() if self.seen else F.mse_loss(out, x)
+
+    def forward(self, x):
+        return self.decode(self.encode(x))
+
+torch.manual_seed(0)
+losses, types = [], []
+net = VAE()
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, eps=1e-4)
+#net, optimizer = amp.initialize(net, optimizer, opt_level=LEVEL, methods=("decode", "encode"))
+for step in range(4):
+    x = torch.rand(16, 8)
+    loss = net.loss(net(x), x) + net.decode(torch.randn(3, 4)).mean()
+    optimizer.zero_grad()
+    loss.backward() #optimizer
+    optimizer.step()
+    losses.append(loss.detach())
+    with torch.no_grad():
+        losses.append(net.decode(torch.randn(2, 4)).sum())
+        losses.append(net.encode(torch.randn(2, 8)).sum())
+"""
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_methods_called_by_themselves_are_cast_as_forward_is(level: str) -> None:
+    found = run(METHODS, level)
+    with_lines = run_source(edited(METHODS), amp=amp, LEVEL=level)
+    assert torch.equal(torch.stack(found["losses"]), torch.stack(with_lines["losses"]))
+    if level not in ("O1", "O4"):  # what works as it is, `loss`, is not cast
+        assert {out for out, _ in found["types"]} == {torch.float32}
+
+
+PARTS = METHODS.replace("net.decode(torch.randn(3, 4))", "net.dec(torch.randn(3, 4))")
+PARTS = PARTS.replace("net.decode(torch.randn(2, 4))", "net.dec(torch.randn(2, 4))")
+PARTS = PARTS.replace("net.encode(torch.randn(2, 8))", "net.enc(torch.randn(2, 8))")
+PARTS = PARTS.replace(
+    'initialize(net, optimizer, opt_level=LEVEL, methods=("decode", "encode"))',
+    "initialize([net, net.dec, net.enc], optimizer, opt_level=LEVEL); net = net[0]",
+)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_modules_of_a_model_that_are_called_by_themselves_are_cast(level: str) -> None:
+    found = run(PARTS, level)
+    with_lines = run_source(edited(PARTS), amp=amp, LEVEL=level)
+    assert torch.equal(torch.stack(found["losses"]), torch.stack(with_lines["losses"]))
+
+
+def test_errors_that_are_not_about_types_are_the_scripts_own() -> None:
+    broken = METHODS.replace("torch.randn(3, 4)", "torch.randn(3, 5)")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        run(broken, "O5")

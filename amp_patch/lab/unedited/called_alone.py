@@ -1,0 +1,61 @@
+"""What a script calls of a cast model beside the model itself: methods (`model.decode(z)`), and modules inside of it.
+
+Such a call meets half weights with FP32 inputs. The first one fails, at its first layer, and is made again with its
+inputs cast; from then on the method, or the module, is one that `initialize` was given. What works as it is stays as it
+is: a method that computes a loss of the model's outputs, or drives the model, is not cast, and no call is asked about.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from torch import nn
+
+from amp_patch.lab.unedited.refusal import frames
+from amp_patch.model.forward import cast_method, policy_of
+from amp_patch.model.state import running
+from amp_patch.model.type_errors import advising, is_about_types, method_subscribers
+from amp_patch.support.patches import Patches
+
+
+class CalledAlone:
+    """The methods and modules of a script's models that are called by themselves.
+
+    Args:
+        models: gives the models that are trained at a level now.
+    """
+
+    def __init__(self, models: Callable[[], list[nn.Module]]) -> None:
+        self._models = models
+        self._methods = weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]]()
+
+    def install(self, patches: Patches) -> None:
+        """Have methods that fail on types called again, until `patches` are removed."""
+        patches.apply(lambda: method_subscribers.append(self._method), lambda: method_subscribers.remove(self._method))
+
+    def methods_of(self, models: list[nn.Module]) -> tuple[str, ...]:
+        """The methods of these models that were called by themselves, for `initialize`."""
+        return tuple(dict.fromkeys(name for model in models for name in self._methods.get(model, ())))
+
+    def _method(self, model: nn.Module, name: str) -> bool:
+        if all(each is not model for each in self._models()):
+            return False
+        self._methods[model] = (*self._methods.get(model, ()), name)
+        cast_method(model, name)
+        return True
+
+    def model_around(self, part: nn.Module, error: RuntimeError) -> nn.Module | None:
+        """The cast model that `part` is inside of, if its call failed on types because it was called by itself.
+
+        None while a method of that model runs: `_method` has the whole of it called again.
+        """
+        if running.policy is not None or policy_of(part) is not None or not is_about_types(error):
+            return None
+        for model in self._models():
+            policy = policy_of(model)
+            if policy is None or policy.cast_model_type is None or all(part is not each for each in model.modules()):
+                continue
+            asking = (f for f in frames() if f.f_globals.get("__name__") == advising.__module__)
+            return None if any(frame.f_locals.get("self") is model for frame in asking) else model
+        return None
