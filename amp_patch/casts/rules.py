@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     CastOne = Callable[[Tensor, torch.dtype], Tensor]
 
 _FLOAT16, _BFLOAT16, _FLOAT32 = torch.float16, torch.bfloat16, torch.float32
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _WIDTH = {_FLOAT16: 1, _BFLOAT16: 1, _FLOAT32: 2, torch.float64: 3}
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -132,7 +133,17 @@ def _name(function: Callable[..., Any]) -> str:
 
 def _lower(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
     low = policy.dtype
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.layout in _SPARSE:
+            return _sparse(function, args, kwargs, policy)
     return function(*_cast_args(args, _lowered, low), **_cast_kwargs(kwargs, _lowered, low))
+
+
+def _sparse(function: Callable[..., Any], args: Args, kwargs: Kwargs, policy: Policy) -> Any:
+    # torch has low-precision kernels for some layouts and products only, and those of CPUs add up in the low type.
+    result = _fp32(function, args, kwargs, policy)
+    dense = isinstance(result, Tensor) and result.layout is torch.strided and result.dtype is _FLOAT32
+    return result.to(policy.dtype) if dense else result
 
 
 def _of_several(apply: Apply) -> Apply:
@@ -363,6 +374,7 @@ _HALF = "register_half_function"
 _TABLE = (
     Rule("none", _none, shown="none", registered_by="register_without_rule", in_cpp=True),
     Rule("lower", _lower, shown="lower", registered_by=_HALF, in_cpp=True),
+    Rule("sparse", _sparse, shown="fp32 (sparse)"),
     Rule("einsum", _of_several(_lower), shown="lower (einsum)", registered_by=_HALF),
     Rule("fused", _lower, shown="lower"),
     Rule("rnn", _rnn, shown="lower (rnn)", registered_by=_HALF),

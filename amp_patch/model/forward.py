@@ -392,13 +392,14 @@ def _cast_in(args: Any, kwargs: Any, low: torch.dtype) -> tuple[Any, Any, _Edits
 
 
 class _Edits:
-    """The dict arguments of which forward got cast copies: edits of a copy are done to the caller's own dict too."""
+    """The dicts and objects of which forward got cast copies: edits of a copy are done to the caller's own too."""
 
     def __init__(self, given: tuple[Any, ...], passed: tuple[Any, ...]) -> None:
         self.copies = [
             (mine, copy, dict(copy))
-            for mine, copy in zip(given, passed, strict=True)
-            if copy is not mine and isinstance(copy, dict)
+            for whole, cast in zip(given, passed, strict=True)
+            if cast is not whole and not isinstance(cast, Tensor)
+            for mine, copy in tree.edited_places(whole, cast)
         ]
 
     def give_back(self, cast_out: Callable[[Any], Any]) -> None:

@@ -55,7 +55,7 @@ def recorded(
             if refused is not None:
                 failed = Failure(str(refused))
             turn_note = None if client is None else client.note()
-            notes = [*([] if turn_note is None else [turn_note]), *script.banned.notes]
+            notes = [*([] if turn_note is None else [turn_note]), *script.notes]
             last: list[Event] = [{"event": "note", "text": note} for note in notes]
             if failed is not None or notes or script.native.seen:
                 words, kind = failed or (None, "")

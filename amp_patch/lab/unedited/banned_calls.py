@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 from amp_patch.casts.rules import banned_subscribers
@@ -11,18 +10,14 @@ from amp_patch.support.patches import Patches
 
 
 class BannedCalls:
-    """Says once of each such function that it runs in FP32, on stderr.
+    """Says once of each such function that it runs in FP32.
 
     Args:
-        applies: whether the script is one without lines of ours, which would have allowed it.
-
-    Attributes:
-        notes: what was said, a sentence each without its end.
+        say: is told.
     """
 
-    def __init__(self, applies: Callable[[], bool]) -> None:
-        self._applies = applies
-        self.notes: list[str] = []
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
         self._seen: set[str] = set()
 
     def install(self, patches: Patches) -> None:
@@ -30,10 +25,9 @@ class BannedCalls:
         patches.apply(lambda: banned_subscribers.append(self._runs), lambda: banned_subscribers.remove(self._runs))
 
     def _runs(self, name: str) -> None:
-        if name not in self._seen and self._applies():
+        if name not in self._seen:
             self._seen.add(name)
-            self.notes.append(
+            self._say(
                 f"{name} runs in FP32{where()}, since logarithms of low-precision probabilities overflow; with lines "
                 "of ours in the script it is refused unless initialize(..., allow_banned=True) says so"
             )
-            print(f"amp_patch: {self.notes[-1]}", file=sys.stderr)

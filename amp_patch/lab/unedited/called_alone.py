@@ -1,8 +1,10 @@
-"""What a script calls of a cast model beside the model itself: methods (`model.decode(z)`), and modules inside of it.
+"""What a script calls of a cast model, or does in it, that fails on types: called again with casts.
 
-Such a call meets half weights with FP32 inputs. The first one fails, at its first layer, and is made again with its
-inputs cast; from then on the method, or the module, is one that `initialize` was given. What works as it is stays as it
-is: a method that computes a loss of the model's outputs, or drives the model, is not cast, and no call is asked about.
+FP32 meets half weights where a script calls a method of a cast model by itself (`model.decode(z)`), or a module inside
+of it, and where a forward makes FP32 tensors (time embeddings, masks, positions). The first such call fails, and is
+made again with casts; from then on the method or the module is one that `initialize` was given, or the model's calls
+that mix types are cast as at O1. What works as it is stays as it is: a method that computes a loss of the model's
+outputs, or drives the model, is not cast, and no call is asked about.
 """
 
 from __future__ import annotations
@@ -12,23 +14,27 @@ from collections.abc import Callable
 
 from torch import nn
 
+from amp_patch.casts.mixed_operands import MixedOperands
 from amp_patch.lab.unedited.refusal import frames
 from amp_patch.model.forward import cast_method, policy_of
 from amp_patch.model.state import running
 from amp_patch.model.type_errors import advising, is_about_types, method_subscribers
 from amp_patch.support.patches import Patches
+from amp_patch.support.scripts_line import raised_at
 
 
 class CalledAlone:
-    """The methods and modules of a script's models that are called by themselves.
+    """The methods and modules of a script's models that are called by themselves, and the models that mix types.
 
     Args:
         models: gives the models that are trained at a level now.
+        say: is told, once for a model, that its calls that mix types are cast.
     """
 
-    def __init__(self, models: Callable[[], list[nn.Module]]) -> None:
-        self._models = models
+    def __init__(self, models: Callable[[], list[nn.Module]], say: Callable[[str], None]) -> None:
+        self._models, self._say = models, say
         self._methods = weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]]()
+        self._mixing = weakref.WeakSet[nn.Module]()
 
     def install(self, patches: Patches) -> None:
         """Have methods that fail on types called again, until `patches` are removed."""
@@ -59,3 +65,20 @@ class CalledAlone:
             asking = (f for f in frames() if f.f_globals.get("__name__") == advising.__module__)
             return None if any(frame.f_locals.get("self") is model for frame in asking) else model
         return None
+
+    def casts_of(self, model: nn.Module) -> MixedOperands | None:
+        """What the forward of `model` is to run in where it has failed without."""
+        policy = policy_of(model) if model in self._mixing else None
+        return None if policy is None or policy.cast_model_type is None else MixedOperands(policy)
+
+    def mixes(self, model: nn.Module, error: RuntimeError) -> bool:
+        """Whether a call of `model`, one that is cast, has failed on types for the first time."""
+        policy = policy_of(model)
+        if policy is None or policy.cast_model_type is None or model in self._mixing or not is_about_types(error):
+            return False
+        self._mixing.add(model)
+        self._say(
+            f"a forward mixes FP32 with {policy.cast_model_type}{raised_at(error)}: functions that are given both are "
+            "cast as at O1"
+        )
+        return True

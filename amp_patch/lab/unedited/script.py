@@ -23,7 +23,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ from amp_patch.frontend import initialize, load_state_dict, loss_scale, state_di
 from amp_patch.lab.unedited.banned_calls import BannedCalls
 from amp_patch.lab.unedited.called_alone import CalledAlone
 from amp_patch.lab.unedited.native import NativePrecision, before_scaling
-from amp_patch.lab.unedited.reach import Reach, reach_of
+from amp_patch.lab.unedited.reach import Reach, merged, reach_of
 from amp_patch.lab.unedited.refusal import ScriptRefused
 from amp_patch.lab.unedited.source import imports_us
 from amp_patch.model import fsdp
@@ -72,7 +72,7 @@ class UneditedScript(Observer):
     Attributes:
         backwards: how many losses a `scale_loss` of ours has scaled.
         native: the script's own autocasts and GradScalers, in whose place a level stands.
-        banned: the functions that were run in FP32 where an edited script would have had to allow it.
+        notes: what was done for the script that lines of ours would have said, a sentence each; on stderr too.
 
     Raises:
         ValueError: a level that cannot be.
@@ -86,8 +86,8 @@ class UneditedScript(Observer):
             )
         self.level = level
         self.native = NativePrecision(native, self._applies)
-        self.banned = BannedCalls(self._applies)
-        self._alone = CalledAlone(self._models)
+        self.notes: list[str] = []
+        self._banned, self._alone = BannedCalls(self._say), CalledAlone(self._models, self._say)
         self._scale: Tensor | None = None  # the script's own GradScaler's, of the loss of this backward
         self._policy = resolve(*overridden(level, Options()))
         self.backwards = 0
@@ -102,6 +102,7 @@ class UneditedScript(Observer):
         self._owners: dict[int, list[int]] = {}  # id of a parameter -> ids of the optimizers that hold it or its master
         self._owners_version = -1  # the `_groups_version` that `_owners` was made at
         self._thread = threading.local()
+        self._nothing = nullcontext()
         self._patches = Patches()
 
     def __enter__(self) -> UneditedScript:
@@ -113,7 +114,7 @@ class UneditedScript(Observer):
         patches.set(optimizer, "add_param_group", self._wrap_add_param_group(optimizer.add_param_group))
         patches.set(nn.Module, "__call__", self._wrap_call(nn.Module.__call__))
         patches.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
-        for part in (self.native, self.banned, self._alone):
+        for part in (self.native, self._banned, self._alone):
             part.install(patches)
         if not ddp.installed():  # now: a `no_sync()` may be entered before the first forward, which initializes
             ddp.install()
@@ -197,6 +198,11 @@ class UneditedScript(Observer):
     def _applies(self) -> bool:
         return not (self._left_alone or self._is_of_ours())
 
+    def _say(self, note: str) -> None:
+        if self._applies():
+            self.notes.append(note)
+            print(f"amp_patch: {note}", file=sys.stderr)
+
     # Models.
 
     def _wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,13 +216,13 @@ class UneditedScript(Observer):
             try:
                 self._forward_begins(module)
                 try:
-                    return original(module, *args, **kwargs)
+                    with self._alone.casts_of(_inside(module)) or self._nothing:
+                        return original(module, *args, **kwargs)
                 except RuntimeError as error:
-                    around = None if self._left_alone else self._alone.model_around(module, error)
-                    if around is None:
+                    if not self._is_called_again(module, error):
                         raise
-                self._initialize(module, self._optimizers_of(around))
-                return original(module, *args, **kwargs)
+                with self._alone.casts_of(_inside(module)) or self._nothing:
+                    return original(module, *args, **kwargs)
             finally:
                 thread.inside = False
 
@@ -279,6 +285,13 @@ class UneditedScript(Observer):
         for each in models:
             self._checked[each] = self._groups_version
 
+    def _is_called_again(self, module: nn.Module, error: RuntimeError) -> bool:
+        """Whether the call of `module` that gave `error` will not do so again, since something was cast now."""
+        if not self._left_alone and (around := self._alone.model_around(module, error)) is not None:
+            self._initialize(module, self._optimizers_of(around))
+            return True
+        return not self._left_alone and self._alone.mixes(_inside(module), error)
+
     def _optimizers_of(self, model: nn.Module) -> list[Any]:
         """Those that were given to `initialize` with `model`."""
         given = (taken for taken in self._initialized if any(model is each for each in _alive(taken.models)))
@@ -299,7 +312,7 @@ class UneditedScript(Observer):
             losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             if plain or not all(isinstance(loss, Tensor) for loss in losses):
                 return original(losses, grad_tensors, *args, **kwargs)
-            reach = self._with_shards(_merged(reach_of(loss, kwargs.get("inputs")) for loss in losses))
+            reach = self._with_shards(merged(reach_of(loss, kwargs.get("inputs")) for loss in losses))
             optimizers = self._optimizers_behind(reach)
             if not optimizers:
                 return original(losses, grad_tensors, *args, **kwargs)
@@ -427,15 +440,6 @@ def _params(optimizer: Any) -> Iterator[Tensor]:
 
 def _alive(refs: Iterable[weakref.ref[Any]]) -> list[Any]:
     return [value for ref in refs if (value := ref()) is not None]
-
-
-def _merged(reaches: Iterable[Reach]) -> Reach:
-    leaves: dict[int, Tensor] = {}
-    whole = True
-    for reach in reaches:
-        leaves.update(reach.leaves)
-        whole = whole and reach.whole
-    return Reach(leaves, whole)
 
 
 def _as_type_of(grad_tensors: Any, loss: Tensor) -> Any:

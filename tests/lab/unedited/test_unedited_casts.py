@@ -102,12 +102,12 @@ def test_binary_cross_entropy_runs_in_fp32_and_is_told_of_once(level: str, capsy
     told = capsys.readouterr().err.splitlines()
     assert torch.equal(torch.stack(found), torch.stack(run(in_fp32, level)["losses"]))
     if level in ("O1", "O4"):
-        (note,) = script.banned.notes
+        (note,) = script.notes
         assert note.startswith("binary_cross_entropy runs in FP32 (train.py, line 12)") and told == [
             f"amp_patch: {note}"
         ]
     else:
-        assert script.banned.notes == told == []
+        assert script.notes == told == []
 
 
 def test_the_environment_may_have_it_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,3 +186,67 @@ def test_errors_that_are_not_about_types_are_the_scripts_own() -> None:
     broken = METHODS.replace("torch.randn(3, 4)", "torch.randn(3, 5)")
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         run(broken, "O5")
+
+
+MADE = """
+import math
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Denoiser(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.time, self.body, self.out = nn.Linear(8, 16), nn.Linear(4, 16), nn.Linear(16, 4)
+        self.norm, self.mixer = nn.LayerNorm(8), nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x, t):
+        angles = t[:, None].float() * torch.exp(-math.log(1e4) * torch.arange(4) / 4)
+        made = self.norm(torch.cat([angles.sin(), angles.cos()], 1))
+        h = self.body(x) + self.time(made)
+        mixed, _ = self.mixer(h[None], (h + torch.linspace(0, 1, 16))[None], h[None], need_weights=False)
+        types.append(h.dtype)
+        return self.out(F.silu(h + mixed[0]))
+
+torch.manual_seed(0)
+losses, types = [], []
+net = Denoiser()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    x, t = torch.randn(8, 4), torch.randint(100, (8,))
+    loss = F.mse_loss(net(x, t), x)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.detach())
+"""
+BY_HAND = MADE.replace("self.norm(torch.cat([angles.sin(), angles.cos()], 1))", "F.layer_norm(CAT, (8,), *NORM)")
+BY_HAND = BY_HAND.replace("CAT", "torch.cat([angles.sin(), angles.cos()], 1)")
+BY_HAND = BY_HAND.replace("*NORM", "self.norm.weight.float(), self.norm.bias.float()")
+BY_HAND = BY_HAND.replace("self.time(made)", "self.time(made.to(self.time.weight.dtype))")
+BY_HAND = BY_HAND.replace("torch.linspace(0, 1, 16))[None]", "torch.linspace(0, 1, 16)).to(h.dtype)[None]")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_tensors_that_a_forward_makes_are_cast_where_they_meet_low_weights(
+    level: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = UneditedScript(level)
+    with script:
+        found = run_source(MADE)
+    told = capsys.readouterr().err.splitlines()
+    wanted = run(BY_HAND, level)
+    assert torch.equal(torch.stack(found["losses"]), torch.stack(wanted["losses"]))
+    if level in ("O2", "O3", "O5"):
+        assert "train.py, line 15" in script.notes[0] and told == [f"amp_patch: {note}" for note in script.notes]
+        assert len(script.notes) == 1 and capsys.readouterr().err == "", "by hand nothing is mixed"
+    else:
+        assert script.notes == told == []
+
+
+def test_with_lines_of_ours_the_error_names_module_line_and_way_out() -> None:
+    lines = "net, optimizer = amp.initialize(net, optimizer, opt_level='O5')\nfor step in range(3):"
+    with pytest.raises(RuntimeError) as caught:
+        run_source(MADE.replace("for step in range(3):", lines), amp=amp)
+    words = str(caught.value)
+    assert "module 'norm' of Denoiser (train.py, line 15) mixes types" in words and "keep_fp32" in words
