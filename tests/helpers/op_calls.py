@@ -198,9 +198,9 @@ def sample(owner: str, name: str, dtypes: list[torch.dtype], device: str) -> tup
 
 
 def call(owner: str, name: str, dtypes: list[torch.dtype], device: str) -> Any:
-    args, kwargs = sample(owner, name, dtypes, device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some of these are deprecated or in beta; they are listed all the same
+        args, kwargs = sample(owner, name, dtypes, device)
         result = getattr(resolve(owner), name)(*args, **kwargs)
     return args[0] if result is None else result  # __setitem__
 
