@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import nn
 
@@ -22,17 +24,25 @@ from amp_patch.model.type_errors import advising, is_about_types, method_subscri
 from amp_patch.support.patches import Patches
 from amp_patch.support.scripts_line import raised_at
 
+_NOTHING = nullcontext()
+
 
 class CalledAlone:
     """The methods and modules of a script's models that are called by themselves, and the models that mix types.
 
     Args:
         models: gives the models that are trained at a level now.
+        join: is told of a module that shall be a model too, and of the model that it is inside of.
         say: is told, once for a model, that its calls that mix types are cast.
     """
 
-    def __init__(self, models: Callable[[], list[nn.Module]], say: Callable[[str], None]) -> None:
-        self._models, self._say = models, say
+    def __init__(
+        self,
+        models: Callable[[], list[nn.Module]],
+        join: Callable[[nn.Module, nn.Module], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._models, self._join, self._say = models, join, say
         self._methods = weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]]()
         self._mixing = weakref.WeakSet[nn.Module]()
 
@@ -51,7 +61,24 @@ class CalledAlone:
         cast_method(model, name)
         return True
 
-    def model_around(self, part: nn.Module, error: RuntimeError) -> nn.Module | None:
+    def call(self, module: nn.Module, model: nn.Module, call: Callable[[], Any]) -> Any:
+        """`call()`, a call of `module` inside of no other; made again if it fails on types that can be cast.
+
+        Args:
+            model: what is inside of DDP and its like.
+        """
+        try:
+            with self._casts_of(model):
+                return call()
+        except RuntimeError as error:
+            if (around := self._model_around(module, error)) is not None:
+                self._join(module, around)
+            elif not self._mixes(model, error):
+                raise
+        with self._casts_of(model):
+            return call()
+
+    def _model_around(self, part: nn.Module, error: RuntimeError) -> nn.Module | None:
         """The cast model that `part` is inside of, if its call failed on types because it was called by itself.
 
         None while a method of that model runs: `_method` has the whole of it called again.
@@ -66,12 +93,12 @@ class CalledAlone:
             return None if any(frame.f_locals.get("self") is model for frame in asking) else model
         return None
 
-    def casts_of(self, model: nn.Module) -> MixedOperands | None:
-        """What the forward of `model` is to run in where it has failed without."""
+    def _casts_of(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """What the forward of `model` is to run in: a `MixedOperands` where it has failed without."""
         policy = policy_of(model) if model in self._mixing else None
-        return None if policy is None or policy.cast_model_type is None else MixedOperands(policy)
+        return _NOTHING if policy is None or policy.cast_model_type is None else MixedOperands(policy)
 
-    def mixes(self, model: nn.Module, error: RuntimeError) -> bool:
+    def _mixes(self, model: nn.Module, error: RuntimeError) -> bool:
         """Whether a call of `model`, one that is cast, has failed on types for the first time."""
         policy = policy_of(model)
         if policy is None or policy.cast_model_type is None or model in self._mixing or not is_about_types(error):

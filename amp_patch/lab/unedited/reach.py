@@ -49,7 +49,7 @@ def reach_of(loss: Tensor, inputs: Any = None) -> Reach:
 
 
 def merged(reaches: Iterable[Reach]) -> Reach:
-    """What several backward passes reach together."""
+    """What several backward passes add gradients to."""
     leaves: dict[int, Tensor] = {}
     whole = True
     for reach in reaches:

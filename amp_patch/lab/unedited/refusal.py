@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from types import FrameType
 
-_NOT_THE_USERS = ("torch", __name__.partition(".")[0], "runpy", "importlib", "contextlib")
+from amp_patch.support.scripts_line import place
 
 _LINES = """
     from amp_patch import amp
@@ -27,12 +26,25 @@ class ScriptRefused(SystemExit):
         why: what the script does, as a sentence without its end.
         hint: what else to change beside adding the lines.
         line: whether the line of the script's that runs now is the one to name.
+        lines: to add, in place of those that call `initialize`; "" for none.
+        then: what to do, in front of the lines.
+
+    Attributes:
+        why: as above, with the line.
+        way_out: the rest of the message, where that is no call of `initialize`; else empty.
     """
 
-    def __init__(self, why: str, hint: str = "", *, line: bool = True) -> None:
+    def __init__(
+        self, why: str, hint: str = "", *, line: bool = True, lines: str | None = None, then: str = "Add to it"
+    ) -> None:
         self.why = f"{why}{where() if line else ''}"
-        lines = _lightnings_lines() or _LINES + (f"\n{hint}" if hint else "")
-        super().__init__(f"amp_patch: this script cannot be taken unedited: {self.why}. Add to it:{lines}")
+        if lines is None:
+            lines = _lightnings_lines() or _LINES + (f"\n{hint}" if hint else "")
+            self.way_out = ""
+        else:
+            self.way_out = f". {then}{f':{lines}' if lines else ''}"
+        told = self.way_out or f". {then}:{lines}"
+        super().__init__(f"amp_patch: this script cannot be taken unedited: {self.why}{told}")
 
 
 def _lightnings_lines() -> str:
@@ -44,12 +56,8 @@ def _lightnings_lines() -> str:
 
 def where() -> str:
     """ " (train.py, line 31)": the innermost line that is neither an installed package's nor ours; empty if none."""
-    for frame in frames():
-        path = frame.f_code.co_filename
-        installed = "site-packages" in path or path.startswith("<frozen")
-        if not installed and str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS:
-            return f" ({os.path.basename(path)}, line {frame.f_lineno})"
-    return ""
+    found = next(filter(None, (place(frame, frame.f_lineno) for frame in frames())), None)
+    return "" if found is None else f" ({found})"
 
 
 def frames() -> Iterator[FrameType]:

@@ -23,7 +23,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,13 @@ from amp_patch.environment import overridden
 from amp_patch.frontend import initialize, load_state_dict, loss_scale, state_dict
 from amp_patch.lab.unedited.banned_calls import BannedCalls
 from amp_patch.lab.unedited.called_alone import CalledAlone
+from amp_patch.lab.unedited.closures import refuse_lbfgs, refuse_unknown_use
+from amp_patch.lab.unedited.direct_forwards import DirectForwards
+from amp_patch.lab.unedited.exports import Exports
+from amp_patch.lab.unedited.handmade import HandmadeSteps
 from amp_patch.lab.unedited.native import NativePrecision, before_scaling
+from amp_patch.lab.unedited.pickles import Pickles
+from amp_patch.lab.unedited.processes import Processes, refuse_copies_of_shared
 from amp_patch.lab.unedited.reach import Reach, merged, reach_of
 from amp_patch.lab.unedited.refusal import ScriptRefused
 from amp_patch.lab.unedited.source import imports_us
@@ -73,6 +79,7 @@ class UneditedScript(Observer):
         backwards: how many losses a `scale_loss` of ours has scaled.
         native: the script's own autocasts and GradScalers, in whose place a level stands.
         notes: what was done for the script that lines of ours would have said, a sentence each; on stderr too.
+        processes: those that the script has started.
 
     Raises:
         ValueError: a level that cannot be.
@@ -87,7 +94,8 @@ class UneditedScript(Observer):
         self.level = level
         self.native = NativePrecision(native, self._applies)
         self.notes: list[str] = []
-        self._banned, self._alone = BannedCalls(self._say), CalledAlone(self._models, self._say)
+        self._banned = BannedCalls(self._say)
+        self._alone = CalledAlone(self._models, self._join, self._say)
         self._scale: Tensor | None = None  # the script's own GradScaler's, of the loss of this backward
         self._policy = resolve(*overridden(level, Options()))
         self.backwards = 0
@@ -102,7 +110,10 @@ class UneditedScript(Observer):
         self._owners: dict[int, list[int]] = {}  # id of a parameter -> ids of the optimizers that hold it or its master
         self._owners_version = -1  # the `_groups_version` that `_owners` was made at
         self._thread = threading.local()
-        self._nothing = nullcontext()
+        self._handmade = HandmadeSteps()
+        self.processes = Processes()
+        self._direct_forwards = DirectForwards(self._call)
+        self._pickles = Pickles(self._models, self._note_optimizer)
         self._patches = Patches()
 
     def __enter__(self) -> UneditedScript:
@@ -114,8 +125,10 @@ class UneditedScript(Observer):
         patches.set(optimizer, "add_param_group", self._wrap_add_param_group(optimizer.add_param_group))
         patches.set(nn.Module, "__call__", self._wrap_call(nn.Module.__call__))
         patches.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
-        for part in (self.native, self._banned, self._alone):
+        for part in (self.native, self._banned, self._alone, self._pickles, self._direct_forwards, self.processes):
             part.install(patches)
+        if not self._policy.changes_nothing:
+            Exports(self._models, self._direct_forwards.undone).install(patches)
         if not ddp.installed():  # now: a `no_sync()` may be entered before the first forward, which initializes
             ddp.install()
             patches.on_remove(lambda: None if self._initialized else ddp.uninstall())
@@ -133,6 +146,10 @@ class UneditedScript(Observer):
         if self._left_alone or self.backwards or self._is_of_ours():
             return None
         if not self._optimizers_made:
+            if self._handmade.backwards:
+                return self._handmade.refused(line=False)
+            if self.processes.started:
+                return self.processes.refused()
             return ScriptRefused("it made no optimizer of torch.optim in this process", line=False)
         if not self._initialized:
             return ScriptRefused("it called no module whose parameters an optimizer holds", line=False)
@@ -154,11 +171,16 @@ class UneditedScript(Observer):
         @functools.wraps(original)
         def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
-            self._optimizers_made = [ref for ref in self._optimizers_made if ref() is not None]
-            self._optimizers_made.append(weakref.ref(optimizer))
-            self._groups_version += 1
+            self._note_optimizer(optimizer)
 
         return __init__
+
+    def _note_optimizer(self, optimizer: Any) -> None:
+        """The script has made `optimizer`, or loaded it."""
+        self._optimizers_made = [ref for ref in self._optimizers_made if ref() is not None]
+        self._optimizers_made.append(weakref.ref(optimizer))
+        self._groups_version += 1
+        self._direct_forwards.tell_of(_params(innermost(optimizer)))
 
     def _wrap_add_param_group(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -212,21 +234,21 @@ class UneditedScript(Observer):
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or getattr(thread, "inside", False):
                 return original(module, *args, **kwargs)
-            thread.inside = True
-            try:
-                self._forward_begins(module)
-                try:
-                    with self._alone.casts_of(_inside(module)) or self._nothing:
-                        return original(module, *args, **kwargs)
-                except RuntimeError as error:
-                    if not self._is_called_again(module, error):
-                        raise
-                with self._alone.casts_of(_inside(module)) or self._nothing:
-                    return original(module, *args, **kwargs)
-            finally:
-                thread.inside = False
+            return self._call(module, functools.partial(original, module, *args, **kwargs))
 
         return __call__
+
+    def _call(self, module: nn.Module, call: Callable[[], Any]) -> Any:
+        """Run a call of `module`, which begins a level if no other module's is running."""
+        thread = self._thread
+        if getattr(thread, "inside", False):
+            return call()
+        thread.inside = True
+        try:
+            self._forward_begins(module)
+            return call() if self._left_alone else self._alone.call(module, _inside(module), call)
+        finally:
+            thread.inside = False
 
     @not_traced
     def _forward_begins(self, module: nn.Module) -> None:
@@ -256,7 +278,8 @@ class UneditedScript(Observer):
     def _initialize(self, model: nn.Module, optimizers: list[Any]) -> None:
         """Initialize these, and the models that share an optimizer with them once more; the loss scale goes on."""
         for optimizer in optimizers:
-            _refuse_lbfgs(innermost(optimizer))
+            refuse_lbfgs(innermost(optimizer))
+        refuse_copies_of_shared(model, self._policy)
         held = {id(innermost(optimizer)) for optimizer in optimizers}
         joined = [t for t in self._initialized if any(id(innermost(o)) in held for o in _alive(t.optimizers))]
         earlier = [optimizer for taken in joined for optimizer in _alive(taken.optimizers)]
@@ -285,17 +308,10 @@ class UneditedScript(Observer):
         for each in models:
             self._checked[each] = self._groups_version
 
-    def _is_called_again(self, module: nn.Module, error: RuntimeError) -> bool:
-        """Whether the call of `module` that gave `error` will not do so again, since something was cast now."""
-        if not self._left_alone and (around := self._alone.model_around(module, error)) is not None:
-            self._initialize(module, self._optimizers_of(around))
-            return True
-        return not self._left_alone and self._alone.mixes(_inside(module), error)
-
-    def _optimizers_of(self, model: nn.Module) -> list[Any]:
-        """Those that were given to `initialize` with `model`."""
+    def _join(self, part: nn.Module, model: nn.Module) -> None:
+        """`part`, a module inside of `model`, is a model of its own too from now on."""
         given = (taken for taken in self._initialized if any(model is each for each in _alive(taken.models)))
-        return [optimizer for taken in given for optimizer in _alive(taken.optimizers)]
+        self._initialize(part, [optimizer for taken in given for optimizer in _alive(taken.optimizers)])
 
     def _models(self) -> list[nn.Module]:
         return [model for taken in self._initialized for model in _alive(taken.models)]
@@ -314,6 +330,8 @@ class UneditedScript(Observer):
                 return original(losses, grad_tensors, *args, **kwargs)
             reach = self._with_shards(merged(reach_of(loss, kwargs.get("inputs")) for loss in losses))
             optimizers = self._optimizers_behind(reach)
+            if not (self._optimizers_made or self._is_of_ours()):
+                self._handmade.backward_begins(reach)
             if not optimizers:
                 return original(losses, grad_tensors, *args, **kwargs)
             if len(losses) > 1:
@@ -391,7 +409,7 @@ class UneditedScript(Observer):
         name, result = base_class(optimizer).__name__, None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None and not isinstance(closure, ClosureAlreadyRun):
-            _refuse_unknown_use(optimizer)
+            refuse_unknown_use(optimizer)
             with torch.enable_grad():
                 done = ClosureAlreadyRun(closure())
             result = ((args[0], done, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": done})
@@ -408,25 +426,6 @@ def _inside(module: nn.Module) -> nn.Module:
     if isinstance(inner, nn.DataParallel | nn.parallel.DistributedDataParallel):
         inner = inner.module
     return module if inner is module else _inside(inner)
-
-
-def _refuse_lbfgs(optimizer: Any) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ScriptRefused(
-            "LBFGS evaluates its closure again and again inside of step()",
-            "inside of the closure, and compare --levels O0,O4: no other level can train so",
-        )
-
-
-def _refuse_unknown_use(optimizer: Any) -> None:
-    """Raise unless the optimizer is known to call its closure once, before all else, as torch's do save for LBFGS."""
-    _refuse_lbfgs(optimizer)
-    base = base_class(optimizer)
-    if base.__module__.partition(".")[0] != "torch":
-        raise ScriptRefused(
-            f"step() is given a closure, and what a {base.__name__} does with it is not known",
-            "and call what the closure does before step(), and step() without it",
-        )
 
 
 def _params(optimizer: Any) -> Iterator[Tensor]:

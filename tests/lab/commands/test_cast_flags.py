@@ -45,7 +45,7 @@ def test_run(flag, level, tmp_path):
     refused = start_script(tmp_path, CODER, "-m", "amp_patch", "run", AMP_PATCH_OPT_LEVEL=level)
     assert refused.returncode == 1 and ("methods=" if level == "O5" else "allow_banned=True") in refused.stderr
     done = start_script(tmp_path, CODER, "-m", "amp_patch", "run", flag, AMP_PATCH_OPT_LEVEL=level)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0 and "runs in FP32" not in done.stderr, done.stderr
 
 
 @pytest.mark.slow
