@@ -30,7 +30,7 @@ help: ## list these verbs
 
 demo: $(VENV)/installed ## compare O0, O1, O2, O4 and O5 on a small GPT, three seeds each; ends with a table and a report in HTML
 	$(BIN)/python -m amp_patch compare --levels O0,O1,O2,O4,O5 --seeds 3 --seed-flag=--seed --metric held_out_loss \
-		--out out/demo examples/train.py -- --task wide_gpt --steps 100
+		--out out/demo examples/train.py -- --task wide_gpt --steps 60
 
 accuracy: $(VENV)/installed ## docs/accuracy.md anew: three families of models, five seeds, O0 to O5; 20 minutes
 	$(BIN)/python benchmarks/accuracy.py

@@ -72,9 +72,11 @@ def gpt(size: Sizes, batch: int) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 SMALL = Sizes(4, 256, 8, 512, 128, 0)  # 3.5 M parameters
+DEMO = Sizes(2, 256, 8, 96, 64, 0)  # of `make demo`: 1.6 M parameters
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]] = {
     "convnet": lambda: (convnet(), *images()),
     "transformer": lambda: (Transformer(), *Transformer.batch()),
+    "demo's GPT": lambda: gpt(DEMO, 8),
     "GPT, batch 1": lambda: gpt(SMALL, 1),
     "GPT, batch 8": lambda: gpt(SMALL, 8),
 }

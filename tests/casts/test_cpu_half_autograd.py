@@ -14,6 +14,7 @@ from cpu_half_cases import (
     POLICIES,
     half,
     installed_fixture,  # noqa: F401  the fixture `installed`
+    only_emulates,
 )
 from half_kernels import half_kernels
 from other_thread import run_in_thread
@@ -23,6 +24,41 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from amp_patch import amp
 from amp_patch.casts import regions
+from amp_patch.casts import state as casts_state
+
+BF16 = torch.bfloat16
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The machine's own arithmetic.
+
+# name -> (function, shapes): with operands of up to 8, FP32 holds every partial sum exactly, in whatever order
+NATIVE: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
+    "linear": (F.linear, [(5, 64), (7, 64), (7,)]),
+    "mm": (torch.mm, [(33, 64), (64, 17)]),
+    "large mm": (torch.mm, [(128, 256), (256, 128)]),
+    "bmm": (torch.bmm, [(3, 9, 64), (3, 64, 17)]),
+    "conv1d": (F.conv1d, [(2, 8, 19), (16, 8, 3)]),
+    "conv2d": (lambda x, w, b: F.conv2d(x, w, b, padding=1), [(2, 8, 9, 9), (4, 8, 3, 3), (4,)]),
+}
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_emulated_and_native_bf16_differ_by_the_order_of_sums_alone(name, installed):
+    """To the bit where all orders give one sum, forward and backward, on CPUs with BF16 arithmetic and without."""
+    function, shapes = NATIVE[name]
+    torch.manual_seed(0)
+    operands = [torch.randint(-8, 9, shape).to(BF16).requires_grad_() for shape in shapes]
+    native = function(*operands)
+    direction = torch.randint(-8, 9, native.shape).to(BF16)
+    native_gradients = torch.autograd.grad(native, operands, direction)
+    calls = casts_state.in_use.emulated_calls()
+    with regions.region(only_emulates(BF16)):
+        emulated = function(*operands)
+        assert casts_state.in_use.emulated_calls() == calls + 1
+        gradients = torch.autograd.grad(emulated, operands, direction)
+    assert torch.equal(emulated, native) and emulated.abs().max() > 256  # some sums are no BF16 numbers
+    assert all(torch.equal(a, b) for a, b in zip(gradients, native_gradients, strict=True))
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What is left alone.
