@@ -124,19 +124,6 @@ def masks(folder: Path) -> None:
         bright.save(folder / "data" / "masks" / f"{path.stem}.gif")
 
 
-def own(*command: str, after: Prepare | None = None) -> Prepare:
-    """What the program's own scripts make of data: Python's `command`, after `after`."""
-    import subprocess
-    import sys
-
-    def write(folder: Path) -> None:
-        if after is not None:
-            after(folder)
-        subprocess.run([sys.executable, *command], cwd=folder, check=True, stdout=subprocess.DEVNULL)
-
-    return write
-
-
 def clean(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     os.makedirs(folder)

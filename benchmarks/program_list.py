@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from program_data import Prepare, cora, images, masks, mnist, names, own, text
+from program_data import Prepare, cora, images, masks, mnist, names, text
 
 # Repository -> the commit that is tried.
 COMMITS = {
@@ -29,6 +29,7 @@ class Program:
         script: its path in the repository. It runs in its own folder, or in `cwd`.
         arguments: its own.
         prepare: writes its data.
+        before: a script of the repository, in the same folder, that makes what it needs of those.
         packages: what pip installs for it, beside torch and NumPy.
         path: folders of the repository that are importable.
         offline: whether stand_ins/ stands for what downloads.
@@ -41,6 +42,7 @@ class Program:
     script: str
     arguments: str = ""
     prepare: Prepare = field(default=lambda folder: None)
+    before: str = ""
     packages: tuple[str, ...] = ()
     path: tuple[str, ...] = ()
     cwd: str | None = None
@@ -61,7 +63,7 @@ def example(name: str, kind: str, arguments: str = "", script: str = "main.py", 
 
 VISION = ("torchvision",)
 GYM = ("gymnasium",)
-SHAKESPEARE = own("data/shakespeare_char/prepare.py", after=text("data/shakespeare_char/input.txt"))
+SHAKESPEARE = text("data/shakespeare_char/input.txt")
 SMALL_GPT = (
     "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=1 --block_size=64 --n_layer=2 "
     "--n_head=4 --n_embd=64 --log_interval=1"
@@ -70,7 +72,16 @@ WIKITEXT = text(*(f"data/wikitext-2/{name}.txt" for name in ("train", "valid", "
 WORDS = "--epochs 1 --emsize 64 --nhid 64 --nlayers 2"
 
 PROGRAMS = [
-    Program("nanoGPT", "GPT", "karpathy/nanoGPT", "train.py", SMALL_GPT, SHAKESPEARE, packages=("requests",)),
+    Program(
+        "nanoGPT",
+        "GPT",
+        "karpathy/nanoGPT",
+        "train.py",
+        SMALL_GPT,
+        SHAKESPEARE,
+        "data/shakespeare_char/prepare.py",
+        offline=True,
+    ),
     *(
         Program(
             f"makemore {kind}",
@@ -127,7 +138,7 @@ PROGRAMS = [
         "LSTM, LBFGS",
         "--steps 1",
         "train.py",
-        prepare=own("generate_sine_wave.py"),
+        before="generate_sine_wave.py",
         packages=("matplotlib",),
     ),
     example("reinforcement_learning", "REINFORCE", "", "reinforce.py", packages=GYM),

@@ -77,7 +77,6 @@ def tried(program: Program, args: argparse.Namespace) -> dict[str, str]:
     python = environment(program, args.out / "venv")
     home = source(program, args.out / "sources", args.mirror)
     folder = home / program.folder
-    program.prepare(folder)
     report = args.out / "reports" / re.sub(r"\W+", "-", label(program))
     clean(report)
     command = [python, "-m", "amp_patch", "compare", "--levels", ",".join(LEVELS), "--seeds", "1"]
@@ -85,6 +84,9 @@ def tried(program: Program, args: argparse.Namespace) -> dict[str, str]:
     command += [str(home / program.script), "--", *program.arguments.split()]
     path = [str(ROOT), *(str(home / each) for each in program.path), *([str(HERE / "stand_ins")] * program.offline)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "WANDB_MODE": "offline", "MPLBACKEND": "agg"}
+    program.prepare(folder)
+    if program.before:
+        run([python, program.before], folder, env, args.limit)
     said = run(command, folder, env, args.limit)
     (report / "said.log").write_text(said)
     return outcome(report / "report.json", said)
