@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
 import struct
 import tarfile
 from collections.abc import Callable
@@ -12,10 +10,13 @@ from pathlib import Path
 
 Prepare = Callable[[Path], None]  # is given the folder that the program runs in
 
-WORDS = """the of and to in a is that it was for on are as with his they at be this from have or by one had not but what
-all were when we there can an your which their said if do will each about how up out them then she many some so these
-would other into has more her two like him see time could no make than first been its who now people my made over did
-down only way find use may water long little very after words called just where most know""".split()
+# The commonest words of English.
+WORDS = (
+    *("the", "of", "and", "to", "in", "a", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they"),
+    *("at", "be", "this", "from", "have", "or", "by", "one", "had", "not", "but", "what", "all", "were", "when", "we"),
+    *("there", "can", "an", "your", "which", "their", "said", "if", "do", "will", "each", "about", "how", "up", "out"),
+    *("them", "then", "she", "many", "some", "so", "these", "would", "other", "into", "has", "more", "her", "two"),
+)
 
 
 def mnist(where: str = "../data") -> Prepare:
@@ -122,8 +123,3 @@ def masks(folder: Path) -> None:
     for path in (folder / "data" / "imgs").glob("*.jpg"):
         bright = Image.open(path).convert("L").point(lambda value: 255 if value > 200 else 0)
         bright.save(folder / "data" / "masks" / f"{path.stem}.gif")
-
-
-def clean(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    os.makedirs(folder)

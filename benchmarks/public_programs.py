@@ -40,6 +40,7 @@ LEVELS = ("O0", "O1", "O2", "O4", "O5")
 RESULTS = HERE / "results" / "public_programs.json"
 PAGE = ROOT / "docs" / "compare.md"
 SOURCES = (".py", ".json", ".yaml")  # of a repository; data are generated
+REFUSED = "cannot be taken unedited"  # of what is said where a script is refused
 CUT = 300  # characters of an error that are kept
 
 
@@ -55,6 +56,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--limit", type=int, default=120, help="seconds for one level")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path, default=PAGE, help="where the table goes")
     parser.add_argument("--table", action="store_true", help="run nothing")
     args = parser.parse_args()
     args.out = args.out.resolve()
@@ -75,7 +77,7 @@ def main() -> int:
         print(f"{program.label}: {said or 'trains at every level'}", flush=True)
         args.results.parent.mkdir(exist_ok=True)
         args.results.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-    write(results)
+    write(results, args.page)
     return 0
 
 
@@ -94,7 +96,10 @@ def tried(program: Program, args: argparse.Namespace) -> dict[str, str]:
     logs = args.out / "logs" / re.sub(r"\W+", "-", program.label)
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
-    return {level: at_level(level, program, home, path, logs, args) for level in LEVELS}
+    became: dict[str, str] = {}
+    for level in LEVELS:  # what fails in FP32, or is refused there, is not tried at the others
+        became[level] = became.get("O0") or at_level(level, program, home, path, logs, args)
+    return became
 
 
 def at_level(level: str, program: Program, home: Path, path: list[str], logs: Path, args: argparse.Namespace) -> str:
@@ -220,13 +225,23 @@ def with_version(became: dict[str, str], before: dict[str, str] | None) -> dict[
     return {**became, "since": before["since"] if same and before else amp_patch.__version__}
 
 
-def write(results: dict[str, dict[str, str]]) -> None:
+def write(results: dict[str, dict[str, str]], page: Path) -> None:
+    """Put the table into the page, in place of the one that is there."""
     lines = ["| program | kind | " + " | ".join(LEVELS) + " | since |", "|---|---|" + "---|" * (len(LEVELS) + 1)]
     for program in PROGRAMS:
         if (became := results.get(program.label)) is not None:
-            cells = ["trains" if became.get(level) == "" else "fails" for level in LEVELS]
-            lines.append(f"| {program.name} | {program.kind} | " + " | ".join(cells) + f" | {became['since']} |")
-    print("\n".join(lines))
+            cells = [cell(became[level]) for level in LEVELS]
+            lines.append(f"| {program.name} | {program.kind} | {' | '.join(cells)} | {became['since']} |")
+    before, _, rest = page.read_text().partition("| program | kind |")
+    after = rest[rest.index("\n\n") :]
+    page.write_text(before + "\n".join(lines) + after)
+
+
+def cell(said: str) -> str:
+    """What a level did, in a word."""
+    if not said:
+        return "trains"
+    return "refused" if REFUSED in said else "fails"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Stands for `requests` where a public program downloads a file: gives the file of that name in the working directory."""
+"""Stands for `requests` where a public program downloads: the file of that name in the working directory."""
 
 from __future__ import annotations
 
