@@ -142,7 +142,7 @@ PROGRAMS = [
         packages=VISION,
     ),
     example("mnist_rnn", "LSTM", "--epochs 1", prepare=mnist(), packages=VISION),
-    example("siamese_network", "two branches, BCE", "--epochs 1", prepare=mnist(), packages=VISION),
+    example("siamese_network", "two branches, BCE", "--epochs 1 --batch-size 4", prepare=mnist(), packages=VISION),
     example("vae", "VAE, BCE", "--epochs 2", prepare=mnist(), packages=VISION),
     example(
         "dcgan",
