@@ -7,7 +7,21 @@ What a training need not have (recording, comparison, diagnosis, the graph) is i
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+try:
+    import torch as _  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    needed = (
+        f"amp_patch: there is no torch in this Python ({sys.executable}). Install it first, by `pip install torch` or "
+        "the command that https://pytorch.org/get-started/locally has for your CUDA; it must be 2.6 or newer"
+    )
+    if sys.argv[:1] == ["-m"]:  # `python -m amp_patch`: Python imports the package before __main__.py
+        sys.exit(needed)
+    raise ModuleNotFoundError(needed, name="torch") from None
 
 from torch.amp import is_autocast_available
 from torch.nn import Module
@@ -44,6 +58,7 @@ if TYPE_CHECKING:
     from amp_patch.lab.diagnose.explain import explain
     from amp_patch.lab.diagnose.find_loss_scale import find_loss_scale
     from amp_patch.lab.diagnose.inspect import inspect
+    from amp_patch.lab.diagnose.output_distance import compare_outputs
     from amp_patch.lab.recording.recorder import log, record
 
 __version__ = "0.4.0"
@@ -53,6 +68,7 @@ __all__ = [
     "amp",
     "autocast",
     "compare",
+    "compare_outputs",
     "cpu",
     "cuda",
     "custom_bwd",
@@ -86,6 +102,7 @@ __all__ = [
 # Name -> the module that defines it, which is imported at the name's first use. `graph` is such a module itself.
 _LAZY = {
     "compare": "amp_patch.lab.comparison.notebook",
+    "compare_outputs": "amp_patch.lab.diagnose.output_distance",
     "explain": "amp_patch.lab.diagnose.explain",
     "find_loss_scale": "amp_patch.lab.diagnose.find_loss_scale",
     "graph": "amp_patch.graph",

@@ -20,7 +20,7 @@ from amp_patch.policy import LOW_PRECISION
 # A module that owns a buffer, and the buffer's name in it.
 Owned = tuple[nn.Module, str]
 
-_EXACT = "_amp_exact"  # attribute of a module: name of a buffer -> the FP32 value that the cast has rounded
+EXACT = "_amp_exact"  # attribute of a module: name of a buffer -> the FP32 value that the cast has rounded
 
 
 def are_all_that(module: nn.Module, low: bool = False) -> bool:
@@ -63,7 +63,7 @@ def uncast(model: nn.Module, but: Collection[str] = ()) -> None:
                 low = module._buffers[name]
                 assert low is not None
                 _, module._buffers[name] = done.setdefault(id(low), (low, _exact(module, name, low)))
-        vars(module).pop(_EXACT, None)
+        vars(module).pop(EXACT, None)
 
 
 def exact_values(model: nn.Module, prefix: str) -> dict[str, Tensor]:
@@ -88,7 +88,7 @@ def _cast_buffers(model: nn.Module, prefix: str, remembered: bool) -> Iterator[t
     for path, module in model.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
         for name in _low(module):
             buffer = module._buffers[name]
-            if buffer is not None and (not remembered or name in vars(module).get(_EXACT, ())):
+            if buffer is not None and (not remembered or name in vars(module).get(EXACT, ())):
                 yield _join(path, name), module, name, buffer
 
 
@@ -96,9 +96,9 @@ def _remember(module: nn.Module, name: str, value: Tensor, dtype: torch.dtype) -
     """Keep `value` (FP32) beside the buffer `name`, if `dtype` rounds the value. Syncs."""
     value = value.detach()
     if value.is_meta or not torch.equal(value, value.to(dtype).float()):
-        vars(module).setdefault(_EXACT, {})[name] = value
+        vars(module).setdefault(EXACT, {})[name] = value
     else:
-        vars(module).get(_EXACT, {}).pop(name, None)
+        vars(module).get(EXACT, {}).pop(name, None)
 
 
 @torch.no_grad()
@@ -108,7 +108,7 @@ def _exact(module: nn.Module, name: str, low: Tensor) -> Tensor:
     Other elements were written since the cast. Values are compared, not version counters: a buffer that is moved to a
     device, copied, or broadcast by DDP is another tensor with another version.
     """
-    kept: Tensor | None = vars(module).get(_EXACT, {}).get(name)
+    kept: Tensor | None = vars(module).get(EXACT, {}).get(name)
     if kept is None or kept.shape != low.shape:
         return low.float()
     kept = kept.to(low.device)

@@ -57,10 +57,15 @@ def fp32_copy(model: Module) -> Module:
             master = master_of(param)
             if master is not None:
                 copied.copy_(master)
-    _copies.add(plain)
+    hold_casts_off(plain)
+    return plain
+
+
+def hold_casts_off(model: nn.Module) -> None:
+    """Let `model`, which is of no training, run in FP32 outside of models, as a copy by `fp32_copy` does."""
+    _copies.add(model)
     if casts_state.default() is not None:
         shield()
-    return plain
 
 
 class FP32Copy(Generated):

@@ -36,7 +36,7 @@ class Generated:
         # A generated class has no importable name: build the base, then give the class again.
         function, args, *rest = reduced
         rebuild = (generated._amp_mixin, generated._amp_key, plain(function), tuple(map(plain, args)))
-        return (_rebuild, rebuild, *rest)
+        return (needs_weights_only_false_or_save_fp32_copy, rebuild, *rest)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # `super().__init_subclass__` is not called: a base's registry of subclasses is for the user's own.
@@ -133,7 +133,17 @@ def _generated(instance: Any) -> Any:
     return next(cls for cls in type(instance).__mro__ if "_amp_base" in vars(cls))
 
 
-def _rebuild(mixin: type[Generated], key: tuple[str, ...], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def needs_weights_only_false_or_save_fp32_copy(
+    mixin: type[Generated], key: tuple[str, ...], function: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    """Rebuild a pickled instance. torch.load(weights_only=True) refuses such a pickle with the name of this function.
+
+    The error is torch's, raised where amp_patch may not even be imported: the name alone can say there what to do. No
+    list of safe globals would do, since the policy and the masters in the pickle are objects of ours too.
+    """
     instance = function(*args)
     give(instance, mixin, key)
     return instance
+
+
+_rebuild = needs_weights_only_false_or_save_fp32_copy  # its name in pickles of amp_patch 0.3

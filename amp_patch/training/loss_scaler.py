@@ -74,7 +74,7 @@ class LossScaler:
         self._scale = torch.tensor(start, dtype=torch.float32, device="cpu")
         self._growth_tracker = torch.tensor(0, dtype=torch.int32, device="cpu")
         self._found_inf = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-        self._skips = 0
+        self.skips = 0
         self._skips_in_a_row = 0
 
     @classmethod
@@ -144,22 +144,20 @@ class LossScaler:
 
         `culprits` describes the parameters whose gradients are not finite; called only when things look wrong.
         """
-        self._skips += 1
+        self.skips += 1
         self._skips_in_a_row += 1
         if self.verbosity < 1 or not is_first_rank():
             return
         scale = self.loss_scale() if self.scales else 1.0
-        powers_of_two = self._skips & (self._skips - 1) == 0
+        powers_of_two = self.skips & (self.skips - 1) == 0
         stuck = self._skips_in_a_row % _MANY_SKIPS == 0 or (scale < 1.0 and powers_of_two)
         if not (stuck or powers_of_two):
             return
         if self.scales:
             change = f"loss scale is now {scale:g}" if self.dynamic else f"static loss scale {scale:g} stays"
-            message = (
-                f"Gradient overflow: skipped the step (skip {self._skips} of loss scaler {self.loss_id}); {change}"
-            )
+            message = f"Gradient overflow: skipped the step (skip {self.skips} of loss scaler {self.loss_id}); {change}"
         else:
-            message = f"A gradient is not finite: skipped the step (skip {self._skips} of loss {self.loss_id})"
+            message = f"A gradient is not finite: skipped the step (skip {self.skips} of loss {self.loss_id})"
         if stuck:
             message += f"; {self._skips_in_a_row} in a row; not finite: {culprits()}"
         logger.warning(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -75,6 +76,13 @@ SLOW = {level: pytest.param(level, marks=pytest.mark.slow) for level in ("O0", "
 def test_minimal_learns(level, tmp_path):
     printed = run_example("minimal", "--opt-level", level, "--epochs", "4", cwd=tmp_path)
     assert number(rf"{level}: held-out accuracy ([\d.]+)%", printed) > 92
+
+
+def test_minimal_needs_torch_alone():
+    tree = ast.parse((EXAMPLES / "minimal.py").read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    modules = [getattr(node, "module", None) or node.names[0].name for node in imports]
+    assert {name.partition(".")[0] for name in modules} == {"__future__", "argparse", "torch", "amp_patch"}
 
 
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="NCCL wants a GPU for each of the two ranks")

@@ -1,5 +1,6 @@
 """`python -m amp_patch check train.py folder`: which names of Apex do these files use, and does amp_patch serve them?
-Which of torch's own mixed precision, and what changes if they are amp_patch's?
+Which of torch's own mixed precision, and what changes if they are amp_patch's? Of a script in FP32: would `compare`
+take it as it is?
 
 The files are read, not run. Followed are imports under any name, wherever they stand, `importlib.import_module` with a
 literal, `hasattr` and `getattr` with a literal, attribute chains, a name that is set to one, and the arguments by name
@@ -17,13 +18,14 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import amp_patch.apex
-from amp_patch.lab.commands import apex_surface
+from amp_patch.lab.commands import apex_surface, check_fp32
 from amp_patch.lab.commands.apex_served import (
     CALL,
     DIFFERS,
@@ -54,11 +56,14 @@ def check(args: argparse.Namespace) -> None:
     uses, errors = read(paths)
     findings = [finding(name, places) for name, places in sorted(uses.items())]
     natives = native(paths)
+    fp32 = None if findings or natives else check_fp32.trained(_readable(paths))
     if args.json:
         told = {"names": [asdict(found) for found in findings], "native": [asdict(found) for found in natives]}
-        print(json.dumps({**told, "errors": errors}, indent=2))
+        of_fp32 = {} if fp32 is None else {"fp32": asdict(fp32)}
+        print(json.dumps({**told, **of_fp32, "errors": errors}, indent=2))
     else:
-        print("\n".join([*report(findings, errors, quiet=bool(natives)), *native_report(natives)]))
+        lines = [] if fp32 is None else [*check_fp32.report(fp32)]
+        print("\n".join([*report(findings, errors, quiet=bool(natives)), *native_report(natives), *lines]))
     sys.exit(2 if errors else int(any(found.status == MISSING for found in findings)))
 
 
@@ -134,6 +139,13 @@ def _files(paths: list[Path]) -> Iterator[Path]:
             hidden = any(part.startswith(".") or part == "site-packages" for part in found.relative_to(path).parts)
             if found.suffix in (".py", ".ipynb") and found.is_file() and not hidden:
                 yield found
+
+
+def _readable(paths: list[Path]) -> Iterator[tuple[str, ast.AST]]:
+    """`_trees` of all files; nothing of one that cannot be read."""
+    for path in _files(paths):
+        with suppress(OSError, SyntaxError, ValueError):
+            yield from _trees(path)
 
 
 def _trees(path: Path) -> Iterator[tuple[str, ast.AST]]:

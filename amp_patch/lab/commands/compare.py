@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from amp_patch.casts.cpu_half import has_arithmetic
-from amp_patch.lab.commands import batch_search
+from amp_patch.lab.commands import batch_search, compare_launcher
 from amp_patch.lab.commands.interrupts import as_interrupts
 from amp_patch.lab.commands.turn_scheduler import ComparisonRefused, TurnScheduler
 from amp_patch.lab.comparison import page, table
@@ -89,6 +89,7 @@ def split(given: list[str]) -> tuple[list[str], list[str]]:
 def compare(args: argparse.Namespace) -> None:
     """run a script at several opt levels, compare speed, memory and loss, and write a report"""
     try:
+        compare_launcher.refuse_ranks()
         plan = _plan(args)
         if not args.module and not os.path.exists(args.script):
             raise ValueError(f"compare: there is no {args.script!r} here")
@@ -105,6 +106,9 @@ def compare(args: argparse.Namespace) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # else a letter that it lacks would raise
         sys.stdout.reconfigure(errors="replace")
     _tell_of_emulated_products(plan)
+    if compare_launcher.shares_port() and not args.one_by_one:
+        print("MASTER_PORT is set, on which one run at a time can listen: each ends before the next begins", flush=True)
+        args.one_by_one = True
     try:
         runs, interrupted, load = _measure(plan, args)
     except ComparisonRefused as error:

@@ -30,7 +30,9 @@ from typing import Any
 import amp_patch.apex
 from amp_patch.environment import asked_level
 from amp_patch.lab.commands import no_cuda
+from amp_patch.lab.commands.run_summary import RunSummary, told
 from amp_patch.lab.unedited.script import UneditedScript
+from amp_patch.training import observers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,11 +73,18 @@ def run(args: argparse.Namespace, around: AbstractContextManager[Any] | None = N
     # Spawned processes unpickle from `__mp_main__`, which multiprocessing has set to the main module of amp_patch.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     try:
-        with at_asked_level() if around is None else around:
+        with as_asked() if around is None else around:
             execute()
     except BaseException:
         sys.excepthook = partial(_report, sys.excepthook, main.__dict__)
         raise
+
+
+@contextmanager
+def as_asked() -> Iterator[None]:
+    """`at_asked_level`, and at the end a line of what was trained."""
+    with told(), at_asked_level():
+        yield
 
 
 @contextmanager
@@ -91,8 +100,12 @@ def at_asked_level() -> Iterator[None]:
         return
     with script:
         yield
-    if (missing := script.missing()) is not None:
-        print(f"amp_patch: AMP_PATCH_OPT_LEVEL={level} has changed nothing: {missing.why}", file=sys.stderr)
+    missing, asked = script.missing(), f"amp_patch: AMP_PATCH_OPT_LEVEL={level}"
+    if missing is not None and script.processes.started:
+        others = f"each of the {script.processes.started} that it has started says what it trained"
+        print(f"{asked}: this process trained nothing; {others}", file=sys.stderr)
+    elif missing is not None:
+        print(f"{asked} has changed nothing: {missing.why}{missing.way_out}", file=sys.stderr)
 
 
 def begin(device: str | None) -> None:
@@ -110,6 +123,7 @@ def begin(device: str | None) -> None:
 def _begin_spawned(device: str | None) -> None:
     """`begin`, and train this process at AMP_PATCH_OPT_LEVEL, if that is set, until it ends."""
     begin(device)
+    observers.add(RunSummary())
     if (level := asked_level()) is not None:
         UneditedScript(level).__enter__()
 

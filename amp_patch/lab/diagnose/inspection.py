@@ -132,7 +132,18 @@ class Inspection:
                 if self.all_fp32
                 else f"no module by itself would have to be FP32 for what is not finite: try {smaller}"
             )
-        yield f"keep_fp32={self.keep_fp32()}"
+        kept = self.keep_fp32()
+        yield f"keep_fp32={kept}{'' if kept else f': {self._why_nothing_is_kept()}'}"
+
+    def _why_nothing_is_kept(self) -> str:
+        if self.not_finite is not None:
+            return "no module by itself is to stay FP32, see above"
+        if not (self.errors or self.gradients):
+            return "nothing is known: no step of the model was seen"
+        return (
+            "no module has to stay FP32: every number is finite, every output that was compared is within 5% of "
+            "FP32's, and FP16 loses less than half of each gradient"
+        )
 
     def _losses(self, best: float, rows: int | None) -> Table:
         """The gradients of which FP16 loses something, with their shares."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from amp_patch.lab.recording.peak_memory import PeakAboveRest
 from amp_patch.lab.recording.run import Event
+from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed, tree
 from amp_patch.support.patches import Patches
 
@@ -37,22 +38,29 @@ class SavedBytes:
     Attributes:
         peak: bytes, of those that lived at once; None once something was saved whose memory cannot be told, and as long
             as nothing was: a CUDA graph that is replayed saves without a word.
+        peak_in_fp32: what they would be if low precision were FP32; None where `peak` is.
     """
 
     def __init__(self) -> None:
         self._peak: int | None = 0
+        self._peak_in_fp32 = 0
         self._seen = False
-        self._live = 0
+        self._live = self._live_in_fp32 = 0
         self._lock = threading.Lock()  # autograd runs a backward on threads of its own, one a device
         self._ended: deque[int] = deque()  # keys of freed storages, which `_note` subtracts
         # id of a storage -> a weak reference, and its bytes; 0 where it is left out. torch keeps the Python object of a
         # storage as long as its memory, so no other storage has the id before the reference's callback.
-        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._known: dict[int, tuple[weakref.ref[Any], int, int]] = {}
 
     @property
     def peak(self) -> int | None:
         """See above."""
         return self._peak if self._seen else None
+
+    @property
+    def peak_in_fp32(self) -> int | None:
+        """See above."""
+        return None if self.peak is None else self._peak_in_fp32
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """Do not count the storages of these tensors, if they are saved."""
@@ -70,19 +78,22 @@ class SavedBytes:
             self._peak = None
 
     def _note(self, tensor: Tensor, *, counts: bool) -> None:
-        storages = [part.untyped_storage() for part in _parts(tensor)]
+        storages = [(part.untyped_storage(), part.dtype) for part in _parts(tensor)]
         with self._lock:
             while self._ended:
-                self._live -= self._known.pop(self._ended.popleft())[1]
-            for storage in storages:
+                _, size, in_fp32 = self._known.pop(self._ended.popleft())
+                self._live, self._live_in_fp32 = self._live - size, self._live_in_fp32 - in_fp32
+            for storage, dtype in storages:
                 key = id(storage)
                 if key in self._known:
                     continue
                 size = storage.nbytes() if counts else 0
-                self._known[key] = weakref.ref(storage, partial(self._ends, key)), size
-                self._live += size
+                in_fp32 = size * torch.float32.itemsize // dtype.itemsize if dtype in LOW_PRECISION else size
+                self._known[key] = weakref.ref(storage, partial(self._ends, key)), size, in_fp32
+                self._live, self._live_in_fp32 = self._live + size, self._live_in_fp32 + in_fp32
             if self._peak is not None:
                 self._peak = max(self._peak, self._live)
+            self._peak_in_fp32 = max(self._peak_in_fp32, self._live_in_fp32)
 
     def _ends(self, key: int, _: Any) -> None:
         self._ended.append(key)  # no lock: a storage may be freed anywhere, inside of `_note` too, which holds it
@@ -138,6 +149,11 @@ class WeighedStep:
             "activations": self._bytes.peak if whole else None,
             "step_peak": None if self._peak is None else self._peak.read(),
         }
+
+    @property
+    def in_fp32(self) -> int | None:
+        """What the activations would be if low precision were FP32, in bytes; None where they are not known."""
+        return self._bytes.peak_in_fp32
 
     def abandon(self) -> None:
         """Count no more. Hooks that others have set since stay."""

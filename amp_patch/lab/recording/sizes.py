@@ -11,6 +11,7 @@ from torch import Tensor
 from amp_patch.masters.grad_field import own_grad
 from amp_patch.masters.master import Master
 from amp_patch.masters.masters import kernel_tensors
+from amp_patch.policy import LOW_PRECISION
 from amp_patch.support import distributed, tree
 from amp_patch.support.compiled import eager_only
 from amp_patch.training import zero_redundancy
@@ -24,11 +25,16 @@ class Sizes:
 
     Args:
         trainings: a list that grows while it is recorded; what they hold is found anew at each measuring.
+
+    Attributes:
+        bytes: of each kind.
+        in_fp32: what they would be in FP32, where there are no masters and every trained parameter has a gradient.
     """
 
     def __init__(self, trainings: list[Training]) -> None:
         self._trainings = trainings
         self.bytes = {"weights": 0, "masters": 0, "gradients": 0, "state": 0}
+        self.in_fp32 = {"weights": 0, "gradients": 0, "state": 0}
 
     def lost_eps(self) -> float | None:
         """The first eps of an optimizer that is 0 in the type of its parameters; None if none is."""
@@ -54,7 +60,11 @@ class Sizes:
         self.bytes["weights"] = _bytes(param for param, _ in pairs)
         masters = [master for param, master in pairs if master is not param]
         self.bytes["masters"] = _bytes(kernel_tensors(masters))
-        self.bytes["state"] = _bytes(tensor for state in states for tensor in tree.tensors([*state.values()]))
+        kept = [tensor for state in states for tensor in tree.tensors([*state.values()])]
+        self.bytes["state"] = _bytes(kept)
+        trained = [param for param, _ in pairs if param.requires_grad]
+        wide = {"weights": [param for param, _ in pairs], "gradients": trained, "state": kept}
+        self.in_fp32 = {kind: _bytes(tensors, in_fp32=True) for kind, tensors in wide.items()}
 
     @eager_only
     def measure_gradients(self) -> None:
@@ -92,11 +102,12 @@ def alive(refs: Iterable[Any]) -> list[Any]:
     return [value for ref in refs if (value := ref()) is not None]
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    """The bytes of the tensors, each once; of a sharded one this process's part."""
+def _bytes(tensors: Iterable[Tensor], *, in_fp32: bool = False) -> int:
+    """The bytes of the tensors, each once; of a sharded one this process's part. `in_fp32`: had they no lower type."""
     total = 0
     for tensor in {id(t): t for t in tensors}.values():
         local = distributed.local(tensor)
         parts = (local._values(), local._indices()) if local.is_sparse else (local,)
-        total += sum(part.numel() * part.element_size() for part in parts)
+        least = torch.float32.itemsize if in_fp32 and tensor.dtype in LOW_PRECISION else 0
+        total += sum(part.numel() * max(part.element_size(), least) for part in parts)
     return total

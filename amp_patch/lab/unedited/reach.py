@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -44,4 +45,14 @@ def reach_of(loss: Tensor, inputs: Any = None) -> Reach:
             if following is not None and following not in seen:
                 seen[following] = None
                 left.append(following)
+    return Reach(leaves, whole)
+
+
+def merged(reaches: Iterable[Reach]) -> Reach:
+    """What several backward passes add gradients to."""
+    leaves: dict[int, Tensor] = {}
+    whole = True
+    for reach in reaches:
+        leaves.update(reach.leaves)
+        whole = whole and reach.whole
     return Reach(leaves, whole)

@@ -27,12 +27,25 @@ class ScriptRefused(SystemExit):
         why: what the script does, as a sentence without its end.
         hint: what else to change beside adding the lines.
         line: whether the line of the script's that runs now is the one to name.
+        lines: to add, in place of those that call `initialize`; "" for none.
+        then: what to do, in front of the lines.
+
+    Attributes:
+        why: as above, with the line.
+        way_out: the rest of the message, where that is no call of `initialize`; else empty.
     """
 
-    def __init__(self, why: str, hint: str = "", *, line: bool = True) -> None:
+    def __init__(
+        self, why: str, hint: str = "", *, line: bool = True, lines: str | None = None, then: str = "Add to it"
+    ) -> None:
         self.why = f"{why}{_where() if line else ''}"
-        lines = _lightnings_lines() or _LINES + (f"\n{hint}" if hint else "")
-        super().__init__(f"amp_patch: this script cannot be taken unedited: {self.why}. Add to it:{lines}")
+        if lines is None:
+            lines = _lightnings_lines() or _LINES + (f"\n{hint}" if hint else "")
+            self.way_out = ""
+        else:
+            self.way_out = f". {then}{f':{lines}' if lines else ''}"
+        told = self.way_out or f". {then}:{lines}"
+        super().__init__(f"amp_patch: this script cannot be taken unedited: {self.why}{told}")
 
 
 def _lightnings_lines() -> str:

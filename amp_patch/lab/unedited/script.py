@@ -33,8 +33,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from amp_patch.casts import install
 from amp_patch.environment import overridden
 from amp_patch.frontend import initialize, load_state_dict, loss_scale, state_dict
+from amp_patch.lab.unedited.direct_forwards import DirectForwards
+from amp_patch.lab.unedited.exports import Exports
+from amp_patch.lab.unedited.handmade import HandmadeSteps
 from amp_patch.lab.unedited.native import NativePrecision, before_scaling
-from amp_patch.lab.unedited.reach import Reach, reach_of
+from amp_patch.lab.unedited.pickles import Pickles
+from amp_patch.lab.unedited.processes import Processes, refuse_copies_of_shared
+from amp_patch.lab.unedited.reach import Reach, merged, reach_of
 from amp_patch.lab.unedited.refusal import ScriptRefused
 from amp_patch.lab.unedited.source import imports_us
 from amp_patch.model import fsdp
@@ -70,6 +75,7 @@ class UneditedScript(Observer):
     Attributes:
         backwards: how many losses a `scale_loss` of ours has scaled.
         native: the script's own autocasts and GradScalers, in whose place a level stands.
+        processes: those that the script has started.
 
     Raises:
         ValueError: a level that cannot be.
@@ -97,6 +103,10 @@ class UneditedScript(Observer):
         self._owners: dict[int, list[int]] = {}  # id of a parameter -> ids of the optimizers that hold it or its master
         self._owners_version = -1  # the `_groups_version` that `_owners` was made at
         self._thread = threading.local()
+        self._handmade = HandmadeSteps()
+        self.processes = Processes()
+        self._direct_forwards = DirectForwards(self._call)
+        self._pickles = Pickles(self._models, self._note_optimizer)
         self._patches = Patches()
 
     def __enter__(self) -> UneditedScript:
@@ -106,6 +116,11 @@ class UneditedScript(Observer):
         patches.set(nn.Module, "__call__", self._wrap_call(nn.Module.__call__))
         patches.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
         self.native.install(patches)
+        self._pickles.install(patches)
+        self._direct_forwards.install(patches)
+        self.processes.install(patches)
+        if not self._policy.changes_nothing:
+            Exports(self._models, self._direct_forwards.undone).install(patches)
         if not ddp.installed():  # now: a `no_sync()` may be entered before the first forward, which initializes
             ddp.install()
             patches.on_remove(lambda: None if self._initialized else ddp.uninstall())
@@ -123,6 +138,10 @@ class UneditedScript(Observer):
         if self._left_alone or self.backwards or self._is_of_ours():
             return None
         if not self._optimizers_made:
+            if self._handmade.backwards:
+                return self._handmade.refused(line=False)
+            if self.processes.started:
+                return self.processes.refused()
             return ScriptRefused("it made no optimizer of torch.optim in this process", line=False)
         if not self._initialized:
             return ScriptRefused("it called no module whose parameters an optimizer holds", line=False)
@@ -144,14 +163,19 @@ class UneditedScript(Observer):
         @functools.wraps(original)
         def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
-            self._optimizers_made = [ref for ref in self._optimizers_made if ref() is not None]
-            self._optimizers_made.append(weakref.ref(optimizer))
-            self._groups_version += 1
-            if self._policy.patch_torch_functions and not (install.installed() or self._is_of_ours()):
-                install.install(self._policy.op_lists)
-                self._patches.on_remove(lambda: None if self._initialized else install.uninstall())
+            self._note_optimizer(optimizer)
 
         return __init__
+
+    def _note_optimizer(self, optimizer: Any) -> None:
+        """The script has made `optimizer`, or loaded it."""
+        self._optimizers_made = [ref for ref in self._optimizers_made if ref() is not None]
+        self._optimizers_made.append(weakref.ref(optimizer))
+        self._groups_version += 1
+        self._direct_forwards.tell_of(_params(innermost(optimizer)))
+        if self._policy.patch_torch_functions and not (install.installed() or self._is_of_ours()):
+            install.install(self._policy.op_lists)
+            self._patches.on_remove(lambda: None if self._initialized else install.uninstall())
 
     def _wrap_add_param_group(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -197,14 +221,21 @@ class UneditedScript(Observer):
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or getattr(thread, "inside", False):
                 return original(module, *args, **kwargs)
-            thread.inside = True
-            try:
-                self._forward_begins(module)
-                return original(module, *args, **kwargs)
-            finally:
-                thread.inside = False
+            return self._call(module, functools.partial(original, module, *args, **kwargs))
 
         return __call__
+
+    def _call(self, module: nn.Module, call: Callable[[], Any]) -> Any:
+        """Run a call of `module`, which begins a level if no other module's is running."""
+        thread = self._thread
+        if getattr(thread, "inside", False):
+            return call()
+        thread.inside = True
+        try:
+            self._forward_begins(module)
+            return call()
+        finally:
+            thread.inside = False
 
     @not_traced
     def _forward_begins(self, module: nn.Module) -> None:
@@ -235,6 +266,7 @@ class UneditedScript(Observer):
         """Initialize these, and the models that share an optimizer with them once more; the loss scale goes on."""
         for optimizer in optimizers:
             _refuse_lbfgs(innermost(optimizer))
+        refuse_copies_of_shared(model, self._policy)
         held = {id(innermost(optimizer)) for optimizer in optimizers}
         joined = [t for t in self._initialized if any(id(innermost(o)) in held for o in _alive(t.optimizers))]
         earlier = [optimizer for taken in joined for optimizer in _alive(taken.optimizers)]
@@ -277,8 +309,10 @@ class UneditedScript(Observer):
             losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             if plain or not all(isinstance(loss, Tensor) for loss in losses):
                 return original(losses, grad_tensors, *args, **kwargs)
-            reach = self._with_shards(_merged(reach_of(loss, kwargs.get("inputs")) for loss in losses))
+            reach = self._with_shards(merged(reach_of(loss, kwargs.get("inputs")) for loss in losses))
             optimizers = self._optimizers_behind(reach)
+            if not (self._optimizers_made or self._is_of_ours()):
+                self._handmade.backward_begins(reach)
             if not optimizers:
                 return original(losses, grad_tensors, *args, **kwargs)
             if len(losses) > 1:
@@ -405,15 +439,6 @@ def _params(optimizer: Any) -> Iterator[Tensor]:
 
 def _alive(refs: Iterable[weakref.ref[Any]]) -> list[Any]:
     return [value for ref in refs if (value := ref()) is not None]
-
-
-def _merged(reaches: Iterable[Reach]) -> Reach:
-    leaves: dict[int, Tensor] = {}
-    whole = True
-    for reach in reaches:
-        leaves.update(reach.leaves)
-        whole = whole and reach.whole
-    return Reach(leaves, whole)
 
 
 def _as_type_of(grad_tensors: Any, loss: Tensor) -> Any:

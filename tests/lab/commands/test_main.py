@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from paths import ROOT
 
 import amp_patch
 from amp_patch import multi_tensor
@@ -116,3 +118,22 @@ def test_python_dash_m_runs_it():
         "bfloat16",
         "float16",
     }
+
+
+@pytest.mark.parametrize("command", [["-m", "amp_patch", "info"], ["-m", "amp_patch"], ["-c", "import amp_patch"]])
+def test_without_torch_it_says_how_to_get_it(command, tmp_path):
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    run = subprocess.run(
+        [sys.executable, *command], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert run.returncode == 1 and "pip install torch" in run.stderr and sys.executable in run.stderr
+    assert ("Traceback" in run.stderr) is (command[0] == "-c")
+
+
+def test_a_torch_that_is_broken_shows_its_own_error(tmp_path):
+    (tmp_path / "torch.py").write_text("import a_part_of_torch_that_is_missing")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    command = [sys.executable, "-m", "amp_patch", "info"]
+    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert run.returncode == 1 and "No module named 'a_part_of_torch_that_is_missing'" in run.stderr

@@ -60,7 +60,8 @@ def test_what_cannot_be_compared_is_said_once_and_at_once(tmp_path):
 
 def test_run_at_o0_is_the_script_to_the_bit(plain, tmp_path):
     done = start_script(tmp_path, DIGITS, "-m", "amp_patch", "run", AMP_PATCH_OPT_LEVEL="O0")
-    assert (done.returncode, done.stdout, done.stderr) == (0, plain, "")
+    line = "amp_patch: O0 trained Sequential by Adam: 6 steps, 0 skipped\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, plain, line)
 
 
 @pytest.mark.parametrize("level", ["", "O2"])

@@ -16,6 +16,7 @@ from training import backward
 
 from amp_patch import amp
 from amp_patch.lab.diagnose.inspect import inspect
+from amp_patch.lab.diagnose.inspection import Inspection, NotFinite
 
 
 def look(level, device, factors, value=1.0, weight=1.0, **options):
@@ -344,3 +345,15 @@ def test_a_step_that_raises_ends_nothing(device):
         model(images).exp().sub(1e38).mul(1e38).sum()
     assert seen.activations["head"].total == 2 * 8 * 5
     assert seen.not_finite.op == "mul"
+
+
+def test_an_empty_list_says_why_it_is_empty():
+    seen = Inspection()
+    assert seen.summary().endswith("keep_fp32=[]: nothing is known: no step of the model was seen")
+    seen.errors["head"] = 0.01
+    assert "keep_fp32=[]: no module has to stay FP32: every number is finite" in seen.summary()
+    seen.errors["head"] = 0.5
+    assert seen.summary().endswith("keep_fp32=['head']")
+    seen.errors.clear()
+    seen.not_finite = NotFinite("head", "pow", "forward", 0, (0.0, 1.0))
+    assert seen.summary().endswith("keep_fp32=[]: no module by itself is to stay FP32, see above")

@@ -1,0 +1,169 @@
+"""The line with which `run` ends: the level, what it has trained, the steps that were skipped, memory beside FP32's.
+
+It goes to stderr, of the first process of a distributed job alone. A process that the script has started, and that
+trains, has a line of its own when it ends, if it ends by itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.util
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from amp_patch.lab import wording
+from amp_patch.lab.recording.activations import WeighedStep
+from amp_patch.lab.recording.peak_memory import PeakMemory
+from amp_patch.lab.recording.sizes import Sizes, alive
+from amp_patch.support.distributed import is_first_rank
+from amp_patch.support.generated_class import base_class
+from amp_patch.training import observers
+from amp_patch.training.observers import Observer
+from amp_patch.training.stash import Stash, stash_of
+from amp_patch.training.training import Training
+
+_WEIGHED = 2  # steps before the one whose activations are counted
+_NAMES = 3  # models, or optimizers, that are named
+_EXIT_PRIORITY = 10  # before multiprocessing closes what it has made itself
+
+
+class RunSummary(Observer):
+    """Listens to the trainings of a process, for the line at its end."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._trainings: list[Training] = []
+        self._levels: list[str] = []
+        self._models: Counter[str] = Counter()
+        self._optimizers: Counter[str] = Counter()
+        self._scalers: dict[int, Any] = {}
+        self._steps = 0
+        self._first_rank = True
+        self._sizes = Sizes(self._trainings)
+        self._weighed: WeighedStep | None = None
+        self._activations: tuple[int, int] | None = None  # as they are, and in FP32
+        self._peak: PeakMemory | None = None
+
+    def training_begun(self, training: Training | None) -> None:
+        if training is None:
+            return
+        self._take_over_fork()
+        # A model that comes to an optimizer later is initialized again with those before it.
+        known = {id(model) for earlier in self._trainings for model in alive(earlier.models)}
+        steppers = {id(optimizer) for earlier in self._trainings for optimizer in alive(earlier.optimizers)}
+        self._models.update(_name(model) for model in alive(training.models) if id(model) not in known)
+        self._optimizers.update(_name(each) for each in alive(training.optimizers) if id(each) not in steppers)
+        policy = training.policy
+        dtype = None if policy.changes_nothing else str(policy.dtype).removeprefix("torch.")
+        level = wording.level_name(policy.opt_level, dtype)
+        self._levels += [level] if level not in self._levels else []
+        self._scalers.update({id(scaler): scaler for scaler in training.scalers})
+        self._trainings.append(training)
+        self._first_rank = is_first_rank()
+        if self._peak is None and self._sizes.device().type == "cuda":
+            self._peak = PeakMemory()
+
+    def body_ends(self, body: Any) -> None:
+        if self._steps < _WEIGHED and not body.failed and os.getpid() == self._process:
+            self._sizes.measure_gradients()
+
+    def step_ends(self, optimizer: Any) -> None:
+        stash = stash_of(optimizer)
+        if not isinstance(stash, Stash) or not stash.enabled or stash.step is not None:
+            return  # with a `step` set this is the parent's, called by that of a subclass
+        self._take_over_fork()
+        self._steps += 1
+        if self._steps == 1 and multiprocessing.parent_process() is not None:
+            multiprocessing.util.Finalize(None, self.tell, exitpriority=_EXIT_PRIORITY)
+        if self._steps <= _WEIGHED + 1:
+            self._look(changes=not stash.policy.changes_nothing)
+
+    def _look(self, *, changes: bool) -> None:
+        """Measure between two of the first steps; at O0 there is nothing to set beside FP32."""
+        if self._weighed is not None:
+            event = self._weighed.leave()
+            if event["activations"] is not None and self._weighed.in_fp32 is not None:
+                self._activations = event["activations"], self._weighed.in_fp32
+            self._weighed = None
+        self._sizes.measure()
+        if self._steps == _WEIGHED and changes:
+            cuda = self._sizes.device()
+            self._weighed = WeighedStep(self._sizes.at_rest(), self._steps, cuda if cuda.type == "cuda" else None)
+
+    def _take_over_fork(self) -> None:
+        """In a fork begin anew: what was seen is its parent's."""
+        if os.getpid() != self._process:
+            if self._weighed is not None:
+                self._weighed.abandon()
+            self._begin()
+
+    def tell(self) -> None:
+        """Print the line, if a step was made."""
+        if self._weighed is not None:
+            self._weighed.abandon()
+        line = self.line()
+        if line is not None and self._first_rank and os.getpid() == self._process:
+            who = f" process {self._process}:" if multiprocessing.parent_process() is not None else ""
+            print(f"amp_patch:{who} {line}", file=sys.stderr, flush=True)
+
+    def line(self) -> str | None:
+        """The line without whose it is; None where no step was made."""
+        if not self._steps:
+            return None
+        for training in self._trainings:
+            for optimizer in alive(training.optimizers):
+                if (stash := stash_of(optimizer)) is not None:
+                    stash.collect_device_skips(wait=True)
+        skipped = sum(scaler.skips for scaler in self._scalers.values())
+        steps = f"{wording.counted(self._steps, 'step')}, {skipped} skipped"
+        trained = f"{_listed(self._models)} by {_listed(self._optimizers)}" if self._models else "nothing"
+        return "; ".join(filter(None, [f"{', '.join(self._levels)} trained {trained}: {steps}", self._memory()]))
+
+    def _memory(self) -> str:
+        own, wide = sum(self._sizes.bytes.values()), sum(self._sizes.in_fp32.values())
+        if self._activations is not None:
+            own, wide = own + self._activations[0], wide + self._activations[1]
+        peak = None if self._peak is None else self._peak.read("cuda")
+        if peak is not None:
+            own, wide = peak, peak + wide - own
+        elif self._activations is None:
+            return ""
+        unit, (figure, in_fp32) = wording.sizes([own, wide])
+        return (
+            f"peak memory {figure} {unit}, in FP32 about {in_fp32}" if wide != own else f"peak memory {figure} {unit}"
+        )
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """End the script in the body with the line, unless it ends with an error."""
+    summary = RunSummary()
+    observers.add(summary)
+    try:
+        yield
+    except SystemExit as error:
+        if error.code in (None, 0):
+            summary.tell()
+        raise
+    else:
+        summary.tell()
+    finally:
+        observers.remove(summary)
+
+
+def _name(value: Any) -> str:
+    return base_class(value).__name__
+
+
+def _listed(names: Counter[str]) -> str:
+    """ "Net, Head (2) and 3 others"."""
+    shown = [name if count == 1 else f"{name} ({count})" for name, count in names.most_common(_NAMES)]
+    others = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {others} others" if others else "")

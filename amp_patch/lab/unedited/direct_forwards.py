@@ -1,0 +1,94 @@
+"""Calls of `module.forward(x)` past `module(x)`: layers with an optimizer each train so in a method of their own.
+
+Known are modules that own parameters of an optimizer themselves: their class's `forward` tells of such a call, as
+`nn.Module.__call__` does of others. Of any other module the parts are called, and are the models.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from amp_patch.support.generated_class import Generated, base_class
+from amp_patch.support.patches import Patches
+
+Outermost = Callable[[nn.Module, Callable[[], Any]], Any]
+
+
+class DirectForwards:
+    """While it is installed, direct calls of `forward` are told of.
+
+    Args:
+        outermost: runs a call of a module as the script's outermost one, if it is that.
+    """
+
+    def __init__(self, outermost: Outermost) -> None:
+        self._outermost = outermost
+        self._owners = WeakIdKeyDictionary()  # a parameter -> the modules that own it, weakly
+        self._wrapped: dict[
+            type, tuple[Callable[..., Any], Callable[..., Any]]
+        ] = {}  # a class -> its forward, and ours
+        self._patches = Patches()
+
+    def install(self, patches: Patches) -> None:
+        """Take note of the owners of parameters, until `patches` are removed."""
+        self._patches = patches
+        patches.set(nn.Module, "register_parameter", self._registering(nn.Module.register_parameter))
+        patches.on_remove(self._wrapped.clear)
+
+    def _registering(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def register_parameter(module: nn.Module, name: str, param: Tensor | None) -> None:
+            original(module, name, param)
+            if param is not None:
+                self._owners.setdefault(param, []).append(weakref.ref(module))
+
+        return register_parameter
+
+    def tell_of(self, params: Iterable[Tensor]) -> None:
+        """An optimizer holds these parameters: tell of the modules that own them."""
+        for param in params:
+            for ref in self._owners.get(param, ()):
+                if (module := ref()) is not None:
+                    self._wrap(base_class(module))
+
+    def _wrap(self, kind: type) -> None:
+        owner = next((cls for cls in kind.__mro__ if "forward" in vars(cls)), nn.Module)
+        if owner in self._wrapped or owner.__module__.partition(".")[0] == "torch":
+            return
+        original = vars(owner)["forward"]
+        if not callable(original) or issubclass(kind, torch.jit.ScriptModule):
+            return
+
+        @functools.wraps(original)
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or isinstance(module, Generated):
+                return original(module, *args, **kwargs)
+
+            def call() -> Any:  # a level that begins now has given the module another forward
+                given = isinstance(module, Generated)
+                return type(module).forward(module, *args, **kwargs) if given else original(module, *args, **kwargs)
+
+            return self._outermost(module, call)
+
+        self._wrapped[owner] = original, forward
+        self._patches.set(owner, "forward", forward)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Give the classes their own `forward` for a while: torch.jit compiles what it finds there."""
+        wrapped = [*self._wrapped.items()]
+        try:
+            for owner, (original, _) in wrapped:
+                owner.forward = original  # type: ignore[attr-defined]
+            yield
+        finally:
+            for owner, (_, ours) in wrapped:
+                owner.forward = ours  # type: ignore[attr-defined]

@@ -1,0 +1,309 @@
+"""What an unedited script pickles: models of its own classes with FP32 values, as it would without a level.
+
+`torch.save`, `pickle.dump` and `pickle.dumps` write plain objects in the places of ours, wherever these stand in
+what is saved: a model, its parts and parameters; optimizers and what holds them. The opcodes are those of plain torch
+too, so that `torch.load(weights_only=True)` with the script's own safe globals takes such a file. Copies by `deepcopy`,
+and what multiprocessing sends, go other ways and stay models of the training.
+
+A model that the script loads while it trains is nobody's model: the casts of the process are held off it, as off a copy
+in FP32. An optimizer that it loads is one that it has made.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch.masters.master import Master
+from amp_patch.masters.masters import LinkList, link_of, links_of, settle
+from amp_patch.model import buffers, fp32_copies, incoming
+from amp_patch.model.forward import AmpModel, low_buffers_of, policy_of
+from amp_patch.policy import LOW_PRECISION
+from amp_patch.support.forward_hook import ForwardHook, NoHook
+from amp_patch.support.generated_class import Generated, base_class
+from amp_patch.support.patches import Patches
+from amp_patch.support.quantized import is_quantized
+from amp_patch.training.stash import Stash, stash_of
+
+_PICKLER: Any = pickle._Pickler
+_STORAGES = (torch.UntypedStorage, torch.storage.TypedStorage)
+_FRAMES = 4  # of Python's, for one that the pickler in C spends
+
+
+class Pickles:
+    """While it is installed what the script saves is plain, and what it loads is known.
+
+    Args:
+        models: gives the models that are trained at a level now; without one nothing is changed.
+        optimizer_loaded: called with an optimizer that was unpickled.
+    """
+
+    def __init__(self, models: Callable[[], list[nn.Module]], optimizer_loaded: Callable[[Any], None]) -> None:
+        self._models = models
+        self._optimizer_loaded = optimizer_loaded
+        self._loading = _Loading()
+
+    def install(self, patches: Patches) -> None:
+        """Replace functions of torch and pickle, until `patches` are removed."""
+        save, load = self._saving(torch.save), self._taking(torch.load)
+        for owner in torch, torch.serialization:
+            patches.set(owner, "save", save)
+            patches.set(owner, "load", load)
+        for name in "dump", "dumps":
+            patches.set(pickle, name, self._pickling(name))
+        for name in "load", "loads":
+            patches.set(pickle, name, self._taking(getattr(pickle, name)))
+        for kind in (nn.Module, torch.optim.Optimizer):
+            patches.set(kind, "__setstate__", self._noting(vars(kind)["__setstate__"]))
+
+    def _saving(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def save(obj: Any, f: Any, pickle_module: Any = pickle, *args: Any, **kwargs: Any) -> None:
+            models = self._models()
+            # torch.save is called for each storage of what pickle dumps.
+            if pickle_module is not pickle or not models or isinstance(obj, _STORAGES):
+                return original(obj, f, pickle_module, *args, **kwargs)
+            kind = _pickler_of(models)
+            module = SimpleNamespace(__name__="pickle", Pickler=kind, dump=functools.partial(_dump, kind))
+            with _deep_enough():
+                original(obj, f, module, *args, **kwargs)
+
+        return save
+
+    def _pickling(self, name: str) -> Callable[..., Any]:
+        original = getattr(pickle, name)
+
+        @functools.wraps(original)
+        def pickling(obj: Any, *args: Any, **kwargs: Any) -> Any:
+            models = self._models()
+            if not models or not _holds_ours(obj, models):
+                return original(obj, *args, **kwargs)
+            kind, file = _pickler_of(models), io.BytesIO()
+            with _deep_enough():
+                if name == "dump":
+                    return _dump(kind, obj, *args, **kwargs)
+                _dump(kind, obj, file, *args, **kwargs)
+                return file.getvalue()
+
+        return pickling
+
+    def _taking(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load(*args: Any, **kwargs: Any) -> Any:
+            outer, self._loading.found = self._loading.found, []
+            try:
+                loaded = original(*args, **kwargs)
+                found = self._loading.found
+            finally:
+                self._loading.found = outer
+            self._take(found)
+            return loaded
+
+        return load
+
+    def _noting(self, original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        @functools.wraps(original)
+        def __setstate__(loaded: Any, state: Any) -> None:
+            original(loaded, state)
+            if self._loading.found is not None:
+                self._loading.found.append(loaded)
+
+        return __setstate__
+
+    def _take(self, loaded: list[Any]) -> None:
+        modules = [each for each in loaded if isinstance(each, nn.Module)]
+        inside = {id(child) for module in modules for child in module.modules() if child is not module}
+        if self._models():
+            for module in modules:
+                if id(module) not in inside and not isinstance(module, Generated):
+                    fp32_copies.hold_casts_off(module)
+        for each in loaded:
+            if isinstance(each, torch.optim.Optimizer) and stash_of(each) is None:
+                self._optimizer_loaded(each)
+
+
+class _Loading(threading.local):
+    """What was unpickled by the load that runs on this thread; None where none runs."""
+
+    found: list[Any] | None = None
+
+
+def _pickler_of(models: list[nn.Module]) -> Any:
+    """Python's pickler as a class, which torch.save makes a subclass of: it gives each object its plain form.
+
+    Args:
+        models: of the trainings.
+    """
+
+    class Pickler(_PICKLER):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.plain = PlainForms(models)
+
+        def save(self, obj: Any, *args: Any, **kwargs: Any) -> None:
+            super().save(self.plain.of(obj), *args, **kwargs)
+
+    return Pickler
+
+
+class PlainForms:
+    """The plain forms of what belongs to trainings, each made once, and held: pickle knows objects by their ids."""
+
+    def __init__(self, models: list[nn.Module]) -> None:
+        self._made: dict[int, tuple[Any, Any]] = {}  # by id -> the object, its form
+        self._params: dict[int, Tensor] = {}  # id of a master -> its parameter
+        self._cast: set[int] = set()  # ids of the parameters of cast models
+        for model in models:
+            self._note(model)
+
+    def of(self, obj: Any) -> Any:
+        """The plain form of `obj`, which may be `obj` itself."""
+        known = self._made.get(id(obj))
+        if known is not None:
+            return known[1]
+        form = self._form(obj)
+        if form is not obj:
+            self._made[id(obj)] = obj, form
+        return form
+
+    def _form(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor):
+            return self._tensor(obj) if isinstance(obj, nn.Parameter) else obj
+        if isinstance(obj, type):
+            return vars(obj).get("_amp_base", obj)
+        if isinstance(obj, nn.Module):
+            return self._module(obj)
+        stash = stash_of(obj) if _has_stash(obj) else None
+        if stash is not None or (isinstance(obj, Generated) and "_amp_base" in vars(type(obj))):
+            return self._optimizer(obj, stash)
+        return obj
+
+    def _tensor(self, param: nn.Parameter) -> Any:
+        if isinstance(param, Master) and id(param) in self._params:
+            return self.of(self._params[id(param)])
+        if type(param) is not nn.Parameter or param.dtype not in LOW_PRECISION:
+            return nn.Parameter(param.detach(), param.requires_grad) if isinstance(param, Master) else param
+        link = link_of(param)
+        if link is None and (id(param) not in self._cast or incoming.type_of(param) is not None):
+            return param
+        form = nn.Parameter((param if link is None else link.master).detach().float(), param.requires_grad)
+        vars(form).update(vars(param))
+        return form
+
+    def _module(self, module: nn.Module) -> nn.Module:
+        if isinstance(module, torch.jit.ScriptModule):
+            return module
+        given = isinstance(module, Generated) and "_amp_base" in vars(type(module))
+        ours = [name for name in ("_amp", buffers.EXACT) if name in vars(module)]
+        hooks = {key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, ForwardHook | NoHook)}
+        if not (given or ours or hooks):
+            return module
+        if isinstance(module, AmpModel):
+            self._note(module)
+        form: nn.Module = object.__new__(base_class(module) if given else type(module))
+        own = {name: value for name, value in vars(module).items() if name not in ours}
+        for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
+            if hooks:
+                own[name] = type(own[name])((key, hook) for key, hook in own[name].items() if key not in hooks)
+        vars(form).update(own)
+        return form
+
+    def _optimizer(self, optimizer: Any, stash: Stash | None) -> Any:
+        if stash is not None:
+            self._note_links(stash.masters.links)
+        form: Any = object.__new__(base_class(optimizer))
+        own = dict(vars(optimizer))
+        own.pop("_amp_stash", None)
+        state = own.get("state")
+        if isinstance(state, dict):
+            own["state"] = type(state)()
+            if hasattr(state, "default_factory"):
+                own["state"].default_factory = state.default_factory
+            own["state"].update((param, _widened(param, each)) for param, each in state.items())
+        vars(form).update(own)
+        return form
+
+    def _note(self, model: nn.Module) -> None:
+        policy = policy_of(model)
+        if policy is None or policy.cast_model_type is None:
+            return
+        self._note_links(links_of(model.parameters()))
+        self._cast.update(map(id, model.parameters()))
+        exact, low = buffers.exact_values(model, ""), low_buffers_of(model)
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            if buffer.dtype in LOW_PRECISION and name not in low and id(buffer) not in self._made:
+                self._made[id(buffer)] = buffer, exact[name] if name in exact else buffer.float()
+
+    def _note_links(self, links: LinkList) -> None:
+        settle(links)
+        self._params.update((id(link.master), param) for param, link in links)
+
+
+def _has_stash(obj: Any) -> bool:
+    return isinstance(getattr(obj, "__dict__", None), dict) and isinstance(vars(obj).get("_amp_stash"), Stash)
+
+
+def _widened(param: Any, state: Any) -> Any:
+    """The state of a parameter that was cast, in FP32: where there are no masters it has the parameter's type."""
+    if not (isinstance(state, dict) and isinstance(param, Tensor) and param.dtype in LOW_PRECISION):
+        return state
+    if is_quantized(param) or incoming.type_of(param) is not None:
+        return state
+    low = {key for key, value in state.items() if isinstance(value, Tensor) and value.dtype in LOW_PRECISION}
+    return {key: value.float() if key in low else value for key, value in state.items()}
+
+
+class _Found(Exception):
+    """Ends `_holds_ours` at the first object of ours."""
+
+
+class _Looking(pickle.Pickler):
+    def __init__(self, models: list[nn.Module]) -> None:
+        super().__init__(_Nowhere(), pickle.HIGHEST_PROTOCOL)
+        self._plain = PlainForms(models)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if self._plain.of(obj) is not obj:
+            raise _Found
+        return NotImplemented
+
+
+class _Nowhere:
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def _holds_ours(obj: Any, models: list[nn.Module]) -> bool:
+    """Whether there is something of ours in `obj`. It is pickled in vain for that, by the pickler in C."""
+    try:
+        _Looking(models).dump(obj)
+    except _Found:
+        return True
+    except Exception:  # the script's own pickling raises it again
+        return False
+    return False
+
+
+def _dump(pickler: Callable[..., Any], obj: Any, file: Any, protocol: int | None = None, **kwargs: Any) -> None:
+    pickler(file, protocol, **kwargs).dump(obj)
+
+
+@contextmanager
+def _deep_enough() -> Iterator[None]:
+    """Let the pickler in Python go as deep into nested objects as the one in C."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(_FRAMES * limit)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)

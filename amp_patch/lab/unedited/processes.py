@@ -1,0 +1,69 @@
+"""Processes that a script starts itself, and weights in memory that they share."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing.process
+from typing import Any
+
+from torch import Tensor, nn
+
+from amp_patch.lab.unedited.refusal import ScriptRefused
+from amp_patch.policy import OPT_LEVELS, Policy
+from amp_patch.support.patches import Patches
+
+
+class Processes:
+    """Counts the processes that the script starts by multiprocessing, but for the workers of a DataLoader.
+
+    Attributes:
+        started: how many.
+    """
+
+    def __init__(self) -> None:
+        self.started = 0
+
+    def install(self, patches: Patches) -> None:
+        """Replace `Process.start`, until `patches` are removed."""
+        kind = multiprocessing.process.BaseProcess
+        original = kind.start
+
+        @functools.wraps(original)
+        def start(process: Any) -> None:
+            target = getattr(vars(process).get("_target"), "__module__", None) or ""  # gone once it is started
+            original(process)
+            self.started += not target.startswith("torch.utils.data.")
+
+        patches.set(kind, "start", start)
+
+    def refused(self) -> ScriptRefused:
+        """The refusal of a script that has made no optimizer itself."""
+        return ScriptRefused(
+            f"it made no optimizer of torch.optim in this process, and has started {self.started} of its own, whose "
+            "steps are not seen here",
+            line=False,
+            lines="",
+            then="AMP_PATCH_OPT_LEVEL=O2 python -m amp_patch run trains them at a level, and each says what it trained",
+        )
+
+
+def refuse_copies_of_shared(model: nn.Module, policy: Policy) -> None:
+    """Raise where the level would train weights of this process's own in place of those that processes share.
+
+    With masters it does not: a master takes over the weight's FP32 memory, and is what the optimizers of all processes
+    step. Each process rounds it into weights of its own.
+    """
+    own = policy.cast_model_type is not None and (not policy.master_weights or policy.splits_masters)
+    if own and any(map(_is_shared, model.parameters())):
+        others = ", ".join(level for level, each in OPT_LEVELS.items() if each.keeps_fp32_weights)
+        masters = "split masters" if policy.master_weights else "no FP32 weights"
+        raise ScriptRefused(
+            f"processes share the weights of {type(model).__name__} (share_memory()), and {policy.opt_level} with "
+            f"{masters} would train a copy in each",
+            lines="",
+            then=f"Train it at one of {others}",
+        )
+
+
+def _is_shared(param: Tensor) -> bool:
+    return param.device.type == "cpu" and param.is_shared()

@@ -1,0 +1,83 @@
+"""`compare` under a launcher: refused by name in a rank, one run at a time where a port is shared."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from scripts import start_script
+
+from amp_patch.__main__ import main
+from amp_patch.lab.commands.compare_launcher import refuse_ranks, shares_port
+
+RANKS = {
+    "torchrun": ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, r"\(RANK=1, WORLD_SIZE=2\)"),
+    "the first of them": ({"RANK": "0", "WORLD_SIZE": "2"}, r"\(RANK=0, WORLD_SIZE=2\)"),
+    "mpirun": ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4"),
+    "srun": ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS=2"),
+    "torchrun of one": ({"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}, "TORCHELASTIC_RUN_ID=none"),
+}
+ONE = [
+    {},
+    {"RANK": "", "WORLD_SIZE": ""},
+    {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"},
+    {"LOCAL_RANK": "0"},
+    {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+]
+
+
+@pytest.mark.parametrize("launcher", RANKS)
+def test_a_rank_is_refused_by_its_variables(launcher):
+    environment, words = RANKS[launcher]
+    with pytest.raises(ValueError, match=rf"(?s){words}.*torchrun --nproc-per-node 2 -m amp_patch run"):
+        refuse_ranks(environment)
+
+
+@pytest.mark.parametrize("environment", ONE)
+def test_one_process_is_none_of_several(environment):
+    refuse_ranks(environment)
+
+
+def test_compare_asks(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("raise SystemExit")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as end:
+        main(["compare", "train.py"])
+    assert end.value.code == 2 and "one of several ranks (RANK=1, WORLD_SIZE=2)" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [tmp_path / "train.py"]
+
+
+def test_a_port_is_shared_by_runs_of_one_rank():
+    assert shares_port({"MASTER_PORT": "29500", "WORLD_SIZE": "1"})
+    assert not shares_port({"MASTER_PORT": "29500"}) and not shares_port({"WORLD_SIZE": "1"})
+
+
+ONE_RANK = """
+import time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(8):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    time.sleep(0.1)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_one_rank_over_a_port_is_compared_one_run_at_a_time(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    where = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = ("-m", "amp_patch", "compare", "--levels", "O0,O2", "--seeds", "1")
+    done = start_script(tmp_path, ONE_RANK, *command, **where)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "MASTER_PORT is set" in done.stdout and "failed" not in done.stdout

@@ -1,0 +1,218 @@
+"""compare_outputs: levels of one model side by side, per module and in log-probabilities."""
+
+from __future__ import annotations
+
+import copy
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from amp_patch import amp
+from amp_patch.casts import install
+from amp_patch.casts import state as casts_state
+from amp_patch.training.training import trainings
+
+
+def linear(rows: list[list[float]]) -> nn.Linear:
+    layer = nn.Linear(len(rows[0]), len(rows), bias=False)
+    layer.weight.data = torch.tensor(rows)
+    return layer
+
+
+FINE = 1 + 2.0**-9  # rounded to 1 in BF16, and a number of FP16
+
+
+@pytest.mark.parametrize(("level", "distance"), [("O0", 0.0), ("O2", 0.0), ("O4", 2.0**-9), ("O5", 2.0**-9)])
+def test_the_distance_of_outputs_is_over_the_norm_of_the_first(level, distance):
+    found = amp.compare_outputs(linear([[FINE]]), torch.ones(1, 1), [level])["O0", level]
+    assert found.output == distance / FINE and found.modules == {"": distance / FINE}
+
+
+def test_a_pair_is_of_its_first_level():
+    found = amp.compare_outputs(linear([[FINE]]), torch.ones(1, 1), [], pairs=[("O5", "O2"), ("O2", "O5")])
+    assert [each.output for each in found.distances] == [2.0**-9, 2.0**-9 / FINE]
+    assert [(each.first, each.second) for each in found.distances] == [("O5 BF16", "O2 FP16"), ("O2 FP16", "O5 BF16")]
+
+
+class Twice(nn.Module):
+    """Calls one module twice, and has a random number dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(linear([[FINE, 0.0], [0.0, 1.0]]), nn.Dropout(0.5))
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.body(self.body(x)))
+
+
+def test_modules_are_told_apart_and_all_their_calls_count():
+    model = Twice().eval()
+    found = amp.compare_outputs(model, torch.tensor([[1.0, 1.0]]), ["O5"])["O0", "O5"]
+    first, second = torch.tensor([FINE, 1.0]), torch.tensor([FINE**2, 1.0])
+    norm = torch.cat([first, second]).norm().item()
+    expected = torch.cat([first - 1, second - 1]).norm().item() / norm
+    assert list(found.modules) == ["body.0", "body.1", "body", "norm", ""]
+    assert found.modules["body.0"] == pytest.approx(expected, rel=1e-6)  # FP32 rounds FINE ** 2
+    assert found.modules["norm"] == found.modules[""] == found.output
+
+
+def test_dropout_drops_the_same_numbers():
+    torch.manual_seed(0)
+    model = nn.Sequential(linear([[1.0] * 64] * 64), nn.Dropout(0.5))
+    found = amp.compare_outputs(model, torch.ones(8, 64), ["O1", "O2", "O4", "O5"])
+    assert [each.output for each in found.distances] == [0.0] * 4  # FP16 and BF16 hold 64 and 128
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Log-probabilities.
+
+ROWS = [[FINE, 0.0], [0.5, FINE], [-1.0, 0.25]]
+INPUTS = torch.tensor([[1.0, 0.0], [2.0, 1.0], [0.0, 4.0]])
+
+
+def by_hand() -> tuple[Tensor, Tensor]:
+    """The log-probabilities in FP32, and those of the weights in BF16."""
+    weight = torch.tensor(ROWS)
+    logits = (F.linear(INPUTS, each) for each in (weight, weight.bfloat16().float()))
+    first, second = (each.double().log_softmax(-1) for each in logits)
+    return first, second
+
+
+def test_nats_are_weighted_by_the_first_s_probabilities():
+    first, second = by_hand()
+    found = amp.compare_outputs(linear(ROWS), INPUTS, ["O5"], band=0.003)["O0", "O5"]
+    rows = (first.exp() * (second - first).abs()).sum(-1)
+    assert found.nats == pytest.approx(rows.mean().item(), rel=1e-9)
+    assert found.largest_nats == pytest.approx(rows.max().item(), rel=1e-9)
+    outside = ((second - first).exp() - 1).abs() > 0.003
+    assert 0 < outside.sum() < outside.numel()  # the band parts them
+    assert found.outside == pytest.approx((first.exp() * outside).sum(-1).mean().item(), rel=1e-9)
+
+
+def test_targets_alone_count_and_negative_ones_do_not():
+    first, second = by_hand()
+    targets = torch.tensor([2, -100, 1])
+    found = amp.compare_outputs(linear(ROWS), INPUTS, ["O5"], targets=targets, band=0.001)["O0", "O5"]
+    apart = [abs((second - first)[row, target].item()) for row, target in ((0, 2), (2, 1))]
+    assert found.nats == pytest.approx(sum(apart) / 2, rel=1e-9)
+    assert found.largest_nats == pytest.approx(max(apart), rel=1e-9)
+    assert found.outside == sum(math.expm1(each) > 0.001 for each in apart) / 2
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear(ROWS)
+
+    def forward(self, x: Tensor) -> Any:
+        masked = self.inner(x).masked_fill(torch.tensor([False, False, True]), -math.inf)
+        return SimpleNamespace(loss=torch.zeros(()), logits=masked)
+
+
+def test_classes_that_a_mask_excludes_differ_in_nothing():
+    found = amp.compare_outputs(Masked(), INPUTS, ["O5"])["O0", "O5"]
+    assert found.nats is not None and 0 < found.nats < 0.01
+
+
+def test_an_output_that_is_no_logits_has_no_nats():
+    found = amp.compare_outputs(nn.Flatten(0), INPUTS, ["O5"])["O0", "O5"]
+    assert (found.nats, found.largest_nats, found.outside) == (None, None, None)
+    named = amp.compare_outputs(nn.Flatten(0), INPUTS, ["O5"], logits=lambda output: output.view(3, 2))["O0", "O5"]
+    assert named.nats == 0.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is left as it was, and what may come.
+
+
+@pytest.mark.parametrize("level", [None, "O1", "O2", "O5"])
+def test_model_training_and_process_are_as_before(level):
+    model = Twice()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if level is not None:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before = copy.deepcopy(model.state_dict())
+    known, default, installed = list(trainings), casts_state.default(), install.installed()
+    torch.manual_seed(3)
+    expected = torch.rand(())
+    torch.manual_seed(3)
+    amp.compare_outputs(model, torch.randn(4, 2, generator=torch.Generator().manual_seed(0)), ["O1", "O2", "O4", "O5"])
+    assert torch.equal(torch.rand(()), expected)
+    assert trainings == known and casts_state.default() is default
+    assert install.installed() == installed or level in ("O2", "O5")  # beside a training O1's wrappers stay, inert
+    assert model.state_dict().keys() == before.keys() and model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks for module in model.modules() if level is None)
+
+
+def test_a_training_s_masters_are_what_o0_computes_with():
+    model = linear([[FINE]])
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level="O5", verbosity=0)
+    found = amp.compare_outputs(model, torch.ones(1, 1), ["O5"])["O0", "O5"]
+    assert found.output == 2.0**-9 / FINE
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear([[FINE]])
+
+    def forward(self, x: Tensor, *, factor: float = 1.0) -> Tensor:
+        return self.inner(x * factor)
+
+
+@pytest.mark.parametrize("inputs", [torch.ones(1, 1), (torch.ones(1, 1),), {"x": torch.ones(1, 1), "factor": 2.0}])
+def test_inputs_are_positions_names_or_one(inputs):
+    assert amp.compare_outputs(Named(), inputs, ["O5"])["O0", "O5"].output == 2.0**-9 / FINE
+
+
+def test_options_go_to_initialize():
+    found = amp.compare_outputs(Named(), torch.ones(1, 1), ["O2"], dtype=torch.bfloat16)
+    assert found.distances[0].second == "O2 BF16" and found["O0", "O2"].output == 2.0**-9 / FINE
+
+
+def test_the_table_names_pairs_and_modules():
+    told = str(amp.compare_outputs(Masked(), INPUTS, ["O5"], band=0.2))
+    assert "O0, O5 BF16" in told and "outside 1 ± 0.2" in told and "inner" in told and "(model)" in told
+    assert "O0, O5 BF16" in amp.compare_outputs(Masked(), INPUTS, ["O5"])._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"model": 3}, TypeError, "model is a int; wanted a torch.nn.Module"),
+        ({"levels": ["O9"]}, ValueError, "'O9' is no level; wanted one of O0, O1"),
+        (
+            {"targets": torch.zeros(2, dtype=torch.int64)},
+            ValueError,
+            r"of shape \[2\]; wanted torch.int64 of shape \[3\]",
+        ),
+        ({"targets": torch.tensor([0, 1, 3])}, ValueError, "below 3"),
+        ({"logits": lambda output: None, "targets": torch.zeros(3)}, ValueError, "the output is no logits"),
+    ],
+)
+def test_refusals(change, error, message):
+    arguments: dict[str, Any] = {"model": linear(ROWS), "inputs": INPUTS, "levels": ["O5"], **change}
+    with pytest.raises(error, match=f"compare_outputs: .*{message}"):
+        amp.compare_outputs(**arguments)
+    assert not trainings
+
+
+def test_a_pair_that_was_not_compared_is_no_key():
+    with pytest.raises(KeyError, match=r"there are \('O0', 'O5'\)"):
+        amp.compare_outputs(linear(ROWS), INPUTS, ["O5"])["O0", "O4"]
+
+
+@pytest.mark.slow  # Inductor compiles
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_eager_against_compiled_is_one_more_pair():
+    found = amp.compare_outputs(Named(), torch.ones(1, 1), [], pairs=[("O5", "O5 compiled"), ("O0", "O5 compiled")])
+    assert [each.second for each in found.distances] == ["O5 BF16 compiled"] * 2
+    assert [each.output for each in found.distances] == [0.0, 2.0**-9 / FINE]
+    assert [each.modules for each in found.distances] == [{}, {}]
