@@ -23,7 +23,7 @@ NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/nu
 # The examples' models are tiny: a second thread would only wait for the first.
 demo accuracy: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo accuracy test test-all stories mutations tests-about test-versions test-release lint format bench sanitize cuda-compile gpu-check clean
+.PHONY: help demo picture accuracy test test-all stories mutations tests-about test-versions test-release lint format bench sanitize cuda-compile gpu-check clean
 
 help: ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,13 @@ help: ## list these verbs
 demo: $(VENV)/installed ## compare O0, O1, O2, O4 and O5 on a small GPT, three seeds each; ends with a table and a report in HTML
 	$(BIN)/python -m amp_patch compare --levels O0,O1,O2,O4,O5 --seeds 3 --seed-flag=--seed --metric held_out_loss \
 		--out out/demo examples/train.py -- --task wide_gpt --steps 60
+
+# A CPU with BF16 arithmetic plays one without it: make picture PLAYS=avx512, or avx2.
+PLAYED_avx512 := ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI
+PLAYED_avx2 := $(WITH_AVX2_ALONE)
+picture: $(VENV)/installed ## README's picture of this kind of machine: the demo, and its card; on a quiet one
+	$(PLAYED_$(PLAYS)) $(MAKE) demo
+	$(BIN)/python benchmarks/demo_picture.py
 
 accuracy: $(VENV)/installed ## docs/accuracy.md anew: three families of models, five seeds, O0 to O5; 20 minutes
 	$(BIN)/python benchmarks/accuracy.py

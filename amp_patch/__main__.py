@@ -1,5 +1,5 @@
-"""`python -m amp_patch`: `info` says what is in use, `run` runs scripts written for Apex, `check` reads them, and
-`compare` runs them at several opt levels."""
+"""`python -m amp_patch`: `info` says what is in use, `run` runs scripts written for Apex, `check` reads them,
+`compare` runs them at several opt levels, and `report` shows a comparison again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from amp_patch import __version__, multi_tensor
 from amp_patch.casts import wrappers as cast_wrappers
-from amp_patch.lab.commands import check, compare, installation, run
+from amp_patch.lab.commands import check, compare, compare_arguments, installation, report, run
 from amp_patch.lab.comparison.machine import low_precision
 
 
@@ -56,7 +56,8 @@ COMMANDS = {
     "info": Command(info),
     "run": Command(run.run, run.add_arguments),
     "check": Command(check.check, check.add_arguments),
-    "compare": Command(compare.compare, compare.add_arguments, compare.split),
+    "compare": Command(compare.compare, compare_arguments.add_arguments, compare_arguments.split),
+    "report": Command(report.report, report.add_arguments),
 }
 
 

@@ -1,31 +1,69 @@
-"""The picture of README.md, light and dark: the card of the demo's report, with the name of the CPU that it ran on.
+"""The pictures of README.md, light and dark: the card of the demo's report, for each kind of machine.
 
-make demo
-.venv/bin/python benchmarks/demo_picture.py        # from out/demo, into docs/
+make picture                                       # this machine, with BF16 arithmetic or without
+make picture PLAYS=avx512                          # one with it as one without: AVX-512 alone; PLAYS=avx2: AVX2 alone
+
+or, from a report that is there, `python benchmarks/demo_picture.py --from out/demo/report.json`. The lines of README.md
+that show pictures are written anew, for those that are in docs/.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from poster import poster
 
+from amp_patch.lab.comparison import headline
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.recording.run import loads
 
 ROOT = Path(__file__).parents[1]
+# Kind of machine, as it is in the files' names -> what README.md says of it, above its picture.
+KINDS = {
+    "bf16": "**On a CPU with BF16 arithmetic** (Zen 4, Cooper Lake, Sapphire Rapids and newer):",
+    "no-bf16": "**On a CPU without it** (most laptops, servers before these), where BF16 is computed in FP32:",
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--from", dest="report", type=Path, default=ROOT / "out/demo/report.json")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where demo-light.svg and demo-dark.svg go")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where the pictures go")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="the page that shows them")
     args = parser.parse_args()
     comparison = Comparison.from_dict(loads(args.report.read_text()))
+    kind = "no-bf16" if lacks_bf16(comparison) else "bf16"
     for name, dark in (("light", False), ("dark", True)):
         picture = poster(comparison, dark=dark, about=about(comparison), machine=machine(comparison))
-        (args.docs / f"demo-{name}.svg").write_text(picture)
+        (args.docs / f"demo-{kind}-{name}.svg").write_text(picture)
+    args.readme.write_text(with_pictures(args.readme.read_text(), args.docs))
+    print(f"{kind}: {headline.headline(comparison)}; {headline.gains(comparison)}")
+
+
+def with_pictures(text: str, docs: Path) -> str:
+    """README.md with the pictures that are there, in the order of KINDS."""
+    there = [kind for kind in KINDS if (docs / f"demo-{kind}-light.svg").exists()]
+    blocks = "".join(f"{block(kind)}\n\n" for kind in there)
+    starts = "|".join(re.escape(words) for words in KINDS.values())
+    found, count = re.subn(rf"(?:(?:{starts})[^\n]*\n\n)+", lambda _: blocks, text)
+    if count != 1:
+        raise ValueError(f"README.md shows pictures in {count} places; wanted one, with a line that begins: {starts}")
+    return found
+
+
+def block(kind: str) -> str:
+    """The line that shows the picture of a kind of machine, light or dark as the reader's system is."""
+    alt = "The demo's levels: a bar of speed, a bar of memory and a dot for each seed's loss."
+    return (
+        f'{KINDS[kind]}<br><picture><source media="(prefers-color-scheme: dark)" srcset="docs/demo-{kind}-dark.svg">'
+        f'<img src="docs/demo-{kind}-light.svg" alt="{alt}"></picture>'
+    )
+
+
+def lacks_bf16(comparison: Comparison) -> bool:
+    return "bfloat16" in comparison.machine.get("lacks", "").split()
 
 
 def about(comparison: Comparison) -> str:
@@ -35,9 +73,12 @@ def about(comparison: Comparison) -> str:
 
 
 def machine(comparison: Comparison) -> str:
+    """What matters of it first: whether it has BF16 arithmetic, or plays one that has not."""
     told = comparison.machine
     threads = "one thread" if told["threads"] == "1" else f"{told['threads']} threads"
-    return f"{told['cpu']}, {threads}, torch {told['torch'].partition('+')[0]}"
+    what = "Without" if lacks_bf16(comparison) else "With"
+    played = f", played by {told['limited']}" if "limited" in told else ""
+    return f"{what} BF16 arithmetic: {told['cpu']}{played}, {threads}, torch {told['torch'].partition('+')[0]}"
 
 
 if __name__ == "__main__":

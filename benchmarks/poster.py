@@ -38,7 +38,7 @@ def poster(comparison: Comparison, *, dark: bool = False, about: str = "", machi
 
 def dots(comparison: Comparison, *, dark: bool = False) -> str:
     """An SVG file: for each level a dot for each seed's result."""
-    return _file(comparison, [], 16.0, [], f"The final {comparison.metric}, by level", "", dark=dark)
+    return _file(comparison, [], 16.0, [], f"The final {comparison.metric_in_words}, by level", "", dark=dark)
 
 
 def _file(
@@ -52,7 +52,9 @@ def _file(
         x += width + _GAP
     base = comparison.baseline.name if comparison.baseline is not None else "the baseline"
     better = "higher" if comparison.maximize else "lower"
-    places.append(("dots", x, _DOTS, f"Final {comparison.metric}", f"{better} is better; grey: {base}'s seeds"))
+    places.append(
+        ("dots", x, _DOTS, f"Final {comparison.metric_in_words}", f"{better} is better; grey: {base}'s seeds")
+    )
     wide, first = x + _DOTS + _LEFT, top + 44
     tall = first + _ROW * len(made) + 34
     words = [*words, text(_LEFT, tall - 14, foot, "soft", size=12)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 _TYPES = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32", "float64": "FP64"}
@@ -16,6 +17,11 @@ def level_name(level: str, dtype: str | None) -> str:
 def type_name(dtype: str) -> str:
     """ "FP16", of "float16"; other types by torch's name."""
     return _TYPES.get(dtype, dtype)
+
+
+def metric_in_words(metric: str) -> str:
+    """ "loss on held-out data", of held_out_loss; other names as they are."""
+    return re.sub(r"held_out_(\w+)", r"\1 on held-out data", metric)
 
 
 def part_name(part: str) -> str:
@@ -88,9 +94,25 @@ def digits(value: float, count: int) -> str:
     return f"{value:#.{count}g}".rstrip(".")
 
 
+# What a terminal takes for commands (colours, cursor moves, titles), and characters that have no picture.
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b.|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def without_control_codes(text: str) -> str:
+    """Text that a script printed, or an error's, as a terminal and a page can show it: tabs and lines stay."""
+    return _CONTROL.sub("", text)
+
+
 def listed(names: Sequence[str]) -> str:
     """ "a, b and c"."""
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
+def lacks(dtype: str, levels: Sequence[str]) -> str:
+    """What it means for levels that compute in a type that this CPU has no arithmetic for."""
+    what, s = type_name(dtype), "s" if len(levels) == 1 else ""
+    does = f"{listed(levels)} compute{s} in FP32 and round{s} to {what}, at FP32's speed at best"
+    return f"this CPU has no {what} arithmetic: {does}, and {'is' if s else 'are'} faster on one that has it"
 
 
 def counted(number: int, what: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from amp_patch.lab.commands.compare_child import Child, was_out_of_memory
-from amp_patch.lab.commands.interrupts import status_of
+from amp_patch.lab.commands.interrupts import Ended, Interrupts
 from amp_patch.lab.comparison import batch_search, measures
 from amp_patch.lab.comparison.batch_search import Search, Trial
 from amp_patch.lab.comparison.machine import machine
@@ -23,17 +23,24 @@ _FREE = "import torch; print(torch.cuda.mem_get_info()[0] if torch.cuda.is_avail
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare `--batch-search` and `--batch-flag`."""
+    """Declare `--batch-search`, `--batch-flag` and `--batch-dim`."""
     parser.add_argument(
         "--batch-search",
         metavar="SIZE",
         help="in place of a comparison, find the largest batch in so much memory (8GiB; free: what the GPU has free)",
     )
+    parser.add_argument(
+        "--batch-dim",
+        type=int,
+        metavar="N",
+        help="which dimension of the model's first tensor has the samples, from 0, as 1 of (time, batch); unless given "
+        "0, or in a search the one that moves with --batch-flag",
+    )
     parser.add_argument("--batch-flag", metavar="FLAG", help="the script's own option for its batch, as --batch-size")
 
 
-def run(args: argparse.Namespace, plan: Plan) -> int:
-    """Search, print the table, and write batch_search.json; the exit status."""
+def run(args: argparse.Namespace, plan: Plan, interrupts: Interrupts) -> int:
+    """Search, print the table, and write batch_search.json; the exit status. What is noted by `interrupts` ends it."""
     try:
         limit = _limit(args)
     except ValueError as error:
@@ -43,14 +50,14 @@ def run(args: argparse.Namespace, plan: Plan) -> int:
     status = 0
     try:
         for level in plan.levels:
-            trials = _Trials(args, plan, level, limit)
+            trials = _Trials(args, plan, level, limit, interrupts)
             found = batch_search.search(level, limit, trials.run, searches[0] if searches else None)
             if trials.refusal is not None or (not searches and found.best is None and trials.failed):
                 print(trials.refusal or f"compare: {found.name} {found.problem}", file=sys.stderr)
                 return 2
             searches.append(found)
-    except KeyboardInterrupt as interrupt:
-        status = status_of(interrupt)
+    except Ended as interrupt:
+        status = interrupt.status
     if searches:
         _report(searches, args)
     return status or (0 if all(each.best is not None for each in searches) else 1)
@@ -101,8 +108,9 @@ class _Trials:
         refusal: what to tell whose script cannot be taken unedited; None where it can.
     """
 
-    def __init__(self, args: argparse.Namespace, plan: Plan, level: str, limit: int) -> None:
+    def __init__(self, args: argparse.Namespace, plan: Plan, level: str, limit: int, interrupts: Interrupts) -> None:
         self._args, self._plan, self._level, self._limit = args, plan, level, limit
+        self._interrupts = interrupts
         self.failed = False
         self.refusal: str | None = None
 
@@ -110,7 +118,7 @@ class _Trials:
         """Train for a few steps with this batch: what it took, and the level's type."""
         run = self._train(batch)
         memory = measures.memory_bytes(run) if run.error is None else None
-        error = run.error
+        error = None if run.error is None else run.error_in_full
         if error is None and memory is None:
             error = (
                 "its activations could not be counted: it has saved-tensor hooks around its loop, calls torch.func in "
@@ -121,7 +129,8 @@ class _Trials:
             self.failed = True
             self.refusal = error if run.refused else None
         samples = max(run.samples, default=0)
-        trial = Trial(batch, memory, samples, measures.samples_per_second(run), error, ran_out)
+        given = tuple(run.given) if self._args.batch_dim is None else ()
+        trial = Trial(batch, memory, samples, measures.samples_per_second(run), error, ran_out, given)
         if memory is not None or ran_out:
             took = "out of memory" if memory is None else batch_search.in_unit_of(self._limit, memory)
             print(f"{self._level} {self._args.batch_flag.rstrip('=')} {batch}: {took}", flush=True)
@@ -133,8 +142,8 @@ class _Trials:
         plan = replace(self._plan, steps=_STEPS)
         child = Child(plan, self._args, run, False, OtherWork(), (f"batch-{self._level}-{batch}", own))
         try:
-            child.train(lambda _: None)
-        except BaseException:  # Ctrl-C
+            child.train(lambda _: self._interrupts.check())
+        except BaseException:  # among them Ctrl-C
             child.kill()
             raise
         return run

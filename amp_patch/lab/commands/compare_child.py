@@ -6,6 +6,7 @@ import argparse
 import copy
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -17,17 +18,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from amp_patch.lab.commands.compare_folder import add_events, keep_outcome, record_of
 from amp_patch.lab.commands.run import wanted_cuda
 from amp_patch.lab.commands.turn_client import TURN
 from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.comparison.outcome import interrupted
 from amp_patch.lab.comparison.plan import Plan, name_as_asked
-from amp_patch.lab.recording.run import EXITED, KILLED, NATIVE, OUT_OF_MEMORY, Failure, Run, loads
+from amp_patch.lab.recording.run import EXITED, KILLED, NATIVE, OUT_OF_MEMORY, Failure, Run
+from amp_patch.lab.wording import without_control_codes
 from amp_patch.support.files import fresh
 from amp_patch.support.guard import Guard
 
 _END = 8.0  # seconds to wait for the guard, which ends a run in less
 _POLL = 0.2  # seconds between two looks at what a run has recorded
+_BEHIND = 10.0  # seconds that a script has behind the steps asked for: one that catches its end would go on for ever
 
 
 class Child:
@@ -54,8 +58,10 @@ class Child:
         self.pid = 0
         self._asked = copy.deepcopy(run)
         self._args = args
+        self._steps = plan.steps
+        self._enough_since: float | None = None
         self._load = load
-        name, arguments = more or (f"{run.level}-seed{run.seed}", ())
+        name, arguments = more or (record_of(args.out, run).stem, ())
         self._name = Path("runs") / f"{name}.log"
         self._log = fresh(args.out / self._name)  # removes an earlier comparison's file, or a link to elsewhere
         self._record = fresh(self._log.with_suffix(".jsonl").absolute())  # absolute: the script may change directory
@@ -91,7 +97,7 @@ class Child:
     def train(self, look: Callable[[Run], Any], turn: bytes = TURN) -> dict[str, Any] | None:
         """Let the process train: its message when it hands the turn on, or None when it has ended.
 
-        `look` is called meanwhile, with the run so far."""
+        `look` is called meanwhile, with the run so far; what it raises leaves the process as it is."""
         self._load.watch(self.pid)
         if self._is_waiting and self._socket is not None:
             with suppress(OSError):  # the process was ended by a signal
@@ -109,6 +115,11 @@ class Child:
                 self._close()
                 self._conclude()
                 return None
+            if self._goes_on_behind_its_steps():
+                self.kill()
+                self.run.log = str(self._name)
+                self.run.notes.append(f"the script went on behind the {self._steps} steps asked for, and was ended")
+                return None
 
     def signal_interrupt(self) -> None:
         """Send SIGINT to the process group: in a session of its own no terminal does."""
@@ -116,11 +127,17 @@ class Child:
             self._socket.close()
         self._signal(signal.SIGINT)
 
-    def interrupt(self, until: float) -> None:
-        """End the process, which has until then (`time.monotonic`) to end by `signal_interrupt`."""
-        self._has_ended(until - time.monotonic())
+    def interrupt(self, until: float, hurried: Callable[[], bool]) -> None:
+        """End the process, which has until then (`time.monotonic`) to end by `signal_interrupt`, unless `hurried`."""
+        while not (hurried() or self._has_ended(min(_POLL, until - time.monotonic()))) and time.monotonic() < until:
+            pass
         self.kill()
-        self.run.error, self.run.error_kind = interrupted(self.run)
+        self.run.error, self.run.error_kind, self.run.error_where = interrupted(self.run)
+
+    def keep_outcome(self) -> None:
+        """Write what became of the run behind what it has recorded. Called once it has ended."""
+        with suppress(OSError):  # a full disk: the report still has it
+            keep_outcome(self._record, self.run)
 
     def kill(self) -> None:
         """End the process and all that it has started, in other sessions too."""
@@ -178,19 +195,28 @@ class Child:
     def _read_record(self) -> None:
         self._rest = add_events(self.run, self._rest + self._lines.read())
 
+    def _has_enough(self) -> bool:
+        return self._steps is not None and self.run.steps >= self._steps
+
+    def _goes_on_behind_its_steps(self) -> bool:
+        """Whether the process has had a while to end in since it has taken the steps asked for."""
+        if self._enough_since is None and self._has_enough():
+            self._enough_since = time.monotonic()
+        return self._enough_since is not None and time.monotonic() - self._enough_since > _BEHIND
+
     def _conclude(self) -> None:
         run, code = self.run, self._process.returncode
+        run.log = str(self._name)
         if run.error is not None and run.error_kind == EXITED and (last := _last_line(self._log)):
             run.error = f"{run.error}: {last}"[:300]  # argparse, say, prints the reason before it exits
-        elif run.error is None and code:
-            run.error, run.error_kind = _died(code, self._log)
+        elif run.error is None and code and not self._has_enough():
+            run.error, run.error_kind, run.error_where = _died(code, self._log)
         elif run.error is None and not _is_whole(self._record):
             run.error = (
                 f"the recording breaks off after {run.steps} steps: by os._exit or exec in the script, or a full disk"
             )
-        if run.error is not None and not run.refused:
-            wanted = self._args.device is None and wanted_cuda(run.error)
-            run.error += f"{'; --device cpu takes the CPU instead' if wanted else ''} (see {self._name})"
+        if run.error is not None and not run.refused and self._args.device is None and wanted_cuda(run.error):
+            run.error += "; --device cpu takes the CPU instead"
 
 
 def was_out_of_memory(run: Run) -> bool:
@@ -198,18 +224,8 @@ def was_out_of_memory(run: Run) -> bool:
     return run.error_kind in (OUT_OF_MEMORY, KILLED)
 
 
-def add_events(run: Run, recorded: bytes) -> bytes:
-    """Add the events of the lines that are complete, and return the rest."""
-    *lines, rest = recorded.split(b"\n")
-    for line in lines:
-        with suppress(json.JSONDecodeError):  # a line that a full disk has cut off
-            run.add(loads(line.decode()))
-    return rest
-
-
 def _is_whole(record: Path) -> bool:
-    *_, last = [b"", *record.read_bytes().splitlines()]
-    return last.startswith(b'{"event": "end"')
+    return re.search(rb'^\{"event": "end"', record.read_bytes(), re.MULTILINE) is not None
 
 
 def _command(plan: Plan, args: argparse.Namespace, record: Path, run: Run, channel: int | None = None) -> list[str]:
@@ -225,6 +241,8 @@ def _command(plan: Plan, args: argparse.Namespace, record: Path, run: Run, chann
         options += ["--inspect"]
     if args.seed_flag is None:
         options += ["--shift"]
+    if args.batch_dim is not None:
+        options += [f"--batch-dim={args.batch_dim}"]
     if args.device is not None:
         options += ["--device", args.device]
     if args.module:
@@ -243,5 +261,6 @@ def _died(code: int, log: Path) -> Failure:
 
 
 def _last_line(log: Path) -> str:
-    printed = log.read_text(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(printed) if line.strip()), "")
+    printed = re.split(r"[\r\n]", log.read_text(errors="replace"))
+    lines = (without_control_codes(line).strip() for line in reversed(printed))
+    return next(filter(None, lines), "")

@@ -1,11 +1,13 @@
 """What a comparison costs, and how far it is.
 
 A line says how many runs there will be, one how long they will take, and one what became of each run that has ended; in
-a terminal there is one for the run that trains.
+a terminal there is one for the run that trains. Where nothing says how many steps a run has, the first ten tell what a
+number of them would take.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
@@ -14,54 +16,65 @@ from collections.abc import Callable
 from amp_patch.lab.commands.compare_time import RunTimes
 from amp_patch.lab.comparison.plan import newest_figures, progress_line
 from amp_patch.lab.recording.run import Run
-from amp_patch.lab.wording import about, counted
+from amp_patch.lab.wording import about, counted, short
 
 _SECONDS = 0.2  # between two looks of the terminal's line
 _NO_STEPS = "; how long they take without --steps is known when the first has ended"
+_FIRST = 10  # steps of the first run, which tell what a number of them would take
+_LONG = 600.0  # seconds: what takes longer is told what fewer steps would take
+_FEWER = (1000, 300, 100, 30)  # numbers of steps, of which the largest is named that takes less
 _CLEAR = "\r\x1b[K"
 
 
 class Progress:
-    """Prints to sys.stdout.
+    """Prints to sys.stdout, until that is gone: a terminal that was closed.
 
     Args:
-        runs: all of the comparison; the list may grow.
+        runs: those that are made; the list may grow.
         steps: of a run, if that is known.
+        finished: how many of the comparison's runs there are already.
         clock: in seconds.
     """
 
-    def __init__(self, runs: list[Run], steps: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, runs: list[Run], steps: int | None, *, finished: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._runs = runs
         self._asked = self._steps = steps
+        self._finished = finished
         self._ended = 0
         self._shown = 0.0
-        self._alive = sys.stdout.isatty()
+        self._alive = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self._is_gone = False
         self._times = RunTimes(runs, steps, clock)
-        self._total_told = False
+        self._total_told = self._rate_told = False
 
     def begin(self, levels: int, seeds: int) -> None:
         """Tell how many runs there will be; the time of a step is not known before the first ones were taken."""
         seeds_each = f"{counted(seeds, 'seed')}{' each' if seeds > 1 else ''}"
-        line = f"{len(self._runs)} runs: {counted(levels, 'level')}, {seeds_each}"
+        there = f", of which {self._finished} have finished" if self._finished else ""
+        line = f"{len(self._runs) + self._finished} runs: {counted(levels, 'level')}, {seeds_each}{there}"
         known = f", at most {self._asked} steps" if self._asked is not None else _NO_STEPS
-        print(line + known, flush=True)
+        self.say(line + (known if self._runs else ""))
 
     def show(self, run: Run) -> None:
         """In a terminal: how far the run is whose turn it is. Everywhere, once: how long all runs will take."""
         self._times.look(run)
+        self._tell_rate(run)
         self._tell_total()
         if not self._alive or time.monotonic() - self._shown < _SECONDS:
             return
         self._shown = time.monotonic()
         columns = shutil.get_terminal_size().columns
-        print(_CLEAR + self.line(run)[: columns - 1], end="", flush=True)
+        self._print(_CLEAR + self.line(run)[: columns - 1], end="")
 
     def line(self, run: Run) -> str:
         """The line for a run that trains: which of how many runs, and its newest figures."""
         of = "" if self._steps is None else f" of {self._steps}"
         loss, ms = newest_figures(run)
         figures = [f"loss {loss}"] * bool(loss) + [f"{ms} ms a step"] * bool(ms)
-        parts = [f"{self._ended} of {len(self._runs)} runs", *self._left()]
+        done = f"{self._finished + self._ended} of {self._finished + len(self._runs)} runs"
+        parts = [done, *self._left()]
         return ", ".join([*parts, f"{run.level} seed {run.seed}", f"step {run.steps}{of}", *figures])
 
     def end(self, run: Run) -> None:
@@ -71,14 +84,34 @@ class Progress:
         self._tell_total()
         if self._steps is None and run.error is None:
             self._steps = run.steps  # the other runs are expected to take as many
-        self.close()
         if not run.refused:
-            print("; ".join([progress_line(run, self._asked), *self._left()]), flush=True)
+            self.say("; ".join([progress_line(run, self._asked), *self._left()]))
+
+    def say(self, line: str) -> None:
+        """Print a line that stays, in the place of the terminal's."""
+        self.close()
+        self._print(line)
+
+    def close(self) -> None:
+        """Take the terminal's line away."""
+        if self._alive:
+            self._print(_CLEAR, end="")
 
     def _left(self) -> list[str]:
         """The time left, in words; empty where it is not known, or nothing is left."""
         left = self._times.left() if self._ended < len(self._runs) else None
         return [] if left is None else [f"{about(left)} left"]
+
+    def _tell_rate(self, run: Run) -> None:
+        """Where nothing says how many steps there will be: what a number of them would take."""
+        if self._rate_told or self._steps is not None or run.steps < _FIRST:
+            return
+        a_step = self._times.seconds_a_step(run)
+        if a_step is None:
+            return
+        self._rate_told = True
+        line = f"{run.level} takes {short(1000 * a_step)} ms a step"
+        self.say(f"{line}; {fewer}" if (fewer := self._fewer(len(self._runs))) else line)
 
     def _tell_total(self) -> None:
         total = self._times.total() if self._ended < len(self._runs) and not self._total_told else None
@@ -87,10 +120,22 @@ class Progress:
         self._total_told = True
         only = self._times.only_level
         condition = "" if only is None else f", if the other levels take as long as {only}"
-        self.close()
-        print(f"{len(self._runs)} runs, {about(total)}{condition}", flush=True)
+        fewer = self._fewer(len(self._runs)) if self._asked is None and total > _LONG else ""
+        self.say(f"{counted(len(self._runs), 'run')}, {about(total)}{condition}{f'; {fewer}' if fewer else ''}")
 
-    def close(self) -> None:
-        """Take the terminal's line away."""
-        if self._alive:
-            print(_CLEAR, end="", flush=True)
+    def _fewer(self, runs: int) -> str:
+        """ "--steps 300 would take about 6 minutes for all 15 runs"; "" where nothing tells."""
+        times = [(steps, self._times.total_of(steps)) for steps in _FEWER]
+        known = [(steps, total) for steps, total in times if total is not None]
+        if not known:
+            return ""
+        steps, total = next(((steps, total) for steps, total in known if total < _LONG), known[-1])
+        return f"--steps {steps} would take {about(total)} for {'all ' * (runs > 1)}{counted(runs, 'run')}"
+
+    def _print(self, words: str, end: str = "\n") -> None:
+        if self._is_gone:
+            return
+        try:
+            print(words, end=end, flush=True)
+        except OSError:
+            self._is_gone = True

@@ -127,10 +127,35 @@ class RunTimes:
         known = [of_level.get(run.level, well) for run in waiting]
         return left + sum(map(statistics.mean, known)) if all(known) else None
 
+    def seconds_a_step(self, run: Run) -> float | None:
+        """Of a run, where enough of its steps were seen."""
+        timed = self._of(run)
+        return None if timed is None else timed.seconds_a_step
+
+    def total_of(self, steps: int) -> float | None:
+        """The seconds of all runs if each were ended after so many steps; None where nothing tells.
+
+        Levels that have taken too few steps are taken for the mean of those that have not.
+        """
+        of_level: dict[str, list[float]] = {}
+        for timed in self._timed:
+            if timed.seconds_a_step is not None:
+                known = timed.first_at + max(0, steps - timed.first_steps) * timed.seconds_a_step
+                of_level.setdefault(timed.level, []).append(known)
+        if not of_level:
+            return None
+        mean = statistics.mean(each for known in of_level.values() for each in known)
+        return sum(statistics.mean(of_level.get(self._level_of(run), [mean])) for run in self._runs)
+
     def total(self) -> float | None:
         """The seconds of all runs, from the first's begin."""
         left = self.left()
         return None if left is None else self._since - self._begun + left
+
+    def _level_of(self, run: Run) -> str:
+        """As asked for: while a run trains, its level is the recording's."""
+        timed = self._of(run)
+        return run.level if timed is None else timed.level
 
     def _of(self, run: Run) -> _Timed | None:
         return next((timed for timed in self._timed if timed.run is run), None)

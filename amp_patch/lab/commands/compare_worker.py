@@ -20,7 +20,14 @@ from amp_patch.lab.unedited.script import UneditedScript
 
 @contextmanager
 def recorded(
-    path: str, *, steps: int | None, inspect: bool, shift: bool, native: bool = False, turns: int | None = None
+    path: str,
+    *,
+    steps: int | None,
+    inspect: bool,
+    shift: bool,
+    native: bool = False,
+    turns: int | None = None,
+    batch_dim: int = 0,
 ) -> Iterator[None]:
     """Write the events of the training in the body to `path`, and last why it failed, if it did.
 
@@ -39,6 +46,7 @@ def recorded(
                 [JsonLines(path), run],
                 stop_after=steps,
                 inspect=inspect,
+                batch_dim=batch_dim,
                 between_steps=None if client is None else client.between_steps,
             )
             with recorder, script, client or nullcontext():
@@ -48,7 +56,7 @@ def recorded(
         raise
     finally:
         if recorder is not None and recorder.process == os.getpid():  # a fork's record is its parent's
-            refused = error if isinstance(error, ScriptRefused) else None
+            refused = error if isinstance(error, ScriptRefused) and not recorder.has_enough else None
             failed = failure(recorder, run, error)
             if failed is not None and error is None:
                 refused = script.missing()
@@ -57,9 +65,9 @@ def recorded(
             note = None if client is None else client.note()
             last: list[Event] = [] if note is None else [{"event": "note", "text": note}]
             if failed is not None or note is not None or script.native.seen:
-                words, kind = failed or (None, "")
-                refusal = {"refused": refused is not None, "native": script.native.seen}
-                last.append({"event": "end", "error": words, "error_kind": kind, **refusal})
+                words, kind, where = failed or (None, "", "")
+                told = {"refused": refused is not None, "native": script.native.seen}
+                last.append({"event": "end", "error": words, "error_kind": kind, "error_where": where, **told})
             recorder.close(*last)
 
 
@@ -72,9 +80,10 @@ def main() -> None:
     parser.add_argument("--shift", action="store_true")
     parser.add_argument("--native", action="store_true")
     parser.add_argument("--turns", type=int)
+    parser.add_argument("--batch-dim", type=int, default=0)
     runner.add_arguments(parser)
     args = parser.parse_args()
-    options = {name: getattr(args, name) for name in ("steps", "inspect", "shift", "native", "turns")}
+    options = {name: getattr(args, name) for name in ("steps", "inspect", "shift", "native", "turns", "batch_dim")}
     runner.run(args, recorded(args.record, **options))
 
 

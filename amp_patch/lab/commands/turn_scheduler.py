@@ -2,7 +2,7 @@
 
 The levels of a seed train in turns of half a second, or a step where that takes longer: load that comes and goes falls
 on all of them alike. One trains at a time. The first level begins, and the others when it has taken a step: a script
-that cannot be compared is refused by then.
+that cannot be compared is refused by then, and one that fails by itself has failed.
 
 On a GPU, and where the memory would not do for all, each run ends before the next begins. What a GPU has left decides
 how cuDNN computes and how large a batch some scripts take: beside others a run would not be what it is alone.
@@ -14,17 +14,18 @@ import argparse
 import os
 import time
 from collections import deque
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import Any
 
 from amp_patch.lab.commands.compare_child import Child, was_out_of_memory
+from amp_patch.lab.commands.compare_folder import is_finished
 from amp_patch.lab.commands.compare_progress import Progress
-from amp_patch.lab.commands.interrupts import status_of
+from amp_patch.lab.commands.interrupts import Ended, Interrupts
 from amp_patch.lab.commands.turn_client import LAST, TURN
 from amp_patch.lab.comparison.other_work import OtherWork
 from amp_patch.lab.comparison.plan import Plan
 from amp_patch.lab.comparison.processes import free_bytes, private_bytes
-from amp_patch.lab.recording.run import INTERRUPTED, NATIVE, Run
+from amp_patch.lab.recording.run import EXITED, INTERRUPTED, NATIVE, Run
 
 _PATIENCE = 5.0  # seconds that interrupted scripts have to end by themselves
 _FILLED = 0.8  # of the free memory, which first steps may fill: later steps can take more
@@ -34,22 +35,37 @@ class ComparisonRefused(Exception):
     """The script cannot be trained at another level unedited; the message names the lines to add."""
 
 
+class ScriptFailed(Exception):
+    """The script has failed by itself before its first step, at the first level; the message says why and where."""
+
+
 class TurnScheduler:
     """The runs of a plan, made: all levels of a seed, then the next seed.
 
+    Args:
+        interrupts: ends the runs by what it has noted.
+        found: runs of an earlier call; those that have finished are not made again.
+
     Attributes:
         runs: those of the plan, as far as it is known: a script with mixed precision of its own gets one more a seed.
+        asked: how many of them there should be.
         load: what other work took of the machine meanwhile.
     """
 
-    def __init__(self, plan: Plan, args: argparse.Namespace) -> None:
-        self.runs = plan.runs()
+    def __init__(self, plan: Plan, args: argparse.Namespace, interrupts: Interrupts, found: Sequence[Run] = ()) -> None:
+        finished = {(run.level, run.seed): run for run in found if is_finished(run)}
+        native = any(run.native or run.level == NATIVE for run in found)
+        planned = plan.runs() + [Run(NATIVE, seed) for seed in range(plan.seeds) if native]
+        self.runs = sorted((finished.get((run.level, run.seed), run) for run in planned), key=lambda run: run.seed)
+        self._to_make = [run for run in self.runs if all(run is not each for each in finished.values())]
+        self.asked = len(self.runs)
         self.load = OtherWork()
         self._plan = plan
         self._args = args
-        self._progress = Progress(self.runs, plan.steps)
+        self._interrupts = interrupts
+        self._progress = Progress(self._to_make, plan.steps, finished=len(finished))
         self._in_turns = not args.one_by_one and os.name == "posix"
-        self._native_added = False  # whether runs of the script's own mixed precision were added
+        self._native_added = native  # whether runs of the script's own mixed precision were added
         self._memory_checked = False  # whether the first run has shown what memory the levels need
         self._queue: deque[Run | Child] = deque()  # the next to train comes first
         self._rerun: list[Run] = []
@@ -62,41 +78,55 @@ class TurnScheduler:
 
         Raises:
             ComparisonRefused: the script cannot be compared.
+            ScriptFailed: the script fails by itself.
         """
         self._progress.begin(len(self._plan.levels), self._plan.seeds)
         try:
             for seed in range(self._plan.seeds):
                 self._train_seed(seed)
-        except KeyboardInterrupt as interrupt:
+                if self._all_failed(seed):
+                    self._progress.say(f"every level has failed with seed {seed}: other seeds are not tried")
+                    self.runs = [run for run in self.runs if run.seed <= seed]
+                    self.asked = len(self.runs)
+                    break
+        except Ended as interrupt:
             self._interrupt()
-            return status_of(interrupt)
+            return interrupt.status
         finally:
             for child in self._alive:
                 child.kill()
-            with suppress(OSError):  # the terminal is closed
-                self._progress.close()
+            self._progress.close()
         return 0
 
     def _interrupt(self) -> None:
+        self._progress.say(f"interrupted: what trains has {_PATIENCE:.0f} seconds to end; again, and it is ended now")
         until = time.monotonic() + _PATIENCE
         for child in self._alive:
             child.signal_interrupt()
         for child in self._alive:
-            child.interrupt(until)
+            child.interrupt(until, lambda: self._interrupts.hurried)
+            child.keep_outcome()
         self.runs = [run for run in self.runs if run.steps or _has_failed(run)] or self.runs[:1]
         ended, self._alive = self._alive, []
-        with suppress(OSError):  # the terminal is closed
-            for child in ended:
-                if any(child.run is run for run in self.runs):
-                    self._progress.end(child.run)
+        for child in ended:
+            if any(child.run is run for run in self.runs):
+                self._progress.end(child.run)
+
+    def _all_failed(self, seed: int) -> bool:
+        """Whether the first seed has shown that the script fails by itself at each level."""
+        return seed == 0 and all(_failed_by_itself(run) for run in self.runs if run.seed == seed)
+
+    def _look(self, run: Run) -> None:
+        self._progress.show(run)
+        self._interrupts.check()
 
     def _train_seed(self, seed: int) -> None:
-        self._queue.extend(run for run in self.runs if run.seed == seed)
+        self._queue.extend(run for run in self._to_make if run.seed == seed)
         while self._queue:
             if not self._in_turns:  # begun runs first: each ends before another begins
                 self._queue = deque(sorted(self._queue, key=lambda each: isinstance(each, Run)))
             child = self._child_of(self._queue.popleft(), self._in_turns)
-            message = child.train(self._progress.show, TURN if self._in_turns else LAST)
+            message = child.train(self._look, TURN if self._in_turns else LAST)
             if message is None:
                 self._end(child)
             else:
@@ -105,7 +135,7 @@ class TurnScheduler:
         while self._rerun:
             run = self._rerun.pop(0)
             child = self._child_of(run, False)
-            child.train(self._progress.show)
+            child.train(self._look)
             run.notes.append("the memory did not do for all levels at once: this run was made again by itself")
             self._end(child)
 
@@ -132,10 +162,14 @@ class TurnScheduler:
         self._alive.remove(child)
         if self._alive and was_out_of_memory(run):
             fresh = Run(run.level, run.seed)
-            self.runs[next(i for i, each in enumerate(self.runs) if each is run)] = fresh
+            for runs in (self.runs, self._to_make):
+                runs[next(i for i, each in enumerate(runs) if each is run)] = fresh
             self._rerun.append(fresh)
             self._in_turns = False  # memory would run out at the next seed too
             return
+        child.keep_outcome()
+        if run is self.runs[0] and not run.steps and not run.refused and _failed_by_itself(run):
+            raise ScriptFailed(f"at {run.level}, before its first step: {run.error_in_full}")
         self._progress.end(run)
         if run.native:
             self._add_native_runs(run.seed)
@@ -148,10 +182,17 @@ class TurnScheduler:
             return
         self._native_added = True
         added = [Run(NATIVE, each) for each in range(seed, self._plan.seeds)]
-        self.runs += added
-        self.runs.sort(key=lambda run: run.seed)
+        for runs in (self.runs, self._to_make):
+            runs += added
+            runs.sort(key=lambda run: run.seed)
+        self.asked = len(self.runs)
         self._queue.append(added[0])
 
 
 def _has_failed(run: Run) -> bool:
     return run.error is not None and run.error_kind != INTERRUPTED
+
+
+def _failed_by_itself(run: Run) -> bool:
+    """Whether the run would fail again, whatever the machine has free."""
+    return run.error is not None and run.error_kind in ("", EXITED)

@@ -46,6 +46,8 @@ class Trial:
         samples_per_second: of these few steps; None where that is not known.
         error: why there are no figures.
         ran_out: whether that is for want of memory.
+        given: the sizes of the model's first tensor, of which `samples` counts the first; nothing where it is known
+            which one has the samples.
     """
 
     batch: int
@@ -54,6 +56,7 @@ class Trial:
     samples_per_second: float | None = None
     error: str | None = None
     ran_out: bool = False
+    given: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,30 @@ class Search:
             return f"a batch of {smallest.batch}{took}" if smallest is not None else "was not tried"
         if self._flat:
             return f"the batch changes nothing: {listed([str(t.batch) for t in self.tried])} take the same memory"
-        return f"the data gave no more than {self.best.samples} samples" if self._data_ended else None
+        return f"the data gave no more than {self._samples(self.best)} samples" if self._data_ended else None
+
+    @property
+    def batch_dim(self) -> int | None:
+        """The dimension of the model's first tensor that moves with the batch; None where none does, or it is known.
+
+        Of several the first that moves in proportion: lengths of padded sequences move too, and are not the batch.
+        """
+        shaped = [t for t in self.tried if t.given]
+        first = min(shaped, key=lambda t: t.batch, default=None)
+        others = [t for t in shaped if first is not None and len(t.given) == len(first.given) and t.batch > first.batch]
+        if first is None or not others:
+            return None
+        moved = [d for d, size in enumerate(first.given) if any(t.given[d] != size for t in others)]
+        evenly = [d for d in moved if all(t.given[d] * first.batch == first.given[d] * t.batch for t in others)]
+        return next(iter([*evenly, *moved]), None)
+
+    @property
+    def rate(self) -> float | None:
+        """Samples per second of the best trial."""
+        best = self.best
+        if best is None or best.samples_per_second is None or not best.samples:
+            return None
+        return best.samples_per_second * self._samples(best) / best.samples
 
     def following(self) -> int | None:
         """The batch to try next; None: there is nothing more to learn."""
@@ -140,7 +166,8 @@ class Search:
             "name": self.name,
             "batch": None if best is None else best.batch,
             "memory_bytes": None if best is None else best.memory,
-            "samples_per_second": None if best is None else best.samples_per_second,
+            "samples_per_second": self.rate,
+            "batch_dim": self.batch_dim,
             "next_memory_bytes": self.next_memory(),
             "problem": self.problem,
             "tried": [asdict(trial) for trial in self.tried],
@@ -174,13 +201,22 @@ class Search:
         """Whether the batch changes nothing: neither the memory nor, where that is known, the model's samples."""
         known = [t for t in self.tried if t.memory is not None]
         enough = 2 if any(t.samples for t in known) else 4
-        return len(known) >= enough and len({(t.memory, t.samples) for t in known}) == 1
+        return len(known) >= enough and len({(t.memory, self._samples(t)) for t in known}) == 1
 
     @property
     def _data_ended(self) -> bool:
         """Whether the best trial got fewer samples than the smallest one's part of its batch."""
         first, best = min(self.tried, key=lambda t: t.batch), self.best
-        return best is not None and best.samples * first.batch < first.samples * best.batch
+        if best is None or len({self._samples(t) for t in self.tried if t.memory is not None}) == 1:
+            return False  # no dimension has moved: what was counted is not the batch
+        return self._samples(best) * first.batch < self._samples(first) * best.batch
+
+    def _samples(self, trial: Trial) -> int:
+        """Of a step: the part of its samples that `batch_dim` says."""
+        dim = self.batch_dim
+        if not dim or len(trial.given) <= dim:
+            return trial.samples
+        return trial.samples * trial.given[dim] // trial.given[0] if trial.given[0] else 0
 
 
 @dataclass(frozen=True)
@@ -214,7 +250,7 @@ def lines(searches: Sequence[Search], flag: str) -> list[str]:
     rows = [("level", "batch", f"memory, {unit}", "samples/s")]
     for search in searches:
         best = search.best
-        rate = "" if best is None or best.samples_per_second is None else figure(best.samples_per_second)
+        rate = "" if search.rate is None else figure(search.rate)
         memory = "" if best is None or best.memory is None else wording.in_unit(best.memory, unit)
         rows.append((search.name, "none" if best is None else str(best.batch), memory, rate))
     table = in_columns(rows, right=range(1, 4))

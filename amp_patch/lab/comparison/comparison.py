@@ -13,8 +13,10 @@ from amp_patch.lab.comparison.measures import ALIKE, LOSS
 from amp_patch.lab.comparison.plan import BASELINE
 from amp_patch.lab.comparison.recommendation import Recommendation, recommend, summary
 from amp_patch.lab.comparison.verdict import failures_in_words, verdict
-from amp_patch.lab.recording.run import Run
-from amp_patch.lab.wording import listed, whole_percent
+from amp_patch.lab.recording.run import INTERRUPTED, Run
+from amp_patch.lab.wording import counted, lacks, listed, metric_in_words, whole_percent
+
+FEW_STEPS = 30  # fewer tell little of a loss, of a loss scale that finds its height, or of a step's time
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Comparison:
         asked_steps: how many steps each run should have trained, if that was said.
         machine: what it ran on, as `machine()` tells.
         to_judge: of a first look with one seed the options of `compare` that judge it; else "".
+        asked_runs: how many runs there should be, if that was said.
+        command: what `python -m amp_patch run` is given to train the same; "" where that is no script.
 
     Raises:
         ValueError: two runs of one level that went well have the same seed.
@@ -43,6 +47,8 @@ class Comparison:
     asked_steps: int | None = None
     machine: dict[str, str] = field(default_factory=dict)
     to_judge: str = ""
+    asked_runs: int | None = None
+    command: str = ""
 
     def __post_init__(self) -> None:
         for level in self._groups:
@@ -52,6 +58,12 @@ class Comparison:
                     f"Comparison: runs has two of {level.name} with seed {twice[0]}; runs are paired by their seeds: "
                     "give each run of a level its own"
                 )
+
+    @property
+    def cut(self) -> int:
+        """How many of the runs asked for are missing, or were interrupted."""
+        ended = sum(run.error_kind != INTERRUPTED for run in self.runs)
+        return 0 if self.asked_runs is None else max(0, self.asked_runs - ended)
 
     @cached_property
     def steps(self) -> int:
@@ -100,9 +112,10 @@ class Comparison:
                 "To lie outside on the better side is no reason against a level. One of which a run diverged (its",
                 "result is missing or not finite) is not to be used; one of which a run skipped more than half of its",
                 f"steps, or more than {whole_percent(SKIPPED_SHARE)} and {SKIPPED_STEPS} of them, is not recommended.",
-                "Times: the median step of each run, without the first tenth of the steps; the ratio is taken for each",
-                "seed, and a level is faster only if it is with all of them (with one seed: if the quartiles of its",
-                f"step times are), slower only if it is, with one of them by more than {whole_percent(ALIKE - 1)}.",
+                "Times: the median step of each run, without the first tenth of the steps; the speed is the ratio of",
+                "the runs' medians, its range that of the ratios of each seed. A level is faster or slower only if it",
+                "is with all seeds (with one: if the quartiles of its step times are), slower only by more than",
+                f"{whole_percent(ALIKE - 1)} in the median; within that memory counts more than time.",
                 "O3, which keeps no FP32 weights, is recommended only where it is compared alone.",
             ]
         )
@@ -122,10 +135,30 @@ class Comparison:
         """What to use, and why, in one or two sentences."""
         if self.baseline is not None and self.recommendation is not None:
             words = summary(self.recommendation, self.baseline)
-            return f"{words} {self.quick_note}." if self.quick_note else words
-        what = f" {self.baseline.name} with" if self.baseline is not None else ""
+            notes = [note for note in (self.few_steps_note, self.quick_note) if note]
+            return " ".join([words, *(f"{note}." for note in notes)])
         failed = "".join(f" {level.name}: {failures_in_words(level)}." for level in self._groups if level.failed)
+        if self.only is not None:
+            return f"Only {self.only.name} has results: there is nothing to compare it with.{failed}"
+        what = f" {self.baseline.name} with" if self.baseline is not None else ""
         return f"Nothing to compare{what}: {self.why_nothing()}{failed}"
+
+    @property
+    def only(self) -> LevelResult | None:
+        """The one level with results, where others were asked for or not."""
+        return self.baseline if sum(bool(level.runs) for level in self._groups) == 1 else None
+
+    @property
+    def few_steps_note(self) -> str:
+        """Of short runs: how little they decide, without a full stop; else ""."""
+        if not self.comparable or self.steps >= FEW_STEPS:
+            return ""
+        return f"{counted(self.steps, 'step')} decide{'s' if self.steps == 1 else ''} little: train for more"
+
+    @property
+    def metric_in_words(self) -> str:
+        """ "loss on held-out data"."""
+        return metric_in_words(self.metric)
 
     @property
     def quick_note(self) -> str:
@@ -162,7 +195,10 @@ class Comparison:
                 notes.setdefault(f"trained only {run.steps} steps", []).append(_name(run))
             for text in run.notes:
                 notes.setdefault(text, []).append(_name(run))
-        lines = [self.load_note] if self.load_note else []
+        lines = [note for note in (self.load_note, self.lack_note) if note]
+        if self.cut:
+            ended = (self.asked_runs or 0) - self.cut
+            lines.append(f"{ended} of {self.asked_runs} runs have ended; the others were cut")
         lines += [f"{'all runs' if len(names) == len(well) else listed(names)}: {t}" for t, names in notes.items()]
         if self.metric == LOSS and len({run.steps for run in well}) > 1:
             lines.append(f"the losses are compared over the {self.steps} steps that all runs have in common")
@@ -173,9 +209,19 @@ class Comparison:
             lines.append(f"all seeds of {base.name} gave the same losses to the bit: they are one seed to the test")
         return lines
 
+    @property
+    def lack_note(self) -> str:
+        """What the processor lacks that levels here would be faster with, without a full stop; "" if nothing."""
+        levels: dict[str, list[str]] = {}
+        for level in self._groups:
+            if level.runs and level.dtype is not None and all(run.device == "cpu" for run in level.runs):
+                levels.setdefault(level.dtype, []).append(level.level)
+        lacking = self.machine.get("lacks", "").split()
+        return "; ".join(lacks(dtype, names) for dtype, names in levels.items() if dtype in lacking)
+
     @cached_property
     def load_note(self) -> str:
-        """What other work on the machine does to the figures, the first of the notes; "" if nothing to speak of."""
+        """What other work on the machine does to the figures; "" if nothing to speak of."""
         if "load" not in self.machine:
             return ""
         ranges = [level.speedup for level in self.levels if level.speedup is not None]
@@ -192,6 +238,8 @@ class Comparison:
             "asked_steps": self.asked_steps,
             "machine": self.machine,
             "to_judge": self.to_judge,
+            "asked_runs": self.asked_runs,
+            "command": self.command,
             "comparable": self.comparable,
             "summary": self.summary,
             "test": self.test,
@@ -205,7 +253,8 @@ class Comparison:
     def from_dict(cls, values: dict[str, Any]) -> Comparison:
         """The comparison of which `to_dict` gave `values`; what is computed is computed again, from the runs."""
         given = {name: values[name] for name in ("title", "metric", "maximize", "asked_steps", "machine")}
-        given["to_judge"] = values.get("to_judge", "")  # reports of before have none
+        later = ("to_judge", "asked_runs", "command")  # which reports of before do not have
+        given.update((name, values[name]) for name in later if name in values)
         return cls(runs=[Run.from_dict(run) for run in values["runs"]], **given)
 
     @cached_property

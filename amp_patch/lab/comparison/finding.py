@@ -48,7 +48,8 @@ class Finding:
 
     Attributes:
         kind: "baseline"; "within" the baseline's spread; "differs" (`better`, or not to be used); "undecided", which
-            may be chance; "failed", without a run that went well; "alone", with nothing to compare it with.
+            may be chance; "unjudged", where the loss is a sum over several optimizers, as a GAN's, and tells nothing of
+            quality; "failed", without a run that went well; "alone", with nothing to compare it with.
         better: whether the level lies outside of the baseline's spread on the better side.
         to_the_bit: whether every loss is the baseline's.
         diverged: the runs without a figure.

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import textwrap
+from dataclasses import replace
+
 from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.level_result import LevelResult, seeds_change_nothing
-from amp_patch.lab.comparison.recommendation import of_others
+from amp_patch.lab.comparison.recommendation import larger_batch, of_others
 from amp_patch.lab.recording.run import NATIVE
 from amp_patch.lab.wording import counted, ratio, relative_size, shortest_distinct, times, type_name, unsigned_percent
+from amp_patch.policy import OPT_LEVELS
 
 
 def headline(comparison: Comparison) -> str:
     """ "Use O5 (BF16)"."""
     found = comparison.recommendation
     if found is None:
-        return "Nothing to compare"
+        return "Nothing to compare" if comparison.only is None else f"Only {label(comparison.only)} has results"
     if found.level is comparison.baseline:
         return f"Stay with {label(found.level)}{'' if found.sure else ' for now'}"
     return f"Use {label(found.level)}"
@@ -35,8 +39,8 @@ def gains(comparison: Comparison) -> str:
     if "smaller" in found.because:
         said.reverse()
     seeds = best.finding.distance.seeds if best.finding.distance is not None else 0
-    what = "loss" if "loss" in comparison.metric else comparison.metric
-    said.append(f"{'better' if best.finding.better else 'same'} {what} over {counted(seeds, 'seed')}")
+    how = "better" if best.finding.better else "same"
+    said.append(f"{how} {comparison.metric_in_words} over {counted(seeds, 'seed')}")
     return _capital(", ".join(filter(None, said)))
 
 
@@ -74,13 +78,20 @@ def why(comparison: Comparison) -> str:
     if best is base:
         return _capital(f"{of_others(found, base)}.")
     first = f"The {'fastest' if 'faster' in found.because else 'smallest'} level that is as good as {base.name}"
-    first += f"; none as good is faster than {base.name}" if "smaller" in found.because else ""
+    some = any(level.finding.sound and level.speedup and level.speedup.pace == "faster" for level in comparison.levels)
+    first += f"; none as good is {'much ' * some}faster than {base.name}" if "smaller" in found.because else ""
+    room = larger_batch(best, base) if "smaller" in found.because else ""
+    return f"{first}: {_result(comparison, best, base)}" + (f" {room}." if room else "")
+
+
+def _result(comparison: Comparison, best: LevelResult, base: LevelResult) -> str:
+    """Why the level is as good as the baseline."""
     if best.finding.to_the_bit:
-        return f"{first}: every loss is {base.name}'s, to the bit."
+        return f"every loss is {base.name}'s, to the bit."
     mean, low, high = shortest_distinct(best.mean or 0.0, min(base.finite.values()), max(base.finite.values()))
     where = "better than" if best.finding.better else "within"
     span = f"the range of {base.name}'s seeds ({low} to {high})"
-    return f"{first}: its final {comparison.metric}, {mean}, is {where} {span}."
+    return f"its final {comparison.metric_in_words}, {mean}, is {where} {span}."
 
 
 def how_sure(comparison: Comparison) -> str:
@@ -88,7 +99,7 @@ def how_sure(comparison: Comparison) -> str:
     best, base = comparison.recommended, comparison.baseline
     if best is None or base is None:
         return ""
-    said = []
+    said = [f"{comparison.few_steps_note}."] if comparison.few_steps_note else []
     if seeds_change_nothing(base):
         said.append("The script does not use its seeds: they count as one.")
     elif len(base.finite) < 2:
@@ -98,12 +109,14 @@ def how_sure(comparison: Comparison) -> str:
         )
     if best is not base and best.speedup is not None:
         low, high = best.speedup.low, best.speedup.high
-        each = f"with each of {len(best.runs)} seeds" if len(best.runs) > 1 else "in one run"
+        paired = len(set(best.seeds) & set(base.seeds))
+        each = f"with each of {paired} seeds" if paired > 1 else "in one run"
         span = " to ".join(dict.fromkeys(f"{ratio(each)}x" for each in (low, high)))
         said.append(f"{'Faster' if low > 1 else 'Its speed'} {each}: {span}.")
     if len(base.finite) > 1 and not seeds_change_nothing(base) and not best.finding.to_the_bit:
         width = relative_size(max(base.finite.values()), min(base.finite.values()))
-        said.append(f"{base.name}'s own seeds lie {width} apart in {comparison.metric}: less than that is not seen.")
+        what = comparison.metric_in_words
+        said.append(f"{base.name}'s own seeds lie {width} apart in {what}: less than that is not seen.")
         if best is not base and (pairs := [(best.finite[s], base.finite[s]) for s in best.finite if s in base.finite]):
             ours, theirs = max(pairs, key=lambda pair: abs(pair[0] - pair[1]) / (abs(pair[1]) or 1))
             off = f"at most {unsigned_percent(ours, theirs)} from {base.name}"
@@ -111,6 +124,35 @@ def how_sure(comparison: Comparison) -> str:
             said.append(f"With the same seed it ends {where}.")
     load = comparison.load_note
     return " ".join([*said, *([f"{_capital(load)}."] if load else [])])
+
+
+def how_to_use(comparison: Comparison) -> tuple[list[str], str]:
+    """The lines that train at the recommended level, and the command that does without them; nothing at the baseline.
+
+    Neither is of the script's own mixed precision, which is there already.
+    """
+    best = comparison.recommended
+    if best is None or best is comparison.baseline or best.level == NATIVE:
+        return [], ""
+    other = best.dtype if best.dtype != str(OPT_LEVELS[best.level].dtype).removeprefix("torch.") else None
+    also = f", dtype=torch.{other}" if other else ""
+    edit = [
+        "from amp_patch import amp",
+        "# behind the line that makes the optimizer:",
+        f'model, optimizer = amp.initialize(model, optimizer, opt_level="{best.level}"{also})',
+        "# in place of loss.backward():",
+        "with amp.scale_loss(loss, optimizer) as scaled_loss:",
+        "    scaled_loss.backward()",
+    ]
+    typed = f"AMP_PATCH_DTYPE={other} " if other else ""
+    command = f"AMP_PATCH_OPT_LEVEL={best.level} {typed}python -m amp_patch run {comparison.command}"
+    return edit, command if comparison.command else ""
+
+
+def why_failed(level: LevelResult) -> str:
+    """In one line: the first run's error, cut, and where it came from."""
+    run = level.failed[0]
+    return replace(run, error=textwrap.shorten(run.error or "", 110, placeholder=" ...")).error_in_full
 
 
 def in_short(level: LevelResult, comparison: Comparison) -> str:
@@ -134,6 +176,8 @@ def outcome(level: LevelResult, comparison: Comparison) -> str:
         return "do not use"
     if found.kind == "undecided" and not found.better:
         return "undecided"
+    if found.kind == "unjudged":
+        return "not judged"
     if found.faults:
         return "failed with some seeds"
     if found.skips is not None:

@@ -32,10 +32,10 @@ def judge(level: LevelResult, base: LevelResult | None, metric: str, maximize: b
         fallen_scale=_fallen_scale(level),
         faults=[run for run in level.failed if run.error_kind != INTERRUPTED],
     )
-    return found if not level.runs or base is None or level is base else _beside(level, base, found, maximize)
+    return found if not level.runs or base is None or level is base else _beside(level, base, found, metric, maximize)
 
 
-def _beside(level: LevelResult, base: LevelResult, found: Finding, maximize: bool) -> Finding:
+def _beside(level: LevelResult, base: LevelResult, found: Finding, metric: str, maximize: bool) -> Finding:
     seeds = [seed for seed in level.finite if seed in base.finite]
     if not seeds:
         return replace(found, kind="differs" if found.diverged else "undecided")
@@ -48,6 +48,8 @@ def _beside(level: LevelResult, base: LevelResult, found: Finding, maximize: boo
     of_seed = {run.seed: run for run in base.runs}
     if ours == theirs and all(same_losses(run, of_seed[run.seed]) for run in level.runs if run.seed in seeds):
         return replace(found, kind="within", to_the_bit=True)
+    if metric == LOSS and any(run.objectives > 1 for run in (*level.runs, *base.runs)):
+        return replace(found, kind="unjudged")
     if has_no_spread(base):
         return replace(found, kind="undecided")
     if min(base.finite.values()) <= mean <= max(base.finite.values()):

@@ -130,11 +130,11 @@ def went_well(run: Run) -> bool:
 
 
 def failures(level: LevelResult) -> list[str]:
-    """The errors of a level, each once, behind the seeds that had it."""
-    errors: dict[str, list[int]] = {}
+    """The errors of a level, each once, behind the seeds that had it; in full of the first of these."""
+    errors: dict[str, list[Run]] = {}
     for run in level.failed:
-        errors.setdefault(run.error or "recorded no step", []).append(run.seed)
-    return [f"{seeds_in_words(seeds)}: {error}" for error, seeds in errors.items()]
+        errors.setdefault(run.error or "recorded no step", []).append(run)
+    return [f"{seeds_in_words([run.seed for run in runs])}: {runs[0].error_in_full}" for runs in errors.values()]
 
 
 def seeds_in_words(seeds: Sequence[int]) -> str:

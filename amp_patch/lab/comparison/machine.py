@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import time
@@ -13,6 +14,7 @@ from amp_patch.lab import wording
 from amp_patch.lab.comparison.other_work import OtherWork
 
 _SIZE, _TURNS = 256, 5  # size and count of the timed products: a second with the slowest kernels
+_LIMITING = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
 SLOW = 1.3  # times the time of the other way, above which the clock disagrees with the decision
 
 
@@ -26,12 +28,19 @@ def machine(load: OtherWork | None = None) -> dict[str, str]:
     return {
         "torch": str(torch.__version__),
         "python": platform.python_version(),
-        "cpu": f"{_cpu_name()} ({torch.backends.cpu.get_cpu_capability()})",
+        "cpu": processor(),
         "threads": str(torch.get_num_threads()),
         "gpu": ", ".join(devices) or "none",
         **low_precision(),
+        **({"lacks": " ".join(lacking())} if lacking() else {}),
+        **({"limited": limited} if (limited := " ".join(_limits())) else {}),
         **({"load": busy} if busy is not None else {}),
     }
+
+
+def lacking() -> list[str]:
+    """The types below FP32 that this CPU has no arithmetic for."""
+    return [name for name in ("bfloat16", "float16") if not has_arithmetic(getattr(torch, name))]
 
 
 def low_precision() -> dict[str, str]:
@@ -82,6 +91,16 @@ def products_in_words(dtype: torch.dtype) -> str:
         disagrees = native > SLOW * emulated
     other = "native" if not has_arithmetic(dtype) else "emulate"
     return f'{said}; by this clock cpu_half="{other}" is faster' if disagrees else said
+
+
+def _limits() -> list[str]:
+    """The variables of the environment that keep torch from instructions which the CPU has, as they are set."""
+    return [f"{name}={os.environ[name]}" for name in _LIMITING if os.environ.get(name)]
+
+
+def processor() -> str:
+    """The processor's name, and the vector instructions that torch uses of it."""
+    return f"{_cpu_name()} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def _cpu_name() -> str:

@@ -11,7 +11,7 @@ from amp_patch.lab.recording.run import PARTS, Look, Run
 
 T = TypeVar("T")
 LOSS = "loss"  # the metric that every recording has
-ALIKE = 1.05  # the ratio of times up to which a level that is not faster with all seeds is "as fast"
+ALIKE = 1.05  # the ratio of times up to which a level is "as fast": what memory it takes counts more then
 
 
 class Ratio(NamedTuple):
@@ -23,12 +23,20 @@ class Ratio(NamedTuple):
 
     @property
     def pace(self) -> str:
-        """ "faster" with all seeds; "as fast", within `ALIKE` of the baseline; "slower" with all seeds; "not clear"."""
+        """ "faster" with all seeds; "slower" with all, by more than `ALIKE` in the median; "as fast", if by less, or
+        with none by more; else "not clear".
+        """
         if self.low > 1:
             return "faster"
-        if self.low >= 1 / ALIKE and self.high <= ALIKE:
-            return "as fast"
-        return "slower" if self.high < 1 else "not clear"
+        if self.high < 1 and self.median < 1 / ALIKE:
+            return "slower"
+        alike = self.low >= 1 / ALIKE and self.high <= ALIKE
+        return "as fast" if alike or self.high < 1 else "not clear"
+
+    @property
+    def gains_much(self) -> bool:
+        """Whether it is faster with all seeds, and by more than `ALIKE` in the median."""
+        return self.pace == "faster" and self.median > ALIKE
 
 
 def common_steps(runs: Sequence[Run]) -> int:
@@ -88,18 +96,21 @@ def samples_per_second(run: Run) -> float | None:
 def speedup(pairs: Sequence[tuple[Run, Run]]) -> Ratio | None:
     """Of pairs (baseline's run, the level's run of the same seed): their ratio of median step times.
 
-    The median, lowest and highest over the pairs. Of one pair, `low` and `high` are what the quartiles of its step
-    times leave possible: the baseline's lower one over the level's upper one, and the reverse. None without times.
+    The ratio of the medians over the pairs, as the table has them, and the lowest and highest of a pair, between which
+    it lies. Of one pair, `low` and `high` are what the quartiles of its step times leave possible: the baseline's lower
+    one over the level's upper one, and the reverse. None without times.
     """
     times = [(step_times(base), step_times(run)) for base, run in pairs]
     times = [(base, run) for base, run in times if base and run]
     if not times:
         return None
-    ratios = [statistics.median(base) / statistics.median(run) for base, run in times]
-    if len(ratios) == 1:
+    medians = [(statistics.median(base), statistics.median(run)) for base, run in times]
+    whole = statistics.median(base for base, _ in medians) / statistics.median(run for _, run in medians)
+    if len(medians) == 1:
         (base_low, base_high), (low, high) = (_quartiles(each) for each in times[0])
-        return Ratio(ratios[0], base_low / high, base_high / low)
-    return Ratio(statistics.median(ratios), min(ratios), max(ratios))
+        return Ratio(whole, base_low / high, base_high / low)
+    ratios = [base / run for base, run in medians]
+    return Ratio(whole, min(ratios), max(ratios))
 
 
 def held_bytes(run: Run) -> int:
@@ -125,6 +136,26 @@ def memory_bytes(run: Run) -> int | None:
     if run.device == "cuda":
         return run.peak_memory
     return None if run.activations is None else held_bytes(run) + run.activations
+
+
+def batch_in_memory_of(runs: Sequence[Run], others: Sequence[Run]) -> tuple[int, int] | None:
+    """(the batch that `others` take, the one that `runs` could take in their memory), if that is larger.
+
+    By what a sample's activations take: those of a step over its samples. None on CUDA, where the peak is not made of
+    such parts, and where a figure is not known.
+    """
+    held, activations = median(map(held_bytes, runs)), median(run.activations for run in runs)
+    samples, before = median(map(batch, runs)), median(map(batch, others))
+    memory = median(map(memory_bytes, others))
+    if any(run.device == "cuda" for run in runs) or not (held and activations and samples and memory):
+        return None
+    most = int((memory - held) / (activations / samples))
+    return (int(samples), most) if samples == before and most > samples else None
+
+
+def batch(run: Run) -> float | None:
+    """The samples of a step: the median; None where they are not known."""
+    return median(run.samples) or None
 
 
 def paired_t_test(first: Sequence[float], second: Sequence[float]) -> float:

@@ -157,7 +157,7 @@ def _train_once(
             run.peak_memory = None  # the process's peak may be an earlier run's
     name_as_asked(run, asked)
     if (failed := failure(recorder, run, error)) is not None:
-        run.error, run.error_kind = failed
+        run.error, run.error_kind, run.error_where = failed
     if isinstance(error, KeyboardInterrupt):
         raise error
 

@@ -9,6 +9,8 @@ import torch
 
 from amp_patch.lab.recording.recorder import Recorder
 from amp_patch.lab.recording.run import EXITED, INTERRUPTED, OUT_OF_MEMORY, Failure, Run
+from amp_patch.lab.wording import without_control_codes
+from amp_patch.support.scripts_line import place
 
 
 def failure(recorder: Recorder, run: Run, error: BaseException | None) -> Failure | None:
@@ -21,15 +23,19 @@ def failure(recorder: Recorder, run: Run, error: BaseException | None) -> Failur
     """
     if isinstance(error, SystemExit) and error.code in (None, 0):  # among them the recorder's Enough
         error = None
+    if recorder.has_enough:  # what the script does behind the steps that were asked for is not the level's
+        return None
     if isinstance(error, KeyboardInterrupt):
         return interrupted(run)
     if isinstance(error, SystemExit):
         if isinstance(error.code, int):
-            return Failure(f"the script exited with status {error.code}", EXITED)
-        return Failure(f"the script exited saying {_one_line(str(error.code))}")
+            return Failure(f"the script exited with status {error.code}", EXITED, _where(error))
+        return Failure(f"the script exited saying {_one_line(str(error.code))}", where=_where(error))
     if error is not None:
         words = _one_line(traceback.format_exception_only(type(error), error)[-isinstance(error, SyntaxError)])
-        return Failure(f"out of memory: {words}", OUT_OF_MEMORY) if _is_out_of_memory(error) else Failure(words)
+        if _is_out_of_memory(error):
+            return Failure(f"out of memory: {words}", OUT_OF_MEMORY, _where(error))
+        return Failure(words, where=_where(error))
     if not recorder.enabled:
         return Failure(
             "the script never called amp.initialize (or with enabled=False only, or in a process that it started), so "
@@ -53,7 +59,15 @@ def interrupted(run: Run) -> Failure:
 
 
 def _one_line(text: str) -> str:
-    return textwrap.shorten(text, 300, placeholder=" ...")
+    return textwrap.shorten(without_control_codes(text), 300, placeholder=" ...")
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of the script's that has raised it; a SyntaxError names its own."""
+    if isinstance(error, SyntaxError):
+        return ""
+    places = [place(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return next(filter(None, reversed(places)), "")
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

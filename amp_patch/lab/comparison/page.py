@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template, select_autoescape
 
 from amp_patch.lab import wording
@@ -16,8 +15,7 @@ from amp_patch.lab.comparison.drawing import COLOURS
 from amp_patch.lab.comparison.level_result import LevelResult, failures
 from amp_patch.lab.comparison.rows import axis, rows
 from amp_patch.lab.comparison.sections import Cell, Entries, Table, number, sections, table
-from amp_patch.lab.recording.run import NATIVE, dumps
-from amp_patch.policy import OPT_LEVELS
+from amp_patch.lab.recording.run import INTERRUPTED, Run, dumps
 from amp_patch.support.files import write_whole
 
 
@@ -49,14 +47,19 @@ def html(comparison: Comparison) -> str:
         about=_about(comparison),
         won=won,
         gains=headline.gains(comparison),
-        said={"Why": headline.why(comparison), "How sure": headline.how_sure(comparison)},
-        use=_argument(best) if best is not None and won and best.level != NATIVE else "",
+        said={
+            "Why": headline.why(comparison),
+            "How sure": headline.how_sure(comparison),
+            "This machine": comparison.lack_note and f"{comparison.lack_note[0].upper()}{comparison.lack_note[1:]}.",
+        },
+        use=headline.how_to_use(comparison),
+        why_failed=headline.why_failed,
         rows=cards if any(row.speed for row in cards) else [],
         axis=axis(comparison),
         what_memory=headline.what_memory(comparison),
         what_dots=f"{better} is better; a dot a seed, a line their mean; grey: {grey}",
         levels=_levels(comparison),
-        notes=[note for note in comparison.notes if note != comparison.load_note],
+        notes=[note for note in comparison.notes if note not in (comparison.load_note, comparison.lack_note)],
         **sections(comparison),
     )
 
@@ -76,7 +79,7 @@ def _template() -> Template:
 def _about(comparison: Comparison) -> str:
     """Levels, seeds, steps, processor and torch of a comparison, in one line."""
     machine = comparison.machine
-    seeds = len({run.seed for run in comparison.runs})
+    seeds = _finished_seeds(comparison)
     said = [f"{len(comparison.levels)} levels", wording.counted(seeds, "seed")]
     said += [f"{comparison.steps} steps"] if comparison.steps else []
     devices = {run.device for run in comparison.runs if run.device}
@@ -85,17 +88,21 @@ def _about(comparison: Comparison) -> str:
     return " · ".join([*said, *([f"torch {machine['torch']}"] if "torch" in machine else [])])
 
 
-def _argument(level: LevelResult) -> str:
-    unasked = OPT_LEVELS[level.level].dtype is torch.bfloat16
-    also = ", dtype=torch.bfloat16" if level.dtype == "bfloat16" and not unasked else ""
-    return f'amp.initialize(..., opt_level="{level.level}"{also})'
+def _finished_seeds(comparison: Comparison) -> int:
+    """With how many seeds no run is missing, or was interrupted."""
+    of_seed: dict[int, list[Run]] = {}
+    for run in comparison.runs:
+        of_seed.setdefault(run.seed, []).append(run)
+    most = max(map(len, of_seed.values()), default=0)
+    whole = [runs for runs in of_seed.values() if len(runs) == most or not comparison.cut]
+    return sum(any(run.loss for run in runs) and all(run.error_kind != INTERRUPTED for run in runs) for runs in whole)
 
 
 def _levels(comparison: Comparison) -> Table | None:
     base, levels = comparison.baseline, comparison.levels
     of_base = f"from {base.name}" if base is not None else "difference"
     unit, sizes = wording.sizes([level.memory_bytes or 0 for level in levels])
-    head = ["level", "finding", f"final {comparison.metric}", of_base, "step, ms", "speed", "samples/s"]
+    head = ["level", "finding", f"final {comparison.metric_in_words}", of_base, "step, ms", "speed", "samples/s"]
     head += [f"memory, {unit}", "last loss scale", "skipped steps", "failed runs"]
     lines: list[Entries] = []
     for level, size in zip(levels, sizes, strict=True):

@@ -73,6 +73,14 @@ class Plan:
         """Those to be made, in order: every level of a seed, then the next seed: levels share the machine's moods."""
         return [Run(level, seed) for seed in range(self.seeds) for level in self.levels]
 
+    def type_of(self, level: str) -> str | None:
+        """The level's low-precision type, as far as the plan knows: a script may give O1 to O3 another."""
+        policy = OPT_LEVELS[level]
+        if policy.changes_nothing:
+            return None
+        own = str(policy.dtype).removeprefix("torch.")
+        return self.dtype if self.dtype is not None and own == "float16" else own
+
     def environment(self, run: Run) -> dict[str, str]:
         """What tells a run's `initialize` its level."""
         level = BASELINE if run.level == NATIVE else run.level
@@ -83,7 +91,7 @@ class Plan:
 def progress_line(run: Run, asked_steps: int | None) -> str:
     """How a run went, in a line."""
     if run.error is not None:
-        return f"{run.level} seed {run.seed}: failed: {run.error}"
+        return f"{run.level} seed {run.seed}: failed: {run.error_in_full}"
     loss, ms = newest_figures(run)
     of = f" of {asked_steps}" if asked_steps is not None else ""
     return f"{run.level} seed {run.seed}: " + "; ".join(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from amp_patch.lab.comparison import measures
 from amp_patch.lab.comparison.level_result import LevelResult, is_smaller
 from amp_patch.lab.comparison.measures import Ratio
-from amp_patch.lab.comparison.verdict import memory_beside, more_seeds
+from amp_patch.lab.comparison.verdict import UNJUDGED, memory_beside, more_seeds
 from amp_patch.lab.wording import listed, times
 
 # Why the baseline is recommended: a phrase for each reason against the other levels.
@@ -16,12 +17,15 @@ _OF_OTHERS = {
     "no gain": "{} would do as well, but not faster, nor in much less memory",
     "not timed": "{} would do as well, but how fast is not known",
     "undecided": "{} cannot be told from chance yet, {more}",
+    "unjudged": "whether {} would do as well its loss does not say ({unjudged})",
     "no FP32 weights": "{} keeps no FP32 weights, and is for whoever compares it alone",
     "skips": "{} skipped too many steps",
     "differs": "do not use {}",
     "failed with some": "{} failed with some seeds",
     "failed": "{} failed",
 }
+
+_OPEN = ("undecided", "unjudged")  # kinds of findings that may yet become others
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Recommendation:
         level: the baseline where no other is better.
         because: "faster" or "smaller", of another level than the baseline; of the baseline the names in _OF_OTHERS ->
             the other levels of which this is so.
-        sure: whether no level is undecided.
+        sure: whether no level is undecided, or cannot be judged.
     """
 
     level: LevelResult
@@ -41,29 +45,34 @@ class Recommendation:
 
 
 def recommend(levels: Sequence[LevelResult], base: LevelResult) -> Recommendation:
-    """The fastest sound level; else the smallest that is as fast; else the baseline, and why not the others."""
+    """The fastest sound level; where none is by much, the smallest that is as fast; else the baseline, and why not the
+    others.
+    """
     others = [level for level in levels if level is not base and level.runs]
-    sure = not any(level.finding.kind == "undecided" for level in levels)
+    sure = not any(level.finding.kind in _OPEN for level in levels)
     sound = [level for level in others if level.finding.sound]
     well = [level for level in sound if level.finding.skips is None]
     # A level without FP32 weights (O3) is usable only where the user compares it alone with the baseline.
     asked = not any(level.keeps_fp32_weights and level.level != base.level for level in levels)
     usable = [level for level in well if asked or level.keeps_fp32_weights]
     faster = [level for level in usable if level.speedup is not None and level.speedup.pace == "faster"]
-    if faster:
-        best = max(faster, key=lambda level: level.speedup or Ratio(0, 0, 0))
-        return Recommendation(best, {"faster": [best]}, sure)
+    fastest = max(faster, key=lambda level: level.speedup or Ratio(0, 0, 0), default=base)
+    if fastest.speedup is not None and fastest.speedup.gains_much:
+        return Recommendation(fastest, {"faster": [fastest]}, sure)
     smaller = [level for level in usable if is_smaller(level, base)]
     as_fast = [level for level in smaller if level.speedup is None or level.speedup.pace != "slower"]
     if as_fast:
         best = min(as_fast, key=lambda level: level.memory or 1.0)
         return Recommendation(best, {"smaller": [best]}, sure)
+    if faster:
+        return Recommendation(fastest, {"faster": [fastest]}, sure)
     timed = [level for level in usable if level.speedup is not None]
     because = {
         "slower": smaller,
         "no gain": [level for level in timed if level not in smaller],
         "not timed": [level for level in usable if level not in timed],
         "undecided": [level for level in others if level.finding.kind == "undecided" and not level.finding.better],
+        "unjudged": [level for level in others if level.finding.kind == "unjudged"],
         "no FP32 weights": [level for level in well if level not in usable],
         "skips": [level for level in sound if level not in well],
         "differs": [level for level in others if level.finding.rejected],
@@ -76,20 +85,33 @@ def recommend(levels: Sequence[LevelResult], base: LevelResult) -> Recommendatio
 def summary(found: Recommendation, base: LevelResult) -> str:
     """What to use, and why, in one or two sentences."""
     best = found.level
-    as_fast = best.speedup is not None and best.speedup.pace == "as fast"
+    as_fast = best.speedup is not None and best.speedup.pace in ("as fast", "faster")
+    room = larger_batch(best, base) if "smaller" in found.because else ""
+    also = f" {room}." if room else ""
     if "faster" in found.because or ("smaller" in found.because and as_fast):
-        return f"Use {best.name}: {best.verdict.text}."
+        return f"Use {best.name}: {best.verdict.text}.{also}"
     if best is not base:
-        return f"Use {best.name} for its memory; none is faster than {base.name}: {best.verdict.text}."
-    for_now = " for now" if "undecided" in found.because else ""
+        return f"Use {best.name} for its memory; none is faster than {base.name}: {best.verdict.text}.{also}"
+    for_now = " for now" if any(kind in found.because for kind in _OPEN) else ""
     return f"Stay with {base.name}{for_now}: {of_others(found, base)}."
+
+
+def larger_batch(level: LevelResult, base: LevelResult) -> str:
+    """ "In the memory that O0 takes at batch 16, it has a batch of 29"; "" where nothing tells."""
+    batch = measures.batch_in_memory_of(level.runs, base.runs)
+    if batch is None:
+        return ""
+    before, now = batch
+    return f"In the memory that {base.name} takes at batch {before}, {level.level} takes a batch of some {now}"
 
 
 def of_others(found: Recommendation, base: LevelResult) -> str:
     """Why the baseline is the one to use, without a full stop."""
 
     return "; ".join(
-        _OF_OTHERS[why].format(listed([_with_promise(level, base, why) for level in levels]), more=more_seeds(base))
+        _OF_OTHERS[why].format(
+            listed([_with_promise(level, base, why) for level in levels]), more=more_seeds(base), unjudged=UNJUDGED
+        )
         for why, levels in found.because.items()
     )
 
@@ -101,7 +123,7 @@ def _with_promise(level: LevelResult, base: LevelResult, why: str) -> str:
     said = []
     if why == "slower":
         said = [memory_beside(level), f"but {times(1 / median)[0]}x slower"]
-    elif level.finding.kind == "undecided" and pace in ("faster", "as fast"):
+    elif level.finding.kind in _OPEN and pace in ("faster", "as fast"):
         said = [f"{times(median)[0]}x faster"] if pace == "faster" else []
         said += [memory_beside(level)] if is_smaller(level, base) else []
     return f"{level.name} ({', '.join(said)})" if said else level.name

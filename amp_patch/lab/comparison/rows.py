@@ -14,6 +14,7 @@ from amp_patch.lab.comparison.comparison import Comparison
 from amp_patch.lab.comparison.drawing import LARGEST, line, rect, share, text, ticks, var
 from amp_patch.lab.comparison.level_result import LevelResult
 
+_NUMBER = 0.36  # of the narrowest cell's width, 150 pixels: what a number takes, with the gap before it
 _BAR = 0.74  # of a cell's width: the rest is for the number behind the longest bar
 _INKS = {"best": "good", "base": "base", "bad": "lost", "unsure": "unsure", "plain": "ink"}
 
@@ -81,13 +82,13 @@ def _speed(level: LevelResult, state: str, most: float) -> str:
             line(share(_BAR * v / most), -4, share(_BAR * v / most), 4, "ink", ' stroke-width="1.5"')
             for v in (low, high)
         )
-    return _reference(most) + _centred(made + _number(max(median, high) / most, median, state))
+    return _reference(most) + _centred(made + _number(max(median, high), median, state, most))
 
 
 def _memory(level: LevelResult, state: str, most: float) -> str:
     if level.memory is None:
         return _centred(text(0, 4, "not known", "soft"))
-    made = _bar(level.memory / most, state, "memory") + _number(level.memory / most, level.memory, state)
+    made = _bar(level.memory / most, state, "memory") + _number(level.memory, level.memory, state, most)
     return _reference(most) + _centred(made)
 
 
@@ -96,12 +97,11 @@ def _bar(part: float, state: str, colour: str) -> str:
     return rect(0, -8, share(_BAR * part), 16, "base" if state == "base" else colour, f' rx="2"{faint}')
 
 
-def _number(part: float, value: float, state: str) -> str:
+def _number(end: float, value: float, state: str, most: float) -> str:
+    """The value behind the end of its bar, or behind the baseline's line, which would strike it through."""
     bold = ' font-weight="700"' if state == "best" else ""
-    # The halo hides the baseline's line behind the number, which it would strike through.
-    ground = var("tint" if state == "best" else "card")
-    halo = f' paint-order="stroke" stroke="{ground}" stroke-width="4" stroke-linejoin="round"'
-    return text(share(_BAR * part), 4.5, f"{wording.ratio(value)}x", more=f' dx="7"{bold}{halo}')
+    strikes = end < 1 and (1 - end) * _BAR / most < _NUMBER
+    return text(share(_BAR * (1.0 if strikes else end) / most), 4.5, f"{wording.ratio(value)}x", more=f' dx="7"{bold}')
 
 
 def _reference(most: float) -> str:

@@ -154,12 +154,14 @@ def _advice(comparison: Comparison) -> dict[str, list[str]]:
 
 
 def _failures(comparison: Comparison) -> dict[str, list[str]]:
-    """The errors, each once, with the runs that had it."""
+    """The errors, each once and of the first run in full, with the runs that had it."""
+    in_full: dict[str, str] = {}
     runs_of: dict[str, list[str]] = {}
     for level in comparison.levels:
         for run in level.failed:
             where = f"{level.name}, seed {run.seed}" + (f", after {run.steps} steps" if run.steps else "")
-            runs_of.setdefault(run.error or "recorded no step", []).append(where)
+            error = in_full.setdefault(run.error or "", run.error_in_full)
+            runs_of.setdefault(error, []).append(where)
     return runs_of
 
 

@@ -18,7 +18,7 @@ _WIDTH = 80
 _NAMES = ("level", "module")
 _MODULES = 3  # of each level, the worst
 _COLOURS = {"bold": 1, "red": 31, "green": 32, "yellow": 33}  # ECMA-48's numbers
-_STYLES = {"within": "green", "differs": "red", "failed": "red", "undecided": "yellow"}
+_STYLES = {"within": "green", "differs": "red", "failed": "red", "undecided": "yellow", "unjudged": "yellow"}
 
 
 def lines(comparison: Comparison, *, colours: bool = False) -> list[str]:
@@ -43,7 +43,8 @@ def lines(comparison: Comparison, *, colours: bool = False) -> list[str]:
 def _overview(comparison: Comparison) -> list[str]:
     base = comparison.baseline
     of_base = f"vs\n{base.level}" if base is not None else "vs"
-    headings = ("level", "seeds", f"final\n{comparison.metric}", of_base, "ms per\nstep", "speed", "memory")
+    final = "\n".join(_wrapped(f"final {comparison.metric_in_words}", 12))
+    headings = ("level", "seeds", final, of_base, "ms per\nstep", "speed", "memory")
     rows: list[Sequence[str]] = []
     for level in comparison.levels:
         seeds = f"{len(level.runs)}/{len(level.runs) + len(level.failed)}" if level.failed else str(len(level.runs))

@@ -7,21 +7,27 @@ import statistics
 from amp_patch.lab.comparison.finding import Finding, Lost, Verdict
 from amp_patch.lab.comparison.judge import has_no_spread
 from amp_patch.lab.comparison.level_result import LevelResult, failures, seeds_change_nothing, seeds_in_words
-from amp_patch.lab.wording import ratio, relative_distance, shortest_distinct, times, two
+from amp_patch.lab.wording import metric_in_words, ratio, relative_distance, shortest_distinct, times, two
+
+UNJUDGED = (
+    "a sum of the losses of several optimizers, as a GAN's, tells nothing of quality; give a figure to amp.log, and "
+    "judge by --metric"
+)
 
 
 def verdict(level: LevelResult, base: LevelResult | None, found: Finding, metric: str) -> Verdict:
     """Of the level of which this was `found`."""
     failed, lost = failures_in_words(level), "; ".join(_lost(each, metric, base) for each in found.diverged)
+    what = f"final {metric_in_words(metric)}"
     if not level.runs:
         return Verdict(found.kind, failed, reason=failed)
     if base is None:
         return Verdict(found.kind, lost, reason=lost)
     skips = _skips(found)
     if level is base:
-        own = f"final {metric} {_mean_and_spread(base)}"
+        own = f"{what} {_mean_and_spread(base)}"
         return Verdict(found.kind, _joined(own, lost, skips, failed), reason=_joined(lost, skips, failed))
-    accuracy = lost or _accuracy(found, base, f"final {metric}")
+    accuracy = lost or _accuracy(found, base, what)
     if found.rejected:
         text = _joined("do not use: " + accuracy, skips, _cost(level, base), failed)
     else:
@@ -61,6 +67,8 @@ def _accuracy(found: Finding, base: LevelResult, figure: str) -> str:
     if found.to_the_bit:
         return f"{figure} {shortest_distinct(mean)[0]}, every loss the same as {base.name}'s, to the bit"
     distance = relative_distance(mean, of_base)
+    if found.kind == "unjudged":
+        return f"{figure} {distance} {base.name}'s: {UNJUDGED}"
     if has_no_spread(base):
         what = "the seeds change nothing" if len(base.finite) > 1 else "one seed"
         return f"{what}: {figure} {distance} {base.name}'s; {more_seeds(base)} to judge it"

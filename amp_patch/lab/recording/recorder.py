@@ -29,7 +29,7 @@ from amp_patch.lab.recording.single_steps import SingleSteps
 from amp_patch.lab.recording.sinks import Sink, sinks_for
 from amp_patch.lab.recording.size_advice import SizeAdvice
 from amp_patch.lab.recording.sizes import Sizes, alive
-from amp_patch.lab.recording.step import Body, samples_of, single_value
+from amp_patch.lab.recording.step import Body, single_value, sizes_of
 from amp_patch.lab.recording.step_clock import StepClock
 from amp_patch.policy import OPT_LEVELS
 from amp_patch.support import distributed
@@ -129,6 +129,7 @@ class Recorder(Observer):
         stop_after: leave the training after so many steps, by raising `Enough` out of `optimizer.step()`.
         inspect: emit a "look" of the step after 1, 10, 100, ... steps. The times of such a step are NaN.
         activations: emit a "memory" of the third step, or of the last if that comes before; its times are NaN too.
+        batch_dim: which dimension of the model's first tensor has the samples.
         between_steps: called between two steps, each time that the sinks were flushed; its time is in no step.
 
     Attributes:
@@ -146,6 +147,7 @@ class Recorder(Observer):
         stop_after: int | None = None,
         inspect: bool = False,
         activations: bool = True,
+        batch_dim: int = 0,
         between_steps: Callable[[], None] | None = None,
     ) -> None:
         if stop_after is not None and (isinstance(stop_after, bool) or stop_after < 1):
@@ -157,6 +159,7 @@ class Recorder(Observer):
         self._between_steps = between_steps
         self._stop_after = stop_after
         self._inspect = inspect
+        self._batch_dim = batch_dim
         self._weigh_after = min(3, stop_after or 3) - 1 if activations else 0
 
     def __enter__(self) -> Recorder:
@@ -170,6 +173,8 @@ class Recorder(Observer):
         self._sizes = Sizes(self._adopted)
         self._size_advice = SizeAdvice(lambda lines: self._outbox.put({"event": "advice", "lines": lines}))
         self._measure_after = 1
+        self._ended = False
+        self._sizes_given: list[int] = []
         self._looks = SingleSteps(self._inspect, self._weigh_after, self._outbox.put)
         self._peak = PeakMemory()
         self._clock = StepClock()
@@ -189,11 +194,18 @@ class Recorder(Observer):
         self._size_advice.leave()
         if os.getpid() != self.process:  # a fork leaves the block as well, with its parent's events
             return
+        if not self._ended:
+            self._end()
+        self._flush(wait=True)
+
+    def _end(self) -> None:
+        """Put the "end"."""
+        self._ended = True
         self._looks.abandon()
         self._sizes.measure()
         peak = self._peak.read(self._device or "cpu")
-        self._outbox.put({"event": "end", **self._sizes.bytes, "peak_memory": peak})
-        self._flush(wait=True)
+        sizes = {**self._sizes.bytes, "given": self._sizes_given}
+        self._outbox.put({"event": "end", **sizes, "peak_memory": peak})
 
     def close(self, *events: Event) -> None:
         """Give the sinks these last events, behind the "end", and close them. Does nothing in a fork."""
@@ -263,7 +275,10 @@ class Recorder(Observer):
         if self._clock.forward_begins(model):
             self._looks.forward_begins(args, kwargs)
             # Assigned, not added: an earlier forward whose samples no loss has claimed was no part of the step.
-            self._clock.step.unclaimed_samples = samples_of(args, kwargs)
+            sizes = sizes_of(args, kwargs)
+            self._sizes_given = self._sizes_given or sizes
+            known = -len(sizes) <= self._batch_dim < len(sizes)
+            self._clock.step.unclaimed_samples = sizes[self._batch_dim] if known else 0
         if eager and self._device in size_advice.DEVICES:
             self._size_advice.forward_begins(model)
 
@@ -343,7 +358,7 @@ class Recorder(Observer):
 
     def _end_step(self, optimizer: Any, stash: Stash | None, skipped: Tensor | None = None) -> None:
         self._clock.step_ends()
-        if self._has_enough():  # again: the script has caught `Enough`
+        if self.has_enough:  # again: the script has caught `Enough`
             self._clock.take_step()
             raise Enough
         if self._lead is None or self._lead() is None or self._clock.step.others >= _OTHERS:
@@ -353,10 +368,14 @@ class Recorder(Observer):
             return
         self._finish_step(optimizer, stash, skipped)
         self._clock.restart()
-        if self._has_enough():
+        if self.has_enough:
+            self._end()  # now: the script may catch `Enough`, go on for ever, and be ended from outside
+            self._flush(wait=True)
             raise Enough
 
-    def _has_enough(self) -> bool:
+    @property
+    def has_enough(self) -> bool:
+        """Whether the steps that were asked for have been recorded."""
         return self._stop_after is not None and self.steps >= self._stop_after
 
     def _finish_step(self, optimizer: Any, stash: Stash | None, skipped: Tensor | float | None) -> None:
@@ -377,7 +396,7 @@ class Recorder(Observer):
             self._flush()
             if self._between_steps is not None:
                 self._between_steps()
-        if stash is not None and not self._has_enough() and self._looks.wants_inspection(self.steps):
+        if stash is not None and not self.has_enough and self._looks.wants_inspection(self.steps):
             models = alive(stash.neighbours.models) or [m for training in self._adopted for m in alive(training.models)]
             if models:
                 self._looks.inspect(models[0], optimizer, self.steps, self._peak)

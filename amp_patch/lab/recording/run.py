@@ -25,10 +25,11 @@ Event = dict[str, Any]
 
 
 class Failure(NamedTuple):
-    """Why a run gave no figures, or fewer than asked for: in one line, and of which kind."""
+    """Why a run gave no figures, or fewer than asked for: in one line, of which kind, and the script's line."""
 
     words: str
     kind: str = ""
+    where: str = ""
 
 
 @dataclass
@@ -71,15 +72,20 @@ class Run:
         lost_eps: the optimizer's eps (Adam's), if that is 0 in the type of its parameters: it divides by 0 then.
         error: why there are no figures, or fewer than asked for, in one line; None if all went well.
         error_kind: INTERRUPTED, OUT_OF_MEMORY, KILLED, EXITED, or "" for any other error, and for none.
+        error_where: the line of the script's that raised it, "train.py, line 31"; "" where that is not known.
+        log: the file that has what the run printed, in the folder of the report; "" where there is none.
         refused: whether that is because the script cannot be trained at another level unedited.
         native: whether the script has mixed precision of torch's own (torch.autocast, GradScaler).
         notes: what the reader should know of a run that went well, a line each.
         loss: the sum over the loss_ids of the mean over the micro-batches of what went into `scale_loss`, unscaled.
+        objectives: how many sets of optimizers a step's losses were for, at most: of a GAN's, two.
         seconds: the time of a step.
         parts: name in PARTS -> the part of that time.
         scale: the loss scale (of loss_id 0, where there are several) that the step's gradients were scaled by.
         skipped: whether an overflow made the optimizer skip the step.
-        samples: the first dimension of the model's first tensor, summed over the micro-batches; 0 where unknown.
+        samples: the first dimension of the model's first tensor (or the one that the recording was told), summed over
+            the micro-batches; 0 where unknown.
+        given: the sizes of that tensor, in the first step.
         weights, masters, gradients, state: what the model's parameters, the masters that are tensors of their own, the
             gradients at the end of a step's backward (of either), and the optimizer's state take.
         activations: what autograd had saved for the backward pass of one step (the third, or the last of fewer), where
@@ -102,15 +108,19 @@ class Run:
     lost_eps: float | None = None
     error: str | None = None
     error_kind: str = ""
+    error_where: str = ""
+    log: str = ""
     refused: bool = False
     native: bool = False
     notes: list[str] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
+    objectives: int = 1
     seconds: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     scale: list[float] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
+    given: list[int] = field(default_factory=list)
     weights: int = 0
     masters: int = 0
     gradients: int = 0
@@ -125,6 +135,12 @@ class Run:
     def __repr__(self) -> str:
         last = f", last loss {figure(self.loss[-1])}" if self.loss else ""
         return f"Run({self.level} seed {self.seed}: {self.steps} steps{last}{', ' + self.error if self.error else ''})"
+
+    @property
+    def error_in_full(self) -> str:
+        """The error of a run that failed: "ValueError: no (train.py, line 31; see runs/O2-seed0.log)"."""
+        where = "; ".join(filter(None, [self.error_where, f"see {self.log}" if self.log else ""]))
+        return (self.error or "recorded no step") + (f" ({where})" if where and not self.refused else "")
 
     @property
     def overflows(self) -> list[Look]:
@@ -154,18 +170,19 @@ class Run:
     def add(self, event: Event) -> None:
         """Take what one event of a recording tells.
 
-        "begin" (once initialize was called) and "end" carry attributes of this class by their names; "step" one entry
-        of each list; "log" a step, a name and a value; "look" the attributes of a `Look`; "memory" what one step took;
-        "advice" lines; "note" a text.
+        "begin" (once initialize was called), "end" and "outcome" (what the process that started the run says of it)
+        carry attributes of this class by their names; "step" one entry of each list; "log" a step, a name and a value;
+        "look" the attributes of a `Look`; "memory" what one step took; "advice" lines; "note" a text.
         """
         event = dict(event)
         kind = event.pop("event")
-        if kind in ("begin", "end"):
+        if kind in ("begin", "end", "outcome"):
             for name, value in event.items():
                 setattr(self, name, value)
         elif kind == "step":
             for name in ("loss", "seconds", "scale", "skipped", "samples"):
                 getattr(self, name).append(event[name])
+            self.objectives = max(self.objectives, event.get("objectives", 1))
             for part in PARTS:
                 self.parts[part].append(event["parts"][part])
         elif kind == "log":
@@ -179,7 +196,8 @@ class Run:
         elif kind == "note":
             self.notes.append(event["text"])
         else:
-            raise ValueError(f"Run.add: event is {kind!r}; wanted begin, step, log, look, memory, advice, note or end")
+            kinds = "begin, step, log, look, memory, advice, note, end or outcome"
+            raise ValueError(f"Run.add: event is {kind!r}; wanted {kinds}")
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; `from_dict` takes it."""

@@ -87,6 +87,7 @@ class Step:
             parts[part] += _seconds(start, end)
         return {
             "event": "step",
+            "objectives": len({key[1:] for key in losses}) or 1,
             "loss": sum(sum(each) / len(each) for each in losses.values()) if losses else _NAN,
             "seconds": sum(parts.values()),
             "parts": parts,
@@ -104,13 +105,13 @@ def single_value(loss: Tensor) -> Tensor:
     return value.clone() if value.numel() == 1 else value.double().mean()
 
 
-def samples_of(args: Any, kwargs: Any) -> int:
-    """How many samples a forward is given: the first dimension of its first tensor; 0 where that is not known."""
+def sizes_of(args: Any, kwargs: Any) -> list[int]:
+    """Of the first tensor that a forward is given; nothing where that is not known."""
     try:
         tensor = args[0] if args and isinstance(args[0], Tensor) else next(iter(tree.tensors((args, kwargs))), None)
-        return tensor.size(0) if tensor is not None and tensor.dim() else 0
+        return [] if tensor is None else list(tensor.shape)
     except RuntimeError:  # a container that holds itself, or a tensor without sizes
-        return 0
+        return []
 
 
 def _seconds(start: Any, end: Any) -> float:

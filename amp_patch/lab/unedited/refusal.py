@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from types import FrameType
 
-_NOT_THE_USERS = ("torch", __name__.partition(".")[0], "runpy", "importlib", "contextlib")
+from amp_patch.support.scripts_line import place
 
 _LINES = """
     from amp_patch import amp
@@ -57,12 +56,8 @@ def _lightnings_lines() -> str:
 
 def _where() -> str:
     """ " (train.py, line 31)": the innermost line that is neither an installed package's nor ours; empty if none."""
-    for frame in _frames():
-        path = frame.f_code.co_filename
-        installed = "site-packages" in path or path.startswith("<frozen")
-        if not installed and str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS:
-            return f" ({os.path.basename(path)}, line {frame.f_lineno})"
-    return ""
+    found = next(filter(None, (place(frame, frame.f_lineno) for frame in _frames())), None)
+    return "" if found is None else f" ({found})"
 
 
 def _frames() -> Iterator[FrameType]:

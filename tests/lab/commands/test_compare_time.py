@@ -125,3 +125,49 @@ def test_a_script_that_ends_before_the_steps_asked_for_is_believed():
 def test_what_it_costs_is_said_before_it_begins(steps, seeds, line, capsys):
     Progress(Plan(("O0", "O2"), seeds=seeds).runs(), steps).begin(2, seeds)
     assert capsys.readouterr().out == line + "\n"
+
+
+def test_without_a_number_of_steps_the_tenth_tells_what_fewer_would_take(capsys):
+    now = [0.0]
+    runs = Plan(tuple(A_STEP), seeds=3).runs()
+    progress = Progress(runs, None, clock=lambda: now[0])
+    now[0] = 5.0
+    for _ in range(9):
+        runs[0].loss.append(1.0)
+        progress.show(runs[0])
+        now[0] += 0.5
+    assert capsys.readouterr().out == ""
+    runs[0].loss.append(1.0)
+    progress.show(runs[0])
+    now[0] += 0.5
+    progress.show(runs[0])
+    said = "O0 takes 500 ms a step; --steps 100 would take about 8 minutes for all 9 runs\n"  # 9 * (5 + 49.5) seconds
+    assert capsys.readouterr().out == said, "once"
+    runs[0].loss += [1.0] * 2000
+    now[0] += 1000.0
+    progress.end(runs[0])
+    assert ", if the other levels take as long as O0; --steps 100 would take about" in capsys.readouterr().out
+
+
+def test_a_comparison_that_is_gone_on_with_counts_what_has_finished(capsys):
+    runs = Plan(("O0", "O2"), seeds=2).runs()
+    progress = Progress(runs[2:], 10, finished=2)
+    progress.begin(2, 2)
+    assert capsys.readouterr().out == "4 runs: 2 levels, 2 seeds each, of which 2 have finished, at most 10 steps\n"
+    assert progress.line(runs[2]).startswith("2 of 4 runs, O0 seed 1, step 0 of 10")
+
+
+def test_a_terminal_that_was_closed_ends_nothing(monkeypatch):
+    class Closed:
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, _: str) -> int:
+            raise OSError(5, "Input/output error")
+
+        def flush(self) -> None: ...
+
+    monkeypatch.setattr("sys.stdout", Closed())
+    progress = Progress(Plan(("O0", "O2"), seeds=1).runs(), 10)
+    progress.begin(2, 1)
+    progress.close()

@@ -14,7 +14,7 @@ import pytest
 from paths import ROOT
 from processes import SECONDS, in_folder, wait_until, wait_until_left
 
-from amp_patch.lab.commands import interrupts
+from amp_patch.lab.commands.interrupts import Interrupts
 from amp_patch.lab.recording.run import Run, loads
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="nothing tells where processes run")
@@ -128,15 +128,20 @@ def test_apexs_launcher_that_is_ended(how, tmp_path, monkeypatch):
         process.send_signal(how)
 
 
-def test_signals_that_are_ignored_stay_so(monkeypatch):
-    """As nohup leaves them."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+def test_signals_are_noted_and_raised_once_where_it_is_safe():
+    """Those that are ignored stay so, as nohup leaves them."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.getsignal(signal.SIGINT)
     try:
-        with interrupts.as_interrupts():
+        with Interrupts() as noted:
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            noted.check()
+            signal.raise_signal(signal.SIGTERM)
             with pytest.raises(KeyboardInterrupt) as raised:
-                signal.raise_signal(signal.SIGTERM)
-        assert interrupts.status_of(raised.value) == 143 and interrupts.status_of(KeyboardInterrupt()) == 130
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+                noted.check()
+            assert raised.value.status == 143 and not noted.hurried
+            signal.raise_signal(signal.SIGINT)
+            noted.check()
+            assert noted.hurried
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and signal.getsignal(signal.SIGINT) is before[1]
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, before[0])

@@ -78,9 +78,8 @@ def test_info_tells_how_a_type_runs_on_this_cpu(dtype, arithmetic, native, emula
 def test_compare_tells_of_emulated_bf16_before_it_runs(levels, dtype, tells, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for arithmetic in (False, True):
-        for module in ("commands.compare", "comparison.machine"):
-            monkeypatch.setattr(f"amp_patch.lab.{module}.has_arithmetic", lambda dtype, has=arithmetic: has)
-        compare._tell_of_emulated_products(Plan(levels, dtype=dtype))
+        monkeypatch.setattr("amp_patch.lab.comparison.machine.has_arithmetic", lambda dtype, has=arithmetic: has)
+        compare._tell_what_the_processor_lacks(Plan(levels, dtype=dtype))
         assert ("no BF16 arithmetic" in capsys.readouterr().out) is (tells and not arithmetic)
 
 

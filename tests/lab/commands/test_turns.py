@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import platform
 import shutil
+import signal
 import socket
 import sqlite3
 import subprocess
@@ -25,7 +26,9 @@ import torch
 from paths import ROOT
 
 from amp_patch.lab.commands import turn_client, turn_scheduler
+from amp_patch.lab.commands.interrupts import Ended, Interrupts
 from amp_patch.lab.commands.turn_client import LAST, TURN, TurnClient
+from amp_patch.lab.commands.turn_scheduler import ScriptFailed
 from amp_patch.lab.comparison.plan import Plan
 from amp_patch.lab.recording.run import INTERRUPTED, OUT_OF_MEMORY, Failure, Run, loads
 
@@ -157,7 +160,7 @@ class Made:
     begun: ClassVar[list[Made]] = []
 
     def __init__(self, plan, args, run, in_turns, load):
-        self.run, self.in_turns, self.pid = run, in_turns, 0
+        self.run, self.in_turns, self.pid, self.kept = run, in_turns, 0, None
         self.left = list(self.steps.get(run.level, [None]))
         self.killed = self.told = False
         self.begun.append(self)
@@ -169,7 +172,7 @@ class Made:
             if isinstance(given, BaseException):
                 raise given
             if given is None or isinstance(given, Failure):
-                self.run.error, self.run.error_kind = given or (None, "")
+                self.run.error, self.run.error_kind, self.run.error_where = given or (None, "", "")
                 return None
             self.run.loss.append(1.0)
             if self.in_turns and turn == TURN:
@@ -178,7 +181,11 @@ class Made:
     def signal_interrupt(self):
         self.told = True
 
-    def interrupt(self, until):
+    def keep_outcome(self):
+        self.kept = self.run.error
+
+    def interrupt(self, until, hurried):
+        assert not hurried()
         assert self.told and all(child.told for child in self.begun)
         self.run.error, self.run.error_kind = f"interrupted after {self.run.steps} steps", INTERRUPTED
 
@@ -197,7 +204,7 @@ def order(monkeypatch):
 
 def take(**options) -> tuple[list[Run], bool]:
     args = argparse.Namespace(**{"one_by_one": False, **options})
-    scheduler = turn_scheduler.TurnScheduler(Plan(("O2", "O4"), seeds=2), args)
+    scheduler = turn_scheduler.TurnScheduler(Plan(("O2", "O4"), seeds=2), args, Interrupts())
     interrupted = scheduler.train()
     return scheduler.runs, interrupted
 
@@ -244,10 +251,35 @@ def test_what_the_memory_did_not_do_for_is_run_again_by_itself(order):
 
 
 def test_an_interrupt_keeps_what_took_steps(order):
-    Made.steps["O2"] = [{}, KeyboardInterrupt()]
+    Made.steps["O2"] = [{}, Ended(signal.SIGINT)]
     runs, interrupted = take()
-    assert interrupted and names(runs) == ["O00", "O20", "O40"]
+    assert interrupted == 130 and names(runs) == ["O00", "O20", "O40"]
     assert [run.error for run in runs] == [f"interrupted after {steps} steps" for steps in (2, 1, 1)]
+    assert [child.kept for child in Made.begun] == [run.error for run in runs]
+
+
+@pytest.mark.parametrize("steps", [[], [{}]])
+def test_where_every_level_fails_with_the_first_seed_the_others_are_not_tried(steps, order, capsys):
+    """Behind its first step: before it, the first run is the end."""
+    for level in ("O0", "O2", "O4"):
+        Made.steps[level] = [*(steps or [{}] * (level == "O0")), Failure("KeyError: 'x'", "", "train.py, line 3")]
+    runs, interrupted = take()
+    assert names(runs) == ["O00", "O20", "O40"] and not interrupted
+    assert "every level has failed with seed 0: other seeds are not tried" in capsys.readouterr().out
+
+
+def test_a_script_that_fails_before_its_first_step_is_begun_once(order, capsys):
+    Made.steps["O0"] = [Failure("KeyError: 'x'", "", "train.py, line 3")]
+    with pytest.raises(ScriptFailed, match=r"at O0, before its first step: KeyError: 'x' \(train.py, line 3\)$"):
+        take()
+    assert order == ["O00"] and [child.kept for child in Made.begun] == ["KeyError: 'x'"]
+    assert "KeyError" not in capsys.readouterr().out, "said once, by whoever catches it"
+
+
+def test_a_first_level_that_the_memory_does_not_do_for_is_a_row(order):
+    Made.steps["O0"] = [Failure("out of memory: MemoryError", OUT_OF_MEMORY)]
+    runs, _ = take()
+    assert names(runs) == ["O00", "O20", "O40", "O01", "O21", "O41"]
 
 
 # --- as a user starts it ---

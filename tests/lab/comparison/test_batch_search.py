@@ -72,6 +72,35 @@ def test_what_is_no_answer_says_so():
     assert later.problem == "failed with 16: ValueError: too many" and later.best.batch == 8
 
 
+@pytest.mark.parametrize(
+    ("given", "dim", "samples"),
+    [
+        (lambda batch: (35, batch), 1, lambda batch: batch),  # (time, batch), as of a recurrent network
+        (lambda batch: (batch, 3, 8), 0, lambda batch: batch),
+        (lambda batch: (20 + batch % 7, batch), 1, lambda batch: batch),  # padded to the longest
+        (lambda batch: (3 * batch, 5), 0, lambda batch: 3 * batch),  # flattened: three rows a sample
+        (lambda batch: (35, 4), None, lambda batch: 35),  # the batch is no size of the first tensor
+    ],
+)
+def test_the_dimension_that_moves_with_the_flag_is_the_batch(given, dim, samples):
+    def trial(batch):
+        sizes = given(batch)
+        return Trial(batch, 2**28 + batch * 2**20, 2 * sizes[0], 100.0 * sizes[0], given=sizes), None
+
+    result = search("O0", GIB, trial)
+    assert (result.best.batch, result.problem, result.batch_dim) == (768, None, dim)
+    assert result.rate == pytest.approx(100.0 * samples(768)) == result.to_dict()["samples_per_second"]
+    assert result.to_dict()["batch_dim"] == dim
+
+
+def test_data_that_ends_is_told_by_the_dimension_of_the_batch():
+    def trial(batch):
+        sizes = (35, min(batch, 100))
+        return Trial(batch, sizes[1] * 2**10, sizes[0], 1.0, given=sizes), None
+
+    assert search("O0", GIB, trial).problem == "the data gave no more than 100 samples"
+
+
 def test_the_table():
     base = Search("O0", None, GIB, [Trial(8, 2**27, 8, 10.0), Trial(64, GIB, 64, 123.456)])
     level = Search("O5", "bfloat16", GIB, [Trial(100, 2**29, 100, 9e9), Trial(101, 2 * GIB, 101)])
@@ -119,11 +148,25 @@ for inputs in torch.randn(100_000, 8).split(rows):
     loss.backward()
     optimizer.step()
 """
+# (time, batch), 35 steps of time each.
+RECURRENT = """
+import sys
+import torch
+
+rows = int(sys.argv[2])
+net = torch.nn.LSTM(8, 16)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(6):
+    loss = net(torch.randn(35, rows, 8))[0].square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
 PARAMS = 8 * 256 + 256 + 256 * 8 + 8
 
 
-def compare(folder, *options):
-    (folder / "train.py").write_text(SCRIPT)
+def compare(folder, *options, script=SCRIPT):
+    (folder / "train.py").write_text(script)
     command = [sys.executable, "-m", "amp_patch", "compare", "--out", "report", *options, "train.py"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
@@ -163,3 +206,18 @@ def test_what_cannot_be_searched_is_said_once(options, message, tmp_path):
     done = compare(tmp_path, "--batch-search", *options)
     assert done.returncode == 2 and done.stdout == ""
     assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [[], ["--batch-dim", "1"]])
+def test_a_batch_that_is_not_the_first_dimension(told, tmp_path):
+    options = ["--batch-search", "32MiB", "--batch-flag", "--rows", "--levels", "O0,O4", *told]
+    done = compare(tmp_path, *options, script=RECURRENT)
+    assert done.returncode == 0 and "the data gave" not in done.stdout, done.stdout + done.stderr
+    for level in json.loads((tmp_path / "report" / "batch_search.json").read_text())["levels"]:
+        assert level["problem"] is None and level["batch"] > 8 and level["batch_dim"] == (None if told else 1)
+        best = next(trial for trial in level["tried"] if trial["batch"] == level["batch"])
+        assert best["samples"] == (level["batch"] if told else 35)
+        assert level["samples_per_second"] == pytest.approx(
+            best["samples_per_second"] * level["batch"] / best["samples"]
+        )

@@ -170,6 +170,49 @@ def test_a_wide_table_scrolls_in_its_own_box(browser, reports):
     assert wide > narrow and left == 60
 
 
+# Of the numbers beside the bars those that a dotted line strikes through, in words.
+STRUCK = """[...document.querySelectorAll('.row > svg')].flatMap(cell => {
+  const lines = [...cell.querySelectorAll('line[stroke-dasharray]')].map(e => e.getBoundingClientRect().left);
+  return [...cell.querySelectorAll('text')].filter(text => {
+    const { left, right } = text.getBoundingClientRect();
+    return lines.some(at => left - 1 < at && at < right + 1);
+  }).map(e => e.textContent);
+})"""
+
+
+@pytest.mark.parametrize("width", [1280, 700, 400])
+def test_numbers_stand_beside_the_dotted_line(browser, width, tmp_path):
+    shares = (0.3, 0.43, 0.5, 0.58, 0.7, 0.83, 0.96, 1.0, 1.04, 1.3)
+    runs = [made_up_run("O0", final=1.0), made_up_run("O0", 1, final=1.5)]
+    for index, part in enumerate(shares):
+        name = ("O1", "O2", "O3", "O4", "O5")[index % 5]
+        dtype = "float16" if index < 5 else "bfloat16"
+        runs += [made_up_run(name, seed, dtype=dtype, ms=10 / part, peak_memory=int(part * 2**20)) for seed in (0, 1)]
+    browser.view(width, 900)
+    browser.open(page.write(Comparison("train.py", runs), tmp_path).as_uri())
+    assert browser.evaluate("document.querySelectorAll('.row > svg line[stroke-dasharray]').length") == 22
+    assert browser.evaluate(STRUCK) == []
+    line = "document.querySelector('.row > svg line[stroke-dasharray]')"
+    browser.evaluate(f"{line}.setAttribute('x1', '80%'); {line}.setAttribute('x2', '80%')")
+    assert browser.evaluate(STRUCK) == ["1.00x"], "it can fail"
+
+
+@pytest.mark.parametrize("mobile", [False, True])
+def test_at_400_pixels_every_table_scrolls_and_the_page_does_not(browser, reports, mobile):
+    browser.view(400, 800, mobile=mobile)
+    browser.open(reports["many"].as_uri())
+    browser.evaluate(UNFOLD)
+    assert browser.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    boxes = browser.evaluate(
+        "[...document.querySelectorAll('.scroll')].map(e => (e.scrollLeft = 9999, [e.scrollWidth, e.clientWidth,"
+        " e.scrollLeft, e.querySelector('td:last-child').getBoundingClientRect().right]))"
+    )
+    assert len(boxes) > 4
+    for whole, seen, moved, right in boxes:
+        assert moved >= whole - seen - 1 and right <= 400, "the last column comes into view"
+    assert boxes[0][0] > boxes[0][1]
+
+
 def test_on_paper_it_is_light_and_whole(browser, reports):
     """Nothing can be scrolled there: all of a table is on the sheet."""
     browser.view(794, 1123, scheme="dark", media="print")

@@ -86,12 +86,12 @@ def failed_with(error: BaseException | None, steps: int = 0) -> Failure | None:
 def test_why_a_run_failed_is_said_in_one_line():
     assert failed_with(None, 3) is failed_with(Enough(), 3) is failed_with(SystemExit(), 3) is None
     assert failed_with(SystemExit(0)).words.startswith("the script never called optimizer.step()")
-    assert failed_with(SystemExit("bad\nluck"), 3) == ("the script exited saying bad luck", "")
-    assert failed_with(SystemExit(3), 3) == ("the script exited with status 3", EXITED)
-    assert failed_with(KeyboardInterrupt(), 3) == ("interrupted after 3 steps", INTERRUPTED)
+    assert failed_with(SystemExit("bad\nluck"), 3) == ("the script exited saying bad luck", "", "")
+    assert failed_with(SystemExit(3), 3) == ("the script exited with status 3", EXITED, "")
+    assert failed_with(KeyboardInterrupt(), 3) == ("interrupted after 3 steps", INTERRUPTED, "")
     memory = failed_with(torch.OutOfMemoryError("CUDA"))
-    assert memory == ("out of memory: torch.OutOfMemoryError: CUDA", OUT_OF_MEMORY)
-    assert failed_with(RuntimeError("can't")) == ("RuntimeError: can't", "")
+    assert memory == ("out of memory: torch.OutOfMemoryError: CUDA", OUT_OF_MEMORY, "")
+    assert failed_with(RuntimeError("can't")) == ("RuntimeError: can't", "", "")
     assert failed_with(SyntaxError("wrong", ("f.py", 3, 1, "x ="))).words == "SyntaxError: wrong"
     assert len(failed_with(KeyError("x " * 1000)).words) <= 300
     noted = ValueError("first")
@@ -111,7 +111,7 @@ def test_progress(terminal, monkeypatch):
     monkeypatch.setattr(sys, "stdout", out := Terminal() if terminal else io.StringIO())
     runs = Plan(("O0", "O2"), seeds=2, steps=40).runs()
     now = [0.0]
-    progress = Progress(runs, 40, lambda: now[0])
+    progress = Progress(runs, 40, clock=lambda: now[0])
     progress.begin(2, 2)
     progress.show(runs[0])
     now[0] = 60.0

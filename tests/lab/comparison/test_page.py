@@ -120,7 +120,7 @@ def test_the_card_says_which_how_much_why_and_how_sure():
         *(made_up_run("O4", seed, dtype="bfloat16", final=1.25, ms=5, peak_memory=7 * 2**17) for seed in range(3)),
         *(made_up_run("O3", seed, final=5 + seed / 4, ms=2) for seed in range(3)),
     ]
-    text = page.html(Comparison("train.py", runs))
+    text = page.html(Comparison("train.py", runs, command="--device cpu 'my train.py' --lr 1"))
     tree = Tree(text)
     for words in (
         "\nUse O4 (BF16)\n",
@@ -128,7 +128,9 @@ def test_the_card_says_which_how_much_why_and_how_sure():
         "The fastest level that is as good as O0: its final loss, 1.250, is within the range of O0's seeds (1.000 to ",
         "Faster with each of 3 seeds: 2.00x. O0's own seeds lie 50 % apart in loss: less than that is not seen.",
         "With the same seed it ends at most 25 % from O0.",
-        'amp.initialize(..., opt_level="O4")',
+        'model, optimizer = amp.initialize(model, optimizer, opt_level="O4")',
+        "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()",
+        "AMP_PATCH_OPT_LEVEL=O4 python -m amp_patch run --device cpu 'my train.py' --lr 1",
     ):
         assert tree.text.count(words) == 1, words
     assert re.findall(r'<div class="row (\w+)"><div><b>(\w+)</b>', text) == [
@@ -382,21 +384,35 @@ def test_labels_of_an_axis_are_round_and_told_apart(low, high, labels):
     assert [*drawing.ticks(low, high).values()] == labels
 
 
-def test_the_picture_of_the_readme_is_the_card_of_a_report(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "told", "said"),
+    [
+        ("bf16", {"lacks": "float16"}, "With BF16 arithmetic: A <Processor>, one thread, torch 2.13.0"),
+        (
+            "no-bf16",
+            {"lacks": "bfloat16 float16", "limited": "ONEDNN_MAX_CPU_ISA=AVX2"},
+            "Without BF16 arithmetic: A <Processor>, played by ONEDNN_MAX_CPU_ISA=AVX2, one thread, torch 2.13.0",
+        ),
+    ],
+)
+def test_a_picture_of_the_readme_is_the_card_of_a_report(kind, told, said, tmp_path, monkeypatch):
     runs = [made_up_run("O0", seed, final=1 + seed / 4, activations=8000, device="cpu") for seed in range(3)]
     runs += [made_up_run("O4", seed, final=1.25, ms=5, activations=0, device="cpu") for seed in range(3)]
-    machine = {"cpu": "A <Processor>", "torch": "2.13.0+cpu", "threads": "1"}
+    machine = {"cpu": "A <Processor>", "torch": "2.13.0+cpu", "threads": "1", **told}
+    readme = (ROOT / "README.md").read_text()
+    (tmp_path / "README.md").write_text(readme)
     page.write(Comparison("train.py", runs, machine=machine), tmp_path)
     argv = ["demo_picture.py", "--from", str(tmp_path / "report.json"), "--docs", str(tmp_path)]
+    argv += ["--readme", str(tmp_path / "README.md")]
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.syspath_prepend(BENCHMARKS)
-    runpy.run_path(str(BENCHMARKS / "demo_picture.py"), run_name="__main__")
-    readme = re.findall(r'"(docs/demo-\w+\.svg)"', (ROOT / "README.md").read_text())
-    assert readme == ["docs/demo-dark.svg", "docs/demo-light.svg"]
-    for path, background in zip(readme, ("#1b2026", "#f6f7f9"), strict=True):
-        assert ElementTree.parse(ROOT / path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
-        text = (tmp_path / path.removeprefix("docs/")).read_text()
+    ran = runpy.run_path(str(BENCHMARKS / "demo_picture.py"), run_name="__main__")
+    assert ran["with_pictures"](readme, ROOT / "docs") == readme, "README.md shows the pictures that are in docs/"
+    shown = re.findall(r'"docs/(demo-[\w-]+\.svg)"', (tmp_path / "README.md").read_text())
+    assert shown == [f"demo-{kind}-dark.svg", f"demo-{kind}-light.svg"]
+    for name, background in zip(shown, ("#1b2026", "#f6f7f9"), strict=True):
+        text = (tmp_path / name).read_text()
         words = "".join(ElementTree.fromstring(text).itertext())
         assert "Use O4 (FP16): 2.0x faster, 33 % less memory, same loss over 3 seeds" in words
-        assert "A <Processor>, one thread, torch 2.13.0" in words
+        assert said in words
         assert "var(" not in text and background in text

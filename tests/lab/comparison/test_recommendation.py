@@ -89,6 +89,24 @@ def test_the_recommendation():
             "Use O5 BF16: as fast as O0 (0.97x to 0.99x), 0.60 of its memory; final loss ",
             ("Use O5 (BF16)", "40 % less memory, as fast, same loss over 3 seeds", "use this"),
         ),
+        (  # and with one of them by more, when something else ran
+            (10.2, 10.1, 11.0),
+            0.6,
+            "Use O5 BF16: as fast as O0 (0.91x to 0.99x), 0.60 of its memory; final loss ",
+            ("Use O5 (BF16)", "40 % less memory, as fast, same loss over 3 seeds", "use this"),
+        ),
+        (  # as little faster is no reason before memory
+            (9.8, 9.9, 9.0),
+            0.6,
+            "Use O5 BF16: 1.02x faster than O0 (1.01 to 1.11), 0.60 of its memory; final loss ",
+            ("Use O5 (BF16)", "40 % less memory, 1.02x faster, same loss over 3 seeds", "use this"),
+        ),
+        (
+            (9.8, 9.9, 9.0),
+            1.0,
+            "Use O5 BF16: 1.02x faster than O0 (1.01 to 1.11), the same memory; final loss ",
+            ("Use O5 (BF16)", "1.02x faster, same memory, same loss over 3 seeds", "use this"),
+        ),
         (
             (8.0, 10.0, 12.5),
             0.6,
@@ -259,10 +277,10 @@ def test_a_metric_of_the_scripts_own():
     "groups, words, kinds",
     [
         ([], "Nothing to compare: there is no run.", []),
-        ([seeds("O0", 1.0, 1.5)], "Nothing to compare O0 with: it is the only level with results.", ["alone"]),
+        ([seeds("O0", 1.0, 1.5)], "Only O0 has results: there is nothing to compare it with.", ["alone"]),
         (
             [seeds("O0", 1.0), [Run("O2", 0, error="boom")]],
-            "Nothing to compare O0 with: it is the only level with results. O2: failed with seed 0: boom.",
+            "Only O0 has results: there is nothing to compare it with. O2: failed with seed 0: boom.",
             ["alone", "failed"],
         ),
         (
@@ -320,11 +338,25 @@ def test_a_report_in_json_gives_the_comparison_back():
     assert [len(run["loss"]) for run in told["runs"]] == [40, 40, 40, 40, 0]
 
 
-def test_the_machine():
+def test_the_machine(monkeypatch):
     told = machine()
-    assert set(told) - {"tensor_cores"} == {"torch", "python", "cpu", "threads", "gpu", "bfloat16", "float16"}
+    assert set(told) - {"tensor_cores", "lacks", "limited"} == {
+        "torch",
+        "python",
+        "cpu",
+        "threads",
+        "gpu",
+        "bfloat16",
+        "float16",
+    }
     assert ("tensor_cores" in told) is torch.cuda.is_available()
     assert all(isinstance(value, str) and value for value in told.values())
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    monkeypatch.setattr("amp_patch.lab.comparison.machine.has_arithmetic", lambda dtype: dtype is torch.float16)
+    told = machine()
+    assert "ONEDNN_MAX_CPU_ISA=AVX2" in told["limited"] and told["lacks"] == "bfloat16"
+    monkeypatch.setattr("amp_patch.lab.comparison.machine.has_arithmetic", lambda dtype: True)
+    assert "lacks" not in machine()
     assert re.match(r"\d+\.\d+", told["torch"]) and int(told["threads"]) == 1
 
 

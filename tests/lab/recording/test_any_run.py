@@ -9,7 +9,7 @@ from typing import Any
 from hunts import hunt
 from hypothesis import strategies as st
 
-from amp_patch.lab.commands.compare_child import add_events
+from amp_patch.lab.commands.compare_folder import add_events
 from amp_patch.lab.recording.run import PARTS, Run, dumps, loads
 from amp_patch.lab.recording.sinks import JsonLines
 

@@ -45,6 +45,9 @@ RUN = Run(
     device="cuda",
     error="it broke",
     error_kind="killed",
+    error_where="train.py, line 3",
+    log="runs/O2-seed3.log",
+    objectives=2,
     refused=True,
     native=True,
     notes=["one", "two"],
@@ -55,6 +58,7 @@ RUN = Run(
     scale=[65536.0, math.inf],
     skipped=[True, False],
     samples=[8, 0],
+    given=[8, 3],
     weights=2**40,
     masters=2,
     gradients=3,
@@ -126,9 +130,21 @@ def test_events_fold_into_a_run():
     assert run.steps == 2
 
 
+def test_a_failed_run_says_why_and_where_in_one_line():
+    run = Run("O2", error="ValueError: no", error_where="train.py, line 3", log="runs/O2-seed0.log")
+    assert run.error_in_full == "ValueError: no (train.py, line 3; see runs/O2-seed0.log)"
+    run.error_where = ""
+    assert run.error_in_full == "ValueError: no (see runs/O2-seed0.log)"
+    run.refused = True
+    assert run.error_in_full == "ValueError: no", "the message of a refusal names its place"
+    assert Run("O2").error_in_full == "recorded no step"
+    run.add({"event": "outcome", "level": "O1", "seed": 2, "error": None, "notes": ["one"], "log": ""})
+    assert (run.level, run.seed, run.error, run.notes) == ("O1", 2, None, ["one"])
+
+
 def test_an_event_of_no_known_kind_is_refused():
     with pytest.raises(
-        ValueError, match=r"event is 'stop'; wanted begin, step, log, look, memory, advice, note or end"
+        ValueError, match=r"event is 'stop'; wanted begin, step, log, look, memory, advice, note, end or outcome"
     ):
         Run("O0").add({"event": "stop"})
 

@@ -1,0 +1,104 @@
+"""The arguments of `python -m amp_patch compare`, and what they ask for."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from amp_patch.lab.commands import batch_search
+from amp_patch.lab.comparison.plan import LEVELS, Plan, quick_levels
+from amp_patch.policy import OPT_LEVELS
+
+_EPILOG = """
+The script is not changed: AMP_PATCH_OPT_LEVEL (and with --dtype AMP_PATCH_DTYPE) overrides what it gives to
+amp.initialize, and AMP_PATCH_SEED tells it the seed, should it ask. Its loss, times, memory and loss scale are recorded
+from amp.scale_loss and optimizer.step; it may add figures of its own with amp.log(held_out_loss=...).
+
+Seeds: all levels of a seed start from the same random state. Seed 0 leaves the seeds that the script sets as they are;
+for seed n, 1,000,003 n is added to what it gives to torch.manual_seed, random.seed and numpy.random.seed, and not to
+Generator.manual_seed or numpy.random.default_rng. With --seed-flag --seed the script is given `--seed n` instead.
+
+The levels of a seed train in turns of half a second, one at a time, so that other work on the machine falls on all of
+them alike; on a GPU the runs follow each other. From the first file that the script writes, or process that it starts,
+a run goes on to its end by itself: what it reads back is its own. A script that ends by the clock wants --one-by-one,
+and one that resumes from a checkpoint it finds in the working directory has to be told not to. What it prints goes to
+runs/LEVEL-seedN.log in the folder of --out. What a run has started ends with it.
+
+Ctrl-C ends the runs and reports what has finished, as do SIGTERM and SIGHUP; a second one does not wait for the script.
+`compare --resume FOLDER` makes the runs that are missing, `python -m amp_patch report FOLDER` the report of what is
+there. The exit status is 0 if two levels can be compared, 1 if not or if the script fails before its first step, 130 if
+Ctrl-C has cut runs (143 and 129: the others), and 2 for arguments that cannot be.
+"""
+
+SEEDS = 3  # a comparison's, unless others are asked for
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `compare`."""
+    parser.usage = "python -m amp_patch compare [options] [-m] script [options] [-- the script's own arguments]"
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add(
+        "--levels",
+        help=f"of {', '.join(OPT_LEVELS)}; O0 is always there (default {','.join(LEVELS)})",
+    )
+    add(
+        "--quick",
+        action="store_true",
+        help="a first answer from three runs: one seed of O0, O4 and O5, or with --dtype float16 of O0, O1 and O2",
+    )
+    add("--dtype", help="float16 or bfloat16 at O1, O2 and O3; O4 and O5 are bfloat16 (default: as the script has it)")
+    add("--steps", type=int, help="end each run after so many optimizer steps, before an evaluation that follows them")
+    add("--seeds", type=int, help=f"repetitions; the verdict needs several (default {SEEDS})")
+    add("--seed-flag", metavar="FLAG", help="the script's own option for a seed")
+    add("--metric", default="loss", help="compare by this name of amp.log's (default: the training loss)")
+    add("--maximize", action="store_true", help="more of the metric is better")
+    add("--inspect", action="store_true", help="look at exponents, overflows and errors with amp.inspect; costs time")
+    add("--one-by-one", action="store_true", help="let each run end before the next begins")
+    batch_search.add_arguments(parser)
+    add("--device", choices=["cpu"], help="cpu: where the script says CUDA, take the CPU")
+    add("--out", type=Path, default=Path("amp_compare"), help="folder of the report (default %(default)s)")
+    add("--resume", type=Path, metavar="FOLDER", help="make the runs that a comparison in this folder lacks")
+    add("-m", dest="module", action="store_true", help="script is a module, as in python -m")
+    add("script", nargs="?", help="a script, or a folder or zip file with a __main__.py, or with -m a module")
+
+
+def defaults() -> dict[str, Any]:
+    """The arguments of `compare` without any given."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return {**vars(parser.parse_args([])), "arguments": []}
+
+
+def split(given: list[str]) -> tuple[list[str], list[str]]:
+    """The arguments that are ours, and those after `--`, the script's."""
+    end = given.index("--") if "--" in given else len(given)
+    own = given[:end]
+    for flag in ("--seed-flag", "--batch-flag"):
+        if flag in own[:-1]:  # argparse would take `--seed` for an option of ours, not for the value
+            at = own.index(flag)
+            own[at : at + 2] = ["=".join(own[at : at + 2])]
+    return own, given[end + 1 :]
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    """
+    Raises:
+        ValueError: what cannot be compared, or flags that contradict --quick.
+    """
+    own = {"--levels": args.levels, "--seeds": args.seeds, "--batch-search": args.batch_search}
+    for flag, value in own.items():
+        if args.quick and value is not None:
+            raise ValueError(f"compare: --quick has levels and seeds of its own, and {flag} contradicts it; give one")
+    levels = tuple(level.strip() for level in args.levels.split(",")) if args.levels is not None else LEVELS
+    return Plan(
+        levels=quick_levels(args.dtype) if args.quick else levels,
+        seeds=1 if args.quick else SEEDS if args.seeds is None else args.seeds,
+        steps=args.steps,
+        dtype=args.dtype,
+        metric=args.metric,
+        maximize=args.maximize,
+        inspect=args.inspect,
+    )

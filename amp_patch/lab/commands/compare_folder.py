@@ -1,0 +1,222 @@
+"""The folder of a comparison: what was asked for, and what each run has recorded.
+
+`compare.json` has the arguments, and what else must be as it was for runs to be compared: the script, torch, the
+processor. Each run has a file of events in `runs/`; the last one, its "outcome", is written by `compare` when the run
+has ended. So a comparison that was cut, by kill -9 or a power cut too, can be gone on with, and what there is of it can
+be shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amp_patch.casts.cpu_half import has_arithmetic
+from amp_patch.lab.comparison.machine import processor
+from amp_patch.lab.comparison.outcome import interrupted
+from amp_patch.lab.comparison.plan import Plan, name_as_asked
+from amp_patch.lab.recording.run import INTERRUPTED, KILLED, NATIVE, Event, Run, dumps, loads
+from amp_patch.support.files import fresh, write_whole
+
+_ASKED = "compare.json"
+_RUN = re.compile(r"(O\d|native)-seed\d+\.(jsonl|log)")
+# Of the arguments those that change no run.
+_OF_THE_CALL = ("command", "out", "resume")
+
+
+class NoComparison(ValueError):
+    """The folder has no comparison, or one that cannot be gone on with; the message says why."""
+
+
+def prepare(out: Path) -> None:
+    """Make the folder of the runs.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    folder = out / "runs"
+    if folder.is_symlink():  # never write through a link: its target is not ours
+        folder.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def begin(args: argparse.Namespace) -> None:
+    """Note what is asked for, and take away what an earlier comparison has recorded in the folder."""
+    for path in (args.out / "runs").iterdir():
+        if _RUN.fullmatch(path.name):
+            fresh(path)
+    asked = {name: value for name, value in vars(args).items() if name not in _OF_THE_CALL}
+    write_whole(args.out / _ASKED, dumps({"asked": asked, "with": _surroundings(args)}, indent=1) + "\n")
+
+
+def resumed(args: argparse.Namespace, defaults: dict[str, Any]) -> argparse.Namespace:
+    """The arguments of the comparison in the folder `args.resume`.
+
+    Args:
+        defaults: of all arguments: those of `args` that differ were given beside --resume.
+
+    Raises:
+        NoComparison: there is none, or one with other arguments, another script, torch or processor.
+    """
+    told = _told(args.resume)
+    asked: dict[str, Any] = told["asked"]
+    for name, value in vars(args).items():
+        if name in _OF_THE_CALL or value == defaults.get(name) or value == asked.get(name):
+            continue
+        raise NoComparison(
+            f"compare: {args.resume} was begun with {_named(name, asked.get(name))}, and now there is "
+            f"{_named(name, value)}; give the same or nothing beside --resume, or begin anew in another --out"
+        )
+    found = argparse.Namespace(**{**defaults, **asked, "out": args.resume, "resume": args.resume})
+    for name, value in _surroundings(found).items():
+        before = told["with"].get(name)
+        if value != before:
+            raise NoComparison(
+                f"compare: {args.resume} cannot be gone on with: {name} was {before}, and is {value} now; runs of the "
+                "two cannot be compared: begin anew in another --out"
+            )
+    return found
+
+
+def asked_in(folder: Path, defaults: dict[str, Any]) -> argparse.Namespace:
+    """The arguments with which the comparison in the folder was begun.
+
+    Raises:
+        NoComparison: there is none.
+    """
+    return argparse.Namespace(**{**defaults, **_told(folder)["asked"], "out": folder, "resume": folder})
+
+
+def keep_machine(folder: Path, told: dict[str, str]) -> dict[str, str]:
+    """Note what the runs ran on; with what an earlier call has noted of other work, if this one has none."""
+    try:
+        kept = _told(folder)
+        load = kept.get("machine", {}).get("load")
+        told = {**({} if load is None else {"load": load}), **told}
+        write_whole(folder / _ASKED, dumps({**kept, "machine": told}, indent=1) + "\n")
+    except (OSError, ValueError):  # the folder is gone, or full
+        pass
+    return told
+
+
+def machine_in(folder: Path) -> dict[str, str] | None:
+    """What `keep_machine` has noted; None while the comparison runs for the first time."""
+    return _told(folder).get("machine")
+
+
+def runs_in(folder: Path, plan: Plan) -> list[Run]:
+    """Those of the plan that were begun, and the script's own mixed precision's, in order."""
+    runs = [*plan.runs(), *(Run(NATIVE, seed) for seed in range(plan.seeds))]
+    found = [run for run in runs if _read(run, record_of(folder, run))]
+    return sorted(found, key=lambda run: run.seed)
+
+
+def record_of(folder: Path, run: Run) -> Path:
+    """The file of the run's events."""
+    return folder / "runs" / f"{run.level}-seed{run.seed}.jsonl"
+
+
+def is_finished(run: Run) -> bool:
+    """Whether the run needs not be made again: it ended well, or failed by itself."""
+    return run.error_kind not in (INTERRUPTED, KILLED)
+
+
+def keep_outcome(record: Path, run: Run) -> None:
+    """Write what `compare` says of a run behind the events that the run has recorded itself.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    names = ("level", "seed", "error", "error_kind", "error_where", "log", "refused", "notes")
+    event: Event = {"event": "outcome", **{name: getattr(run, name) for name in names}}
+    with record.open("a", encoding="utf-8", errors="replace") as file:
+        file.write(f"\n{dumps(event)}\n")  # the line before may be cut off
+
+
+def add_events(run: Run, recorded: bytes) -> bytes:
+    """Add the events of the lines that are complete, and return the rest."""
+    *lines, rest = recorded.split(b"\n")
+    for line in filter(None, lines):
+        with suppress(json.JSONDecodeError):  # a line that a full disk has cut off
+            run.add(loads(line.decode()))
+    return rest
+
+
+def _read(run: Run, record: Path) -> bool:
+    """Fill `run` with its events; whether there are any."""
+    try:
+        recorded = record.read_bytes()
+    except OSError:
+        return False
+    asked = Run(run.level, run.seed)
+    add_events(run, recorded + b"\n")
+    if b'\n{"event": "outcome"' not in recorded:
+        name_as_asked(run, asked)
+        run.error, run.error_kind, run.error_where = interrupted(run)
+    return True
+
+
+def _told(folder: Path) -> dict[str, Any]:
+    try:
+        told: dict[str, Any] = loads((folder / _ASKED).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise NoComparison(f"{folder} has no comparison that `compare` has begun: {error}") from error
+    return told
+
+
+def _surroundings(args: argparse.Namespace) -> dict[str, str]:
+    """What must be the same for runs to be compared."""
+    arithmetic = [name for name in ("bfloat16", "float16") if has_arithmetic(getattr(torch, name))]
+    return {
+        "the script": f"{args.script} (sha256 {_digest(args)[:12]})",
+        "torch": str(torch.__version__),
+        "the processor": processor(),
+        "its arithmetic below FP32": " and ".join(arithmetic) or "none",
+        "the number of threads": str(torch.get_num_threads()),
+        "the working directory": os.getcwd(),
+    }
+
+
+def _digest(args: argparse.Namespace) -> str:
+    """Of the script's bytes; of a folder its Python files; nothing of what it imports."""
+    path = _path(args)
+    if path is None:
+        return "unknown"
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    found = hashlib.sha256()
+    for file in files:
+        found.update(file.read_bytes())
+    return found.hexdigest()
+
+
+def _path(args: argparse.Namespace) -> Path | None:
+    if not args.module:
+        return Path(args.script)
+    try:
+        spec = importlib.util.find_spec(args.script)
+    except (ImportError, ValueError):
+        return None
+    return None if spec is None or spec.origin is None or not os.path.exists(spec.origin) else Path(spec.origin)
+
+
+def _named(name: str, value: Any) -> str:
+    """ "--seeds 3"; without the option's value "no --seeds"."""
+    if name == "script":
+        return str(value)
+    if name == "arguments":
+        return f"the script's arguments {' '.join(value)}" if value else "no arguments of the script's"
+    option = "-m" if name == "module" else f"--{name.replace('_', '-')}"
+    if value is True:
+        return option
+    shown = ",".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else value
+    return f"no {option}" if value in (None, False) else f"{option} {shown}"

@@ -1,0 +1,99 @@
+"""`python -m amp_patch report amp_compare`: the table and the page of what a comparison has recorded so far."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from amp_patch.lab.commands import compare_folder
+from amp_patch.lab.commands.compare_arguments import SEEDS, defaults, plan_of
+from amp_patch.lab.comparison import page, table
+from amp_patch.lab.comparison.comparison import Comparison
+from amp_patch.lab.comparison.headline import how_to_use
+from amp_patch.lab.comparison.machine import machine
+from amp_patch.lab.comparison.plan import BASELINE, Plan
+from amp_patch.lab.recording.run import Run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `report`."""
+    parser.add_argument("folder", type=Path, help="the folder of a comparison (compare's --out)")
+
+
+def report(args: argparse.Namespace) -> None:
+    """make the table and the page of a comparison again, of what its folder has: also of one that was cut, or runs"""
+    print_any_letter()
+    try:
+        asked = compare_folder.asked_in(args.folder, defaults())
+        plan = plan_of(asked)
+        runs = compare_folder.runs_in(args.folder, plan)
+        told = compare_folder.machine_in(args.folder) or machine()
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    natives = {run.seed for run in runs if run.level not in plan.levels}
+    wanted = len(plan.levels) * plan.seeds + (plan.seeds - min(natives) if natives else 0)
+    if status := show(comparison_of(asked, plan, runs, wanted, told), args.folder):
+        sys.exit(status)
+
+
+def comparison_of(
+    args: argparse.Namespace, plan: Plan, runs: Sequence[Run], asked: int, told: dict[str, str]
+) -> Comparison:
+    """What the runs of a plan say.
+
+    Args:
+        asked: how many runs there should be.
+        told: of the machine, as `machine()` tells it.
+    """
+    script = ["-m", args.script] if args.module else [args.script]
+    title = shlex.join([*script[:-1], script[-1] if args.module else Path(args.script).name, *args.arguments])
+    device = [] if args.device is None else ["--device", args.device]
+    levels = ",".join(level for level in plan.levels if level != BASELINE)
+    return Comparison(
+        title,
+        list(runs),
+        plan.metric,
+        plan.maximize,
+        plan.steps,
+        told,
+        to_judge=f"--levels {levels} --seeds {SEEDS}" if args.quick else "",
+        asked_runs=asked,
+        command=shlex.join([*device, *script, *args.arguments]),
+    )
+
+
+def show(comparison: Comparison, folder: Path) -> int:
+    """Write the report and print the table; 1 if that failed, or nothing can be compared."""
+    failure, where = _write(comparison, folder)  # before the table: its reader may close the pipe
+    lines = table.lines(comparison, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+    _, command = how_to_use(comparison)
+    if command:
+        lines.append(f"To use it without an edit: {command}")
+    if comparison.cut:
+        again = f"python -m amp_patch compare --resume {shlex.quote(str(folder))}"
+        lines.append(f"To make the runs that are missing: {again}")
+    try:
+        print("\n".join([*lines, f"report: {where}"]), flush=True)
+    except OSError:  # the terminal was closed, or the pipe's reader has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python would fail to flush at its end
+    return int(failure is not None or not comparison.comparable)
+
+
+def print_any_letter() -> None:
+    """Have sys.stdout print a question mark for a letter that its encoding lacks, which else would raise."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _write(comparison: Comparison, folder: Path) -> tuple[OSError | None, str]:
+    """Write the report: why that failed, and where it is or why it is not."""
+    try:
+        return None, str(page.write(comparison, folder))
+    except OSError as error:
+        return error, f"not written: {error}"
