@@ -26,7 +26,7 @@ def mnist(where: str = "../data") -> Prepare:
         raw = folder / where / "MNIST" / "raw"
         raw.mkdir(parents=True, exist_ok=True)
         chance = random.Random(0)
-        for kind, count in ("train", 600), ("t10k", 100):
+        for kind, count in ("train", 600), ("t10k", 256):
             labels = [n % 10 for n in range(count)]
             images = bytearray(chance.choices(range(64), k=count * 784))
             for n, label in enumerate(labels):

@@ -186,7 +186,7 @@ PROGRAMS = [
     of_library("x-transformers, decoder", "GPT", "x_transformers_decoder", "x-transformers"),
     of_library("x-transformers, encoder and decoder", "Transformer", "x_transformers_encoder", "x-transformers"),
     of_library("vit-pytorch, ViT", "vision transformer", "vit", "torchvision", "vit-pytorch"),
-    of_library("vit-pytorch, MAE", "masked autoencoder", "vit_mae", "torchvision", "vit-pytorch"),
+    of_library("vit-pytorch, DeepViT", "vision transformer", "deepvit", "torchvision", "vit-pytorch"),
     of_library("Lightning", "autoencoder", "lightning_autoencoder", "lightning"),
     of_library("transformers, Trainer", "BERT", "transformers_trainer", "transformers", "accelerate"),
     of_library("transformers, a loop", "GPT-2", "transformers_loop", "transformers"),
