@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """list the names of Apex and of torch's mixed precision that files use, without running them; exit code 1 if one of
-    Apex is missing, 2 if a file is bad"""
+    """list the names of Apex and of torch's mixed precision that files use, without running them, or say what `compare`
+    would do with a script in FP32; exit code 1 if a name of Apex is missing, 2 if a file is bad"""
     paths = [Path(path) for path in args.paths]
     uses, errors = read(paths)
     findings = [finding(name, places) for name, places in sorted(uses.items())]

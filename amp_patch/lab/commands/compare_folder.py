@@ -68,6 +68,10 @@ def resumed(args: argparse.Namespace, defaults: dict[str, Any]) -> argparse.Name
     Raises:
         NoComparison: there is none, or one with other arguments, another script, torch or processor.
     """
+    if args.out not in (defaults["out"], args.resume):
+        raise NoComparison(
+            f"compare: --resume {args.resume} goes on there, and --out {args.out} contradicts it; give one"
+        )
     told = _told(args.resume)
     asked: dict[str, Any] = told["asked"]
     for name, value in vars(args).items():

@@ -115,6 +115,7 @@ def test_the_missing_runs_alone_are_made(begun, monkeypatch, capsys):
     [
         (["--seeds", "3"], "was begun with --seeds 2, and now there is --seeds 3"),
         (["--metric", "accuracy"], "was begun with --metric loss, and now there is --metric accuracy"),
+        (["--out", "other"], "goes on there, and --out other contradicts it"),
         (["--inspect"], "was begun with no --inspect, and now there is --inspect"),
         (["other.py"], "was begun with train.py, and now there is other.py"),
         (

@@ -81,3 +81,59 @@ def test_one_rank_over_a_port_is_compared_one_run_at_a_time(tmp_path):
     done = start_script(tmp_path, ONE_RANK, *command, **where)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "MASTER_PORT is set" in done.stdout and "failed" not in done.stdout
+
+
+# Said for two GPUs, played on a CPU.
+DATA_PARALLEL = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.DataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).cuda())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(6):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(torch.randn(8, 8).cuda()), torch.randint(4, (8,)).cuda()).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_data_parallel_is_one_process(tmp_path):
+    command = ("-m", "amp_patch", "compare", "--device", "cpu", "--levels", "O0,O2", "--seeds", "1")
+    done = start_script(tmp_path, DATA_PARALLEL, *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "failed" not in done.stdout and done.stdout.count("6 steps, loss") == 2
+
+
+RANKS_OF_ITS_OWN = """
+import os
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def train(rank, port):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(train, (PORT,), nprocs=2)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_spawns_its_ranks_is_refused_by_name_and_run_trains_it(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        script = RANKS_OF_ITS_OWN.replace("PORT", str(server.getsockname()[1]))
+    done = start_script(tmp_path, script, "-m", "amp_patch", "compare", "--seeds", "1")
+    assert done.returncode == 2 and "has started 2 of its own, whose steps are not seen here" in done.stderr
+    done = start_script(tmp_path, script, "-m", "amp_patch", "run", AMP_PATCH_OPT_LEVEL="O2")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("O2 FP16 trained Linear by SGD: 4 steps") == 1  # the first rank speaks for both

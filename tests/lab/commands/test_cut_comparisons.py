@@ -132,7 +132,7 @@ def test_two_signals_end_what_ignores_one_and_the_missing_runs_are_made_later(tm
     (run,) = runs_of(tmp_path)  # killed, it has recorded what it had flushed by then
     assert run.level == "O0" and 1 <= run.steps <= 3 and run.error == f"interrupted after {run.steps} steps"
     (tmp_path / "wait").unlink()
-    done = start_script(tmp_path, STUBBORN, "-m", "amp_patch", "compare", "--resume", "amp_compare", "--out", "x")
+    done = start_script(tmp_path, STUBBORN, "-m", "amp_patch", "compare", "--resume", "amp_compare")
     assert done.returncode == 0, done.stdout + done.stderr
     runs = runs_of(tmp_path)
     assert [(run.level, run.seed, run.steps, run.error) for run in runs] == [

@@ -258,6 +258,19 @@ def test_what_holds_nothing_of_ours_is_pickled_as_ever(main):
             pickle.dumps(lambda: None)
 
 
+def test_python_pickles_what_has_something_of_ours_alone(main, monkeypatch, tmp_path):
+    made = []
+    monkeypatch.setattr("amp_patch.lab.unedited.pickles._pickler_of", lambda models: made.append(models))
+    with UneditedScript("O2"):
+        names = run_in(main, NET + TRAINS)
+        torch.save([names["model"].state_dict(), list(range(5)), torch.ones(2)], tmp_path / "states.pt")
+        pickle.dumps(names["optimizer"].state_dict())
+        assert not made
+        with pytest.raises(TypeError):  # a class cannot be made of what `_pickler_of` gives here
+            torch.save({"nested": [names["model"].head]}, tmp_path / "model.pt")
+    assert made
+
+
 def test_functions_of_pickle_and_torch_are_put_back(main):
     owners = [(torch, "save"), (torch, "load"), (torch.serialization, "save"), (pickle, "dump"), (pickle, "dumps")]
     owners += [
