@@ -258,7 +258,7 @@ PROGRAMS = [
         "dilated convolutions, weight norm",
         "locuslab/TCN",
         "TCN/adding_problem/add_test.py",
-        "--epochs 1 --seq_len 40 --levels 3",
+        "--cuda --epochs 1 --seq_len 40 --levels 3",
     ),
     Program(
         "torchdiffeq ode_demo",
