@@ -19,10 +19,12 @@ WORDS = (
 )
 
 
-def mnist(where: str = "../data") -> Prepare:
-    """Digits: MNIST's four files. A class is a bright square at a place of its own, in noise."""
+def mnist(where: str = "../data", results: str = "results") -> Prepare:
+    """Digits: MNIST's four files. A class is a bright square at a place of its own, in noise. Beside them a folder
+    that a program wants to find, in which it puts its pictures."""
 
     def write(folder: Path) -> None:
+        (folder / results).mkdir(exist_ok=True)
         raw = folder / where / "MNIST" / "raw"
         raw.mkdir(parents=True, exist_ok=True)
         chance = random.Random(0)
